@@ -32,23 +32,27 @@ class Coordinator(Stepping):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     @transition
-    def begin_forward(self, *, training: bool) -> None:
+    def begin_forward(self, *, training: bool, graph: Callable[[], object] = lambda: None) -> None:
         """The outermost module of a forward is entered. Before a training forward the body of the last step's commit is
-        frozen. Raises as `require_usable`, `Room.require_untouched` and `finish_commit`."""
+        frozen. Raises as `require_usable`, `Room.require_untouched` and `finish_commit`.
+
+        Args:
+            graph: gives something while what the forward saves for its backward is kept.
+        """
         self.require_usable()
         self.readers.forget_dead_others()
         self.room.require_untouched()
         if training:
-            self._freeze_commit()
+            self._freeze_commit(graph)
             self.progress.carry_on()
             self.commits.rewind()
         self.room.begin_pass(training=training)
 
-    def _freeze_commit(self) -> None:
+    def _freeze_commit(self, graph: Callable[[], object]) -> None:
         with self.progress.committing():
             self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
-            self.commits.forward_begins()
-            if self.speculation.mode == "off":
+            self.commits.forward_begins(graph)
+            if self.speculation.mode == "off" and self.commits.frozen:
                 self.commits.finish()
 
     @transition
@@ -169,6 +173,7 @@ class Coordinator(Stepping):
     def _land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         self.health.require_open()
         unit = self.units[place.unit.index]
+        self.commits.tracking.gradients_came()
         with self.health.failing(SwapTimeoutError, PeerError):
             if self.shared is None:
                 self._gradients_land(unit.index)
@@ -246,6 +251,8 @@ class Coordinator(Stepping):
                     self.drop_gradient(place)
                 parameter.grad = None
         self.passes.forget()
+        if not any(group.present for unit in self.units for group in unit.gradients.groups.values()):
+            self.commits.tracking.gradients_gone()
 
     @property
     def run(self) -> str:
@@ -337,11 +344,13 @@ class Coordinator(Stepping):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """States may be written to their destinations in this context. A commit whose loop was not at its top gives
-        way, and is begun again. All ranks call. Raises as finish_commit."""
+        """States may be written to their destinations in this context. A commit whose loop has come to its top since
+        the step is finished; another one gives way, and is begun again. All ranks call. Raises as finish_commit."""
         self.require_usable()
         with self._lock:
             self._come_to_rest()
+            with self.progress.committing():
+                self.commits.write_begins()
             gave_way = self.progress.make_way()
             if self.shared is not None:  # what older generations occupy is written to
                 self.commits.heard(self.meet("writing weights", self.commits.told()), self.steps + 1)
@@ -349,7 +358,13 @@ class Coordinator(Stepping):
                 yield
             finally:
                 if gave_way:
-                    self.commits.begin(self.steps)
+                    self.commits.begin_again(self.steps)
+
+    @transition
+    def require_untouched(self) -> None:
+        """Raises as Room.require_untouched; in a pass, and among gathered weights, parameters have their values."""
+        if self.readers.nobody:
+            self.room.require_untouched()
 
     # -- reading parameters -------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from infinity.durable import rng
 from infinity.durable.optimizers import Optimizers
 from infinity.durable.pace import Pace
 from infinity.durable.resumed import Resumed
-from infinity.durable.tracked import Tracking
+from infinity.durable.tracked import Noted, Tracking
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, SwapIOError
 from infinity.io import document
 from infinity.io.engine import Transfer
@@ -88,6 +88,9 @@ class Commits:
         self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written since the newest generation was begun, by no step
+        self._waited = False  # a forward has begun since the commit was, and the loop was not at its top
+        self._several_steps_an_item = False
+        self._closing = False
         self.tracking = Tracking(self._around)
         self.resumed: Resumed | None = None
 
@@ -98,6 +101,7 @@ class Commits:
     def step_done(self) -> None:
         """A step was done since: the run is past what it was resumed from."""
         self.resumed = None
+        self.tracking.gradients_gone()
 
     # -- generations --------------------------------------------------------------------------------------------------
 
@@ -123,7 +127,22 @@ class Commits:
         if self._commit is not None and self._commit.step == step:
             return
         self.tracking.step_ended()
+        self._learn()
+        self.begin_again(step)
+
+    def begin_again(self, step: int) -> None:
+        """As begin(), of a commit that gave way to a write. That is no step's end: the loop is where it was."""
         self._commit, self._owed, self._touched = Commit(step), False, False
+
+    def _learn(self) -> None:
+        """A commit waited for the loop's top, and the next step came before that."""
+        if self._owed and self._waited and len(self._optimizers) == 1 and not self._several_steps_an_item:
+            self._several_steps_an_item = True
+            logger.warning(
+                "the loop makes several optimizer steps for one item of the loader that it tracks: a run that resumes "
+                "a generation from between them is not exact. Call infinity.commit(model) where an iteration ends"
+            )
+        self._waited = False
 
     def write_rest(self) -> None:
         """All updates of the step are finished: write what they did not, and start making it durable. Once.
@@ -163,17 +182,33 @@ class Commits:
         for home, copy in moved:
             home.written(copy)
 
-    def forward_begins(self) -> None:
-        """The loop is at its top: freeze what the commit that was begun keeps of it.
+    def forward_begins(self, graph: Callable[[], object] = lambda: None) -> None:
+        """Freeze what the commit that was begun keeps of the loop, if that is at its top.
 
-        Where several optimizers step in turn the loop is only known to be at its top when its loader was asked: until
-        then the commit waits, and another step takes its place.
+        A loop with a tracked loader is there once its loader was asked. Until then the commit waits: the forward may be
+        one between a step and its scheduler's, and where several steps are made for an item, another step takes the
+        commit's place. A loop of one optimizer that did so gets its commits frozen here, wherever it is.
+
+        Args:
+            graph: gives something while the forward's backward may come.
         """
-        waits = len(self._optimizers) > 1 and self.tracking.has_data and not self.tracking.at_top
-        if self._commit is not None and not self.frozen and not waits:
+        if self._commit is not None and not self.frozen:
+            if self.tracking.has_data and not self.tracking.at_top and not self._several_steps_an_item:
+                self._waited = True
+            else:
+                self._freeze(before_forward=True)
+        self.tracking.forward_begins(graph)
+
+    def write_begins(self) -> None:
+        """Something other than a step is about to write: if the loop came to its top, the commit has the states of
+        before."""
+        if self._commit is not None and not self.frozen and self.tracking.at_top:
+            self._freeze(before_forward=False)
+
+    def _freeze(self, *, before_forward: bool) -> None:
+        if self._commit is not None:
             with self._telling():
-                self._commit.freeze(document.copy_of(self._body_now(before_forward=True)))
-        self.tracking.forward_begins()
+                self._commit.freeze(document.copy_of(self._body_now(before_forward=before_forward)))
 
     def rewind(self) -> None:
         """Before the first forward of a resumed run (Resumed.rewind)."""
@@ -274,8 +309,23 @@ class Commits:
             "model": self._model,
             "rng": noted.rng,
             "rng_before_forward": rng.snapshot() if before_forward else None,
+            "unsure": self._why_unsure(noted, before_forward=before_forward),
         }
         return body if self.resumed is None else self._with_what_was_resumed(body, self.resumed)
+
+    def _why_unsure(self, noted: Noted, *, before_forward: bool) -> str:
+        """Why a run that resumes this may not be where its loop was; "" where it is."""
+        if noted.gradients:
+            return "gradients had come that no step had used"
+        if noted.graphs:
+            return "its loader was asked while an earlier forward pass still had its backward before it"
+        if before_forward and self.tracking.moved():
+            return "what is tracked had changed between its loader's item and the forward pass"
+        if self._closing:
+            return "the model was closed, and where its loop was is not known"
+        if noted.is_top:
+            return ""
+        return "its tracked loader was not asked since the step" if self.tracking.has_data else "it tracked no loader"
 
     @staticmethod
     def _with_what_was_resumed(body: dict[str, Any], resumed: Resumed) -> dict[str, Any]:
@@ -289,6 +339,7 @@ class Commits:
             "tracked": body["tracked"] | kept,
             "rng": resumed.body.rng,
             "rng_before_forward": resumed.body.rng_before_forward,
+            "unsure": resumed.body.unsure,
         }
 
     def _around(self) -> dict[str, Any]:
@@ -312,10 +363,15 @@ class Commits:
                 "load_state_dict), and several ranks cannot make it again: take a step first"
             )
 
-    def commit(self, step: int) -> None:
-        """Make a generation of `step` now; the loop is at the end of an iteration. Raises as begin() and finish()."""
+    def commit(self, step: int, *, closing: bool = False) -> None:
+        """Make a generation of `step` now; the loop is at the end of an iteration. Raises as begin() and finish().
+
+        Args:
+            closing: the loop did not say so; the model is closed.
+        """
         self._optimizers.take_up_hyperparameters(self.resumed, again=False)
         self.begin(step)
+        self._closing = closing and not self.tracking.at_top
         self.tracking.iteration_ended()
         self.finish()
 
@@ -335,7 +391,7 @@ class Commits:
             )
             return
         if not broken:
-            self.commit(step)
+            self.commit(step, closing=True)
         elif self.under_way and (self.frozen or self.tracking.at_top):
             self.finish()
         else:

@@ -6,7 +6,7 @@ import logging
 
 from infinity.durable import rng
 from infinity.durable.tracked import Stateful, is_data
-from infinity.errors import ResumeError
+from infinity.errors import ResumeError, printable
 from infinity.state.records import Body, OptimizerRecord
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,14 @@ class Resumed:
         if self._rewound:
             return
         self._rewound = True
+        if self.body.unsure:
+            logger.warning(
+                "the run goes on from step %d, and its loop may have been at another place: %s. What a loop does "
+                "between a step and the next forward may be done again, or left out. Give infinity.track a loader with "
+                "a state_dict, or call infinity.commit(model) where an iteration ends",
+                self.step,
+                printable(self.body.unsure),
+            )
         if self.body.rng_before_forward is not None:
             rng.restore(self.body.rng_before_forward)
         if self.unclaimed:

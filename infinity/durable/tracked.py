@@ -4,8 +4,8 @@
 After optim.step() a loop steps its LR scheduler, counts, evaluates; then it asks its loader for the next batch and runs
 the next forward. A resumed run begins at the top of the loop, so what it must find is everything as it was just before
 the loader was asked. A tracked loader is watched for that: each time it is asked, all objects and random numbers are
-noted, until a forward begins. At the end of an epoch it is asked twice, once for the batch it does not have and once
-for a new epoch; the second note replaces the first, so schedulers that step once an epoch have stepped.
+noted, until a forward begins after that. At the end of an epoch it is asked twice, once for the batch it does not have
+and once for a new epoch; the second note replaces the first, so schedulers that step once an epoch have stepped.
 
 Where no loader is tracked the random numbers are noted when the step ends and everything else when the next forward
 begins; there infinity.commit, called where an iteration ends, says exactly where that is.
@@ -14,9 +14,11 @@ begins; there infinity.commit, called where an iteration ends, says exactly wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import nn
 
 from infinity.durable import rng
@@ -38,11 +40,17 @@ class Noted:
 
     Attributes:
         states: of tracked objects, by name; `around`: what the loop does not see (Tracking.around).
+        is_top: the loop was at its top.
+        gradients: some had come that no step has used.
+        graphs: there was a forward since the step whose backward may come.
     """
 
     rng: dict[str, Any]
     states: dict[str, Any]
     around: dict[str, Any]
+    is_top: bool
+    gradients: bool
+    graphs: bool
 
 
 class Tracking:
@@ -54,8 +62,10 @@ class Tracking:
 
     def __init__(self, around: Callable[[], dict[str, Any]]) -> None:
         self.around = around
+        self._gradients = False
         self.items: dict[str, Stateful] = {}
-        self._between = False  # a step has ended and no forward has begun
+        self._between = False  # a step has ended, and no forward has begun for the item that a loader gave since
+        self._graphs: list[Callable[[], object]] = []  # of the forwards since the step
         self._step_end: Noted | None = None
         self._top: Noted | None = None
 
@@ -75,10 +85,24 @@ class Tracking:
 
     def step_ended(self) -> None:
         self._between, self._top = True, None
+        self._graphs = []
         self._step_end = self._note([name for name, item in self.items.items() if is_data(item)])
 
-    def forward_begins(self) -> None:
-        self._between = False
+    def gradients_came(self) -> None:
+        """Some that no step has used."""
+        self._gradients = True
+
+    def gradients_gone(self) -> None:
+        """A step has used them, or they were dropped."""
+        self._gradients = False
+
+    def forward_begins(self, graph: Callable[[], object] = lambda: None) -> None:
+        """A forward with a graph begins. Before the loader was asked it is one of those between a step and its
+        scheduler's. Args: graph: gives something while its backward may come."""
+        if self.at_top or not self.has_data:
+            self._between = False
+        elif self._between:
+            self._graphs.append(graph)
 
     def note(self) -> Noted:
         """The loop as it is to be resumed.
@@ -91,17 +115,27 @@ class Tracking:
         if self._step_end is None:
             raise AssertionError("nothing was noted")
         late = self._note([name for name in self.items if name not in self._step_end.states])
-        return Noted(self._step_end.rng, self._step_end.states | late.states, late.around)
+        return replace(late, rng=self._step_end.rng, states=self._step_end.states | late.states)
+
+    def moved(self) -> bool:
+        """Whether something that is tracked, or a hyperparameter, has changed since the loader was asked: then the
+        loop's iteration ends behind that."""
+        if self._top is None:
+            return False
+        now = self._note([name for name, item in self.items.items() if not is_data(item)])
+        return not all(_same(state, self._top.states[name]) for name, state in now.states.items()) or not _same(
+            now.around.get("optimizers"), self._top.around.get("optimizers")
+        )
 
     def iteration_ended(self) -> None:
         """The loop is at its top now."""
-        self._top = self._note(list(self.items))
+        self._top = replace(self._note(list(self.items)), is_top=True)
 
     def forget(self) -> None:
         """The run is over: its objects are the loop's alone again, and go when the loop lets go of them. A loader with
         workers that has to wait for the garbage collector ends them late, after seconds."""
         self.items.clear()
-        self._between, self._step_end, self._top = False, None, None
+        self._between, self._step_end, self._top, self._graphs = False, None, None, []
 
     def _asked(self) -> None:
         if self._between:
@@ -109,7 +143,30 @@ class Tracking:
 
     def _note(self, names: list[str]) -> Noted:
         states = {name: state_of(name, self.items[name]) for name in names}
-        return Noted(rng.snapshot(), states, document.copy_of(self.around()))
+        around = document.copy_of(self.around())
+        return Noted(
+            rng.snapshot(),
+            states,
+            around,
+            is_top=False,
+            gradients=self._gradients,
+            graphs=any(each() is not None for each in self._graphs),
+        )
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Of two states, as document.copy_of makes them."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(each, other[key]) for key, each in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
 
 
 def state_of(name: str, item: Stateful) -> Any:

@@ -55,6 +55,7 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
     coordinator.forget_dead()
+    coordinator.require_untouched()
     if write and coordinator.readers.passing:
         raise ModelError("infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights")
     wanted: dict[int, list[str]] = {}
@@ -117,6 +118,7 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
     coordinator.forget_dead()
+    coordinator.require_untouched()
     return _tensors(model, coordinator)
 
 

@@ -199,7 +199,7 @@ class Scope:
         self.coordinator.reset()
         self._ends.forget()
         self.coordinator.timeline.forget("forward", "backward")
-        self.coordinator.begin_forward(training=training)
+        self.coordinator.begin_forward(training=training, graph=self._saved.forward_begins())
         self._call = Call()
         self.coordinator.forward_begins(self._end_if_dead)
         for index in self._staying:
@@ -207,6 +207,7 @@ class Scope:
 
     def _close(self) -> None:
         self._call = None
+        self._saved.forward_ends()
         for index in self._staying:
             self.coordinator.release(index)
         self.coordinator.forward_ends()

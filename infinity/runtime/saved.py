@@ -11,16 +11,26 @@ Never one pair per unit: an inner pair hides the outer one, and with it torch.ut
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ReleasedParameterError, StaleWeightsError
 from infinity.state.released import USE_GATHERED
 
-_SavedTensor = tuple[torch.Tensor, int]
+
+class _Graph:
+    """What one forward saves holds it: it is alive as long as its backward may come."""
+
+    __slots__ = ("__weakref__",)
+
+
+_SavedTensor = tuple[_Graph | None, torch.Tensor, int]
 """A tensor, detached, and its version."""
 
-_SavedWeight = tuple[int, int, torch.dtype, torch.Size, tuple[int, ...], int]
+_SavedWeight = tuple[_Graph | None, int, int, torch.dtype, torch.Size, tuple[int, ...], int]
 """A view of a unit's weights: the unit and its version, dtype, size, stride, and the offset in elements."""
 
 
@@ -51,6 +61,7 @@ class SavedTensors:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.kept: Kept | None = None
+        self._graph: _Graph | None = None
         self._require = coordinator.require
         self._units = coordinator.units
         self._unit_at = coordinator.room.unit_at
@@ -60,13 +71,22 @@ class SavedTensors:
             for name, tensor in unit.views.placeholders.items()
         }
 
+    def forward_begins(self) -> Callable[[], object]:
+        """What is saved from now on is of a new graph. Returns what gives None once nothing of it is kept."""
+        self._graph = _Graph()
+        return weakref.ref(self._graph)
+
+    def forward_ends(self) -> None:
+        self._graph = None
+
     def pack(self, tensor: torch.Tensor) -> _SavedTensor | _SavedWeight:
         if tensor.layout == torch.strided:
             storage = tensor.untyped_storage()._cdata
             unit = self._unit_at(storage)
             if unit is not None:
                 offset = int(tensor.storage_offset())
-                return unit.index, unit.weights.version, tensor.dtype, tensor.size(), tensor.stride(), offset
+                weights = unit.weights
+                return self._graph, unit.index, weights.version, tensor.dtype, tensor.size(), tensor.stride(), offset
             if storage in self._placeholders:
                 raise ReleasedParameterError(
                     f"parameter '{self._placeholders[storage]}' is used by code that does not see that its values are "
@@ -74,18 +94,18 @@ class SavedTensors:
                 )
             if self.kept is not None:
                 self.kept.add(tensor)
-        return tensor.detach(), tensor._version
+        return self._graph, tensor.detach(), tensor._version
 
     def unpack(self, saved: _SavedTensor | _SavedWeight) -> torch.Tensor:
-        if len(saved) == 2:
-            tensor, packed = saved
+        if len(saved) == 3:
+            _, tensor, packed = saved
             if tensor._version != packed:
                 raise StaleWeightsError(
                     f"a tensor of shape {tuple(tensor.shape)} needed for the backward pass was modified in place "
                     f"(version {tensor._version}, expected {packed}). Use an operation that is not in place."
                 )
             return tensor
-        index, version, dtype, size, stride, offset = saved
+        _, index, version, dtype, size, stride, offset = saved
         unit = self._units[index]
         if unit.weights.version != version:
             raise StaleWeightsError(

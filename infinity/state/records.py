@@ -262,6 +262,7 @@ class Body(Record):
         buffers: the model's persistent buffers.
         rng: states of the random number generators at the top of the training loop.
         rng_before_forward: their states when the next forward pass began; None if none had begun.
+        unsure: why a run that goes on from here may not be where its loop was; "" where it is.
     """
 
     optimizers: list[OptimizerRecord]
@@ -270,6 +271,7 @@ class Body(Record):
     buffers: Annotated[dict[str, torch.Tensor], PlainValidator(_buffers)]
     rng: _RandomNumbers
     rng_before_forward: _RandomNumbers | None
+    unsure: str = ""
 
     @model_validator(mode="after")
     def _sound(self) -> Body:

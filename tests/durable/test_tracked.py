@@ -76,14 +76,31 @@ def test_at_the_border_of_a_pass_the_second_note_counts() -> None:
     assert loop.states() == {"counter": 3, "loader": 2}
 
 
-def test_a_loader_that_is_asked_after_the_forward_began_is_not_noted() -> None:
+def test_a_loader_that_is_asked_after_its_items_forward_began_is_not_noted() -> None:
     loop = Loop(loader=True)
     batches = iter(loop.loader)
     next(batches)
     loop.step()
-    loop.tracking.forward_begins()
     next(batches)
-    assert not loop.tracking.at_top
+    loop.tracking.forward_begins()
+    next(iter(loop.loader))
+    assert loop.states() == {"counter": 1, "loader": 1}
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_forward_before_the_loader_is_asked_is_one_of_the_step_before_if_no_backward_of_it_may_come(
+    alive: bool,
+) -> None:
+    loop = Loop(loader=True)
+    batches = iter(loop.loader)
+    next(batches)
+    loop.step()
+    loop.tracking.forward_begins(lambda: object() if alive else None)
+    loop.counter.at += 1
+    next(batches)
+    assert loop.tracking.at_top
+    assert loop.states() == {"counter": 2, "loader": 1}
+    assert loop.tracking.note().graphs == alive
 
 
 def test_what_making_an_iterator_draws_was_drawn_after_the_moment_that_is_noted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutation.of_devices import OF_DEVICES
+from tests.mutation.of_loops import OF_LOOPS
 from tests.mutation.of_micro_batches import OF_MICRO_BATCHES
 from tests.mutation.of_ranks import OF_RANKS
 from tests.mutation.of_runs import OF_RUNS
@@ -10,4 +11,4 @@ from tests.mutation.of_seam import OF_SEAM
 from tests.mutation.of_storage import OF_STORAGE
 from tests.mutation.of_training import OF_TRAINING
 
-MUTANTS = [*OF_STORAGE, *OF_TRAINING, *OF_DEVICES, *OF_SEAM, *OF_RANKS, *OF_RUNS, *OF_MICRO_BATCHES]
+MUTANTS = [*OF_STORAGE, *OF_TRAINING, *OF_DEVICES, *OF_SEAM, *OF_RANKS, *OF_RUNS, *OF_MICRO_BATCHES, *OF_LOOPS]

@@ -1,0 +1,342 @@
+"""Loops in which things come in any order, killed anywhere and resumed.
+
+`python -m tests.fuzz.orders SEED [COUNT]` runs cases, one after the other. Of each there is a run that nobody disturbs,
+one that is killed (SIGKILL), and one that goes on from what that left, each in a process of its own. What the resumed
+run must come to:
+
+* where each iteration takes one item of a tracked loader first and makes one step, or calls `infinity.commit` at its
+  end: the losses, weights and states of the undisturbed run, and not a word of doubt;
+* in any other order: the same, or a line at the resume that says the loop may have been elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # the first optimizer of a process imports it
+from torch import nn
+
+import infinity
+from infinity.coordinator import registry
+from infinity.coordinator.exact import exact_value
+from infinity.io.directory import generations_in
+from tests.conftest import states_of, weights_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+WITHOUT_WRITES = ("evaluate", "look", "draw")
+"""What may come between a forward and its backward."""
+WIDTH, ITERATIONS = 8, 6
+DOUBT = "its loop may have been at another place"
+
+BETWEEN = ("write", "put back", "evaluate", "look", "fail", "draw")
+"""What may come anywhere: new weights that stay; weights that are changed and put back; a forward without a graph that
+draws; one with a graph whose backward never comes; one that raises; random numbers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes:
+    body: of the loop, by name of what is done.
+    tracked: the loader is.
+    exact: a resumed run must end in the bits of the undisturbed one.
+    killed: the iteration, and before which part of its body.
+    """
+
+    seed: int
+    body: tuple[str, ...]
+    tracked: bool
+    exact: bool
+    killed: tuple[int, int]
+    config: dict[str, Any]
+
+    def describe(self) -> str:
+        doubt = "exact" if self.exact else "exact, or it says that it is not"
+        return f"{' · '.join(self.body)}; {doubt}; killed at {self.killed}; {self.config}"
+
+
+def make(seed: int) -> Case:
+    draw = random.Random(f"order {seed}")
+
+    def some(share: float, kinds: tuple[str, ...] = BETWEEN) -> list[str]:
+        return [draw.choice(kinds) for _ in range(2) if draw.random() < share]
+
+    share = draw.choice([0.1, 0.4, 0.8])
+    kind = draw.choice(["plain"] * 6 + ["commit", "untracked", "two steps", "two items", "ahead", "left"])
+    a_pass = ["forward", *some(share / 2, WITHOUT_WRITES), "backward"]
+    after = ["schedule", *some(share)]
+    draw.shuffle(after)
+    body = ["next", *some(share), *a_pass, *some(share / 2), "step", *after]
+    if kind == "two items":
+        body = ["next", *some(share), *a_pass, "next", *a_pass, "step", *after]
+    if kind == "two steps" or (kind == "commit" and draw.random() < 0.5):
+        body = ["next", *some(share), *a_pass, "step", *some(share), *a_pass, "step", *after]
+    if kind == "ahead":  # the item of the next iteration is taken in this one
+        seen = ("schedule", "evaluate", "draw")  # a forward or a write after the item would be that item's
+        body = [*a_pass, "step", *(part for part in after if part in seen)]
+        body.insert(draw.randrange(1, len(body)), "next")
+    if kind == "left":  # gradients that the next step adds to its own
+        body += a_pass
+    if kind == "commit":
+        body.append("commit")
+    states = draw.choice(["nvme", "host"])
+    every = draw.choice([1, 1, 2, 3]) if kind != "commit" else 1000  # which come from between its steps
+    config = {"weights": draw.choice(["nvme", "host"]), "optimizer": states, "commit_every": every}
+    if draw.random() < 0.3:
+        config["overlap"] = draw.choice(["off", "before_forward", "during_backward"])
+    return Case(
+        seed,
+        tuple(body),
+        tracked=kind != "untracked" and (kind != "commit" or draw.random() < 0.5),
+        exact=kind in ("plain", "commit", "two items"),
+        killed=(draw.randrange(1, ITERATIONS), draw.randrange(len(body))),
+        config=config,
+    )
+
+
+class Net(nn.Module):
+    """bf16, so that there is a master; with a buffer, and random numbers in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(2)])
+        self.register_buffer("seen", torch.zeros(()))
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x.bfloat16()).relu(), 0.2, self.training)
+            if self.fails:
+                raise ValueError("a forward that fails")
+        if self.training:
+            self.seen += x.detach().float().mean()
+        return (x.float() - 1).square().mean()
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+class Count:
+    """Iterations that are done, and with an untracked loader which items."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Loop:
+    """One life of a case's loop."""
+
+    def __init__(self, case: Case, swap: dict[str, Any], *, resumed: bool) -> None:
+        torch.manual_seed(7 if resumed else 0)
+        self.case = case
+        self.model: Any = (infinity.resume if resumed else infinity.offload)(Net(), swap)
+        self.optim = infinity.AdamW(self.model.parameters(), lr=3e-2)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.8)
+        self.loader: Any = StatefulDataLoader(Rows(), batch_size=3, shuffle=True)
+        self.items: Any = None
+        self.count = Count()
+        self.item = self.loss = torch.zeros(())
+        self.losses: dict[int, list[str]] = {}
+        tracked = {"loader": self.loader} if case.tracked else {}
+        infinity.track(self.scheduler, count=self.count, model=self.model, **tracked)
+        if case.body[0] != "next":
+            self.next()
+
+    def run(self, killed: tuple[int, int] | None = None) -> Loop:
+        while self.count.value < ITERATIONS:
+            for number, part in enumerate(self.case.body):
+                if (self.count.value, number) == killed:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                getattr(self, part.replace(" ", "_"))()
+            if "commit" not in self.case.body:
+                self.count.value += 1
+        return self
+
+    def next(self) -> None:
+        if not self.case.tracked:
+            self.item = torch.stack([Rows()[(self.count.value * 3 + index) % len(Rows())] for index in range(3)])
+            return
+        for _ in range(3):  # the first pass of a resumed loader may be at its end
+            if self.items is not None:
+                try:
+                    self.item = next(self.items)
+                    return
+                except StopIteration:
+                    pass
+            self.items = iter(self.loader)
+        raise AssertionError("a pass without an item")
+
+    def forward(self) -> None:
+        self.loss = self.model(self.item)
+        self.losses.setdefault(self.count.value, []).append(self.loss.item().hex())
+
+    def backward(self) -> None:
+        self.loss.backward()
+
+    def step(self) -> None:
+        self.optim.step()
+        self.optim.zero_grad()
+
+    def schedule(self) -> None:
+        self.scheduler.step()
+
+    def commit(self) -> None:
+        self.count.value += 1
+        infinity.commit(self.model)
+
+    def write(self) -> None:
+        with infinity.gathered(self.model, write=True):
+            self.model.blocks[0].weight.data.mul_(1.25)
+
+    def put_back(self) -> None:
+        with infinity.gathered(self.model, write=True):
+            kept = self.model.blocks[1].weight.data.clone()
+            self.model.blocks[1].weight.data.add_(0.125)
+        with torch.no_grad():
+            self.model(self.item)
+        with infinity.gathered(self.model, write=True):
+            self.model.blocks[1].weight.data.copy_(kept)
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            found = self.model(torch.randn(2, WIDTH))
+        self.model.train()
+        self.losses.setdefault(self.count.value, []).append(found.item().hex())
+
+    def look(self) -> None:
+        self.losses.setdefault(self.count.value, []).append(self.model(self.item).item().hex())
+
+    def fail(self) -> None:
+        self.model.fails = True
+        with contextlib.suppress(ValueError):
+            self.model(self.item)
+        self.model.fails = False
+
+    def draw(self) -> None:
+        torch.rand(3)
+
+
+@dataclass(frozen=True)
+class Life:
+    """Attributes: began: the iteration that it began with."""
+
+    began: int
+    losses: dict[str, list[str]]
+    states: dict[str, str]
+    doubted: bool
+
+
+def live(case: Case, swap: dict[str, Any], *, resumed: bool, killed: tuple[int, int] | None = None) -> Life:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("infinity").addHandler(handler)
+    logging.getLogger("infinity").setLevel(logging.WARNING)
+    loop = Loop(case, swap, resumed=resumed)
+    began = loop.count.value
+    loop.run(killed)
+    coordinator = registry.coordinator_of(loop.model)
+    states = weights_of(loop.model) | states_of(loop.model) | {"seen": loop.model.seen.clone()}
+    states |= {f"{place.spec.name}.master": exact_value(coordinator, place) for _, place in coordinator.places()}
+    infinity.close(loop.model)
+    bits = {name: str(value.reshape(-1).view(torch.uint8).tolist()) for name, value in states.items()}
+    losses = {str(number): found for number, found in loop.losses.items()}
+    return Life(began, losses, bits, doubted=any(DOUBT in each for each in said))
+
+
+def apart(act: Callable[[], Life], into: Path) -> Life | str:
+    """What it comes to in a forked process; what went wrong, "" where it was killed."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            into.write_text(json.dumps(act().__dict__))
+        except BaseException:
+            into.write_text(json.dumps(traceback.format_exc()))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    if not into.exists():
+        return ""
+    found = json.loads(into.read_text())
+    return found if isinstance(found, str) else Life(**found)
+
+
+def judge(case: Case) -> str:
+    """ "" where the case is as it should be."""
+    place = Path(tempfile.mkdtemp(prefix="order-"))
+    try:
+        return _judge(case, place)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _judge(case: Case, place: Path) -> str:
+    def swap(name: str) -> dict[str, Any]:
+        small = {"memory": {"device": "1MiB", "host": "64MiB"}, "update": {"tile": "16KiB", "threads": 1}}
+        return small | {"nvme": {"paths": [str(place / name)]}} | case.config
+
+    whole = apart(lambda: live(case, swap("whole"), resumed=False), place / "whole.json")
+    cut = apart(lambda: live(case, swap("cut"), resumed=False, killed=case.killed), place / "cut.json")
+    if isinstance(whole, str) or not isinstance(cut, str) or cut:
+        return f"undisturbed: {whole}\nkilled: {cut}"
+    if not generations_in(place / "cut"):
+        return ""
+    again = apart(lambda: live(case, swap("cut"), resumed=True), place / "again.json")
+    if isinstance(again, str):
+        return f"resumed: {again}"
+    problems = [] if again.states == whole.states else ["other states"]
+    problems += [
+        f"iteration {number}: {found} instead of {whole.losses.get(number)}"
+        for number, found in again.losses.items()
+        if found != whole.losses.get(number)
+    ]
+    if again.doubted and case.exact:
+        return "it doubts where it was: " + "; ".join(problems)
+    return "" if again.doubted else "; ".join(problems)
+
+
+def main(first: int, count: int = 1) -> int:
+    """One line of JSON for each case."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("infinity").propagate = False
+    failed = 0
+    for seed in range(first, first + count):
+        case = make(seed)
+        problem = judge(case)
+        failed += bool(problem)
+        said = f"seed {seed}: {case.describe()}\n{problem}" if problem else ""
+        print(json.dumps({"seed": seed, "problem": said}), flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(*map(int, sys.argv[1:])), 1))
