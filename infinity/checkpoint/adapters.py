@@ -21,6 +21,7 @@ from torch import nn
 
 from infinity.checkpoint.aside import move_into, put_in_place, written_aside
 from infinity.coordinator import registry
+from infinity.coordinator.exact import exact_value
 from infinity.durable import buffers
 from infinity.errors import ModelError
 from infinity.runtime.gathered import gathered
@@ -81,7 +82,7 @@ def _with_values(model: Any, roots: Sequence[nn.Module]) -> Iterator[Tensors]:
         chosen = {id(tensor) for _, tensor in _picked(model, state)}
     wanted = {name: parameter for name, parameter in parameters.items() if id(state[name]) in chosen}
     with _gathered(roots, [*read, *wanted.values()]):
-        state |= {name: parameter.detach() for name, parameter in wanted.items()}
+        state |= {name: _saved(parameter) for name, parameter in wanted.items()}
         for name, tensor in _picked(model, state):
             if tensor.is_meta:
                 raise ModelError(
@@ -89,6 +90,16 @@ def _with_values(model: Any, roots: Sequence[nn.Module]) -> Iterator[Tensors]:
                     "model.save_pretrained(directory) in `with infinity.gathered(model):`."
                 )
         yield state
+
+
+def _saved(parameter: nn.Parameter) -> torch.Tensor:
+    """A value as it is saved: of one that the script had in fp32, the master."""
+    found = registry.find(parameter)
+    if found is None or found[1].spec.name not in found[0].saved_wide or found[0].world > 1:
+        return parameter.detach()
+    coordinator, place = found
+    coordinator.fence()
+    return exact_value(coordinator, place)
 
 
 def _picked(model: Any, state: Tensors) -> Iterator[tuple[str, torch.Tensor]]:

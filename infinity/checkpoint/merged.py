@@ -159,7 +159,9 @@ class _Merged(Parts):
     def __init__(self, model: Any, coordinator: Coordinator) -> None:
         base = model.get_base_model()
         root = registry.model_of(coordinator)
-        self._names = _Names(base, next(name for name, module in (root or base).named_modules() if module is base))
+        self._names = _Names(
+            base, next(name for name, module in (base if root is None else root).named_modules() if module is base)
+        )
         layers = [each for layer in _layers(base).values() for each in _chain(layer)]
         self._adapted = {id(_parameter_of(layer)): layer for layer in layers}
         super().__init__(base, coordinator)

@@ -18,6 +18,7 @@ from infinity.checkpoint.in_files import InFiles, Tensors
 from infinity.checkpoint.shards import Piece, index_name, write_index, write_shards
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.exact import exact_value
 from infinity.durable import buffers
 from infinity.errors import ModelError, printable
 from infinity.io import durable
@@ -36,6 +37,9 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
 
     Of a PEFT model its adapters are written, as PEFT's own save_pretrained writes them (they are in memory at once):
     PeftModel.from_pretrained and AutoPeftModelForCausalLM load them.
+
+    Weights have the dtype that the model has here. Those of a script under `infinity run` that had them in fp32, and
+    that infinity trains in 16 bits because the script computes in these, are the masters, in fp32.
 
     Args:
         model: an offloaded model, or a PEFT model whose base is offloaded.
@@ -91,7 +95,7 @@ def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
 
 def _write_into(aside: Path, parts: Parts, values: Iterator[list[Piece]], max_shard_size: str) -> None:
     write_weights(aside, parts.meta, lambda: values, parts.numel, max_shard_size)
-    write_configs(parts.model, aside)
+    write_configs(parts.model, aside, parts.dtype)
 
 
 def _put(aside: Path, target: Path) -> None:
@@ -150,6 +154,19 @@ class Parts:
         self.coordinator = coordinator
         shapes = {name: p.shape for unit in coordinator.units for name, p in self._parameters(unit).items()}
         self._in_files = InFiles(shapes, revert_of(model))
+        self._wide = {
+            place.spec.name: place for _, place in coordinator.places() if place.spec.name in self._saved_wide
+        }
+
+    @property
+    def _saved_wide(self) -> frozenset[str]:
+        """A rank has but a part of each master."""
+        return self.coordinator.saved_wide if self.coordinator.world == 1 else frozenset()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model in the files."""
+        return torch.float32 if self._wide else next(self.model.parameters()).dtype
 
     @property
     def numel(self) -> int:
@@ -159,11 +176,16 @@ class Parts:
     def meta(self) -> Iterator[Tensors]:
         for unit in self.coordinator.units:
             named = self._parameters(unit).items()
-            yield self._in_files.meta({name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in named})
+            dtypes = {name: torch.float32 if name in self._wide else p.dtype for name, p in named}
+            yield self._in_files.meta(
+                {name: torch.empty(p.shape, dtype=dtypes[name], device="meta") for name, p in named}
+            )
         if persistent := self._buffers():
             yield self._in_files.meta({name: buffer.to("meta") for name, buffer in persistent.items()})
 
     def values(self) -> Iterator[list[Piece]]:
+        if self._wide:
+            self.coordinator.fence()  # masters are read where updates write them
         for unit in self.coordinator.units:
             with self._taken(unit) as values:
                 yield self._in_files.pieces(values)
@@ -178,7 +200,10 @@ class Parts:
     def _taken(self, unit: OffloadedUnit) -> Iterator[Tensors]:
         """In the block these have their values."""
         with self.coordinator.taking([unit.index]):
-            yield {name: each.detach() for name, each in self._parameters(unit).items()}
+            named = self._parameters(unit)
+            values = {name: each.detach() for name, each in named.items() if name not in self._wide}
+            values |= {name: exact_value(self.coordinator, self._wide[name]) for name in named if name in self._wide}
+            yield {name: values[name] for name in named}
 
     def _buffers(self) -> Tensors:
         return dict(buffers.named(self.model))
@@ -197,13 +222,13 @@ def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
     return lambda tensors: dict(revert_weight_conversion(model, tensors))
 
 
-def write_configs(model: nn.Module, directory: Path) -> None:
+def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
     """Write the config.json and generation_config.json of a model, if it has them; and its own Python files, where it
-    is no model of transformers'. Raises OSError."""
+    is no model of transformers'. Args: dtype: of the files; None: the model's. Raises OSError."""
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
-        config.dtype = next(model.parameters()).dtype
+        config.dtype = next(model.parameters()).dtype if dtype is None else dtype
         if getattr(model, "_auto_class", None) is not None:
             from transformers.dynamic_module_utils import custom_object_save
 

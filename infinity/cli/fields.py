@@ -4,9 +4,9 @@ others are not read, and the run says which they are.
 | field                                                 | what becomes of it                                           |
 |---|---|
 | `system`                                              | the first message, or where Alpaca's prompt begins           |
-| `weight`, `train` of a message                        | 0 and false: it is not learned (`answers_learned`)           |
+| `weight`, `train`, `loss` of a message                | 0 and false: it is not learned (`answers_learned`)           |
 | `text` beside an instruction and an output            | not read: it repeats them, and all of it would be learned    |
-| `label`, `weight`, `train` of a row, where one says no | refused                                                     |
+| `label`, `kto_tag`, `is_good`, `weight`, `train` of a row, where one says no | refused                               |
 | those of `_REFUSED`                                   | refused                                                      |
 | those of `_OF_NO_ACCOUNT`                             | not read, and not said                                       |
 | any other                                             | not read, and said once                                      |
@@ -48,6 +48,11 @@ _OF_NO_ACCOUNT = (
 )
 _TEXT_ONLY = "text is all that is learned here; leave such rows out"
 _PAIRS = "of two answers one is preferred, and that is not learned here: give the one to learn as 'completion'"
+_PARTS_OF_MESSAGES = ("train_detail", "training", "masked", "mask", "loss_mask", "loss_weight")
+_OF_MESSAGES = (
+    *("role", "content", "from", "value", "name", "weight", "train", "loss", "tool_calls", "tool_call_id", "tool_name"),
+    *("function_call", "reasoning", "reasoning_content", "thinking", "id"),
+)
 _REFUSED = {
     "history": "give earlier turns as 'messages', each with a 'role' and a 'content'",
     "system_prompt": "call it 'system'",
@@ -70,9 +75,11 @@ def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, fix in _REFUSED.items():
         if row.get(key, "") not in ("", [], {}):
             raise ConfigError(f"{where}: has {quoted(key)}, which is not learned as it asks: {fix}")
-    for key, yes in (("label", True), ("train", True), ("weight", 1)):
-        asked = row.get(key, yes)
-        if asked is False or (key == "weight" and asked != yes):
+    answered = "completion" in row or "output" in row or "messages" in row or "conversations" in row
+    for key in ("label", "kto_tag", "is_good", "train", "weight"):
+        asked = row.get(key, True)
+        no = asked in (0, "false", "False") and (answered or asked is False)  # of text alone it may be a class
+        if no or (key == "weight" and asked != 1):
             raise ConfigError(
                 f"{where}: {quoted(key)} is {quoted(asked)}: a row that is not to be learned, or less than others, "
                 "cannot be given; leave it out"
@@ -107,10 +114,15 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
     """
     asked: list[bool | None] = []
     for index, message in enumerate(messages):
-        wanted = [message.pop(key) for key in ("weight", "train") if key in message]
+        for key in _PARTS_OF_MESSAGES:
+            if message.get(key):
+                raise ConfigError(
+                    f"{where}[{index}]: has {quoted(key)}; what is to be learned of a part of a message is not read"
+                )
+        wanted = [message.pop(key) for key in ("weight", "train", "loss") if key in message]
         if any(each not in (0, 1) for each in wanted):
             raise ConfigError(
-                f"{where}[{index}]: 'weight' is 0 or 1, 'train' false or true; it has {quoted(wanted[0])}"
+                f"{where}[{index}]: 'weight' is 0 or 1, 'train' and 'loss' false or true; it has {quoted(wanted[0])}"
             )
         learned = all(map(bool, wanted)) if wanted else None
         if learned and message.get("role") != "assistant":
@@ -125,4 +137,10 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
 def unread(record: Mapping[str, Any]) -> Iterable[str]:
     """The fields of a row that nothing reads, and that may be of account."""
     known = {*READ, *_OF_NO_ACCOUNT, *_REFUSED, "weight", "train"}
-    return [key for key, value in record.items() if key not in known and value not in (None, "", [], {})]
+    found = [key for key, value in record.items() if key not in known and value not in (None, "", [], {})]
+    for shape in ("messages", "conversations", "prompt", "completion"):
+        said = record.get(shape)
+        for message in said if isinstance(said, list) else ():
+            if isinstance(message, dict):
+                found += [f"{shape}.{key}" for key in message if key not in _OF_MESSAGES]
+    return dict.fromkeys(found)

@@ -6,6 +6,8 @@ import argparse
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from infinity.cli.ready import require_ready
@@ -22,7 +24,28 @@ def run(options: argparse.Namespace) -> int:
     what infinity cannot do; 130 after Ctrl-C, which ends in one line."""
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
-    logging.basicConfig(level=logging.INFO if options.verbose else logging.WARNING, format=f"{who}%(message)s")
+    with _speaking(logging.INFO if options.verbose else logging.WARNING, f"{who}%(message)s"):
+        return _run(options, who, several=several)
+
+
+@contextmanager
+def _speaking(level: int, line: str) -> Iterator[None]:
+    """What infinity says goes to stderr, by a handler of its own logger: the root logger is the script's."""
+    ours, handler = logging.getLogger("infinity"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(line))
+    before = ours.level, ours.propagate
+    ours.addHandler(handler)
+    ours.setLevel(level)
+    ours.propagate = False
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before[0])
+        ours.propagate = before[1]
+
+
+def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
     try:
         if options.config.suffix == ".py":
             raise ConfigError(f"{options.config} is a script: the swap config comes first, infinity run CONFIG SCRIPT")

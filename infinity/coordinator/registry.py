@@ -39,6 +39,7 @@ class _Offloaded:
     end: weakref.finalize[..., nn.Module]
 
 
+_entered = [0]
 _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _models: weakref.WeakKeyDictionary[nn.Module, _Offloaded] = weakref.WeakKeyDictionary()
 
@@ -50,10 +51,16 @@ def enter(model: nn.Module, coordinator: Coordinator, hooks: Sequence[RemovableH
         hooks: on its parameters.
         anew: as _Offloaded; does not keep the model alive.
     """
+    _entered[0] += 1
     end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
     _models[model] = _Offloaded(coordinator, hooks, anew, end)
     for parameter, place in coordinator.places():
         _places[parameter] = (coordinator, place)
+
+
+def entered() -> int:
+    """How many models were offloaded in this process so far."""
+    return _entered[0]
 
 
 def leave(model: nn.Module) -> None:

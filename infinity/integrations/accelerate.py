@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -29,17 +30,19 @@ from infinity.runtime.deferred import is_deferred
 from infinity.runtime.whole import fits_memory
 
 
-def replace_preparing(run: Run, patches: Patches) -> None:
+def replace_preparing(run: Run, patches: Patches, accelerator: ModuleType) -> None:
     """From now on a model that is prepared for evaluation is a reference, one that autocast would copy is converted,
     and folders that save_state writes pin generations."""
-    from accelerate import Accelerator
-    from transformers import Trainer
+    kind = accelerator.Accelerator
+    patches.wrap(kind, "__init__", _init(run))
+    patches.wrap(kind, "prepare_model", _prepare_model(run))
+    patches.wrap(kind, "save_state", _save_state)
+    patches.wrap(kind, "load_state", _load_state(run))
 
-    patches.wrap(Accelerator, "__init__", _init(run))
-    patches.wrap(Accelerator, "prepare_model", _prepare_model(run))
-    patches.wrap(Accelerator, "save_state", _save_state)
-    patches.wrap(Accelerator, "load_state", _load_state(run))
-    patches.wrap(Trainer, "create_accelerator_and_postprocess", _of_a_trainer(run))
+
+def replace_beginning(run: Run, patches: Patches, trainer: ModuleType) -> None:
+    """From now on what a Trainer says goes before what its Accelerator would say."""
+    patches.wrap(trainer.Trainer, "create_accelerator_and_postprocess", _of_a_trainer(run))
 
 
 def _init(run: Run) -> Callable[..., None]:

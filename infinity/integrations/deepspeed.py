@@ -6,19 +6,21 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.integrations.patches import Patches
 
 
-def refuse_deepspeed(patches: Patches) -> None:
-    """From now on TrainingArguments with `deepspeed` set, and accelerate's DeepSpeedPlugin, raise ConfigError."""
-    from accelerate.utils import DeepSpeedPlugin
-    from transformers import TrainingArguments
+def refuse_arguments(patches: Patches, training_args: ModuleType) -> None:
+    """From now on TrainingArguments with `deepspeed` set raise ConfigError."""
+    patches.wrap(training_args.TrainingArguments, "__post_init__", _arguments)
 
-    patches.wrap(TrainingArguments, "__post_init__", _arguments)
-    patches.wrap(DeepSpeedPlugin, "__post_init__", _plugin)
+
+def refuse_plugin(patches: Patches, dataclasses: ModuleType) -> None:
+    """From now on accelerate's DeepSpeedPlugin raises ConfigError."""
+    patches.wrap(dataclasses.DeepSpeedPlugin, "__post_init__", _plugin)
 
 
 def _arguments(original: Callable[..., None], arguments: Any, *args: Any) -> None:

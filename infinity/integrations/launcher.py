@@ -6,14 +6,17 @@ import os
 import runpy
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
+from infinity.integrations import accelerate, deepspeed, folders, models, optimizers, ranks, strategy
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 from infinity.runtime.hooks import ScopeEnter, ScopeLeave, SiteEnter, SiteLeave
@@ -42,30 +45,14 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     run.wish(folder=None if resume is None else resume.expanduser().absolute())
     failed, stopped = True, False
     try:
-        from infinity.integrations import (
-            accelerate,
-            deepspeed,
-            folders,
-            models,
-            optimizers,
-            ranks,
-            strategy,
-            transformers,
-        )
-
-        _require_transformers_5()
         _one_device()
         with Patches() as patches:
             optimizers.replace_optimizers(run, patches)
             models.replace_loading(run, patches)
             ranks.replace_ddp(patches)
-            ranks.replace_generating(patches)
-            deepspeed.refuse_deepspeed(patches)
-            accelerate.replace_preparing(run, patches)
-            transformers.replace_training(run, patches)
             strategy.replace_strategies(run, patches)
             patches.wrap(shutil, "rmtree", folders.removing(run.alive))
-            patches.when_imported("torch._dynamo", lambda _: _leave_hooks_out(patches))
+            _patch_what_is_imported(run, patches)
             yield run
         failed = False
     except SystemExit as end:
@@ -78,15 +65,35 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
         run.close(failed=failed, stopped=stopped)
 
 
-def _leave_hooks_out(patches: Patches) -> None:
+def _patch_what_is_imported(run: Run, patches: Patches) -> None:
+    """A script that does without a library does not wait for its import."""
+
+    def replace_training(trainer: ModuleType) -> None:
+        from infinity.integrations import transformers
+
+        transformers.replace_training(run, patches)
+        accelerate.replace_beginning(run, patches, trainer)
+
+    acts: dict[str, Callable[[ModuleType], None]] = {
+        "transformers": _require_transformers_5,
+        "transformers.generation.utils": partial(ranks.replace_generating, patches),
+        "transformers.training_args": partial(deepspeed.refuse_arguments, patches),
+        "transformers.trainer": replace_training,
+        "accelerate.utils.dataclasses": partial(deepspeed.refuse_plugin, patches),
+        "accelerate.accelerator": partial(accelerate.replace_preparing, run, patches),
+        "torch._dynamo": partial(_leave_hooks_out, patches),
+    }
+    for name, act in acts.items():
+        patches.when_imported(name, act)
+
+
+def _leave_hooks_out(patches: Patches, dynamo: ModuleType) -> None:
     """torch.compile breaks its graph at a hook that fetches units, and compiles nothing of it."""
     for kind in (ScopeEnter, ScopeLeave, SiteEnter, SiteLeave):
         patches.put(kind, "__call__", torch.compiler.disable(kind.__call__))
 
 
-def _require_transformers_5() -> None:
-    import transformers
-
+def _require_transformers_5(transformers: ModuleType) -> None:
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ConfigError(
             f"infinity run needs transformers 5, and {transformers.__version__} is installed: "

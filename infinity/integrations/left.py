@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
-from infinity.config import SwapConfig
 from infinity.errors import ManifestError
 from infinity.io.pins import Pin, read_pins
 from infinity.io.rank_stores import counts_in, rank_path, steps_of
@@ -15,25 +15,29 @@ from infinity.ranks.ranks import rank_and_world
 logger = logging.getLogger(__name__)
 
 
-def say_what_is_left(config: SwapConfig, *, stopped: bool, began: bool) -> None:
+def say_what_is_left(places: Sequence[Path], *, stopped: bool) -> None:
     """After a script whose models were closed. Rank 0 speaks.
 
     Args:
+        places: the first directory of each model's store.
         stopped: by Ctrl-C; else it failed, and says itself why.
-        began: it had an offloaded model.
     """
     rank, ranks = rank_and_world()
-    first = config.nvme.paths[0].expanduser() if config.nvme.paths and began else None
-    found = steps_of(first, ranks) if first is not None and ranks in counts_in(first) else set()
+    found = {place: steps_of(place, ranks) for place in places if place.is_dir() and ranks in counts_in(place)}
+    found = {place: steps for place, steps in found.items() if steps}
     if rank != 0 or not (found or stopped):
         return
     how = "stopped" if stopped else "the script did not end well"
-    if first is None or not found:
+    if not found:
         logger.warning("infinity: %s; nothing of it is durable, so that it begins anew", how)
-        return
-    logger.warning(
-        "infinity: %s; its states after step %d are durable in %s. %s", how, max(found), first, _ways_on(first, ranks)
-    )
+    for place, steps in found.items():
+        logger.warning(
+            "infinity: %s; its states after step %d are durable in %s. %s",
+            how,
+            max(steps),
+            place,
+            _ways_on(place, ranks),
+        )
 
 
 def _ways_on(first: Path, ranks: int) -> str:

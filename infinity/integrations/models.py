@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -50,12 +52,16 @@ _OF_THE_HUB = ("token", "private", "commit_message", "commit_description", "crea
 
 def replace_loading(run: Run, patches: Patches) -> None:
     """From now on transformers' models are loaded without their weights, and PEFT's wrappers are known."""
-    from transformers import PreTrainedModel
+    patches.when_imported(
+        "transformers.modeling_utils",
+        lambda module: patches.wrap(module.PreTrainedModel, "from_pretrained", _from_pretrained(run)),
+    )
 
-    patches.wrap(PreTrainedModel, "from_pretrained", _from_pretrained(run))
-    if (peft_model := _peft_model()) is not None:
-        patches.wrap(peft_model, "__init__", _wrapping(run))
-        _replace_preparing(run, patches)
+    def wrapping(peft: ModuleType) -> None:
+        patches.wrap(peft.PeftModel, "__init__", _wrapping(run))
+        _replace_preparing(run, patches, peft)
+
+    patches.when_imported("peft", wrapping)
 
     def placed(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if not torch.compiler.is_compiling():  # where a slice of a ModuleList is a new one
@@ -67,11 +73,12 @@ def replace_loading(run: Run, patches: Patches) -> None:
 
 def replace_saving(patches: Patches) -> None:
     """From now on `save_pretrained` of an offloaded model writes one shard at a time."""
-    from transformers import PreTrainedModel
 
-    patches.wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
-    if (peft_model := _peft_model()) is not None:
-        patches.wrap(peft_model, "save_pretrained", _save_pretrained)
+    def replace(kind: str, module: ModuleType) -> None:
+        patches.wrap(getattr(module, kind), "save_pretrained", _save_pretrained)
+
+    patches.when_imported("transformers.modeling_utils", partial(replace, "PreTrainedModel"))
+    patches.when_imported("peft", partial(replace, "PeftModel"))
 
 
 @contextmanager
@@ -80,15 +87,6 @@ def saving_as_infinity() -> Iterator[None]:
     with Patches() as patches:
         replace_saving(patches)
         yield
-
-
-def _peft_model() -> Any:
-    """PEFT's class of models, where PEFT is installed."""
-    try:
-        from peft import PeftModel
-    except ImportError:
-        return None
-    return PeftModel
 
 
 def _from_pretrained(run: Run) -> Callable[..., Any]:
@@ -138,11 +136,9 @@ def _wrapping(run: Run) -> Callable[..., None]:
     return init
 
 
-def _replace_preparing(run: Run, patches: Patches) -> None:
+def _replace_preparing(run: Run, patches: Patches, peft: ModuleType) -> None:
     """PEFT's prepare_model_for_kbit_training casts all weights to fp32, and so into memory, unless they are
     bitsandbytes'."""
-    import peft
-
     for module in (peft, peft.utils, peft.utils.other):
         patches.wrap(module, "prepare_model_for_kbit_training", _preparing(run))
 

@@ -121,8 +121,11 @@ def _as_list(params: Any) -> Any:
 
 
 def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
-    """Whether these are parameters of an offloaded model; one that was loaded is offloaded, for this optimizer."""
+    """Whether these are parameters of an offloaded model; one that was loaded, or a module of the script's own that is
+    worth it, is offloaded for this optimizer."""
     model, home = run.owner_of(parameters), _home_of(parameters)
+    if model is None and home is None and optimizer is not None:
+        model = run.holder_of(parameters)
     at_home = home is not None and not run.is_evaluated(home) and not _outside(home, parameters)
     if model is not None and optimizer is not None and not at_home:
         _require_all_in(model, parameters)

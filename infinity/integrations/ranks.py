@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,17 +32,16 @@ def replace_ddp(patches: Patches) -> None:
         patches.put(place, "DistributedDataParallel", Bypassed)
 
 
-def replace_generating(patches: Patches) -> None:
+def replace_generating(patches: Patches, generation: ModuleType) -> None:
     """From now on ranks whose sequences have ended go on with the others' in `generate`: the forward of each needs the
     weights of all."""
-    from transformers import GenerationMixin
 
     def generate(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("synced_gpus") is None and rank_and_world()[1] > 1 and _is_ours(model):
             kwargs["synced_gpus"] = True
         return original(model, *args, **kwargs)
 
-    patches.wrap(GenerationMixin, "generate", generate)
+    patches.wrap(generation.GenerationMixin, "generate", generate)
 
 
 def _is_ours(module: nn.Module) -> bool:

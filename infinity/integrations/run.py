@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from infinity.base.accelerator import current_device
+from infinity.checkpoint.adapters import is_peft_model
 from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
@@ -26,7 +27,7 @@ from infinity.integrations.folders import folders_of, go_on, keeps_generations, 
 from infinity.integrations.left import say_what_is_left
 from infinity.integrations.quantization import Forms
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
-from infinity.ranks.ranks import require_ranks_met
+from infinity.ranks.ranks import rank_and_world, require_ranks_met
 from infinity.runtime.anew import take_back
 from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
 from infinity.runtime.guards import Guard
@@ -37,6 +38,8 @@ from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
 
+WORTH_NUMEL = 1_000_000
+"""A module of a script's own with fewer parameters is left alone."""
 _COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -98,7 +101,9 @@ class Run:
         default_factory=weakref.WeakKeyDictionary
     )
     _holders: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    _narrowed: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
     _scratch: ExitStack = field(default_factory=ExitStack)
+    _entered_before: int = field(default_factory=registry.entered)
     _shares: Shares = field(init=False)
 
     def __post_init__(self) -> None:
@@ -184,6 +189,22 @@ class Run:
                 return self._around(outer, wanted) or outer
         return None
 
+    def holder_of(self, parameters: Iterable[Any]) -> nn.Module | None:
+        """Of a script's own modules, which nobody loaded: the smallest that has all of these parameters, if it is
+        worth offloading. Of several with the same parameters, the one around the others, which is the one that is
+        called."""
+        wanted = {id(each) for each in parameters if isinstance(each, nn.Parameter)}
+        if not wanted:
+            return None
+        numels: dict[nn.Module, int] = {}
+        for each in gc.get_objects():
+            if issubclass(type(each), nn.Module) and "_parameters" in vars(each):
+                found = {id(parameter): parameter.numel() for parameter in each.parameters()}
+                if wanted.issubset(found) and sum(found.values()) >= WORTH_NUMEL:
+                    numels[each] = sum(found.values())
+        smallest = [each for each, numel in numels.items() if numel == min(numels.values())]
+        return next((each for each in smallest if not any(each in _inside(other) for other in smallest)), None)
+
     def _around(self, module: nn.Module, wanted: set[int]) -> nn.Module | None:
         if wanted.issubset(map(id, module.parameters())):
             return module
@@ -212,12 +233,19 @@ class Run:
                 f"the {type(model).__name__} before the first forward pass, and its optimizer, too."
             )
         trained = optimizer is not None or model in self.trained or model not in self.references
-        self._convert(model)
+        converted = self._convert(model)
         if not trained:
             model.requires_grad_(False)
         self._offload(model, optimizer, trained=trained)
         if trained:
             self.trained.add(model)
+            coordinator = registry.coordinator_of(model)
+            named = {
+                id(parameter): place.spec.name for parameter, place in coordinator.places() if place.group.trainable
+            }
+            self._narrowed += map(weakref.ref, converted)
+            narrowed = {id(each()) for each in self._narrowed}
+            coordinator.save_wide(name for number, name in named.items() if number in narrowed)
 
     def ensure_evaluated(self, model: nn.Module) -> None:
         """Offload a model that is used without a graph, before anything says that it is trained: without states."""
@@ -300,21 +328,34 @@ class Run:
             if model is not None and registry.is_offloaded(model):
                 self._stores[index] = found, registry.coordinator_of(model).run, paths
 
-    def _convert(self, model: nn.Module) -> None:
-        """Weights in the dtype that autocast would copy them to: the fp32 values stay, in the master."""
+    def _convert(self, model: nn.Module) -> list[nn.Parameter]:
+        """Weights in the dtype that autocast would copy them to: the fp32 values stay, in the master. Returns what was
+        converted."""
         dtype = self.wishes.dtype
         if dtype is None or not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
-            return
+            return []
         named = "bf16" if dtype == torch.bfloat16 else "fp16"
         logger.warning(
-            "infinity: the weights are %s with an fp32 master, instead of fp32 with a %s copy by autocast", named, named
+            "infinity: the weights are %s with an fp32 master, instead of fp32 with a %s copy by autocast; "
+            "save_pretrained writes the masters, in fp32 (of frozen weights %s), and state_dict() has the %s weights",
+            named,
+            named,
+            named,
+            named,
         )
-        loaded = is_deferred(model)
-        if not loaded:
+        # Adapters, which PEFT has in fp32, stay so; a new head, or embeddings that were resized, do not.
+        adapted = is_deferred(model) and any(map(is_peft_model, model.modules()))
+        chosen = [
+            parameter
+            for parameter in model.parameters()
+            if parameter.dtype == torch.float32
+            and (is_a_deferred(parameter) or (parameter.requires_grad and not adapted))
+        ]
+        if not adapted:
             defer_in_memory(model)  # the fp32 values stay
-        for parameter in model.parameters():  # adapters, which PEFT has in fp32, stay so
-            if parameter.dtype == torch.float32 and (is_a_deferred(parameter) if loaded else parameter.requires_grad):
-                parameter.data = parameter.to(dtype)
+        for parameter in chosen:
+            parameter.data = parameter.to(dtype)
+        return chosen
 
     def _config_of(self, model: nn.Module, memory: MemoryConfig, name: str, *, trained: bool) -> SwapConfig:
         """The config of one model: its share of the memory, a directory of its own, and what the script wishes.
@@ -344,12 +385,17 @@ class Run:
         return f"model-{number}" if "" in self._names else ""
 
     def _claims(self, model: nn.Module) -> list[Claim]:
-        """Of the models that wait to be offloaded, beside this one."""
+        """Of the models that wait to be offloaded, beside this one and those in it."""
         waiting = [self.outermost(each) for each in self._loaded if is_deferred(each)]
-        return [self._claim(each) for each in dict.fromkeys(waiting) if each is not model]
+        mine = set(model.modules())
+        return [self._claim(each) for each in dict.fromkeys(waiting) if each not in mine]
 
     def _claim(self, model: nn.Module) -> Claim:
         return Claim(model, trained=not _frozen(model) and model not in self.references)
+
+    def _places(self) -> list[Path]:
+        """The first directory of each store of this script."""
+        return [path.expanduser() / name for name in self._names for path in self.config.nvme.paths[:1]]
 
     def alive(self) -> list[nn.Module]:
         """The offloaded models that the script has not let go."""
@@ -366,8 +412,10 @@ class Run:
         with ExitStack() as ending:
             ending.callback(self._scratch.close)
             models = self.alive()
+            if not (failed or stopped) and registry.entered() == self._entered_before:
+                _say_that_nothing_was_offloaded()
             if stopped or (failed and models):
-                ending.callback(say_what_is_left, self.config, stopped=stopped, began=bool(models))
+                ending.callback(say_what_is_left, self._places(), stopped=stopped)
             for model in models:
                 ending.callback(close if failed else _close_what_ended_well, model)
             if not failed:
@@ -444,6 +492,22 @@ def _close_what_ended_well(model: nn.Module) -> None:
             shlex.quote(str(place)),
         )
     close(model, discard=not folders)
+
+
+def _say_that_nothing_was_offloaded() -> None:
+    if rank_and_world()[0] == 0:
+        logger.warning(
+            "infinity: NOTHING WAS OFFLOADED, the script ran as python runs it. A model is offloaded that "
+            "from_pretrained loads and that is used, and a module of %s parameters or more when one of torch.optim's "
+            "AdamW, Adam, SGD or Adagrad is made for them. For another loop: infinity.offload(model, config) in the "
+            "script",
+            f"{WORTH_NUMEL:,}",
+        )
+
+
+def _inside(module: nn.Module) -> set[nn.Module]:
+    """The modules in it, without itself."""
+    return set(module.modules()) - {module}
 
 
 def _frozen(model: nn.Module) -> bool:

@@ -3,6 +3,7 @@ from the store."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +22,9 @@ from infinity.coordinator.opening import from_source, open_coordinator, plan_for
 from infinity.coordinator.pinning import digest_here, require_none_pinned
 from infinity.coordinator.resuming import from_generation
 from infinity.coordinator.same_values import Source
-from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError
+from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError, printable
 from infinity.runtime.anew import Handle, Resize, remember_handles, remember_readers, take_back
-from infinity.runtime.deferred import values_of
+from infinity.runtime.deferred import is_a_deferred, values_of
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     BackwardEnds,
@@ -45,6 +46,8 @@ from infinity.state.frozen import pass_on
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.released import nan_placeholder
 from infinity.state.request import require_accumulation_steps
+
+logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -90,6 +93,8 @@ def offload(
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
 
+    _say_what_is_laid_out_anew(model)
+
     def attempt() -> Model:
         by_name = None if source is None else by_rows(model, source)
         return offload_values(model, config, device, optimizer, accumulation_steps, faults, by_name)
@@ -106,6 +111,21 @@ def offload(
         if not tile_to_fit(model, error, plan):
             raise PlanError(str(error)) from None
     return attempt()
+
+
+def _say_what_is_laid_out_anew(model: nn.Module) -> None:
+    """Rows one after the other is how all weights rest."""
+    turned = [
+        name
+        for name, parameter in model.named_parameters()
+        if not is_a_deferred(parameter) and parameter.dim() > 3 and not parameter.is_contiguous()
+    ]
+    if turned:
+        logger.warning(
+            "'%s'%s in channels_last order, and will be in torch's default order: convolutions may take longer",
+            printable(turned[0]),
+            f" and {len(turned) - 1} other weights are" if len(turned) > 1 else " is",
+        )
 
 
 def offload_values(
@@ -265,6 +285,10 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
     coordinator = registry.coordinator_of(model)
     if discard:
         require_none_pinned(coordinator)
+    try:
+        coordinator.require_untouched()
+    except ModelError as error:
+        logger.warning("the model is closed, and a change is lost with it: %s", error)
     try:
         coordinator.close(discard=discard)
     finally:

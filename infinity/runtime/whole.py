@@ -22,4 +22,4 @@ def fits_memory(model: nn.Module, module: nn.Module | None = None) -> bool:
     is in memory."""
     if not registry.is_offloaded(model):
         return True
-    return nbytes_of(module or model) <= host_bytes_of(model)
+    return nbytes_of(model if module is None else module) <= host_bytes_of(model)

@@ -32,6 +32,7 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
         f"{HEN}{END}",
     ),
     "axolotl's chat_template with train": ({"messages": saying(TALK, 3, train=False)}, f"{FOX}{END}"),
+    "ms-swift's loss": ({"messages": saying(TALK, 1, loss=False)}, f"{HEN}{END}"),
     "axolotl's, where the user is not to be learned": (
         {"messages": saying(TALK, 0, train=False)},
         f"{FOX}{END}{HEN}{END}",
@@ -62,6 +63,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"prompt": ASKED, "completion": FOX, "label": False},
         "'label' is False: a row that is not to be learned",
     ),
+    "LLaMA-Factory's KTO": ({"messages": TALK, "kto_tag": False}, "'kto_tag' is False"),
+    "KTO with a number": ({"prompt": ASKED, "completion": FOX, "label": 0}, "'label' is 0"),
+    "KTO with a string": ({"prompt": ASKED, "completion": FOX, "is_good": "false"}, "'is_good' is 'false'"),
+    "axolotl's train_detail": ({"messages": saying(TALK, 1, train_detail=[{"begin_offset": 0}])}, "has 'train_detail'"),
     "HH-RLHF": ({"chosen": FOX, "rejected": HEN}, "has 'chosen', .* give the one to learn as 'completion'"),
     "UltraFeedback": (
         {"prompt": ASKED, "chosen": TALK[:2], "rejected": TALK[2:], "messages": TALK},
@@ -129,8 +134,9 @@ def test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_templat
 
 
 def test_fields_that_are_not_read_are_said_once(read: Read) -> None:
-    rows = [{"messages": TALK, "id": index, "num_turns": 2, "quality": 0.5} for index in range(3)]
-    assert read(rows).notes() == ["fields of rows that are not read: 'num_turns', 'quality'"]
+    talk = saying(TALK, 0, mood="x")
+    rows = [{"messages": talk, "id": index, "num_turns": 2, "quality": 0.5} for index in range(3)]
+    assert read(rows).notes() == ["fields of rows that are not read: 'num_turns', 'quality', 'messages.mood'"]
     assert read([{"messages": TALK, "id": 1}]).notes() == []
 
 
@@ -158,7 +164,7 @@ def mutated(draw: random.Random) -> tuple[dict[str, Any], list[str]]:
         if isinstance(message, dict)
         and message.get("role", message.get("from")) in ("assistant", "gpt")
         and message.get("weight", 1) in (None, 1)
-        and message.get("train", True) in (None, True)
+        and message.get("train", True) in (None, True, 1)
     ]
     given = [row.get("completion"), row.get("output"), row.get("text")]
     return row, [str(each) for each in (*answers, *given) if isinstance(each, str)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -26,6 +28,7 @@ from transformers import trainer as trainer_module
 import infinity
 from infinity.cli.main import main
 from infinity.coordinator import registry
+from infinity.coordinator.exact import exact_value
 from infinity.io.pins import read_pins
 from infinity.runtime.deferred import is_deferred
 from infinity.runtime.pins import pin, unpin
@@ -381,3 +384,102 @@ def test_a_model_that_hangs_in_a_cycle_leaves_its_memory_to_the_next(checkpoint:
         second = AutoModelForCausalLM.from_pretrained(checkpoint)
         torch.optim.AdamW(second.parameters())
         assert registry.coordinator_of(second).plan.budgets.limits.host == 5 << 20
+
+
+def test_weights_that_the_script_has_in_fp32_are_saved_in_fp32_as_their_masters(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Plain saves what it trains, which is fp32 where the script computes in bf16 by autocast."""
+    with launch() as run:
+        run.computes_in("bf16")
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optim.step()
+            optim.zero_grad()
+        model.save_pretrained(tmp_path / "saved")
+        coordinator = registry.coordinator_of(model)
+        coordinator.fence()
+        masters = {place.spec.name: exact_value(coordinator, place) for _, place in coordinator.places()}
+        assert {value.dtype for value in model.state_dict().values()} == {torch.bfloat16}
+    assert (
+        "save_pretrained writes the masters, in fp32 (of frozen weights bf16), and state_dict() has the bf16"
+        in caplog.text
+    )
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    differs = [name for name, value in saved.items() if not torch.equal(value, masters[name])]
+    assert differs == []
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "float32"
+    assert any((value != value.bfloat16()).any() for value in saved.values())
+
+
+def test_weights_that_the_script_has_in_bf16_are_saved_in_bf16(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    with launch() as run:
+        run.computes_in("bf16")
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+
+
+def test_every_store_that_a_stopped_script_leaves_is_named(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def train() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optim.step()
+            optim.zero_grad()
+        return model
+
+    def script() -> None:
+        with launch(memory={"device": "2MiB", "host": "96MiB"}):
+            models = [train(), train()]
+            assert len(models) == 2
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        script()
+    for place in (tmp_path / "swap", tmp_path / "swap" / "model-2"):
+        assert f"infinity: stopped; its states after step 1 are durable in {place}. " in caplog.text
+
+
+def test_a_new_head_is_converted_too_and_saved_in_fp32(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """With frozen weights beside, and a layer of which a part is trained."""
+    with launch() as run:
+        run.computes_in("bf16")
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        model.resize_token_embeddings(100)
+        model.model.layers[0].mlp.requires_grad_(False)
+        optim = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(input_ids=ids, labels=ids).loss.backward()
+        optim.step()
+        model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    narrow = {name for name, value in saved.items() if value.dtype == torch.bfloat16}
+    assert narrow == {name for name in saved if "layers.0.mlp" in name}
+
+
+def test_what_is_written_into_a_state_dict_outside_gathered_is_never_lost_silently(
+    checkpoint: Path, launch: Launch
+) -> None:
+    """As an average does it that takes its tensors from one state_dict."""
+    with launch(weights="host", optimizer="host"):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for value in model.state_dict().values():
+            value.mul_(2.0)
+        with pytest.raises(infinity.ModelError, match="was changed outside infinity"):
+            model.state_dict()
+        with pytest.raises(infinity.ModelError, match="was changed outside infinity"):
+            dict(infinity.state_dict(model))

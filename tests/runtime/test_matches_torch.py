@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -344,3 +345,29 @@ def llama_copy(plain: nn.Module) -> nn.Module:
     model, _ = llama()
     model.load_state_dict(plain.state_dict())
     return model
+
+
+def test_weights_in_channels_last_order_are_named_and_train_as_in_the_default_order(
+    offload: Any, caplog: Any, tmp_path: Path
+) -> None:
+    def net(memory_format: torch.memory_format) -> nn.Module:
+        torch.manual_seed(0)
+        made = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3))
+        return made.to(memory_format=memory_format)
+
+    def trained(model: nn.Module) -> list[float]:
+        optim = infinity.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(2, 3, 8, 8)).square().mean()
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    caplog.set_level("WARNING", "infinity")
+    plain = trained(offload(net(torch.contiguous_format), nvme={"paths": [str(tmp_path / "plain")]}))
+    assert not caplog.records
+    assert trained(offload(net(torch.channels_last))) == pytest.approx(plain, rel=1e-5)
+    assert "'0.weight' and 1 other weights are in channels_last order" in caplog.text

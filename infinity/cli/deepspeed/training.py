@@ -15,6 +15,8 @@ from infinity.cli.deepspeed.reading import AUTO, Source
 _HAVE_BETAS, _HAVE_EPS = ("adamw", "adam", "lion"), ("adamw", "adam", "adagrad")
 _PARAMS = "optimizer.params."
 _MOST = 2**63
+_NEVER = 100_000
+"""From so many steps per print on a config says that nothing is to be printed."""
 
 
 def finetune_options(source: Source) -> list[str]:
@@ -142,7 +144,7 @@ def _forms(values: Mapping[str, Any], source: Source) -> Iterator[tuple[str, obj
     elif not open_ones & {"bf16.enabled", "fp16.enabled", "bfloat16.enabled"} and not source.accelerate:
         yield "--dtype", "fp32"
     every = whole_number(values.get("steps_per_print"))
-    if every is not None:
+    if every is not None and every < _NEVER:
         yield "--log-every", every
 
 

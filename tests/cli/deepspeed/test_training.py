@@ -61,6 +61,7 @@ def test_an_optimizer_and_a_schedule_become_options(tmp_path: Path) -> None:
         ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}, ""),
         ({"train_batch_size": -1, "gradient_clipping": -1, "steps_per_print": 1.5}, ""),
         ({"train_batch_size": "many", "gradient_clipping": "0.5"}, ""),
+        ({"steps_per_print": 10_000_000}, ""),
         ({"gradient_clipping": 0}, "--max-grad-norm 0"),
         ({"bf16": {"enabled": True}}, "--dtype bf16"),
         ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "--dtype fp16"),
