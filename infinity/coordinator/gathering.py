@@ -169,6 +169,7 @@ def _take_home(coordinator: Coordinator, wanted: Named) -> None:
         except BaseException as error:
             coordinator.health.fail(InfinityError(f"weights were written in part: {error}"))
             raise
+        coordinator.masters.written()
 
 
 def _require_same_everywhere(coordinator: Coordinator, wanted: Named) -> None:

@@ -2,12 +2,14 @@
 
 A write between steps gives the weights it changes a master of exactly the new values. An adversarial method (FGM, AWP)
 changes weights, computes with them and puts the old ones back: their masters come back with them, and nothing of what
-training had added below the last bit of a weight is lost.
+training had added below the last bit of a weight is lost. What load_state_dict gives is new, also where a weight has
+the bits that it had.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +57,15 @@ class Masters:
     def __init__(self) -> None:
         self._was: dict[str, _Was] = {}
         self._not_kept: dict[str, int] = {}  # sums of the old weights' bits
+        self._given: set[str] = set()
+
+    def give(self, names: Iterable[str]) -> None:
+        """These parameters are given by load_state_dict, until `written`."""
+        self._given.update(names)
+
+    def written(self) -> None:
+        """A write is over."""
+        self._given.clear()
 
     def after_write(
         self, name: str, old: torch.Tensor, new: torch.Tensor, residual: torch.Tensor, given: torch.Tensor
@@ -66,6 +77,9 @@ class Masters:
             old, new: [numel] of the weights' dtype.
             residual: uint8, of the old weights. given: uint8, of a master of the new ones.
         """
+        if name in self._given:
+            self._was.pop(name, None)
+            return given
         bits, fresh_bits = _integers(old, old.element_size()), _integers(new, new.element_size())
         itemsize = residual.numel() // max(old.numel(), 1)
         rest, fresh = _integers(residual, itemsize), _integers(given, itemsize).clone()

@@ -13,6 +13,7 @@ from torch import nn
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError
 from infinity.integrations.folders import Saving
+from infinity.integrations.own_modules import holder_of
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run, parameters_in
 from infinity.optim.adagrad import Adagrad
@@ -125,7 +126,7 @@ def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer
     worth it, is offloaded for this optimizer."""
     model, home = run.owner_of(parameters), _home_of(parameters)
     if model is None and home is None and optimizer is not None:
-        model = run.holder_of(parameters)
+        model = holder_of(parameters)
     at_home = home is not None and not run.is_evaluated(home) and not _outside(home, parameters)
     if model is not None and optimizer is not None and not at_home:
         _require_all_in(model, parameters)

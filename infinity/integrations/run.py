@@ -22,24 +22,22 @@ from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.pinning import agree
 from infinity.durable import rng
-from infinity.errors import ModelError, PeerError, printable
+from infinity.errors import ModelError, PeerError
 from infinity.integrations.folders import folders_of, go_on, keeps_generations, name_vanished, remove_left
 from infinity.integrations.left import say_what_is_left
 from infinity.integrations.quantization import Forms
+from infinity.integrations.said import say, say_that_nothing_was_offloaded
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
-from infinity.ranks.ranks import rank_and_world, require_ranks_met
+from infinity.ranks.ranks import require_ranks_met
 from infinity.runtime.anew import take_back
 from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
 from infinity.runtime.guards import Guard
 from infinity.runtime.offload import close, offload
-from infinity.runtime.statistics import trained_of
 from infinity.sizes import format_bytes
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
 
-WORTH_NUMEL = 1_000_000
-"""A module of a script's own with fewer parameters is left alone."""
 _COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -189,22 +187,6 @@ class Run:
                 return self._around(outer, wanted) or outer
         return None
 
-    def holder_of(self, parameters: Iterable[Any]) -> nn.Module | None:
-        """Of a script's own modules, which nobody loaded: the smallest that has all of these parameters, if it is
-        worth offloading. Of several with the same parameters, the one around the others, which is the one that is
-        called."""
-        wanted = {id(each) for each in parameters if isinstance(each, nn.Parameter)}
-        if not wanted:
-            return None
-        numels: dict[nn.Module, int] = {}
-        for each in gc.get_objects():
-            if issubclass(type(each), nn.Module) and "_parameters" in vars(each):
-                found = {id(parameter): parameter.numel() for parameter in each.parameters()}
-                if wanted.issubset(found) and sum(found.values()) >= WORTH_NUMEL:
-                    numels[each] = sum(found.values())
-        smallest = [each for each, numel in numels.items() if numel == min(numels.values())]
-        return next((each for each in smallest if not any(each in _inside(other) for other in smallest)), None)
-
     def _around(self, module: nn.Module, wanted: set[int]) -> nn.Module | None:
         if wanted.issubset(map(id, module.parameters())):
             return module
@@ -319,7 +301,7 @@ class Run:
         if coordinator.resources.store is not None:
             paths = [directory.path for directory in coordinator.resources.store.directories]
             self._stores.append((weakref.ref(model), coordinator.run, paths))
-        _say(model, trained=trained)
+        say(model, trained=trained)
 
     def optimizer_made(self) -> None:
         """Until then a model that was changed is offloaded anew, and its store is of another run."""
@@ -413,7 +395,7 @@ class Run:
             ending.callback(self._scratch.close)
             models = self.alive()
             if not (failed or stopped) and registry.entered() == self._entered_before:
-                _say_that_nothing_was_offloaded()
+                say_that_nothing_was_offloaded()
             if stopped or (failed and models):
                 ending.callback(say_what_is_left, self._places(), stopped=stopped)
             for model in models:
@@ -494,45 +476,8 @@ def _close_what_ended_well(model: nn.Module) -> None:
     close(model, discard=not folders)
 
 
-def _say_that_nothing_was_offloaded() -> None:
-    if rank_and_world()[0] == 0:
-        logger.warning(
-            "infinity: NOTHING WAS OFFLOADED, the script ran as python runs it. A model is offloaded that "
-            "from_pretrained loads and that is used, and a module of %s parameters or more when one of torch.optim's "
-            "AdamW, Adam, SGD or Adagrad is made for them. For another loop: infinity.offload(model, config) in the "
-            "script",
-            f"{WORTH_NUMEL:,}",
-        )
-
-
-def _inside(module: nn.Module) -> set[nn.Module]:
-    """The modules in it, without itself."""
-    return set(module.modules()) - {module}
-
-
 def _frozen(model: nn.Module) -> bool:
     return not any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _say(model: nn.Module, *, trained: bool) -> None:
-    coordinator = registry.coordinator_of(model)
-    plan = coordinator.plan
-    if not coordinator.leads:
-        return
-    units = [each.unit for each in coordinator.units]
-    numel = sum(unit.numel for unit in units)
-    part = sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs)
-    states = f", optimizer states on {plan.placement.optimizer.tier}" if trained else ", and it has no optimizer states"
-    logger.warning(
-        "infinity: %s, %s%s: weights rest on %s%s; it takes %s of device and %s of host memory",
-        printable(type(model).__name__),
-        f"trained: {trained_of(part, numel)}" if trained else f"only evaluated: {numel:,} parameters",
-        f", cut over {coordinator.world} ranks" if coordinator.world > 1 else "",
-        plan.placement.weights.tier,
-        states,
-        format_bytes(plan.device_bytes),
-        format_bytes(plan.host_bytes),
-    )
 
 
 def parameters_in(params: Any) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity.base.interrupt import whole
+from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, ReleasedParameterError
 from infinity.runtime.calls import Call
@@ -127,6 +128,8 @@ class _LoadStateDict(_Gathers):
     def _open_own(self, module: nn.Module, local_metadata: Any) -> None:
         if local_metadata.get("assign_to_params_buffers"):
             _refuse("load_state_dict(assign=True)", "would replace its parameters; leave assign=True out")
+        named = [registry.find(parameter) for parameter in module.parameters(recurse=False)]
+        registry.coordinator_of(self._model).masters.give(found[1].spec.name for found in named if found is not None)
         own = not_gathered(self._model, module.parameters(recurse=False))
         if own:
             self._enter(module, gathered(self._model, *own, write=True))

@@ -13,14 +13,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from infinity.coordinator import registry
-from infinity.integrations import run as run_module
+from infinity.integrations import own_modules
 from tests.integrations.conftest import Launch
 from tests.models import llama
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "WORTH_NUMEL", 1000)
+    monkeypatch.setattr(own_modules, "WORTH_NUMEL", 1000)
 
 
 class Attention(nn.Module):

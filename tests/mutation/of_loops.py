@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
 
-_LOOPS, _PUT_BACK, _FIELDS = "tests/runtime/test_loops.py", "tests/runtime/test_put_back.py", "tests/cli/test_fields.py"
+_LOOPS, _PUT_BACK, _FIELDS = (
+    "tests/runtime/test_loop_tops.py",
+    "tests/runtime/test_put_back.py",
+    "tests/cli/test_fields.py",
+)
 
 OF_LOOPS = [
     Mutant(

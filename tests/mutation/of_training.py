@@ -171,7 +171,7 @@ OF_TRAINING = [
     Mutant(
         "a written weight has a master of its value",
         "infinity/coordinator/gathering.py",
-        "            write_parts(resources, states.residual, fresh)\n",
+        "            write_parts(resources, states.residual, fresh[index])\n",
         "            pass\n",
         (_GATHERED, "-k", "master_of_exactly"),
     ),

@@ -1,0 +1,50 @@
+"""What a script is told of the models that are offloaded, or are not."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from infinity.coordinator import registry
+from infinity.errors import printable
+from infinity.integrations.own_modules import WORTH_NUMEL
+from infinity.ranks.ranks import rank_and_world
+from infinity.runtime.statistics import trained_of
+from infinity.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+def say(model: nn.Module, *, trained: bool) -> None:
+    """A model was offloaded."""
+    coordinator = registry.coordinator_of(model)
+    plan = coordinator.plan
+    if not coordinator.leads:
+        return
+    units = [each.unit for each in coordinator.units]
+    numel = sum(unit.numel for unit in units)
+    part = sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs)
+    states = f", optimizer states on {plan.placement.optimizer.tier}" if trained else ", and it has no optimizer states"
+    logger.warning(
+        "infinity: %s, %s%s: weights rest on %s%s; it takes %s of device and %s of host memory",
+        printable(type(model).__name__),
+        f"trained: {trained_of(part, numel)}" if trained else f"only evaluated: {numel:,} parameters",
+        f", cut over {coordinator.world} ranks" if coordinator.world > 1 else "",
+        plan.placement.weights.tier,
+        states,
+        format_bytes(plan.device_bytes),
+        format_bytes(plan.host_bytes),
+    )
+
+
+def say_that_nothing_was_offloaded() -> None:
+    """The script has ended."""
+    if rank_and_world()[0] == 0:
+        logger.warning(
+            "infinity: NOTHING WAS OFFLOADED, the script ran as python runs it. A model is offloaded that "
+            "from_pretrained loads and that is used, and a module of %s parameters or more when one of torch.optim's "
+            "AdamW, Adam, SGD or Adagrad is made for them. For another loop: infinity.offload(model, config) in the "
+            "script",
+            f"{WORTH_NUMEL:,}",
+        )

@@ -1,0 +1,142 @@
+"""What a loop does between a step and its next item, and between an item and its forward, at a resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.coordinator import registry
+from tests.runtime.test_loops import WIDTH, Loop, Rows, StatefulDataLoader, config, ended, fresh
+
+
+class Fixed(Loop):
+    """In its places a loop does something between the step and the next item, or before the forward."""
+
+    def __init__(self, model: nn.Module, between: Callable[[Fixed], None], before: Callable[[Fixed], None]) -> None:
+        self.between, self.before = between, before
+        self.items: list[float] = []
+        super().__init__(model)
+
+    def make(self) -> None:
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optim, 0.5)
+        self.loader = StatefulDataLoader(Rows(), batch_size=2, shuffle=True)
+        self.done = infinity.track(self.loader, self.scheduler, model=self.model)
+
+    def run(self, end: int = 6) -> Fixed:
+        for batch in self.loader:
+            self.items.append(batch[0, 0].item())
+            self.before(self)
+            self.step(batch)
+            self.between(self)
+            self.scheduler.step()
+            if self.done == end:
+                break
+        return self
+
+
+def leave(model: nn.Module) -> None:
+    """As a crash does."""
+    registry.coordinator_of(model).health.fail(infinity.InfinityError("no commit comes any more, as after a crash"))
+    infinity.close(model)
+
+
+def nothing(loop: Fixed) -> None:
+    return
+
+
+def double(loop: Fixed) -> None:
+    with infinity.gathered(loop.model, write=True):
+        loop.model.blocks[0].weight.data.mul_(2)
+
+
+def look(loop: Fixed) -> None:
+    """A forward with a graph, whose backward never comes."""
+    loop.model(torch.ones(4, WIDTH))
+
+
+@pytest.mark.parametrize(("between", "before"), [(look, nothing), (nothing, double), (double, look), (look, double)])
+def test_what_a_loop_does_around_its_item_is_done_once(
+    between: Callable[[Fixed], None], before: Callable[[Fixed], None], tmp_path: Path, caplog: Any
+) -> None:
+    """A weight written between an item and its forward cost that item at a resume; a forward between a step and its
+    scheduler kept the learning rate of before."""
+    caplog.set_level(logging.WARNING, "infinity")
+    whole = Fixed(infinity.offload(fresh(), config(tmp_path / "whole")), between, before).run()
+    rate = whole.scheduler.get_last_lr()
+    _, states = ended(whole)
+    cut = Fixed(infinity.offload(fresh(), config(tmp_path / "cut")), between, before).run(3)
+    before(cut)
+    leave(cut.model)
+    again = Fixed(infinity.resume(fresh(seed=7), config(tmp_path / "cut")), between, before)
+    first = again.done
+    assert first >= 2
+    again.run()
+    assert again.items == whole.items[first:]
+    assert again.scheduler.get_last_lr() == rate
+    _, others = ended(again)
+    assert [name for name, value in states.items() if not torch.equal(others[name], value)] == []
+    assert "its loop may have been at another place" not in caplog.text
+
+
+def test_several_steps_for_an_item_are_said_when_they_are_seen_and_at_a_resume(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
+
+    def twice(loop: Fixed) -> None:
+        loop.step(torch.ones(4, WIDTH))
+
+    cut = Fixed(infinity.offload(fresh(), config(tmp_path)), twice, nothing).run(5)
+    assert caplog.text.count("makes several optimizer steps for one item of the loader that it tracks") == 1
+    leave(cut.model)
+    again = Fixed(infinity.resume(fresh(), config(tmp_path)), twice, nothing)
+    again.step(torch.ones(4, WIDTH))
+    assert "its loop may have been at another place: its tracked loader was not asked since the step" in caplog.text
+    infinity.close(again.model)
+
+
+def test_gradients_that_a_step_has_not_used_are_missed_at_a_resume(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
+    model = infinity.offload(fresh(), config(tmp_path))
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(torch.ones(4, WIDTH)).backward()
+        optim.step()
+        optim.zero_grad()
+    model(torch.ones(4, WIDTH)).backward()
+    infinity.commit(model)
+    leave(model)
+    model = infinity.resume(fresh(), config(tmp_path))
+    infinity.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(4, WIDTH))
+    assert "at another place: gradients had come that no step had used" in caplog.text
+    infinity.close(model)
+
+
+def test_an_item_that_is_taken_before_its_iteration_is_missed_at_a_resume(tmp_path: Path, caplog: Any) -> None:
+    """The loader is asked between a forward and its backward, and that again before the next forward."""
+    caplog.set_level(logging.WARNING, "infinity")
+    model = infinity.offload(fresh(), config(tmp_path))
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    loader = StatefulDataLoader(Rows(), batch_size=2)
+    infinity.track(loader, model=model)
+    items = iter(loader)
+    item = next(items)
+    for _ in range(3):
+        loss = model(item)
+        item = next(items)
+        (loss + model(item)).backward()
+        optim.step()
+        optim.zero_grad()
+    leave(model)
+    model = infinity.resume(fresh(), config(tmp_path))
+    infinity.AdamW(model.parameters(), lr=1e-2)
+    infinity.track(StatefulDataLoader(Rows(), batch_size=2), model=model)
+    model(torch.ones(4, WIDTH))
+    assert "asked while an earlier forward pass still had its backward before it" in caplog.text
+    infinity.close(model)
