@@ -61,7 +61,15 @@ def look(loop: Fixed) -> None:
     loop.model(torch.ones(4, WIDTH))
 
 
-@pytest.mark.parametrize(("between", "before"), [(look, nothing), (nothing, double), (double, look), (look, double)])
+def look_and_double(loop: Fixed) -> None:
+    look(loop)
+    double(loop)
+
+
+@pytest.mark.parametrize(
+    ("between", "before"),
+    [(look, nothing), (nothing, double), (double, look), (look, double), (look_and_double, nothing)],
+)
 def test_what_a_loop_does_around_its_item_is_done_once(
     between: Callable[[Fixed], None], before: Callable[[Fixed], None], tmp_path: Path, caplog: Any
 ) -> None:
@@ -83,6 +91,7 @@ def test_what_a_loop_does_around_its_item_is_done_once(
     _, others = ended(again)
     assert [name for name, value in states.items() if not torch.equal(others[name], value)] == []
     assert "its loop may have been at another place" not in caplog.text
+    assert "several optimizer steps for one item" not in caplog.text
 
 
 def test_several_steps_for_an_item_are_said_when_they_are_seen_and_at_a_resume(tmp_path: Path, caplog: Any) -> None:
