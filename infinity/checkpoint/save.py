@@ -154,6 +154,7 @@ class Parts:
         self.coordinator = coordinator
         shapes = {name: p.shape for unit in coordinator.units for name, p in self._parameters(unit).items()}
         self._in_files = InFiles(shapes, revert_of(model))
+        self._given = dict(coordinator.saved_from) if coordinator.world == 1 else {}
         self._wide = {
             place.spec.name: place for _, place in coordinator.places() if place.spec.name in self._saved_wide
         }
@@ -166,7 +167,7 @@ class Parts:
     @property
     def dtype(self) -> torch.dtype:
         """Of the model in the files."""
-        return torch.float32 if self._wide else next(self.model.parameters()).dtype
+        return torch.float32 if self._wide or self._given else next(self.model.parameters()).dtype
 
     @property
     def numel(self) -> int:
@@ -176,7 +177,8 @@ class Parts:
     def meta(self) -> Iterator[Tensors]:
         for unit in self.coordinator.units:
             named = self._parameters(unit).items()
-            dtypes = {name: torch.float32 if name in self._wide else p.dtype for name, p in named}
+            wide = {*self._wide, *self._given}
+            dtypes = {name: torch.float32 if name in wide else p.dtype for name, p in named}
             yield self._in_files.meta(
                 {name: torch.empty(p.shape, dtype=dtypes[name], device="meta") for name, p in named}
             )
@@ -203,6 +205,7 @@ class Parts:
             named = self._parameters(unit)
             values = {name: each.detach() for name, each in named.items() if name not in self._wide}
             values |= {name: exact_value(self.coordinator, self._wide[name]) for name in named if name in self._wide}
+            values |= {name: self._given[name]().float() for name in named if name in self._given}
             yield {name: values[name] for name in named}
 
     def _buffers(self) -> Tensors:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from infinity.base.timeline import Timeline
@@ -45,6 +46,7 @@ class Parts(Lender):
         steps: optimizer steps that are done.
         rewritten: names of parameters that got other values since they were brought home, by no step.
         saved_wide: names of parameters that the script had in fp32, and whose masters are saved, not their weights.
+        saved_from: of frozen ones that it had in fp32, what gives the values that are saved.
         masters: of weights that were written to since the last step.
         copied_from: the run and the step whose states this run began with, if it did not begin anew.
         readers: who may read parameters now.
@@ -68,6 +70,7 @@ class Parts(Lender):
         self.steps = 0
         self.rewritten: set[str] = set()
         self.saved_wide: frozenset[str] = frozenset()
+        self.saved_from: Mapping[str, Callable[[], torch.Tensor]] = {}
         self.masters = Masters()
         self.copied_from: tuple[str, int] | None = None
         self._lock = threading.RLock()
@@ -131,9 +134,13 @@ class Parts(Lender):
                 return "it has gradients: step, or call zero_grad(), first"
             return ""
 
-    def save_wide(self, names: Iterable[str]) -> None:
-        """The script had these parameters in fp32: their masters are what is saved of them."""
-        self.saved_wide = frozenset(names)
+    def save_wide(self, names: Iterable[str], frozen: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        """The script had these parameters in fp32: their masters are what is saved of them.
+
+        Args:
+            frozen: of others that it had in fp32, what gives their values.
+        """
+        self.saved_wide, self.saved_from = frozenset(names), frozen
 
     def rewrote(self, names: Iterable[str]) -> None:
         """These parameters got other values than those that were brought home, by no step."""

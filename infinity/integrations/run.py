@@ -29,7 +29,7 @@ from infinity.integrations.quantization import Forms
 from infinity.integrations.said import say, say_that_nothing_was_offloaded
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.ranks.ranks import require_ranks_met
-from infinity.runtime.anew import take_back
+from infinity.runtime.anew import readers_of, take_back
 from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
 from infinity.runtime.guards import Guard
 from infinity.runtime.offload import close, offload
@@ -222,12 +222,18 @@ class Run:
         if trained:
             self.trained.add(model)
             coordinator = registry.coordinator_of(model)
-            named = {
-                id(parameter): place.spec.name for parameter, place in coordinator.places() if place.group.trainable
-            }
             self._narrowed += map(weakref.ref, converted)
             narrowed = {id(each()) for each in self._narrowed}
-            coordinator.save_wide(name for number, name in named.items() if number in narrowed)
+            places = [place for parameter, place in coordinator.places() if id(parameter) in narrowed]
+            readers = readers_of(model)
+            coordinator.save_wide(
+                (place.spec.name for place in places if place.group.trainable),
+                {
+                    place.spec.name: readers[place.spec.name]
+                    for place in places
+                    if not place.group.trainable and place.group.codec is None and place.spec.name in readers
+                },
+            )
 
     def ensure_evaluated(self, model: nn.Module) -> None:
         """Offload a model that is used without a graph, before anything says that it is trained: without states."""
@@ -319,8 +325,7 @@ class Run:
         named = "bf16" if dtype == torch.bfloat16 else "fp16"
         logger.warning(
             "infinity: the weights are %s with an fp32 master, instead of fp32 with a %s copy by autocast; "
-            "save_pretrained writes the masters, in fp32 (of frozen weights %s), and state_dict() has the %s weights",
-            named,
+            "save_pretrained writes the masters, in fp32, and state_dict() has the %s weights",
             named,
             named,
             named,

@@ -51,6 +51,11 @@ def remember_readers(model: nn.Module, readers: Mapping[str, Reader]) -> None:
     _readers[model] = readers
 
 
+def readers_of(model: nn.Module) -> Mapping[str, Reader]:
+    """What was remembered."""
+    return _readers.get(model, {})
+
+
 def remember_handles(model: nn.Module, handles: Sequence[Handle]) -> None:
     """These are the hooks of a model beside those of its parameters."""
     _handles[model] = handles
