@@ -71,7 +71,8 @@ crash-test: bootstrap
 stress-test: bootstrap
 	$(WHOLE) tests/stress
 
-# 2000 random models, loops and swap configs against plain torch, to the bit.
+# 2000 random models, loops and swap configs against plain torch, to the bit; and 2000 loops whose parts come in any order,
+# killed anywhere and resumed.
 fuzz-test: bootstrap
 	$(WHOLE) tests/fuzz
 

@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 
 WITHOUT_WRITES = ("evaluate", "look", "draw")
 """What may come between a forward and its backward."""
-WIDTH, ITERATIONS = 8, 6
+WIDTH, ITERATIONS = 8, 4
 DOUBT = "its loop may have been at another place"
 
 BETWEEN = ("write", "put back", "evaluate", "look", "fail", "draw")

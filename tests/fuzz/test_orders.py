@@ -31,6 +31,7 @@ def _problems(first: int, cases: int) -> list[str]:
     return problems
 
 
+@pytest.mark.long(kept="only here the parts of a loop come in any order")
 @pytest.mark.timeout(60 * 60)
 def test_a_resumed_loop_is_exact_or_says_that_it_may_not_be(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
