@@ -319,9 +319,10 @@ def describe(device: torch.device) -> DeviceFacts:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of an accelerator, with what torch's allocator keeps for what comes next."""
+    """Free memory of an accelerator, with what torch's allocator could give back."""
     module = torch.get_device_module(device)
     kept = int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    kept -= int(module.memory_stats(device).get("inactive_split_bytes.all.current", 0))
     return int(module.mem_get_info(device)[0]) + kept
 
 

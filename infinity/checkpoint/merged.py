@@ -165,6 +165,7 @@ class _Merged(Parts):
         layers = [each for layer in _layers(base).values() for each in _chain(layer)]
         self._adapted = {id(_parameter_of(layer)): layer for layer in layers}
         super().__init__(base, coordinator)
+        self._wide, self._given = {}, {}  # of what is merged there are no masters
 
     def _parameters(self, unit: OffloadedUnit) -> Mapping[str, nn.Parameter]:
         found = ((self._names.in_model(name), each) for name, each in unit.parameters.items())

@@ -204,8 +204,10 @@ class Parts:
         with self.coordinator.taking([unit.index]):
             named = self._parameters(unit)
             values = {name: each.detach() for name, each in named.items() if name not in self._wide}
-            values |= {name: exact_value(self.coordinator, self._wide[name]) for name in named if name in self._wide}
             values |= {name: self._given[name]().float() for name in named if name in self._given}
+            values |= {
+                name: exact_value(self.coordinator, self._wide[name]).float() for name in named if name in self._wide
+            }
             yield {name: values[name] for name in named}
 
     def _buffers(self) -> Tensors:

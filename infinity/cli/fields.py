@@ -20,18 +20,15 @@ from typing import Any
 from infinity.echo import quoted
 from infinity.errors import ConfigError
 
-READ = (
-    "text",
-    "messages",
-    "conversations",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "tools",
-    "system",
-)
+_TOLD = ("tools", "system")
+_READ_BESIDE = {
+    "messages": ("messages", *_TOLD),
+    "conversations": ("conversations", *_TOLD),
+    "prompt": ("prompt", "completion", *_TOLD),
+    "instruction": ("instruction", "input", "output", "system", "text"),
+    "text": ("text",),
+}
+"""By what a row has: the fields that are read."""
 _OF_NO_ACCOUNT = (
     "id",
     "idx",
@@ -76,10 +73,12 @@ def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
         if row.get(key, "") not in ("", [], {}):
             raise ConfigError(f"{where}: has {quoted(key)}, which is not learned as it asks: {fix}")
     answered = "completion" in row or "output" in row or "messages" in row or "conversations" in row
-    for key in ("label", "kto_tag", "is_good", "train", "weight"):
+    for key in ("label", "kto_tag", "is_good", "train", "loss", "weight", "loss_weight"):
         asked = row.get(key, True)
-        no = asked in (0, "false", "False") and (answered or asked is False)  # of text alone it may be a class
-        if no or (key == "weight" and asked != 1):
+        no = asked in (0, "0", "false", "False", "no") and (
+            answered or asked is False
+        )  # of text alone it may be a class
+        if no or (key in ("weight", "loss_weight") and asked != 1):
             raise ConfigError(
                 f"{where}: {quoted(key)} is {quoted(asked)}: a row that is not to be learned, or less than others, "
                 "cannot be given; leave it out"
@@ -115,7 +114,7 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
     asked: list[bool | None] = []
     for index, message in enumerate(messages):
         for key in _PARTS_OF_MESSAGES:
-            if message.get(key):
+            if message.get(key) not in (None, "", [], {}):
                 raise ConfigError(
                     f"{where}[{index}]: has {quoted(key)}; what is to be learned of a part of a message is not read"
                 )
@@ -128,7 +127,7 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
         if learned and message.get("role") != "assistant":
             raise ConfigError(
                 f"{where}[{index}]: 'weight' or 'train' asks that what the {message.get('role')} says is learned; only "
-                "the assistant's messages are, or whole conversations with --loss-on all"
+                "the assistant's messages are. Take it out; --loss-on all learns whole conversations"
             )
         asked.append(learned)
     return asked
@@ -136,7 +135,9 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
 
 def unread(record: Mapping[str, Any]) -> Iterable[str]:
     """The fields of a row that nothing reads, and that may be of account."""
-    known = {*READ, *_OF_NO_ACCOUNT, *_REFUSED, "weight", "train"}
+    shapes = [key for key in ("messages", "conversations", "prompt") if record.get(key) is not None]
+    shape = shapes[0] if shapes else "instruction" if record.get("output") is not None else "text"
+    known = {*_READ_BESIDE[shape], *_OF_NO_ACCOUNT, *_REFUSED, "weight", "train", "loss"}
     found = [key for key, value in record.items() if key not in known and value not in (None, "", [], {})]
     for shape in ("messages", "conversations", "prompt", "completion"):
         said = record.get(shape)

@@ -46,6 +46,8 @@ class Coordinator(Stepping):
             self._freeze_commit(graph)
             self.progress.carry_on()
             self.commits.rewind()
+        else:
+            self.commits.tracking.evaluated()
         self.room.begin_pass(training=training)
 
     def _freeze_commit(self, graph: Callable[[], object]) -> None:

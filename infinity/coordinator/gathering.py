@@ -92,6 +92,7 @@ class Gathering:
                     _require_shapes(self._coordinator.units[index], names)
                 _tell_of_changes(self._coordinator, self._fresh, self._marks)
         finally:
+            self._coordinator.masters.written()
             self._leave()
 
     def __del__(self) -> None:
@@ -169,7 +170,6 @@ def _take_home(coordinator: Coordinator, wanted: Named) -> None:
         except BaseException as error:
             coordinator.health.fail(InfinityError(f"weights were written in part: {error}"))
             raise
-        coordinator.masters.written()
 
 
 def _require_same_everywhere(coordinator: Coordinator, wanted: Named) -> None:

@@ -2,8 +2,8 @@
 
 A write between steps gives the weights it changes a master of exactly the new values. An adversarial method (FGM, AWP)
 changes weights, computes with them and puts the old ones back: their masters come back with them, and nothing of what
-training had added below the last bit of a weight is lost. What load_state_dict gives is new, also where a weight has
-the bits that it had.
+training had added below the last bit of a weight is lost. What load_state_dict gives a parameter that differs is new,
+also where a weight of it has the bits that it had.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 
 from infinity.coordinator.same_values import sum_of_bits
 from infinity.plan.machine import available_device_bytes
-from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -94,18 +93,23 @@ class Masters:
                 "the weights of '%s' were put back, and their fp32 masters were not: they were too many to keep",
                 name,
             )
-        self._keep(name, was.only(~back).and_also((~same).nonzero().flatten(), bits, rest), old)
+        changed = ~same
+        changed[was.at[back]] = False
+        if self._has_room(was, int(changed.sum()), itemsize):
+            self._keep(name, was.only(~back).and_also(changed.nonzero().flatten(), bits, rest))
+        else:
+            logger.info("the old masters of '%s' are too many to keep", name)
+            self._not_kept[name] = sum_of_bits(old)
         return fresh.view(torch.uint8)
 
-    def _keep(self, name: str, was: _Was, old: torch.Tensor) -> None:
-        if not was.at.numel():
-            return
-        nbytes = was.nbytes + sum(each.nbytes for each in self._was.values())
-        if nbytes <= available_device_bytes(torch.device("cpu")) // _SHARE:
+    def _has_room(self, was: _Was, more: int, itemsize: int) -> bool:
+        """Args: more: further elements, of a residual with `itemsize` bytes of each."""
+        nbytes = was.nbytes + more * (8 + 4 + itemsize) + sum(each.nbytes for each in self._was.values())
+        return nbytes <= available_device_bytes(torch.device("cpu")) // _SHARE
+
+    def _keep(self, name: str, was: _Was) -> None:
+        if was.at.numel():
             self._was[name] = was
-        else:
-            logger.info("%s of old masters would be kept: those of '%s' are not", format_bytes(nbytes), name)
-            self._not_kept[name] = sum_of_bits(old)
 
     def forget(self) -> None:
         """A step gives all of them new values."""

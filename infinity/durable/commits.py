@@ -101,7 +101,8 @@ class Commits:
     def step_done(self) -> None:
         """A step was done since: the run is past what it was resumed from."""
         self.resumed = None
-        self.tracking.gradients_gone()
+        if len(self._optimizers) <= 1:  # one of several has used its own; zero_grad tells of the rest
+            self.tracking.gradients_gone()
 
     # -- generations --------------------------------------------------------------------------------------------------
 
@@ -201,8 +202,9 @@ class Commits:
 
     def write_begins(self) -> None:
         """Something other than a step is about to write: if the loop came to its top, the commit has the states of
-        before."""
-        if self._commit is not None and not self.frozen and self.tracking.at_top:
+        before. Of several ranks each would decide that by itself: there it gives way."""
+        alone = self._resources.exchange is None
+        if self._commit is not None and not self.frozen and self.tracking.at_top and alone:
             self._freeze(before_forward=False)
 
     def _freeze(self, *, before_forward: bool) -> None:
@@ -309,17 +311,17 @@ class Commits:
             "model": self._model,
             "rng": noted.rng,
             "rng_before_forward": rng.snapshot() if before_forward else None,
-            "unsure": self._why_unsure(noted, before_forward=before_forward),
+            "unsure": self._why_unsure(noted),
         }
         return body if self.resumed is None else self._with_what_was_resumed(body, self.resumed)
 
-    def _why_unsure(self, noted: Noted, *, before_forward: bool) -> str:
+    def _why_unsure(self, noted: Noted) -> str:
         """Why a run that resumes this may not be where its loop was; "" where it is."""
         if noted.gradients:
             return "gradients had come that no step had used"
         if noted.graphs:
             return "its loader was asked while an earlier forward pass still had its backward before it"
-        if before_forward and self.tracking.moved():
+        if self.tracking.moved():
             return "what is tracked had changed between its loader's item and the forward pass"
         if self._closing:
             return "the model was closed, and where its loop was is not known"
@@ -390,7 +392,9 @@ class Commits:
                 step,
             )
             return
-        if not broken:
+        if self.under_way and (self.frozen or self.tracking.has_item):
+            self.finish()
+        elif not broken:
             self.commit(step, closing=True)
         elif self.under_way and (self.frozen or self.tracking.at_top):
             self.finish()

@@ -66,13 +66,14 @@ class Tracking:
         self.items: dict[str, Stateful] = {}
         self._between = False  # a step has ended, and no forward has begun for the item that a loader gave since
         self._graphs: list[Callable[[], object]] = []  # of the forwards since the step
+        self._gave = False  # an item of the iteration that begins has been taken
         self._step_end: Noted | None = None
         self._top: Noted | None = None
 
     def add(self, name: str, item: Stateful) -> None:
         self.items[name] = item
         if is_data(item):
-            _watch(item, self._asked)
+            _watch(item, self._asked, self._given)
 
     @property
     def has_data(self) -> bool:
@@ -84,7 +85,7 @@ class Tracking:
         return self._top is not None
 
     def step_ended(self) -> None:
-        self._between, self._top = True, None
+        self._between, self._top, self._gave = True, None, False
         self._graphs = []
         self._step_end = self._note([name for name, item in self.items.items() if is_data(item)])
 
@@ -118,14 +119,12 @@ class Tracking:
         return replace(late, rng=self._step_end.rng, states=self._step_end.states | late.states)
 
     def moved(self) -> bool:
-        """Whether something that is tracked, or a hyperparameter, has changed since the loader was asked: then the
-        loop's iteration ends behind that."""
+        """Whether something that is tracked has changed since the loader was asked: then the loop's iteration ends
+        behind that."""
         if self._top is None:
             return False
-        now = self._note([name for name, item in self.items.items() if not is_data(item)])
-        return not all(_same(state, self._top.states[name]) for name, state in now.states.items()) or not _same(
-            now.around.get("optimizers"), self._top.around.get("optimizers")
-        )
+        now = {name: state_of(name, item) for name, item in self.items.items() if not is_data(item)}
+        return not all(_same(state, self._top.states[name]) for name, state in now.items())
 
     def iteration_ended(self) -> None:
         """The loop is at its top now."""
@@ -137,9 +136,21 @@ class Tracking:
         self.items.clear()
         self._between, self._step_end, self._top, self._graphs = False, None, None, []
 
+    def evaluated(self) -> None:
+        """A forward without a graph: what loaders gave before was for that."""
+        self._gave = False
+
+    @property
+    def has_item(self) -> bool:
+        """Whether the loop came to its top and took an item since."""
+        return self.at_top and self._gave
+
     def _asked(self) -> None:
-        if self._between:
+        if self._between and not self._gave:
             self.iteration_ended()
+
+    def _given(self) -> None:
+        self._gave = self._between
 
     def _note(self, names: list[str]) -> Noted:
         states = {name: state_of(name, self.items[name]) for name in names}
@@ -159,13 +170,16 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        same = one.dtype == other.dtype and one.shape == other.shape
+        return same and torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(_same(each, other[key]) for key, each in one.items())
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, float) and one != one:
+        return bool(other != other)
     return bool(one == other)
 
 
@@ -189,9 +203,9 @@ def is_data(item: Any) -> bool:
 class _Pass:
     """An iterator that tells when it is asked."""
 
-    def __init__(self, inner: Iterator[Any], asked: Callable[[], None]) -> None:
+    def __init__(self, inner: Iterator[Any], asked: Callable[[], None], given: Callable[[], None]) -> None:
         self._inner = inner
-        self._asked = asked
+        self._asked, self._given = asked, given
         self._first = True
 
     def __iter__(self) -> _Pass:
@@ -201,14 +215,17 @@ class _Pass:
         if not self._first:  # what making the iterator drew was drawn before: that moment is noted
             self._asked()
         self._first = False
-        return next(self._inner)
+        item = next(self._inner)
+        self._given()
+        return item
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
 
-def _watch(item: Any, asked: Callable[[], None]) -> None:
-    """Have `item` tell before it gives something. Its class becomes one of the same name that inherits from it.
+def _watch(item: Any, asked: Callable[[], None], given: Callable[[], None]) -> None:
+    """Have `item` tell before it gives something, and when it has. Its class becomes one of the same name that inherits
+    from it.
 
     An object that cannot change its class is not watched.
     """
@@ -217,11 +234,13 @@ def _watch(item: Any, asked: Callable[[], None]) -> None:
     def begin(self: Any) -> Any:
         asked()
         inner = base.__iter__(self)
-        return inner if inner is self else _Pass(inner, asked)
+        return inner if inner is self else _Pass(inner, asked, given)
 
     def give(self: Any) -> Any:
         asked()
-        return base.__next__(self)
+        found = base.__next__(self)
+        given()
+        return found
 
     changed: dict[str, Any] = {"__next__": give} if hasattr(base, "__next__") else {"__iter__": begin}
     watched = type(base.__name__, (base,), changed | {"__module__": base.__module__, "__doc__": base.__doc__})

@@ -19,9 +19,13 @@ def holder_of(parameters: Iterable[Any]) -> nn.Module | None:
     if not wanted:
         return None
     numels: dict[nn.Module, int] = {}
+    gc.collect()  # what nobody refers to is no module of the script
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module) and "_parameters" in vars(each):
-            found = {id(parameter): parameter.numel() for parameter in each.parameters()}
+            try:
+                found = {id(parameter): parameter.numel() for parameter in each.parameters()}
+            except Exception:  # a lazy module, or one with parameters() of its own
+                continue
             if wanted.issubset(found) and sum(found.values()) >= WORTH_NUMEL:
                 numels[each] = sum(found.values())
     smallest = [each for each, numel in numels.items() if numel == min(numels.values())]

@@ -84,17 +84,23 @@ class _WhenImported(MetaPathFinder):
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name = name
         self._act = act
+        self._looking = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._name:
+        """Also called by who only wants to know whether the module is there: the wait goes on until it is executed."""
+        if name != self._name or self._looking:
             return None
-        self.forget()
-        spec = importlib.util.find_spec(name)
+        self._looking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._looking = False
         if spec is not None and spec.loader is not None:
             spec.loader.exec_module = functools.partial(self._exec, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
     def _exec(self, original: Callable[[ModuleType], None], module: ModuleType) -> None:
+        self.forget()
         original(module)
         self._act(module)
 

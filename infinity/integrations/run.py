@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from infinity.integrations.quantization import Forms
 from infinity.integrations.said import say, say_that_nothing_was_offloaded
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.ranks.ranks import require_ranks_met
-from infinity.runtime.anew import readers_of, take_back
+from infinity.runtime.anew import as_it_was, take_back
 from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
 from infinity.runtime.guards import Guard
 from infinity.runtime.offload import close, offload
@@ -224,14 +225,13 @@ class Run:
             coordinator = registry.coordinator_of(model)
             self._narrowed += map(weakref.ref, converted)
             narrowed = {id(each()) for each in self._narrowed}
-            places = [place for parameter, place in coordinator.places() if id(parameter) in narrowed]
-            readers = readers_of(model)
+            found = [(each, place) for each, place in coordinator.places() if id(each) in narrowed]
             coordinator.save_wide(
-                (place.spec.name for place in places if place.group.trainable),
+                (place.spec.name for _, place in found if place.group.trainable),
                 {
-                    place.spec.name: readers[place.spec.name]
-                    for place in places
-                    if not place.group.trainable and place.group.codec is None and place.spec.name in readers
+                    place.spec.name: partial(as_it_was, model, place.spec.name, each)
+                    for each, place in found
+                    if not place.group.trainable and place.group.codec is None
                 },
             )
 

@@ -51,9 +51,12 @@ def remember_readers(model: nn.Module, readers: Mapping[str, Reader]) -> None:
     _readers[model] = readers
 
 
-def readers_of(model: nn.Module) -> Mapping[str, Reader]:
-    """What was remembered."""
-    return _readers.get(model, {})
+def as_it_was(model: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """The value that a frozen parameter was loaded with, where its file still has it and nobody wrote another; else the
+    value that the parameter has, which must be there."""
+    reader = _readers.get(model, {}).get(name)
+    written = name in registry.coordinator_of(model).rewritten
+    return parameter.detach() if reader is None or written or not _Unchanged()(reader) else reader()
 
 
 def remember_handles(model: nn.Module, handles: Sequence[Handle]) -> None:

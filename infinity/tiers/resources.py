@@ -64,6 +64,7 @@ class Resources:
     ) -> None:
         self.plan = plan
         self.exchange = exchange
+        self._quiet = exchange is None
         accelerator = open_accelerator(device)
         self.torch_device = torch_device(accelerator)
         self.device: DeviceTier | None = None
@@ -228,7 +229,7 @@ class Resources:
         Idempotent."""
         try:
             if self.exchange is not None:
-                self.exchange.close()
+                self._quiet = self.exchange.close()
         finally:
             self._close(discard=discard)
 
@@ -247,7 +248,9 @@ class Resources:
 
     def give_back(self) -> None:
         """After close(): RAM and memory of the device go back, though the model may be referred to for long. Nobody may
-        hold views of a slot."""
+        hold views of a slot. Where another rank may still send to or read from the memory, it stays."""
+        if not self._quiet:
+            return
         self.arena.give_all_back()
         if self.device is not None:
             self.device.give_back()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 
 from infinity.cli.main import main
+from infinity.integrations.patches import Patches
 from tests import processes
 
 LOOK = """
@@ -133,3 +136,40 @@ def test_in_this_process_the_logger_is_as_before(tmp_path: Path, capfd: pytest.C
     assert (ours.level, ours.propagate, list(ours.handlers)) == before
     assert "NOTHING WAS OFFLOADED" in capfd.readouterr().err
     assert os.environ.pop("CUDA_VISIBLE_DEVICES", "0") == "0"
+
+
+LATE = """
+from transformers import Trainer  # looks whether peft is there
+from transformers.utils import is_peft_available
+assert is_peft_available()
+import peft
+print(peft.PeftModel.save_pretrained.__module__, peft.prepare_model_for_kbit_training.__wrapped__ is not None)
+from infinity.integrations.models import _save_pretrained
+import inspect
+assert _save_pretrained in [cell.cell_contents for cell in peft.PeftModel.save_pretrained.__closure__]
+"""
+
+
+@pytest.mark.long
+def test_a_library_that_another_has_looked_for_is_changed_when_it_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(LATE)
+    (tmp_path / "swap.yaml").write_text("{}")
+    command = [sys.executable, "-m", "infinity.run", str(tmp_path / "swap.yaml"), str(tmp_path / "script.py")]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_module_that_was_looked_for_is_still_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "looked_for.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    changed: list[int] = []
+    with Patches() as patches:
+        for number in (1, 2):  # two wait for the same one
+            patches.when_imported("looked_for", lambda module, number=number: changed.append(number + module.value))
+        assert importlib.util.find_spec("looked_for") is not None
+        assert importlib.util.find_spec("looked_for_and_missing") is None
+        assert changed == []
+        importlib.import_module("looked_for")
+        assert sorted(changed) == [2, 3]
+    assert not any(type(each).__name__ == "_WhenImported" for each in sys.meta_path)
+    del sys.modules["looked_for"]

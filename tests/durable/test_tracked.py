@@ -175,3 +175,31 @@ def test_what_gives_batches_is_data() -> None:
         True,
         *[False] * 5,
     ]
+
+
+def test_the_top_is_before_the_first_of_several_items() -> None:
+    """Of two loaders in a zip, or of one that is asked twice; an evaluation between is of the iteration before."""
+    loop = Loop(loader=True)
+    other = Loader()
+    loop.tracking.add("other", other)
+    both = zip(iter(loop.loader), iter(other), strict=True)
+    next(both)
+    loop.step()
+    next(both)
+    assert loop.states() == {"counter": 1, "loader": 1, "other": 1}
+    loop.tracking.evaluated()
+    loop.counter.at += 1
+    next(iter(loop.loader))
+    assert loop.states() == {"counter": 2, "loader": 2, "other": 2}
+
+
+def test_what_is_tracked_has_moved_if_it_changed_behind_the_item() -> None:
+    loop = Loop(loader=True)
+    batches = iter(loop.loader)
+    next(batches)
+    loop.step()
+    loop.counter.at = float("nan")  # type: ignore[assignment]
+    next(batches)
+    assert not loop.tracking.moved()
+    loop.counter.at = 3
+    assert loop.tracking.moved()

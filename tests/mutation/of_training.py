@@ -87,7 +87,7 @@ OF_TRAINING = [
     Mutant(
         "the loop is noted when its loader is asked",
         "infinity/durable/tracked.py",
-        "        if self._between:\n            self.iteration_ended()\n",
+        "        if self._between and not self._gave:\n            self.iteration_ended()\n",
         "        pass\n",
         (_LOOPS, "-k", "wherever"),
     ),

@@ -149,3 +149,30 @@ def test_an_item_that_is_taken_before_its_iteration_is_missed_at_a_resume(tmp_pa
     model(torch.ones(4, WIDTH))
     assert "asked while an earlier forward pass still had its backward before it" in caplog.text
     infinity.close(model)
+
+
+def test_a_loop_that_is_left_with_an_item_has_that_item_at_the_next_run(tmp_path: Path, caplog: Any) -> None:
+    """`for item in loader: if done == 3: break`, and then the model is closed."""
+    caplog.set_level(logging.WARNING, "infinity")
+    loop = Fixed(infinity.offload(fresh(), config(tmp_path)), nothing, nothing)
+    items = iter(loop.loader)
+    for _ in range(3):
+        loop.step(next(items))
+        loop.scheduler.step()
+    missed = next(items)[0, 0].item()
+    infinity.close(loop.model)
+    again = Fixed(infinity.resume(fresh(), config(tmp_path)), nothing, nothing).run(4)
+    assert again.items == [missed]
+    infinity.close(again.model)
+    assert "its loop may have been at another place" not in caplog.text
+
+
+def test_a_loop_that_is_closed_in_the_middle_of_an_iteration_is_said_to_be(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
+    loop = Fixed(infinity.offload(fresh(), config(tmp_path)), nothing, nothing)
+    loop.step(next(iter(loop.loader)))
+    infinity.close(loop.model)
+    again = Fixed(infinity.resume(fresh(), config(tmp_path)), nothing, nothing)
+    again.step(torch.ones(4, WIDTH))
+    assert "the model was closed, and where its loop was is not known" in caplog.text
+    infinity.close(again.model)

@@ -93,6 +93,18 @@ def test_what_is_put_back_in_part_after_several_writes_is_right_in_each_part(mod
     assert torch.equal(after[12:], before[12:])
 
 
+def test_several_perturbations_of_a_step_leave_every_master(model: Any) -> None:
+    """One for each micro-batch, each another one."""
+    before = masters(model)
+    with infinity.gathered(model):
+        kept = model.embed.weight.detach().clone()
+    for change in (0.25, -0.5, 0.125):
+        write(model, lambda weight, change=change: weight.add_(change))
+        write(model, lambda weight: weight.copy_(kept))
+    after = masters(model)
+    assert [name for name, value in before.items() if not torch.equal(after[name], value)] == []
+
+
 def test_after_a_step_they_are_other_masters(model: Any, offload: Any) -> None:
     with infinity.gathered(model):
         kept = model.embed.weight.detach().clone()
