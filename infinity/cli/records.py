@@ -133,6 +133,7 @@ def _answered(record: dict[str, Any], where: str, tokenizer: Any, loss_on: LossO
         answer = _messages(completion or [], f"{where}: completion", conversations=False)
         _require_a_prompt_and_an_answer(first, answer, where)
         both = [*first, *answer]
+        _require_roles(both, where, tokenizer)
         asked = _rendered(first, where, tokenizer, tools, add_generation_prompt=True)["input_ids"]
         ids = _rendered(both, where, tokenizer, tools)["input_ids"]
         _require_contents(both, ids, where, tokenizer)
