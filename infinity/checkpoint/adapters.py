@@ -95,7 +95,7 @@ def _with_values(model: Any, roots: Sequence[nn.Module]) -> Iterator[Tensors]:
 def _saved(parameter: nn.Parameter) -> torch.Tensor:
     """A value as it is saved: of one that the script had in fp32, the master."""
     found = registry.find(parameter)
-    if found is None or found[1].spec.name not in found[0].saved_wide or found[0].world > 1:
+    if found is None or found[1].spec.name not in found[0].saved_wide:
         return parameter.detach()
     coordinator, place = found
     coordinator.fence()

@@ -154,15 +154,10 @@ class Parts:
         self.coordinator = coordinator
         shapes = {name: p.shape for unit in coordinator.units for name, p in self._parameters(unit).items()}
         self._in_files = InFiles(shapes, revert_of(model))
-        self._given = dict(coordinator.saved_from) if coordinator.world == 1 else {}
+        self._given = dict(coordinator.saved_from)
         self._wide = {
-            place.spec.name: place for _, place in coordinator.places() if place.spec.name in self._saved_wide
+            place.spec.name: place for _, place in coordinator.places() if place.spec.name in coordinator.saved_wide
         }
-
-    @property
-    def _saved_wide(self) -> frozenset[str]:
-        """A rank has but a part of each master."""
-        return self.coordinator.saved_wide if self.coordinator.world == 1 else frozenset()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,7 +6,7 @@ others are not read, and the run says which they are.
 | `system`                                              | the first message, or where Alpaca's prompt begins           |
 | `weight`, `train`, `loss` of a message                | 0 and false: it is not learned (`answers_learned`)           |
 | `text` beside an instruction and an output            | not read: it repeats them, and all of it would be learned    |
-| `label`, `kto_tag`, `is_good`, `weight`, `train` of a row, where one says no | refused                               |
+| `label`, `kto_tag`, `is_good`, `train`, `loss`, `weight` of a row, where one says no | refused                       |
 | those of `_REFUSED`                                   | refused                                                      |
 | those of `_OF_NO_ACCOUNT`                             | not read, and not said                                       |
 | any other                                             | not read, and said once                                      |
@@ -30,19 +30,10 @@ _READ_BESIDE = {
 }
 """By what a row has: the fields that are read."""
 _OF_NO_ACCOUNT = (
-    "id",
-    "idx",
-    "index",
-    "source",
-    "url",
-    "title",
-    "lang",
-    "language",
-    "date",
-    "license",
-    "meta",
-    "metadata",
+    *("id", "idx", "index", "source", "url", "title"),
+    *("lang", "language", "date", "license", "meta", "metadata"),
 )
+_ANSWERS = {"completion", "output", "messages", "conversations"}
 _TEXT_ONLY = "text is all that is learned here; leave such rows out"
 _PAIRS = "of two answers one is preferred, and that is not learned here: give the one to learn as 'completion'"
 _PARTS_OF_MESSAGES = ("train_detail", "training", "masked", "mask", "loss_mask", "loss_weight")
@@ -72,12 +63,11 @@ def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, fix in _REFUSED.items():
         if row.get(key, "") not in ("", [], {}):
             raise ConfigError(f"{where}: has {quoted(key)}, which is not learned as it asks: {fix}")
-    answered = "completion" in row or "output" in row or "messages" in row or "conversations" in row
+    # Of text alone a 0 may be a class.
+    said_no = (0, "0", "false", "False", "no") if not _ANSWERS.isdisjoint(row) else ()
     for key in ("label", "kto_tag", "is_good", "train", "loss", "weight", "loss_weight"):
         asked = row.get(key, True)
-        no = asked in (0, "0", "false", "False", "no") and (
-            answered or asked is False
-        )  # of text alone it may be a class
+        no = asked is False or asked in said_no
         if no or (key in ("weight", "loss_weight") and asked != 1):
             raise ConfigError(
                 f"{where}: {quoted(key)} is {quoted(asked)}: a row that is not to be learned, or less than others, "

@@ -140,7 +140,8 @@ class Parts(Lender):
         Args:
             frozen: of others that it had in fp32, what gives their values.
         """
-        self.saved_wide, self.saved_from = frozenset(names), frozen
+        if self.plan.peers.cut.count == 1:  # a rank has but a part of each master
+            self.saved_wide, self.saved_from = frozenset(names), frozen
 
     def rewrote(self, names: Iterable[str]) -> None:
         """These parameters got other values than those that were brought home, by no step."""

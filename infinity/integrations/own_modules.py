@@ -18,8 +18,17 @@ def holder_of(parameters: Iterable[Any]) -> nn.Module | None:
     wanted = {id(each) for each in parameters if isinstance(each, nn.Parameter)}
     if not wanted:
         return None
-    numels: dict[nn.Module, int] = {}
+    if not _holders(wanted):  # most optimizers of small modules: nothing is collected for them
+        return None
     gc.collect()  # what nobody refers to is no module of the script
+    numels = _holders(wanted)
+    smallest = [each for each, numel in numels.items() if numel == min(numels.values())]
+    return next((each for each in smallest if not any(each in _inside(other) for other in smallest)), None)
+
+
+def _holders(wanted: set[int]) -> dict[nn.Module, int]:
+    """The modules that have all parameters of these ids and are worth it, with how many parameters they have."""
+    numels: dict[nn.Module, int] = {}
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module) and "_parameters" in vars(each):
             try:
@@ -28,8 +37,7 @@ def holder_of(parameters: Iterable[Any]) -> nn.Module | None:
                 continue
             if wanted.issubset(found) and sum(found.values()) >= WORTH_NUMEL:
                 numels[each] = sum(found.values())
-    smallest = [each for each, numel in numels.items() if numel == min(numels.values())]
-    return next((each for each in smallest if not any(each in _inside(other) for other in smallest)), None)
+    return numels
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:

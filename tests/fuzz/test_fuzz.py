@@ -6,36 +6,22 @@ SEED`. What a seed found is also a test of its own elsewhere: a changed generato
 
 from __future__ import annotations
 
-import json
-import os
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
-from typing import Any
 
 import pytest
 
-from tests import processes, sampling
+from tests import sampling
 from tests.fuzz.__main__ import main
 from tests.fuzz.compare import judge, make
+from tests.fuzz.shares import problems_of
 
 CASES = sampling.number(8, 2000, "INFINITY_FUZZ_CASES")
 SEED = int(sampling.seed("INFINITY_FUZZ_SEED"))
-WORKERS = min(os.cpu_count() or 1, 8)
-PER_PROCESS = 20
 
 FOUND = {
     1: "a dict in a list, recomputed: losses were NaN without an error",
     17: "the same, with a weight that another block reads",
 }
-
-
-def _problems(first: int, cases: int) -> list[str]:
-    worker = processes.run(main, first, cases)
-    results: list[dict[str, Any]] = [json.loads(line) for line in worker.stdout.splitlines()]
-    problems = [each["problem"] for each in results if each["problem"]]
-    if len(results) < cases:
-        problems.append(f"seed {first + len(results)} ended its process:\n{worker.stderr[-8000:]}")
-    return problems
 
 
 @pytest.mark.long(kept="only here models, loops and configs are of every kind at once")
@@ -44,9 +30,7 @@ def test_whatever_is_trained_ends_in_the_bits_of_plain_torch(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path_factory.mktemp("fuzz")))
-    shares = [(first, min(PER_PROCESS, SEED + CASES - first)) for first in range(SEED, SEED + CASES, PER_PROCESS)]
-    with ThreadPoolExecutor(WORKERS) as pool:
-        problems = [each for found in pool.map(lambda share: _problems(*share), shares) for each in found]
+    problems = problems_of(main, SEED, CASES)
     print(f"seeds {SEED} to {SEED + CASES - 1}: {CASES - len(problems)} cases as plain torch")
     assert not problems, "\n\n".join(problems)
 
