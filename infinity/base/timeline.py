@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
+from infinity.base.ranges import profiled
 from infinity.errors import InfinityError
 
 Cause = Literal["fetch", "update", "gradient", "room", "commit", "step"]
@@ -195,7 +196,7 @@ class Timeline:
 class Stall:
     """See Timeline.stall. Entered once."""
 
-    __slots__ = ("_began_ns", "_cause", "_stack", "_timeline", "_unit")
+    __slots__ = ("_began_ns", "_cause", "_range", "_stack", "_timeline", "_unit")
 
     def __init__(self, timeline: Timeline, stack: list[Stall], cause: Cause, unit: str) -> None:
         self._timeline = timeline
@@ -203,14 +204,17 @@ class Stall:
         self._cause = cause
         self._unit = unit
         self._began_ns = 0
+        self._range = profiled(f"stall {cause}", unit)
 
     def __enter__(self) -> None:
+        self._range.__enter__()
         self._began_ns = time.perf_counter_ns()
         if self._stack:
             self._stack[-1]._tell(self._began_ns)
         self._stack.append(self)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        self._range.__exit__(*raised)
         ended_ns = time.perf_counter_ns()
         self._stack.pop()
         if self._stack:

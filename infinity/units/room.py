@@ -11,6 +11,7 @@ import gc
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
+from infinity.base.ranges import profiled
 from infinity.base.timeline import Timeline
 from infinity.errors import InfinityError, PlanError
 from infinity.sizes import format_bytes
@@ -216,7 +217,8 @@ class Room:
         while True:
             fits = not self._slots.agreed or self._fits(unit)
             weights, under_way = unit.homes.weights, unit.weights_under_way()
-            fetch = self._slots.start(weights, under_way, unit.weights.version) if fits else None
+            with profiled("fetch", unit.name):
+                fetch = self._slots.start(weights, under_way, unit.weights.version) if fits else None
             if fetch is not None:
                 unit.weights.begin_fetch(fetch)
                 self._fetching[unit.index] = self._present[unit.index] = unit
@@ -317,6 +319,10 @@ class Room:
         return not weights.referred_to()
 
     def _evict(self, unit: OffloadedUnit) -> None:
+        with profiled("release", unit.name):
+            self._release(unit)
+
+    def _release(self, unit: OffloadedUnit) -> None:
         if unit.weights.residency is Residency.FETCHING:
             self._finish(unit)
         if unit.weights.residency in (Residency.UPDATING, Residency.STALE) or unit.writes_from_slot():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from infinity.base.interrupt import interrupts_deferred
+from infinity.base.ranges import profiled
 from infinity.errors import SwapIOError
 from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import Home
@@ -209,19 +210,20 @@ class Updates:
             self._readers.append(unit)
         ahead = self.ahead.take(unit, wanted)
         gradients = {index: unit.gradients.groups[index] for index in wanted}
-        for index, group_update in wanted.items():
-            update.transfers[index] = submit_update(
-                self._resources,
-                unit.local,
-                unit.homes,
-                index,
-                group_update,
-                gradients,
-                place,
-                step=step,
-                committed=committed,
-                ahead=ahead.get(index),
-            )
+        with profiled("update", unit.name):
+            for index, group_update in wanted.items():
+                update.transfers[index] = submit_update(
+                    self._resources,
+                    unit.local,
+                    unit.homes,
+                    index,
+                    group_update,
+                    gradients,
+                    place,
+                    step=step,
+                    committed=committed,
+                    ahead=ahead.get(index),
+                )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
