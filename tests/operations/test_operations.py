@@ -1,0 +1,46 @@
+"""Unchanged code gives the same log each time, and another order of operations another one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.units import room
+from infinity.units.trace import victims
+from tests import sampling
+from tests.operations.__main__ import compare
+from tests.operations.scenarios import scenarios
+
+SCENARIOS = scenarios()
+SPLIT = "deep, weights in the store"
+FEW = [*(name for name in SCENARIOS if name[:2] in ("01", "02")), SPLIT, "two ranks, store"]
+NAMES = FEW if sampling.SHARE < 1 else list(SCENARIOS)
+
+
+def test_there_are_40_scenarios() -> None:
+    assert len(SCENARIOS) == 40
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_two_recordings_of_the_same_code_are_equal(name: str, tmp_path: Path) -> None:
+    first, second = (SCENARIOS[name](tmp_path / folder) for folder in ("first", "second"))
+    assert first == second
+    assert len(first) > 50
+
+
+def test_another_victim_is_another_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = SCENARIOS[SPLIT](tmp_path / "before")
+    monkeypatch.setattr(room, "victims", lambda *given: list(reversed(list(victims(*given)))))
+    assert SCENARIOS[SPLIT](tmp_path / "after") != before
+
+
+def test_recordings_that_differ_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder, text in (("before", "read\nland\n"), ("after", "land\nread\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one.log").write_text(text)
+        (tmp_path / folder / "same.log").write_text("read\n")
+    assert compare(tmp_path / "before", tmp_path / "after") == 1
+    said = capsys.readouterr().out
+    assert "one.log differs" in said
+    assert "1 of 2 scenarios have the same log" in said
