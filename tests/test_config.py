@@ -82,6 +82,8 @@ def test_a_bare_off_is_a_word(text: str, tmp_path: Path) -> None:
         ("nvme: {deadline_s: true}", "nvme.deadline_s: write a number"),
         ("nvme: {queue_depth: true}", "nvme.queue_depth: write a whole number"),
         ("commit_every: yes", "commit_every: write auto, or a whole number, such as 32 (given: 'yes')"),
+        ("commit_every: -1", "commit_every: a number of steps is 0 or more, and has twelve digits at most"),
+        ("commit_every: 10000000000000", "commit_every: a number of steps is 0 or more, and has twelve digits at most"),
         ("keep: 1.0", "keep: write a whole number"),
         ("update: {threads: 100000}", "update.threads: Input should be less than or equal to 1024"),
         ("nvme: {paths: ''}", "nvme.paths.0: '' is no name of a file or directory"),
