@@ -140,14 +140,14 @@ class Coordinator(Stepping):
             self._bring(self.units[index])
 
     def require(self, index: int) -> torch.Tensor:
-        """The slot of unit `index`, uint8 on the device, with its weights in it."""
+        """A view of the slot of unit `index`, uint8 on the device, with its weights in it: it keeps the slot."""
         unit = self.units[index]
         with self._lock:
             if unit.weights.residency is not Residency.RESIDENT:
                 self._require_absent(unit)
             slot = unit.weights.require_slot()
             slot.wait()  # the stream that asks may be another than the one it was brought for
-            return slot.tensor
+            return slot.tensor.view(-1)
 
     @transition
     def _require_absent(self, unit: OffloadedUnit) -> None:

@@ -37,7 +37,7 @@ class Readers:
         return not (self._in_forward or self._in_backward or self._gathering)
 
     def forward_begins(self, end_if_dead: Callable[[], None]) -> None:
-        """Args: end_if_dead: ends it, if this thread began it and something ended it that skips post-hooks (Ctrl-C)."""
+        """Args: end_if_dead: ends it, if something ended it that skips post-hooks (Ctrl-C)."""
         self._in_forward, self._in_backward, self._end_if_dead = True, False, end_if_dead
 
     def watch(self, end_if_dead: Callable[[], None]) -> None:

@@ -72,7 +72,10 @@ class Structure:
 
 
 class _Forward:
-    """The outermost forward of one thread, with its pair of saved-tensor hooks.
+    """An outermost forward, with its pair of saved-tensor hooks.
+
+    torch keeps such hooks for each thread. The pair of a forward that died in another thread is popped when that thread
+    begins its next forward.
 
     Attributes:
         depth: modules of `scopes` that are being called; 0: no forward is under way.
@@ -81,19 +84,21 @@ class _Forward:
 
     def __init__(self, saved: SavedTensors) -> None:
         self._saved = saved
-        self._pushed = False
+        self._pushed = threading.local()
         self.depth = 0
         self.begun = 0
 
     def push(self) -> None:
         self.begun += 1
+        self.pop()
         if torch.is_grad_enabled():
             torch._C._autograd._push_saved_tensors_default_hooks(self._saved.pack, self._saved.unpack)
-            self._pushed = True
+            self._pushed.here = True
 
     def pop(self) -> None:
-        if self._pushed:
-            self._pushed = False
+        """Pop the pair, if this thread has pushed it."""
+        if getattr(self._pushed, "here", False):
+            self._pushed.here = False
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
@@ -105,7 +110,7 @@ class Scope:
 
     Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an
     exception. Ctrl-C skips post-hooks; then the next outermost forward, step, gathering or the end of the model finds
-    a frame that no longer runs and cleans up.
+    a frame that no longer runs and cleans up. While it runs, forwards of other threads are refused.
     """
 
     def __init__(self, coordinator: Coordinator, structure: Structure, ends: BackwardEnds) -> None:
@@ -116,6 +121,7 @@ class Scope:
         self._own = _Forward(self._saved)
         self._lanes: dict[int, _Forward] = {}  # by thread
         self._call: Call | None = None
+        self._refused: set[int] = set()  # threads in a call that its pre-hook refuses
         self._staying = [unit.index for unit in coordinator.units if unit.unit.stays]
 
     @property
@@ -124,26 +130,48 @@ class Scope:
         return self._own.begun
 
     def enter(self) -> None:
+        """Raises ModelError where another thread's forward is under way."""
         if in_backward():
             return
         forward = self._lanes.get(threading.get_ident())
-        if forward is None:
-            forward = self._own
-            if forward.depth == 0 or not self._runs_here():
+        if forward is not None:
+            if forward.depth == 0:
+                forward.push()
+            forward.depth += 1
+            return
+        with self.coordinator.locked():
+            self._refused.add(threading.get_ident())
+            self._require_no_other()
+            self._refused.discard(threading.get_ident())
+            if self._own.depth == 0 or not self._runs_here():
                 self._begin()
-        elif forward.depth == 0:
-            forward.push()
-        forward.depth += 1
+            self._own.depth += 1
 
     def leave(self) -> None:
-        forward = self._lanes.get(threading.get_ident(), self._own)
-        if in_backward() or forward.depth == 0:
+        thread = threading.get_ident()
+        forward = self._lanes.get(thread, self._own)
+        if self.was_refused:
+            self._refused.discard(thread)
+        elif forward.depth and not in_backward():
+            with self.coordinator.locked():
+                forward.depth -= 1
+                if forward.depth == 0:
+                    forward.pop()
+                    if forward is self._own:
+                        self._close()
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether this thread is in the post-hooks of a call that its pre-hook refused: nothing was entered."""
+        return threading.get_ident() in self._refused
+
+    def _require_no_other(self) -> None:
+        if self._call is None or self._call.of_this_thread or not self._call.runs:
             return
-        forward.depth -= 1
-        if forward.depth == 0:
-            forward.pop()
-            if forward is self._own:
-                self._close()
+        raise ModelError(
+            "a forward of this model is under way in another thread, and two at a time would take each other's weights. "
+            "Call the model in one thread at a time: put one threading.Lock around all its forward passes."
+        )
 
     def abandon(self) -> None:
         """Forget a forward that an exception ended without its post-hooks."""
@@ -164,8 +192,10 @@ class Scope:
     @contextmanager
     def lanes(self) -> Iterator[None]:
         """In this context the threads that are in `lane` have forwards, and no others. They are training forwards."""
-        if self._own.depth:
-            self.abandon()
+        with self.coordinator.locked():
+            self._require_no_other()
+            if self._own.depth:
+                self.abandon()
         try:
             self._open(training=True)
             yield
@@ -216,7 +246,7 @@ class Scope:
         return self._call is not None and self._call.of_this_thread and self._call.runs
 
     def _end_if_dead(self) -> None:
-        if self._own.depth and self._call is not None and self._call.of_this_thread and not self._call.runs:
+        if self._own.depth and self._call is not None and not self._call.runs:
             self.abandon()
 
 
@@ -294,13 +324,14 @@ class SiteLeave(Guard):
     """After it: the units may go, and each output announces their backward. What is handed on from the inputs as it was
     announces the backward of what made it, and of nothing else."""
 
-    def __init__(self, coordinator: Coordinator, units: tuple[int, ...]) -> None:
+    def __init__(self, coordinator: Coordinator, units: tuple[int, ...], scope: Scope) -> None:
         self._coordinator = coordinator
         self._units = units
+        self._scope = scope
 
     @whole
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not in_backward():
+        if not (in_backward() or self._scope.was_refused):
             for index in self._units:
                 self._coordinator.timeline.end("forward", self._coordinator.units[index].name)
                 self._coordinator.release(index)

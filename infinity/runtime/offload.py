@@ -358,9 +358,8 @@ def _install(
     on_modules: list[Handle] = []
     for site in found.sites:
         on_modules.append(site.module.register_forward_pre_hook(SiteEnter(coordinator, site)))
-        on_modules.append(
-            site.module.register_forward_hook(SiteLeave(coordinator, site.units), with_kwargs=True, always_call=True)
-        )
+        leave = SiteLeave(coordinator, site.units, scope)
+        on_modules.append(site.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
     # Around the sites' own hooks: a module may be both.
     for module in found.scopes:
         on_modules.append(module.register_forward_pre_hook(ScopeEnter(scope), prepend=True))

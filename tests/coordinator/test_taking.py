@@ -1,4 +1,5 @@
-"""Units that somebody takes for a while are given back, whenever Ctrl-C comes."""
+"""Units that somebody takes for a while are given back, whenever Ctrl-C comes; what autograd asks for stays while it is
+referred to."""
 
 from __future__ import annotations
 
@@ -6,11 +7,13 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.base.interrupt import whole
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from tests.models import llama
+from tests.runtime.gathering import TIGHT
 
 
 @pytest.mark.parametrize("method", ["acquire", "release"])
@@ -30,3 +33,14 @@ def test_ctrl_c_between_two_units_leaves_none_in_use(
     with pytest.raises(KeyboardInterrupt), coordinator.taking([0, 1]):
         pass
     assert [unit.name for unit in coordinator.units if unit.weights.uses or unit.views.open] == []
+
+
+def test_weights_that_were_required_stay_where_they_are_while_they_are_referred_to(offload: Any) -> None:
+    """Another thread may bring other units before a view is made of what `require` returned."""
+    coordinator = registry.coordinator_of(offload(llama()[0], tier="nvme", memory=TIGHT))
+    required = coordinator.require(1)
+    value = required.clone()
+    for unit in coordinator.units[2:]:
+        coordinator.acquire(unit.index)
+        coordinator.release(unit.index)
+    assert torch.equal(required, value)
