@@ -28,6 +28,7 @@ from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ModelError
 from infinity.runtime.calls import Call
 from infinity.runtime.guards import Guard
+from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.saved import Kept, SavedTensors
 from infinity.state.discover import HookSite
 from infinity.state.released import in_backward
@@ -169,8 +170,8 @@ class Scope:
         if self._call is None or self._call.of_this_thread or not self._call.runs:
             return
         raise ModelError(
-            "a forward of this model is under way in another thread, and two at a time would take each other's weights. "
-            "Call the model in one thread at a time: put one threading.Lock around all its forward passes."
+            "a forward of this model is under way in another thread, and two at a time would take each other's "
+            "weights. Call the model in one thread at a time: put one threading.Lock around all its forward passes."
         )
 
     def abandon(self) -> None:
@@ -443,62 +444,3 @@ class ParameterHooks(Guard):
             f"a backward pass after {call} adds to the gradient of '{self._place.spec.name}', which was multiplied by "
             f"a factor already. Call {call} after the last backward pass before the step."
         )
-
-
-class BackwardEnds:
-    """One callback at the end of every backward pass in which a gradient arrived.
-
-    Reentrant checkpointing runs passes within passes: only the end of the outermost ends the backward. In `spanning`,
-    all passes are one.
-    """
-
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
-        self._spanning = False
-        self._tasks: list[int] = []  # of the passes under way, the innermost last
-        self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
-
-    def forget(self) -> None:
-        """A forward begins, in no backward: passes that did not end were interrupted."""
-        self._tasks.clear()
-        self._put_back()
-
-    @contextmanager
-    def spanning(self, count: int) -> Iterator[None]:
-        """All passes of autograd in this context are one backward pass of the model, with so many micro-batches."""
-        self._coordinator.begin_backward(spanning=count)
-        self._spanning = True
-        try:
-            yield
-        finally:
-            self._spanning = False
-        self._coordinator.timeline.end_all("backward")
-        self._coordinator.end_backward(outermost=True)
-
-    def watch(self) -> None:
-        task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._tasks:
-            return
-        if not self._tasks and not self._spanning:
-            self._coordinator.begin_backward()
-        self._tasks.append(task)
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(task))
-
-    @whole
-    def _end(self, task: int) -> None:
-        if task in self._tasks:
-            del self._tasks[self._tasks.index(task) :]
-        self._put_back()
-        if self._spanning:
-            return
-        if not self._tasks:
-            self._coordinator.timeline.end_all("backward")
-        self._coordinator.end_backward(outermost=not self._tasks)
-
-    def _put_back(self) -> None:
-        """The handles of gradients that nothing was added to: torch.autograd.grad runs hooks on leaves, too, but
-        accumulates nothing, and a backward pass may have been interrupted."""
-        for parameter, place, handle in self.taken:
-            if parameter.grad is None and self._coordinator.has_gradient(place):
-                parameter.grad = handle
-        self.taken.clear()

@@ -40,8 +40,9 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError
 from infinity.runtime.chain import Attributes, Buffers, Chain, Recorder
-from infinity.runtime.hooks import BackwardEnds, Scope
+from infinity.runtime.hooks import Scope
 from infinity.runtime.lanes import why_not_in_threads
+from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.random_streams import RandomStreams
 from infinity.runtime.vertical import Recording, Vertical, Watch
 from infinity.sizes import format_bytes

@@ -27,7 +27,6 @@ from infinity.runtime.anew import Handle, Resize, remember_handles, remember_rea
 from infinity.runtime.deferred import is_a_deferred, values_of
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
-    BackwardEnds,
     ParameterHooks,
     Scope,
     ScopeEnter,
@@ -38,6 +37,7 @@ from infinity.runtime.hooks import (
 )
 from infinity.runtime.methods import Given, give_methods
 from infinity.runtime.micro_batches import remember
+from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.pins import generation_of
 from infinity.runtime.tiles import by_rows, require_untied
 from infinity.runtime.tiles_to_fit import tile_to_fit

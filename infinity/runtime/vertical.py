@@ -11,8 +11,9 @@ import torch
 
 from infinity.coordinator.coordinator import Coordinator
 from infinity.runtime.chain import Chain, Recorder, mark
-from infinity.runtime.hooks import BackwardEnds, Scope
+from infinity.runtime.hooks import Scope
 from infinity.runtime.lanes import Lane, Surroundings
+from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.pieces import Tape, reentrant_calls, replaced
 from infinity.runtime.random_streams import RandomStreams
 

@@ -1,0 +1,91 @@
+"""Where the backward passes of a model begin and end."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from infinity.base.interrupt import whole
+from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.gradient_handle import GradientHandle
+from infinity.state.unit import Place
+
+
+class _Pass:
+    """The callback at the end of one of autograd's passes, which holds it for as long as the pass is under way."""
+
+    def __init__(self, task: int, end: Callable[[_Pass], None]) -> None:
+        self.task = task
+        self._end = end
+
+    def __call__(self) -> None:
+        self._end(self)
+
+
+class BackwardEnds:
+    """One callback at the end of every backward pass in which a gradient arrived.
+
+    Reentrant checkpointing runs passes within passes: only the end of the outermost ends the backward. In `spanning`,
+    all passes are one. A pass that raised ends without its callback, and is known by that the callback is gone.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._spanning = False
+        self._passes: list[weakref.ref[_Pass]] = []  # under way, or raised; the innermost last
+        self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
+
+    def forget(self) -> None:
+        """A forward begins, in no backward: passes that did not end were interrupted."""
+        self._passes.clear()
+        self._put_back()
+
+    @contextmanager
+    def spanning(self, count: int) -> Iterator[None]:
+        """All passes of autograd in this context are one backward pass of the model, with so many micro-batches."""
+        self._coordinator.begin_backward(spanning=count)
+        self._spanning = True
+        try:
+            yield
+        finally:
+            self._spanning = False
+        self._coordinator.timeline.end_all("backward")
+        self._coordinator.end_backward(outermost=True)
+
+    def watch(self) -> None:
+        task, under_way = torch._C._current_graph_task_id(), self._under_way()
+        if task == -1 or any(each.task == task for each in under_way):
+            return
+        if not under_way and not self._spanning:
+            self._put_back()
+            self._coordinator.begin_backward()
+        begun = _Pass(task, self._end)
+        self._passes = [weakref.ref(each) for each in (*under_way, begun)]
+        torch.autograd.Variable._execution_engine.queue_callback(begun)
+
+    def _under_way(self) -> list[_Pass]:
+        return [each for each in (passing() for passing in self._passes) if each is not None]
+
+    @whole
+    def _end(self, ended: _Pass) -> None:
+        under_way = self._under_way()
+        outer = under_way[: under_way.index(ended)] if ended in under_way else under_way
+        self._passes = [weakref.ref(each) for each in outer]
+        self._put_back()
+        if self._spanning:
+            return
+        if not outer:
+            self._coordinator.timeline.end_all("backward")
+        self._coordinator.end_backward(outermost=not outer)
+
+    def _put_back(self) -> None:
+        """The handles of gradients that nothing was added to: torch.autograd.grad runs hooks on leaves, too, but
+        accumulates nothing, and a backward pass may have been interrupted."""
+        for parameter, place, handle in self.taken:
+            if parameter.grad is None and self._coordinator.has_gradient(place):
+                parameter.grad = handle
+        self.taken.clear()
