@@ -167,29 +167,33 @@ class Outbox:
             self._land_next()
 
     def _land_next(self) -> None:
-        """Wait for what was sent first, and land it. What an interrupt ends while it waits stays to be landed."""
+        """Wait for what was sent first, and land it. What an interrupt ends while it waits, or an error before anything
+        of it has landed, stays to be landed. An error later loses it, and its memory comes back."""
         for ticket in self._on_way[0].tickets:
             ticket.result()
-        self._land(self._on_way.popleft())
+        self._land(self._on_way[0])
 
     def _land(self, arrived: _OnWay) -> None:
         shard, at = arrived.shard, 0
         self._before(shard.unit.index)
-        for group_index in trained(shard):
-            group, local = shard.unit.groups[group_index], shard.local.groups[group_index]
-            nbytes = _mine_bytes(shard, group_index)
-            for _ in range(shard.cut.count):  # rank by rank
-                flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)
-                at += nbytes
-                for piece in local.specs:
-                    self._local[shard.unit.index].groups[group_index].land(
-                        piece,
-                        flat[piece.offset : piece.offset + piece.numel],
-                        accumulate=True,  # to what is there: what nobody wants was dropped
-                    )
-        if arrived.received is not None:
-            arrived.received.release()
-        arrived.box.lease.release()
+        self._on_way.popleft()
+        try:
+            for group_index in trained(shard):
+                group, local = shard.unit.groups[group_index], shard.local.groups[group_index]
+                nbytes = _mine_bytes(shard, group_index)
+                for _ in range(shard.cut.count):  # rank by rank
+                    flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)
+                    at += nbytes
+                    for piece in local.specs:
+                        self._local[shard.unit.index].groups[group_index].land(
+                            piece,
+                            flat[piece.offset : piece.offset + piece.numel],
+                            accumulate=True,  # to what is there: what nobody wants was dropped
+                        )
+        finally:
+            if arrived.received is not None:
+                arrived.received.release()
+            arrived.box.lease.release()
         if arrived.complete:
             self._completed.append(shard.unit.index)
 

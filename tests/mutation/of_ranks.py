@@ -17,10 +17,10 @@ OF_RANKS = [
     Mutant(
         "owners add rank by rank",
         "infinity/units/outbox.py",
-        "                flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n",
-        "                at = at or (shard.cut.count - 1) * nbytes\n"
-        "                flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n"
-        "                at -= 2 * nbytes\n",
+        "                    flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n",
+        "                    at = at or (shard.cut.count - 1) * nbytes\n"
+        "                    flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n"
+        "                    at -= 2 * nbytes\n",
         (_SHARED, "-k", "sums_of_one_process"),
     ),
     Mutant(
@@ -41,9 +41,9 @@ OF_RANKS = [
         "an interrupt while a gradient comes leaves it to be landed",
         "infinity/units/outbox.py",
         "        for ticket in self._on_way[0].tickets:\n            ticket.result()\n"
-        "        self._land(self._on_way.popleft())\n",
+        "        self._land(self._on_way[0])\n",
         "        first = self._on_way.popleft()\n        for ticket in first.tickets:\n            ticket.result()\n"
-        "        self._land(first)\n",
+        "        self._on_way.appendleft(first)\n        self._land(first)\n",
         (_SHARED, "-k", "interrupted"),
     ),
     Mutant(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from infinity import _native
-from infinity.errors import PeerError
+from infinity.errors import PeerError, SwapIOError
 from infinity.io.arena import PinnedArena
 from infinity.ranks.operations import AllToAll, Operation
 from infinity.sizes import round_up
@@ -143,9 +143,9 @@ class Rank:
         self.exchange = Exchange(world, rank)
         nbytes = boxes * max(unit.gradient_bytes for unit in self.units)
         between: Any = self.exchange
-        space = PinnedArena(nbytes).lease(nbytes, "gradients between ranks").space()
+        self.space = PinnedArena(nbytes).lease(nbytes, "gradients between ranks").space()
         self.told: list[int] = []  # of each unit that lands, before it does
-        self.shared = SharedGradients(self.shards, self.local, between, space, self._before)
+        self.shared = SharedGradients(self.shards, self.local, between, self.space, self._before)
 
     def _before(self, index: int) -> None:
         self.told.append(index)
@@ -293,6 +293,42 @@ def test_a_gradient_whose_way_was_interrupted_is_landed_later() -> None:
     with pytest.raises(PeerError):
         rank.shared.synchronize()
     rank.exchange.tickets[-1].failure = None
+    rank.shared.synchronize()
+    assert rank.landed()["2.0"]
+
+
+def test_a_gradient_that_could_not_land_yet_is_landed_later() -> None:
+    """An update that reads those that are there is undone before, which may fail."""
+    rank = Rank(World(1), 0, torch.float32, 2)
+    failures = [SwapIOError("reading", path="swap")]
+
+    def before(index: int) -> None:
+        if failures:
+            raise failures.pop()
+
+    rank.before = before
+    arrive(rank, 2, 0)
+    with pytest.raises(SwapIOError):
+        rank.shared.left([2])
+    rank.shared.synchronize()
+    assert rank.landed()["2.0"]
+
+
+def test_a_gradient_that_is_lost_while_it_lands_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(World(1), 0, torch.float32, 2)
+    free_bytes = rank.space.free_bytes
+    arrive(rank, 2, 0)
+
+    def fail(*given: Any, **how: Any) -> None:
+        raise SwapIOError("writing", path="swap")
+
+    with monkeypatch.context() as patch, pytest.raises(SwapIOError):
+        patch.setattr(rank.local[2].groups[0], "land", fail)
+        rank.shared.left([2])
+    assert rank.space.free_bytes == free_bytes
+    assert rank.shared.take_completed() == []
+    arrive(rank, 2, 0)
+    rank.shared.pass_ended()
     rank.shared.synchronize()
     assert rank.landed()["2.0"]
 
