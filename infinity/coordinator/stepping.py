@@ -63,7 +63,7 @@ class Stepping(Parts):
     def require_usable(self) -> None:
         """Raises ForkError in a forked child, the earlier error after a failed update, InfinityError once closed."""
         self.health.require_usable()
-        with self.health.failing(SwapIOError):
+        with self._lock, self.health.failing(SwapIOError):  # others change the updates under way
             self.updates.require_well()
 
     def _close_if_nobody_reads(self) -> None:

@@ -50,10 +50,7 @@ class Updates:
     @property
     def oldest_decided(self) -> OffloadedUnit | None:
         """The decided update that began first: speculative ones begin after all that are decided."""
-        try:
-            oldest = next(iter(self._under_way.values()), None)
-        except RuntimeError:  # another thread has changed them in between: require_well is asked without the lock
-            return None
+        oldest = next(iter(self._under_way.values()), None)
         return None if oldest is None or oldest.decided is None else oldest
 
     # -- speculation --------------------------------------------------------------------------------------------------
@@ -258,7 +255,7 @@ class Updates:
         """Raises SwapIOError when the decided update that began first is known to have failed: the others are asked
         when it is finished."""
         unit = self.oldest_decided
-        update = None if unit is None else unit.update  # another thread may finish it meanwhile
+        update = None if unit is None else unit.update
         if update is not None:
             update.require_well()
 
