@@ -141,7 +141,6 @@ def _decode_in_pieces(
         count = min(_DEVICE_NUMEL, out.numel() - at)
         of_blocks = _scales(parts, codec, at // BLOCK_NUMEL, -(-(at + count) // BLOCK_NUMEL))
         if kernel is not None:
-            of_blocks = nn.functional.pad(of_blocks, (0, _BEYOND))
             out[at : at + count] = kernel(parts["codes"][at // 2 : -(-(at + count) // 2)], of_blocks, count)
             continue
         values = _values(parts["codes"], codec, at, count)
@@ -274,7 +273,8 @@ def of_bitsandbytes(dtype: torch.dtype) -> Kernel:
     operation = torch.ops.bitsandbytes.dequantize_4bit
 
     def kernel(codes: torch.Tensor, scales: torch.Tensor, count: int) -> torch.Tensor:
-        values: torch.Tensor = operation(codes, scales, BLOCK_NUMEL, "nf4", [count], dtype)
+        padded = nn.functional.pad(scales, (0, _BEYOND))
+        values: torch.Tensor = operation(codes, padded, BLOCK_NUMEL, "nf4", [count], dtype)
         return values
 
     return kernel

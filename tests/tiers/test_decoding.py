@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,6 +105,29 @@ def test_a_kernel_that_cannot_be_trusted_is_not_used(
         assert decoding.nf4_kernel.__wrapped__(torch.device("meta"), torch.bfloat16) is None
     assert said in caplog.text
     assert bool(said) == bool(caplog.text)
+
+
+@pytest.mark.parametrize("numel", [SIZES[-1], (64, 64)])
+def test_a_kernel_that_reads_scales_behind_the_last_one_finds_them_there(
+    numel: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bitsandbytes' kernel does, for threads that have no element: when it is tried, too."""
+
+    def operation(codes: torch.Tensor, scales: torch.Tensor, block: int, kind: str, shape: Any, dtype: Any) -> Any:
+        blocks = -(-shape[0] // block)
+        assert scales.numel() >= blocks + 16
+        values = decoding._values(codes, "nf4", 0, shape[0])
+        return (values * scales[:blocks].repeat_interleave(block)[: shape[0]]).to(dtype)
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    monkeypatch.setattr(torch.ops, "bitsandbytes", SimpleNamespace(dequantize_4bit=operation), raising=False)
+    kernel = of_bitsandbytes(torch.bfloat16)
+    assert decodes_alike(kernel, torch.device("cpu"), torch.bfloat16)
+    monkeypatch.setattr(decoding, "nf4_kernel", lambda device, dtype: kernel)
+    shape = torch.Size(numel)
+    data, out = encoded("nf4", shape), torch.empty(shape.numel(), dtype=torch.bfloat16)
+    decoding._decode(data, "nf4", shape, out)
+    assert torch.equal(out.view(shape), decode(data, "nf4", shape, torch.bfloat16))
 
 
 def test_other_bits_are_seen() -> None:
