@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 from infinity.errors import ForkError
@@ -32,6 +33,17 @@ def use() -> None:
     """Note that infinity is used in this process: children that are forked from now on must not use it."""
     global _used
     _used = True
+
+
+def in_this_process(function: Callable[[], object]) -> Callable[[], None]:
+    """A function that does nothing in forked children, where a finalizer runs again: what it ends is the parent's."""
+    process = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == process:
+            function()
+
+    return call
 
 
 def in_forked_child() -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from infinity.base.accelerator import resolve
+from infinity.base.fork import in_this_process
 from infinity.checkpoint.carry_on import carry_on, shapes_in
 from infinity.checkpoint.other_ranks import resume as continue_run
 from infinity.checkpoint.portable import Portable
@@ -187,7 +188,7 @@ def _deferred(
     """A model whose weights stay in their files. Its scratch directory goes with it."""
     scratch = ExitStack()
     model, source = on_meta(model_class, path, dtype, scratch.enter_context(scratch_directory(config)), kwargs)
-    weakref.finalize(model, scratch.close)
+    weakref.finalize(model, in_this_process(scratch.close))
     target = resolve(device)
     defer_values(model, source, target)
     move_buffers(model, target)

@@ -9,11 +9,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from infinity import _native
 from infinity.base.accelerator import Accelerator
+from infinity.base.fork import in_this_process
 from infinity.errors import PlanError
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
@@ -170,7 +172,8 @@ class PinnedArena(Space):
         refused = accelerator.pin(self.memory.address, self.nbytes)
         if not refused:
             self._pinned = True
-            self._unpin = weakref.finalize(self, accelerator.unpin, self.memory.address)
+            unpin = in_this_process(partial(accelerator.unpin, self.memory.address))
+            self._unpin = weakref.finalize(self, unpin)
             logger.info("pinned %s in %.2f s", format_bytes(self.nbytes), time.perf_counter() - began)
         return refused
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -103,3 +105,32 @@ def test_each_tensor_of_a_lease_has_a_storage_of_its_own() -> None:
     first[0] = 7
     assert second[0] == 7
     assert first.untyped_storage()._cdata != second.untyped_storage()._cdata
+
+
+class Pins:
+    """An accelerator that notes what it unpins."""
+
+    pins_resident = False
+
+    def __init__(self) -> None:
+        self.unpinned: list[int] = []
+
+    def pin(self, address: int, nbytes: int) -> str:
+        return ""
+
+    def unpin(self, address: int) -> None:
+        self.unpinned.append(address)
+
+
+def test_a_forked_child_leaves_the_pages_of_its_parent_pinned() -> None:
+    pins: Any = Pins()
+    arena = PinnedArena(4096)
+    address = arena.memory.address
+    arena.pin(pins)
+    child = os.fork()
+    if child == 0:
+        del arena
+        os._exit(len(pins.unpinned))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    del arena
+    assert pins.unpinned == [address]
