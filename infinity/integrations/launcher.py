@@ -102,8 +102,8 @@ def _require_transformers_5(transformers: ModuleType) -> None:
 
 
 def _one_device() -> None:
-    """Trainer would wrap the model in DataParallel where several GPUs are visible."""
+    """Trainer would wrap the model in DataParallel where several GPUs are visible; not so where torchrun started it,
+    and there the script takes the GPU of its LOCAL_RANK by itself."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or "," in visible:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[local] if visible else str(local)
+    if "LOCAL_RANK" not in os.environ and (visible is None or "," in visible):
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0" if visible is None else visible.split(",")[0]
