@@ -8,13 +8,18 @@ it and blames the kernel. torch's binding of `cudaHostRegister` leaves the error
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from infinity.errors import ConfigError
+
 _PREFIXES = {"libcudart": "cuda", "libamdhip64": "hip"}
 """What the runtime's functions begin with, by the beginning of its file name."""
+_DELETED = " (deleted)"
+"""What Linux puts behind a file that was replaced since it was loaded, as an upgrade of its package does."""
 _MAPS = Path("/proc/self/maps")
 _ADDRESS_BYTES = 32
 
@@ -30,6 +35,23 @@ def _loaded(maps: Path) -> list[tuple[Path, str]]:
     ]
 
 
+def _open(path: Path) -> ctypes.CDLL | None:
+    """A loaded library; None where its file was replaced since, and the linker does not know the library by its name
+    either. (What has its path now would be a second runtime.)"""
+    if not path.name.endswith(_DELETED):
+        return ctypes.CDLL(str(path))
+    path = path.with_name(path.name.removesuffix(_DELETED))
+    names = [str(path), path.name]
+    while names[-1].rpartition(".")[2].isdigit():  # libcudart.so.12.4.127 is known as libcudart.so.12
+        names.append(names[-1].rpartition(".")[0])
+    for name in names:
+        try:
+            return ctypes.CDLL(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+        except OSError:
+            continue
+    return None
+
+
 def forget_error(device: torch.device, maps: Path = _MAPS) -> None:
     """Clear the pending error of this thread, which the caller has reported.
 
@@ -39,10 +61,11 @@ def forget_error(device: torch.device, maps: Path = _MAPS) -> None:
         device: the GPU that is used.
         maps: what is loaded into this process, as Linux lists it.
     """
-    runtimes = _loaded(maps)
-    for path, prefix in runtimes:
-        getattr(ctypes.CDLL(str(path)), f"{prefix}GetLastError")()
-    if not runtimes:
+    opened = [(_open(path), prefix) for path, prefix in _loaded(maps)]
+    for library, prefix in opened:
+        if library is not None:
+            getattr(library, f"{prefix}GetLastError")()
+    if not opened or any(library is None for library, _ in opened):
         _provoke(device)
 
 
@@ -59,12 +82,20 @@ def addresses(names: Sequence[str], maps: Path = _MAPS) -> list[int] | None:
 
     None where the runtime is linked into torch's own library. Of several CUDA runtimes any one will do: streams and
     events are the driver's.
+
+    Raises:
+        ConfigError: the runtime's file was replaced since it was loaded, and its functions cannot be found any more.
     """
     prefix = "cuda" if torch.version.hip is None else "hip"
-    runtimes = [runtime for runtime in _loaded(maps) if runtime[1] == prefix]
+    runtimes = [path for path, of in _loaded(maps) if of == prefix]
     if not runtimes:
         return None
-    library = ctypes.CDLL(str(runtimes[0][0]))
+    library = next((each for each in map(_open, runtimes) if each is not None), None)
+    if library is None:
+        raise ConfigError(
+            f"{str(runtimes[0]).removesuffix(_DELETED)} was replaced since this process loaded it, by an upgrade, and "
+            "its functions cannot be found any more. Start the process again."
+        )
     found = [ctypes.cast(getattr(library, prefix + name), ctypes.c_void_p).value for name in names]
     return [address for address in found if address is not None]
 

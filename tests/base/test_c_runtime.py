@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from infinity.base import c_runtime
 from infinity.base.accelerator import TorchAccelerator
+from infinity.errors import ConfigError
 from infinity.io.arena import PinnedArena
 
 GPU = torch.device("cuda", 1)
@@ -151,3 +154,40 @@ def test_the_place_on_the_bus_is_asked_of_the_runtime(
     found = None if told is None else [ctypes.cast(function, ctypes.c_void_p).value]
     monkeypatch.setattr(c_runtime, "addresses", lambda names: found)
     assert c_runtime.pci_address(3) == address
+
+
+SOURCE = "int cudaEventRecord(void) { return %d; }"
+
+
+def build(path: Path, number: int) -> None:
+    """A library that is loaded as libcudart.so.12."""
+    line = ["g++", "-shared", "-fPIC", "-x", "c", "-", "-Wl,-soname,libcudart.so.12", "-o", str(path)]
+    subprocess.run(line, input=SOURCE % number, text=True, check=True)
+
+
+@pytest.mark.parametrize("left", ["nothing", "another release"])
+def test_a_runtime_whose_file_was_replaced_is_still_the_one_that_is_loaded(left: str, tmp_path: Path) -> None:
+    """As by an upgrade while a run goes on: Linux lists the file as '… (deleted)'."""
+    path = tmp_path / "libcudart.so.12.4.127"
+    build(path, 1)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            loaded = ctypes.CDLL(str(path))
+            path.unlink()
+            if left == "another release":
+                build(path, 2)
+            expected = ctypes.cast(loaded.cudaEventRecord, ctypes.c_void_p).value
+            os._exit(0 if c_runtime.addresses(["EventRecord"]) == [expected] else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_runtime_that_was_replaced_and_is_not_found_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    maps, launched = tmp_path / "maps", []
+    maps.write_text(LINE.format(path="/site/libcudart.so.13 (deleted)"))
+    with pytest.raises(ConfigError, match=r"^/site/libcudart.so.13 was replaced .* Start the process again.$"):
+        c_runtime.addresses(["EventRecord"], maps)
+    monkeypatch.setattr(torch, "zeros", lambda numel, device: launched.append(device))
+    c_runtime.forget_error(GPU, maps)
+    assert launched == [GPU]
