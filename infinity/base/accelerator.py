@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from infinity.base import c_runtime
+from infinity.base import c_runtime, pci
 from infinity.errors import ConfigError
 from infinity.sizes import format_bytes
 
@@ -66,6 +66,10 @@ class Accelerator(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def numa_node(self) -> int:
+        """The NUMA node that the device is at; -1 where it has none or the system does not tell."""
+
     def stream(self) -> Stream:
         """A new stream."""
 
@@ -90,6 +94,9 @@ class Accelerator(Protocol):
 
     def synchronize(self, event: Event) -> None:
         """Sleep until the event has happened."""
+
+    def synchronize_all(self) -> None:
+        """Sleep until everything that this process has queued on the device has happened, on whatever stream."""
 
     def seconds(self, began: Event, ended: Event) -> float:
         """Between two timed events that were reached, by the device's clock."""
@@ -142,6 +149,10 @@ class TorchAccelerator:
         self.device = device
         self._module = torch.get_device_module(device)
 
+    @property
+    def numa_node(self) -> int:
+        return pci.numa_node(c_runtime.pci_address(self.device.index or 0))
+
     def stream(self) -> Stream:
         return self._module.Stream(self.device)
 
@@ -165,6 +176,9 @@ class TorchAccelerator:
 
     def synchronize(self, event: Event) -> None:
         event.synchronize()
+
+    def synchronize_all(self) -> None:
+        self._module.synchronize(self.device)
 
     def seconds(self, began: Event, ended: Event) -> float:
         return float(began.elapsed_time(ended)) / 1e3
@@ -203,6 +217,7 @@ class TorchAccelerator:
         return int(of.cuda_event if hasattr(of, "cuda_event") else of.cuda_stream)
 
     def gate(self) -> GateTable:
+        """Raises ConfigError: the entry points are not found; says why."""
         found = c_runtime.addresses(_FUNCTIONS)
         if found is None:
             raise ConfigError(

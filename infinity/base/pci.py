@@ -66,6 +66,12 @@ def gpus(root: Path = _ROOT) -> list[PciGpu]:
     return found
 
 
+def numa_node(address: str, root: Path = _ROOT) -> int:
+    """Of a device; -1 where there is none, or the system does not tell. Args: address: "" where it is not known."""
+    found = number_of(root / "sys/bus/pci/devices" / address / "numa_node") if address else None
+    return -1 if found is None else found
+
+
 def link(address: str, which: str, root: Path = _ROOT) -> Link | None:
     """The link of a device; None where the system does not tell, as in virtual machines.
 

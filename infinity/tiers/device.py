@@ -63,8 +63,10 @@ class DeviceTier:
         self.weights = WeightsQueue(accelerator, gate, copies, pool)
 
     def close(self) -> None:
-        """Wait for the copies under way, so that host memory can be given back."""
+        """Wait for the copies under way, so that host memory can be given back, and for kernels of any stream that use
+        the slab, so that device memory can."""
         with ExitStack() as closing:  # all of them, whatever one of them raises
+            closing.callback(self.accelerator.synchronize_all)
             for queue in (self.weights, self.gradients, self.uploads):
                 closing.callback(queue.close)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from infinity import _native
-from infinity.base.accelerator import open_accelerator
+from infinity.base.accelerator import Accelerator, open_accelerator
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError
 from infinity.io import durable
@@ -76,7 +76,7 @@ class Resources:
         try:
             if plan.layout.swap.nbytes or (exchange is not None and plan.placement.commit_every):
                 self.store = self._open_store(nvme, run, resume=resume)
-            node = -1 if self.store is None else self.store.numa_node
+            node = self._numa_node(accelerator)
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
             # Apart from the memory for fetched weights, because homes move about in it when an update is applied, and
             # the memory for fetched weights must not be broken up.
@@ -116,6 +116,12 @@ class Resources:
             if self.store is not None:
                 self.store.close()
             raise
+
+    def _numa_node(self, accelerator: Accelerator | None) -> int:
+        """Where memory and threads for updates should be; -1: anywhere. All that a device uses crosses its bus, in each
+        pass, and the disks read and write states once a step: so the device's node comes before the disks'."""
+        node = -1 if accelerator is None else accelerator.numa_node
+        return self.store.numa_node if node < 0 and self.store is not None else node
 
     def homes(self) -> Iterator[Home]:
         """Every state of every unit."""

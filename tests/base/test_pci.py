@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.base.pci import Link, PciGpu, gpus, link
+from infinity.base.pci import Link, PciGpu, gpus, link, numa_node
 from tests.io.test_devices import write
 
 
@@ -27,6 +27,13 @@ def test_gpus_are_known_by_vendor_and_class(tmp_path: Path) -> None:
     put(tmp_path, "0000:68:00.0", vendor="0x8086", **{"class": "0x030000"})
     put(tmp_path, "0000:69:00.0", vendor="junk", **{"class": ""})
     assert gpus(tmp_path) == [PciGpu("0000:65:00.0", "NVIDIA", 1), PciGpu("0000:66:00.0", "AMD", None)]
+
+
+@pytest.mark.parametrize(("told", "node"), [("1", 1), ("0", 0), ("-1", -1), ("", -1)])
+def test_the_node_of_a_device_is_told_or_none(told: str, node: int, tmp_path: Path) -> None:
+    card(tmp_path, node=told)
+    assert numa_node("0000:65:00.0", tmp_path) == node
+    assert numa_node("", tmp_path) == numa_node("0000:66:00.0", tmp_path) == -1
 
 
 def test_a_machine_without_a_bus_has_no_gpus(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class SimAccelerator:
 
     pins_resident = False
     nice = 0
+    numa_node = -1
 
     def __init__(
         self, policy: Policy = LAZY, *, refuse: str = "", out_of_memory_at: int | None = None, shut: bool = False
@@ -121,6 +122,12 @@ class SimAccelerator:
             self.counts["synchronize that waited"] += not recording.done
             self._queues.force(recording)
             self.order.join(self.host, recording.snapshot)
+
+    def synchronize_all(self) -> None:
+        with self._called():
+            for stream in self._queues.streams:
+                self._queues.drain(stream)
+                self.order.join(self.host, self.order.snapshot(stream.actor))
 
     def seconds(self, began: SimEvent, ended: SimEvent) -> float:
         with self._called():

@@ -219,6 +219,20 @@ def test_closing_waits_for_copies_before_the_memory_goes(weights: str, simulate:
     assert not sim.pending_copies()
 
 
+def test_closing_waits_for_kernels_of_whatever_stream_before_the_memory_goes(simulate: Simulate, offload: Any) -> None:
+    sim = simulate(LAZY)
+    model = offload(Blocks().bfloat16(), "host", memory=TIGHT)
+    side = sim.stream()
+    with sim.on(side):
+        weights = registry.coordinator_of(model).require(3)
+        sim.uses(weights.data_ptr(), weights.numel(), write=False, text="a kernel of the script")
+        del weights
+    used = sim.order.snapshot(side.actor)
+    assert not sim.order.knows(sim.host, used)
+    infinity.close(model)
+    assert sim.order.knows(sim.host, used)
+
+
 def test_memory_that_cannot_be_pinned_is_told_and_changes_no_bit(
     simulate: Simulate, offload: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

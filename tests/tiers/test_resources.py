@@ -12,6 +12,10 @@ from torch import nn
 import infinity
 from infinity import _native
 from infinity.coordinator import registry
+from infinity.io.store import SwapStore
+from infinity.tiers import resources
+from tests.sim.fixtures import Simulate
+from tests.sim.queues import LAZY
 
 
 def test_threads_that_cannot_be_started_are_an_error_with_the_fix(
@@ -39,8 +43,8 @@ def test_threads_that_cannot_be_started_are_an_error_with_the_fix(
 def test_what_is_opened_is_what_was_laid_out(offload: Any, tier: str, given: dict[str, Any]) -> None:
     model = nn.ModuleList(nn.Sequential(nn.Linear(64, 64).bfloat16(), nn.Linear(64, 32)) for _ in range(3))
     model[1][0].weight.requires_grad_(False)
-    resources = registry.coordinator_of(offload(model, tier, **given)).resources
-    layout = resources.plan.layout
+    opened = registry.coordinator_of(offload(model, tier, **given)).resources
+    layout = opened.plan.layout
     planned = {
         (unit.unit.name, index, name): (state.offsets, state.nbytes)
         for unit in layout.units
@@ -48,9 +52,33 @@ def test_what_is_opened_is_what_was_laid_out(offload: Any, tier: str, given: dic
         for name, state in {"weight": group.weight, **group.states, "grad": gradient}.items()
         if state.offsets
     }
-    found = {(each.unit, each.group, each.state): (each.offsets, each.nbytes) for each in resources.extents()}
+    found = {(each.unit, each.group, each.state): (each.offsets, each.nbytes) for each in opened.extents()}
     assert found == planned
-    assert (resources.store is not None) == (layout.swap.nbytes > 0) == bool(planned)
-    assert resources.arena.nbytes == layout.arena.nbytes
-    assert resources.arena.free_bytes == layout.arena.transfers
-    assert resources.resting.nbytes == layout.arena.homes_and_shadows
+    assert (opened.store is not None) == (layout.swap.nbytes > 0) == bool(planned)
+    assert opened.arena.nbytes == layout.arena.nbytes
+    assert opened.arena.free_bytes == layout.arena.transfers
+    assert opened.resting.nbytes == layout.arena.homes_and_shadows
+
+
+@pytest.mark.parametrize(("device", "disks", "expected"), [(1, 0, 1), (-1, 2, 2), (0, -1, 0)])
+def test_memory_and_threads_are_at_the_node_of_the_device_else_of_the_disks(
+    device: int, disks: int, expected: int, simulate: Simulate, offload: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a device uses crosses its bus in each pass; states are read and written once a step."""
+    nodes: list[int] = []
+    arena, pool = resources.PinnedArena, _native.ThreadPool
+
+    def open_arena(nbytes: int, *, numa_node: int = -1) -> Any:
+        nodes.append(numa_node)
+        return arena(nbytes)
+
+    def open_pool(threads: int, *, numa_node: int, nice: int) -> Any:
+        nodes.append(numa_node)
+        return pool(threads, nice=nice)
+
+    simulate(LAZY).numa_node = device
+    monkeypatch.setattr(SwapStore, "numa_node", disks)
+    monkeypatch.setattr(resources, "PinnedArena", open_arena)
+    monkeypatch.setattr(_native, "ThreadPool", open_pool)
+    offload(nn.Linear(8, 8), "nvme")
+    assert nodes == [expected, expected]

@@ -94,7 +94,7 @@ def places(paths: Sequence[Path], root: Path = _ROOT) -> Found:
 
 
 def binding(paths: Sequence[Path], root: Path = _ROOT) -> Found:
-    """Whether this process may run at, and take memory from, the node of the disks."""
+    """Whether this process may run at, and take memory from, the node of the GPU, or of the disks without one."""
     there = node_processors(root)
     if len(there) < 2:
         return Found("ok", "one node has all")
@@ -103,13 +103,15 @@ def binding(paths: Sequence[Path], root: Path = _ROOT) -> Found:
     status = dict(fields(text_of(root / "proc/self/status")))
     allowed = parse_list(status.get("Mems_allowed_list", "")) & there.keys() or set(there)
     said = f"processors of {_names(runs_at)}, memory of {_names(allowed)}"
-    wanted = {node for _, node in _nodes_of(paths, root) if node is not None}
+    cards = {gpu.numa_node for gpu in pci.gpus(root) if gpu.numa_node is not None}
+    disks = {node for _, node in _nodes_of(paths, root) if node is not None}
+    wanted, whose = (cards, "the GPU is") if cards else (disks, "the disks are")
     if len(wanted) == 1 and not (wanted <= runs_at and wanted <= allowed):
         (node,) = wanted
         mend = f"numactl --cpunodebind={node} --membind={node} infinity …"
-        return Found("slower", f"{said}; the disks are at node {node}", mend)
+        return Found("slower", f"{said}; {whose} at node {node}", mend)
     if len(runs_at) == len(allowed) == len(there):
-        return Found("ok", "not bound: infinity takes memory and threads at the disks' node itself")
+        return Found("ok", f"not bound: infinity takes memory and threads where {whose} itself")
     return Found("ok", said)
 
 

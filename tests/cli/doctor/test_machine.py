@@ -120,6 +120,18 @@ def test_a_process_that_is_bound_away_from_the_disk_is_slower(
     assert (found.state, found.mend) == (state, mend)
 
 
+def test_a_process_is_to_be_bound_to_the_node_of_the_gpu_whatever_that_of_the_disks(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_nodes(root, "0")
+    place(root, tmp_path, nvme(root, "nvme0", "0"))
+    card(root, node="1")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    found = binding([tmp_path], root)
+    assert (found.state, found.mend) == ("slower", "numactl --cpunodebind=1 --membind=1 infinity …")
+    assert "the GPU is at node 1" in found.finding
+
+
 @pytest.mark.parametrize(("text", "found"), [("", set()), ("0", {0}), ("0-2,7", {0, 1, 2, 7}), ("3-3\n", {3})])
 def test_lists_of_processors_are_parsed(text: str, found: set[int]) -> None:
     assert parse_list(text) == found
