@@ -54,6 +54,8 @@ class Progress:
             with self.committing():
                 self._commits.begin(step)
             self._advance_commit()
+        else:
+            self._commits.pass_by()
 
     def make_way(self) -> bool:
         """Something will be written: a commit that was frozen is finished, another one gives way. All updates are

@@ -131,8 +131,14 @@ class Commits:
         self._learn()
         self.begin_again(step)
 
+    def pass_by(self) -> None:
+        """The step that was done is not due."""
+        if self._resources.generations is not None:
+            self.tracking.step_passed()
+
     def begin_again(self, step: int) -> None:
-        """As begin(), of a commit that gave way to a write. That is no step's end: the loop is where it was."""
+        """As begin(), of a commit that gave way to a write, or of a step that was passed by. That is no step's end: the
+        loop is where it was."""
         self._commit, self._owed, self._touched = Commit(step), False, False
 
     def _learn(self) -> None:
@@ -392,6 +398,8 @@ class Commits:
                 step,
             )
             return
+        if not self.under_way and self.tracking.at_top:
+            self.begin_again(step)  # which was not due
         if self.under_way and (self.frozen or self.tracking.has_item):
             self.finish()
         elif not broken:

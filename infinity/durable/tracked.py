@@ -89,6 +89,11 @@ class Tracking:
         self._graphs = []
         self._step_end = self._note([name for name, item in self.items.items() if is_data(item)])
 
+    def step_passed(self) -> None:
+        """A step has ended that is not committed, unless the run ends here: the loop's top is noted all the same."""
+        self._between, self._top, self._gave = True, None, False
+        self._graphs, self._step_end = [], None
+
     def gradients_came(self) -> None:
         """Some that no step has used."""
         self._gradients = True

@@ -74,6 +74,9 @@ class Model:
     def due(self, step: int) -> bool:
         return self.generations is not None and step % 2 == 0
 
+    def pass_by(self) -> None:
+        assert not self.under_way
+
     def begin(self, step: int) -> None:
         self._log(f"begin {step}")
         self.under_way, self.frozen, self.written_once, self.synced = True, False, False, False

@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.coordinator import registry
-from tests.runtime.test_loops import WIDTH, Loop, Rows, StatefulDataLoader, config, ended, fresh
+from tests.runtime.test_loops import WIDTH, Loop, Rows, StatefulDataLoader, config, end_badly, ended, fresh
 
 
 class Fixed(Loop):
@@ -176,3 +176,37 @@ def test_a_loop_that_is_closed_in_the_middle_of_an_iteration_is_said_to_be(tmp_p
     again.step(torch.ones(4, WIDTH))
     assert "the model was closed, and where its loop was is not known" in caplog.text
     infinity.close(again.model)
+
+
+@pytest.mark.parametrize("end", ["of its loader", "with an item", "by an exception"])
+def test_a_loop_whose_last_step_was_not_due_goes_on_where_it_ended(end: str, tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
+    made = config(tmp_path) | {"commit_every": 4}
+
+    def stop(loop: Fixed) -> None:
+        if loop.done == 5:
+            raise ArithmeticError
+
+    loop = Fixed(infinity.offload(fresh(), made), nothing, stop if end == "by an exception" else nothing)
+    if end == "of its loader":
+        loop.run(end=-1)
+        infinity.close(loop.model)
+    elif end == "with an item":
+        items = iter(loop.loader)
+        for _ in range(5):
+            loop.step(next(items))
+            loop.scheduler.step()
+        loop.items = [next(items)[0, 0].item()]
+        infinity.close(loop.model)
+    else:
+        with pytest.raises(ArithmeticError):
+            end_badly(loop)
+    again = Fixed(infinity.resume(fresh(), made), nothing, nothing)
+    assert again.done == loop.done >= 5
+    rates = [each.scheduler.get_last_lr() for each in (again, loop)]
+    again.run(end=loop.done + 1)
+    if end != "of its loader":
+        assert again.items == loop.items[-1:]
+    infinity.close(again.model)
+    assert rates[0] == rates[1]
+    assert "its loop may have been at another place" not in caplog.text
