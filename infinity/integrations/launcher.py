@@ -17,13 +17,15 @@ import torch
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.integrations import accelerate, deepspeed, folders, models, optimizers, ranks, strategy
+from infinity.integrations.ending import to_the_end
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
 from infinity.runtime.hooks import ScopeEnter, ScopeLeave, SiteEnter, SiteLeave
 
 
 def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None = None) -> None:
-    """Run a script as `python script arguments` does, with infinity beneath the libraries that it uses.
+    """Run a script as `python script arguments` does, with infinity beneath the libraries that it uses. The models are
+    closed when its threads have ended and its atexit functions have run.
 
     Args:
         resume: a checkpoint folder: the model that is trained is offloaded from the generation that it names.
@@ -33,7 +35,7 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
-    with installed(config, resume):
+    with installed(config, resume), to_the_end():
         runpy.run_path(str(script), run_name="__main__")
 
 

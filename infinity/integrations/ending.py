@@ -1,0 +1,97 @@
+"""The end of a script: its threads are joined and its atexit functions run, as Python does at the end of a process,
+while its models are still open. Python's own end comes after `infinity run` has closed them."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import sysconfig
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType, ModuleType
+from typing import Any
+
+from infinity.integrations.patches import Patches
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+"""Where code is that is no script's own: what a library wants to do at the end waits for Python's own end."""
+
+
+@contextmanager
+def to_the_end() -> Iterator[None]:
+    """A script runs in this context. However it ends, when this is left all that it left to its end is done."""
+    there, functions = set(threading.enumerate()), _Functions()
+    try:
+        with Patches() as patches:
+            patches.wrap(atexit, "register", functions.register)
+            patches.wrap(atexit, "unregister", functions.unregister)
+            yield
+    finally:
+        try:
+            _join(there)
+        finally:
+            functions.run()
+
+
+class _Functions:
+    """The atexit functions of a script, with the `__main__` in which it registered them."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[Callable[..., Any], Callable[[], Any], ModuleType]] = []
+
+    def register(self, theirs: Callable[..., Any], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not _is_of_a_script(sys._getframe(2)):
+            return theirs(function, *args, **kwargs)
+        self._found.append((function, partial(function, *args, **kwargs), sys.modules["__main__"]))
+        return function
+
+    def unregister(self, theirs: Callable[..., Any], function: Callable[..., Any]) -> None:
+        self._found = [each for each in self._found if each[0] != function]
+        theirs(function)
+
+    def run(self) -> None:
+        """The last one first. One that raises is told of, and the others run."""
+        while self._found:
+            function, call, main = self._found.pop()
+            before, sys.modules["__main__"] = sys.modules["__main__"], main
+            try:
+                call()
+            except BaseException:
+                print(f"Exception ignored in atexit callback: {function!r}", file=sys.stderr)
+                traceback.print_exc()
+            finally:
+                sys.modules["__main__"] = before
+
+
+def _is_of_a_script(frame: FrameType) -> bool:
+    ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "infinity"
+    return not (ours or frame.f_code.co_filename.startswith(_LIBRARIES))
+
+
+def _join(there: Collection[threading.Thread]) -> None:
+    """Args: there: threads that are not the script's."""
+    while waited := [thread for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]:
+        for thread in waited:
+            pool = _pool_of(thread)
+            if pool is not None:
+                pool.shutdown()  # what was given to it is done first
+            thread.join()
+
+
+def _is_waited_for(thread: threading.Thread) -> bool:
+    """The thread of a pool of processes ends when Python itself does; those processes have no models."""
+    of_processes = type(thread).__module__ == "concurrent.futures.process"
+    return not (thread.daemon or of_processes or thread is threading.current_thread())
+
+
+def _pool_of(thread: threading.Thread) -> ThreadPoolExecutor | None:
+    """Whose worker a thread is: it waits for more work until its pool is shut down. Its first argument is a weak
+    reference to the pool."""
+    first = next(iter(getattr(thread, "_args", ())), None)
+    pool = first() if isinstance(first, weakref.ref) else None
+    return pool if isinstance(pool, ThreadPoolExecutor) else None
