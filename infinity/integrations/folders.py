@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -215,3 +215,10 @@ def remove_left(paths: Sequence[Path], run: str) -> None:
     """
     if not read_pins(paths[0]):
         remove_store_of(run, paths)
+
+
+def remove_empty(paths: Iterable[Path]) -> None:
+    """Remove those of a script's swap directories in which nothing is left. Args: paths: that it found absent."""
+    for path in paths:
+        with suppress(OSError):  # it is not empty, or not there
+            path.rmdir()

@@ -24,7 +24,7 @@ from infinity.coordinator import registry
 from infinity.coordinator.pinning import agree
 from infinity.durable import rng
 from infinity.errors import ModelError, PeerError
-from infinity.integrations.folders import folders_of, go_on, keeps_generations, name_vanished, remove_left
+from infinity.integrations.folders import folders_of, go_on, keeps_generations, name_vanished, remove_empty, remove_left
 from infinity.integrations.left import say_what_is_left
 from infinity.integrations.quantization import Forms
 from infinity.integrations.said import say, say_that_nothing_was_offloaded
@@ -104,9 +104,11 @@ class Run:
     _scratch: ExitStack = field(default_factory=ExitStack)
     _entered_before: int = field(default_factory=registry.entered)
     _shares: Shares = field(init=False)
+    _absent: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
         self._shares = Shares(self.config)
+        self._absent = [path for each in self.config.nvme.paths if not (path := each.expanduser()).exists()]
 
     @property
     def device(self) -> torch.device:
@@ -397,6 +399,7 @@ class Run:
         """The script is over. Where it ended well the stores go, also of models that were collected, but for those with
         generations that checkpoint folders need. Args: stopped: it failed because of Ctrl-C."""
         with ExitStack() as ending:
+            ending.callback(remove_empty, self._absent)
             ending.callback(self._scratch.close)
             models = self.alive()
             if not (failed or stopped) and registry.entered() == self._entered_before:

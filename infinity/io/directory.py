@@ -32,6 +32,8 @@ from infinity.io.pins import PINNED, PINS_NAME, read_pins, said
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = "infinity.lock"
+_MADE = "made"
+"""The second line of the lock file where the directory was made by the run that the store began with."""
 SWAP_NAME = "states.infinity-swap"
 HEADER_NAME = "store.infinity"
 FINISHED_NAME = "finished.infinity"
@@ -100,8 +102,12 @@ class StoreDirectory:
 
     def _holder(self) -> str:
         """The id of the process that holds the lock, as written in the lock file."""
-        written = os.pread(self._lock_fd, 64, 0).strip()
-        return written.decode() if written.isdigit() else "unknown"
+        written = next(iter(self._written()), "")
+        return written if written.isascii() and written.isdigit() else "unknown"
+
+    def _written(self) -> list[str]:
+        """The lines of the lock file."""
+        return os.pread(self._lock_fd, 64, 0).decode(errors="replace").split()
 
     def _try_lock(self, kind: int) -> bool:
         """Take the lock, without waiting. Returns whether it is free. Raises SwapIOError."""
@@ -178,8 +184,10 @@ class SwapDirectory(StoreDirectory):
         while not self._lock_is_ours():  # an earlier run removed the file between our open and our lock
             os.close(self._lock_fd)
             self._take_lock()
+        self._created |= self._written()[1:] == [_MADE]
         os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
+        made = f"{_MADE}\n" if self._created else ""
+        os.pwrite(self._lock_fd, f"{os.getpid()}\n{made}".encode(), 0)
         self._warn_if_memory()
 
     def _lock_is_ours(self) -> bool:

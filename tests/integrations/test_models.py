@@ -448,6 +448,19 @@ def test_every_store_that_a_stopped_script_leaves_is_named(
         assert f"infinity: stopped; its states after step 1 are durable in {place}. " in caplog.text
 
 
+def test_a_script_with_a_reference_model_leaves_no_empty_directory(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """The reference is offloaded first, into a directory below that of the model that is trained."""
+    with launch(memory={"device": "2MiB", "host": "96MiB"}):
+        reference = AutoModelForCausalLM.from_pretrained(checkpoint).eval().requires_grad_(False)
+        with torch.no_grad():
+            reference(input_ids=ids)
+        assert list((tmp_path / "swap").iterdir())
+        del reference
+    assert not (tmp_path / "swap").exists()
+
+
 def test_a_new_head_is_converted_too_and_saved_in_fp32(
     checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
 ) -> None:

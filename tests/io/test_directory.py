@@ -169,3 +169,28 @@ def test_a_name_that_cannot_be_a_directory_is_a_config_error(name: str, tmp_path
         SwapDirectory(tmp_path / name)
     with pytest.raises(ConfigError, match="it is no directory"):
         SwapDirectory(tmp_path / "file")
+
+
+@pytest.mark.parametrize("made_by", ["the run", "the user"])
+def test_a_directory_that_a_run_made_goes_with_its_store_whichever_process_removes_that(
+    made_by: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "swap"
+    if made_by == "the user":
+        path.mkdir()
+    for _ in range(2):  # a run, and one that resumes it
+        directory = SwapDirectory(path)
+        directory.take_over()
+        directory.header_path.write_text("as of a store")
+        directory.close(keep=True)
+    directory = SwapDirectory(path, create=False)
+    directory.take_over()
+    directory.close()
+    assert path.exists() == (made_by == "the user")
+
+
+def test_the_holder_of_a_directory_that_it_made_is_named(tmp_path: Path) -> None:
+    directory = SwapDirectory(tmp_path / "swap")
+    with pytest.raises(StoreLockedError, match=f"process {os.getpid()}"):
+        SwapDirectory(tmp_path / "swap")
+    directory.close()

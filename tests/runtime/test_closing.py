@@ -29,6 +29,20 @@ def test_a_collected_model_leaves_no_swap_file(swap_config: Any) -> None:
     assert not Path(config["nvme"]["paths"][0]).exists()
 
 
+def test_a_resumed_run_that_discards_its_store_leaves_no_directory(swap_config: Any) -> None:
+    config = swap_config(commit_every=1)
+    model, batch = llama()
+    model = infinity.offload(model, config)
+    optim = infinity.AdamW(model.parameters())
+    model(**batch).loss.backward()
+    optim.step()
+    infinity.close(model)
+    place = Path(config["nvme"]["paths"][0])
+    assert place.exists()
+    infinity.close(infinity.resume(llama()[0], config), discard=True)
+    assert not place.exists()
+
+
 def test_a_model_that_is_gone_leaves_nothing_in_memory(swap_config: Any) -> None:
     """Its coordinator, and with it the arena, goes with the model; not with the next process."""
     model, batch = llama()
