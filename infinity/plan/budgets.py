@@ -28,6 +28,7 @@ _TASKS_PER_THREAD = 4
 _PIECE_BYTES = 64 << 20
 _COPIES_MAX = 4  # units whose updates wait or run, and have a copy of their weights
 _NAMED_MAX = 6  # units in a message
+_RINGS_MAX = 4  # times the gradients of one unit: those of two, in fp32 where they are of 16 bits
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,11 @@ class Budgets:
     shadow_bytes: int
     staging: Staging
     adds_up: bool = False
+
+    def device_for(self, slot_bytes: int) -> str:
+        """What memory.device must be for so many bytes of slots, also where it gives gradients a longer ring then."""
+        beside = self.decoding_bytes + _RINGS_MAX * self.ring_bytes
+        return _config_bytes(self.limits, int((slot_bytes + beside) / WEIGHT_SHARE_OF_DEVICE))
 
     @property
     def piece_bytes(self) -> int:

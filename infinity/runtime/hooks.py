@@ -29,6 +29,7 @@ from infinity.errors import ModelError
 from infinity.runtime.calls import Call
 from infinity.runtime.guards import Guard
 from infinity.runtime.passes import BackwardEnds
+from infinity.runtime.recomputed import free_recomputed
 from infinity.runtime.saved import Kept, SavedTensors
 from infinity.state.discover import HookSite
 from infinity.state.released import in_backward
@@ -119,6 +120,7 @@ class Scope:
         self._ends = ends
         self._structure = structure
         self._saved = SavedTensors(coordinator)
+        free_recomputed(self._saved)
         self._own = _Forward(self._saved)
         self._lanes: dict[int, _Forward] = {}  # by thread
         self._call: Call | None = None

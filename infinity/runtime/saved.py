@@ -30,7 +30,7 @@ class _Graph:
 _SavedTensor = tuple[_Graph | None, torch.Tensor, int]
 """A tensor, detached, and its version."""
 
-_SavedWeight = tuple[_Graph | None, int, int, torch.dtype, torch.Size, tuple[int, ...], int]
+SavedWeight = tuple[_Graph | None, int, int, torch.dtype, torch.Size, tuple[int, ...], int]
 """A view of a unit's weights: the unit and its version, dtype, size, stride, and the offset in elements."""
 
 
@@ -50,6 +50,16 @@ class Kept:
         if storage._cdata not in self._storages:
             self._storages.add(storage._cdata)
             self.nbytes += storage.nbytes()
+
+
+def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """The tensor. Raises StaleWeightsError where it was modified since it had this version."""
+    if tensor._version != version:
+        raise StaleWeightsError(
+            f"a tensor of shape {tuple(tensor.shape)} needed for the backward pass was modified in place "
+            f"(version {tensor._version}, expected {version}). Use an operation that is not in place."
+        )
+    return tensor
 
 
 class SavedTensors:
@@ -79,32 +89,35 @@ class SavedTensors:
     def forward_ends(self) -> None:
         self._graph = None
 
-    def pack(self, tensor: torch.Tensor) -> _SavedTensor | _SavedWeight:
-        if tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()._cdata
-            unit = self._unit_at(storage)
-            if unit is not None:
-                offset = int(tensor.storage_offset())
-                weights = unit.weights
-                return self._graph, unit.index, weights.version, tensor.dtype, tensor.size(), tensor.stride(), offset
-            if storage in self._placeholders:
-                raise ReleasedParameterError(
-                    f"parameter '{self._placeholders[storage]}' is used by code that does not see that its values are "
-                    f"in the store. {USE_GATHERED}"
-                )
-            if self.kept is not None:
-                self.kept.add(tensor)
+    def pack(self, tensor: torch.Tensor) -> _SavedTensor | SavedWeight:
+        weight = self.pack_weight(tensor)
+        if weight is not None:
+            return weight
+        if self.kept is not None and tensor.layout == torch.strided:
+            self.kept.add(tensor)
         return self._graph, tensor.detach(), tensor._version
 
-    def unpack(self, saved: _SavedTensor | _SavedWeight) -> torch.Tensor:
+    def pack_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """A view of a unit's weights; None: the tensor is none."""
+        if tensor.layout != torch.strided:
+            return None
+        storage = tensor.untyped_storage()._cdata
+        unit = self._unit_at(storage)
+        if unit is not None:
+            offset = int(tensor.storage_offset())
+            weights = unit.weights
+            return self._graph, unit.index, weights.version, tensor.dtype, tensor.size(), tensor.stride(), offset
+        if storage in self._placeholders:
+            raise ReleasedParameterError(
+                f"parameter '{self._placeholders[storage]}' is used by code that does not see that its values are "
+                f"in the store. {USE_GATHERED}"
+            )
+        return None
+
+    def unpack(self, saved: _SavedTensor | SavedWeight) -> torch.Tensor:
         if len(saved) == 3:
-            _, tensor, packed = saved
-            if tensor._version != packed:
-                raise StaleWeightsError(
-                    f"a tensor of shape {tuple(tensor.shape)} needed for the backward pass was modified in place "
-                    f"(version {tensor._version}, expected {packed}). Use an operation that is not in place."
-                )
-            return tensor
+            _, tensor, version = saved
+            return unchanged(tensor, version)
         _, index, version, dtype, size, stride, offset = saved
         unit = self._units[index]
         if unit.weights.version != version:

@@ -36,8 +36,9 @@ class HookSite:
     module.
 
     Attributes:
-        beside: units of the same block that may be on the device at the same time, where a block has tiles in it: while
-            it is recomputed, views of all that its modules read are held, but for tiles.
+        beside: units of the same block that may be on the device at the same time, where a block has tiles in it: where
+            it is recomputed by others than torch.utils.checkpoint, views of all that its modules read are held, but for
+            tiles.
     """
 
     name: str

@@ -153,8 +153,8 @@ class ParameterViews:
     def saved_by_autograd(self) -> bool:
         """Whether autograd may have saved parameters themselves, since a backward opened the unit.
 
-        This happens in what reentrant checkpointing recomputes, where no hook packs them. Who referred to a parameter
-        before the backward opened it does not want the values of now.
+        This happens in what a reentrant checkpoint that is not torch's own recomputes, where no hook packs them. Who
+        referred to a parameter before the backward opened it does not want the values of now.
         """
         if not self.open or not in_backward():
             return False

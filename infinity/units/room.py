@@ -2,7 +2,8 @@
 
 After its forward a unit stays until room is needed; then the one with the farthest next use goes first. A unit may go
 when no forward runs in it, no backward was announced for it, and nothing but its parameters refers to its slot:
-autograd may hold views that it unpacked; recomputation may hold detached views, or the parameters themselves.
+autograd may hold views that it unpacked, and the script views of its own. What torch.utils.checkpoint recomputes holds
+none (runtime/recomputed.py); another reentrant checkpoint may hold views, or the parameters themselves.
 """
 
 from __future__ import annotations
@@ -239,12 +240,14 @@ class Room:
         busy = [other for other in self._in_order() if self._takes_room(other)]
         if not self._slots.agreed and self._make_room(unit):
             return
+        budgets = self._resources.plan.budgets
         needed = unit.unit.weight_bytes + sum(other.unit.weight_bytes for other in busy)
+        every = sum(other.unit.weight_bytes for other in self.units if self._takes_room(other))
         raise PlanError(
             f"no device memory for unit '{unit.name}' ({format_bytes(unit.unit.weight_bytes)}): the units in use "
             f"({', '.join(other.name for other in busy)}) take the "
-            f"{format_bytes(self._resources.plan.budgets.slot_bytes)} planned for weights. Raise memory.device to "
-            f"{format_bytes(2 * needed)}."
+            f"{format_bytes(budgets.slot_bytes)} planned for weights, or views of them are held. Let the views go, or "
+            f"raise memory.device to {budgets.device_for(needed)}, or to {budgets.device_for(every)} for all units."
         )
 
     def _make_room(self, unit: OffloadedUnit) -> bool:

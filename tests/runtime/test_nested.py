@@ -27,7 +27,7 @@ class Shape(nn.Module):
     """A model of one shape, from its parts: `build` makes them, `run` uses them."""
 
     together = 2
-    """Units that are needed at once where nothing is recomputed: one whose backward runs, one to fetch beside it."""
+    """Units that are needed at once: one whose backward runs, one to fetch, or to recompute, beside it."""
 
     def __init__(self, reentrant: Checkpointing) -> None:
         super().__init__()
@@ -287,13 +287,7 @@ def test_every_shape_trains_and_evaluates_like_torch(
     shape: type[Shape], reentrant: Checkpointing, offload: Any
 ) -> None:
     batch = {"x": torch.randn(4, WIDTH)}
-    together = needed(reentrant, shape.together)
-    assert_trains_and_evaluates_alike(lambda: made(shape, reentrant), batch, offload, together=together)
-
-
-def needed(reentrant: Checkpointing, otherwise: int = 2) -> int:
-    """A part that is recomputed keeps all of its units until its backward is through."""
-    return otherwise if reentrant is None else max(4, otherwise)
+    assert_trains_and_evaluates_alike(lambda: made(shape, reentrant), batch, offload, together=shape.together)
 
 
 WITHOUT_CHECKPOINTING = {
@@ -339,7 +333,7 @@ def test_every_family_trains_and_evaluates_like_torch(family: str, reentrant: Ch
         return model
 
     _, batch = FAMILIES[family]()
-    assert_trains_and_evaluates_alike(build, batch, offload, together=needed(reentrant))
+    assert_trains_and_evaluates_alike(build, batch, offload)
 
 
 class Clamped(ListOfLists):

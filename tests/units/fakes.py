@@ -169,7 +169,11 @@ def resources(*, slot_pages: int = 8, in_place: bool = True, in_ram: bool = True
     """Without generations: every extent has a spare copy."""
     return SimpleNamespace(
         plan=SimpleNamespace(
-            budgets=SimpleNamespace(slot_bytes=slot_pages * PAGE_BYTES, staging=SimpleNamespace(tile_numel=NUMEL)),
+            budgets=SimpleNamespace(
+                slot_bytes=slot_pages * PAGE_BYTES,
+                staging=SimpleNamespace(tile_numel=NUMEL),
+                device_for="{} B of slots".format,
+            ),
             placement=SimpleNamespace(updates=SimpleNamespace(in_ram=range(100) if in_ram else ())),
         ),
         pipeline=Pipeline(),

@@ -176,7 +176,7 @@ def test_there_is_an_error_with_the_fix_when_nothing_helps() -> None:
     room, _ = alone(budget=3, sizes=(2, 2), in_place=False)
     room.units[0].weights.use()
     brought(room, 0)
-    with pytest.raises(infinity.PlanError, match=r"no device memory for unit '1' .* Raise memory.device to 32.00 KiB"):
+    with pytest.raises(infinity.PlanError, match=r"no device memory for unit '1' .* memory.device to 16384 B"):
         brought(room, 1)
     room.units[0].weights.unuse()
     brought(room, 1)

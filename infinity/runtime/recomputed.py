@@ -1,0 +1,140 @@
+"""What torch.utils.checkpoint recomputes in a backward pass keeps no slot.
+
+[Note: recomputed weights]
+A checkpoint around several blocks recomputes all of them before the backward of the last one. The pair of hooks around
+the forward (saved.py) sees nothing of that: it was popped long ago. So views of every block's slot would be kept,
+
+    non-reentrant   by the checkpoint, whose own pair of hooks keeps the tensors that the recomputation saves
+    reentrant       by the graph of the recomputation, which has no hooks
+
+and no slot could be another unit's until the backward of the checkpoint is over. Instead of a view, a non-reentrant
+checkpoint is given a `_Later` of the same shape, dtype and device to keep, and autograd gets the view in its place;
+what a reentrant one recomputes is packed by a pair of hooks. Both fetch the unit when its backward comes.
+
+torch has no official place for this: its classes are replaced as long as there is an offloaded model. Whatever is no
+view of a slot is kept as torch keeps it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
+
+from infinity.runtime.saved import SavedTensors, SavedWeight, unchanged
+
+_lock = threading.RLock()  # the garbage collector may call _forget anywhere
+_known: tuple[weakref.ref[SavedTensors], ...] = ()
+
+
+class _Later(torch.Tensor):
+    """A view of a unit's weights, without the weights.
+
+    Attributes:
+        saved, weight: what packed it, and as what.
+    """
+
+    saved: SavedTensors
+    weight: SavedWeight
+
+    def __new__(cls, view: torch.Tensor, saved: SavedTensors, weight: SavedWeight) -> _Later:
+        later: _Later = torch.Tensor._make_wrapper_subclass(  # calls no operation: a mode would see it
+            cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device
+        )
+        later.saved, later.weight = saved, weight
+        return later
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Of a checkpoint whose forward ran before there was an offloaded model: it hands on what it keeps."""
+        args, kwargs = tree_map_only(_Later, _now, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _later(tensor: torch.Tensor) -> _Later | None:
+    """What is kept in place of a view of weights; None: the tensor is none."""
+    for of in _known:
+        saved = of()
+        weight = None if saved is None else saved.pack_weight(tensor)
+        if saved is not None and weight is not None:
+            return _Later(tensor, saved, weight)
+    return None
+
+
+def _now(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.saved.unpack(tensor.weight) if isinstance(tensor, _Later) else tensor
+
+
+class _CheckpointHook(checkpoint._checkpoint_hook):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.unpack_hook = partial(_unpack_with, self.unpack_hook)
+
+
+class _RecomputationHook(checkpoint._recomputation_hook):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pack_hook = partial(_pack_with, self.pack_hook)
+        self.unpack_hook = partial(_unpack_with, self.unpack_hook)
+
+
+@torch._disable_dynamo  # as torch does with its own
+def _pack_with(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    later = _later(tensor)
+    return pack(tensor if later is None else later)
+
+
+def _unpack_with(unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
+    return _now(unpack(packed))
+
+
+def _pack(tensor: torch.Tensor) -> _Later | tuple[torch.Tensor, int]:
+    later = _later(tensor)
+    return (tensor.detach(), tensor._version) if later is None else later
+
+
+def _unpack(packed: _Later | tuple[torch.Tensor, int]) -> torch.Tensor:
+    return _now(packed) if isinstance(packed, _Later) else unchanged(*packed)
+
+
+def _backward(context: Any, *gradients: Any) -> Any:
+    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    with nullcontext() if hooked else torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+        return _THEIRS[-1](context, *gradients)
+
+
+_REPLACED: list[tuple[Any, str, Any]] = [
+    (checkpoint, "_checkpoint_hook", _CheckpointHook),
+    (checkpoint, "_recomputation_hook", _RecomputationHook),
+    (checkpoint.CheckpointFunction, "backward", staticmethod(_backward)),
+]
+_THEIRS = [vars(owner)[name] for owner, name, _ in _REPLACED]
+
+
+def free_recomputed(saved: SavedTensors) -> None:
+    """See [Note: recomputed weights]. Args: saved: of a model that is offloaded, which is not kept alive."""
+    global _known
+    with _lock:
+        _known = (*_known, weakref.ref(saved, _forget))
+        for owner, name, ours in _REPLACED:
+            setattr(owner, name, ours)
+
+
+def _forget(gone: weakref.ref[SavedTensors]) -> None:
+    global _known
+    with _lock:
+        _known = tuple(each for each in _known if each is not gone and each() is not None)
+        if not _known:
+            for (owner, name, _), theirs in zip(_REPLACED, _THEIRS, strict=True):
+                setattr(owner, name, theirs)
