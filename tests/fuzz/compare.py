@@ -117,7 +117,7 @@ class Offloaded:
         """Begin the run, or go on with it."""
         case, loop = self._case, self._case.loop
         model = case.model(values=self._lives)
-        given = {"accumulates": loop.accumulates or model.in_pieces, "recomputed": model.recomputes_together}
+        given = {"accumulates": loop.accumulates or model.in_pieces}
         config = configs.make(self._rng, case.fixed, model, self._paths, **given)
         self.configs.append(config)
         self.model = infinity.offload(model, config) if not self._lives else infinity.resume(model, config, step=step)

@@ -38,13 +38,11 @@ def make(
     paths: list[Path],
     *,
     accumulates: bool,
-    recomputed: int,
 ) -> Any:
     """A config with what is `given`, for a model.
 
     Args:
         accumulates: gradients of several passes must find room.
-        recomputed: units that are recomputed together.
     """
     config = given | {
         "weights": rng.choice(["nvme", "nvme", "host", "auto"]),
@@ -62,16 +60,11 @@ def make(
         },
     }
     slack = [rng.choice([0.0, 0.0, 0.1, 1.0]) for _ in range(2)]
-    # The plan does not know that the weights of all of these, of what is tied to them and of the next unit are held.
-    held = 2 * (recomputed + 1) if recomputed else 0
-    return budgeted(config, model, slack, accumulates=accumulates, held=held)
+    return budgeted(config, model, slack, accumulates=accumulates)
 
 
-def budgeted(
-    config: dict[str, Any], model: nn.Module, slack: list[float], *, accumulates: bool, held: int = 0
-) -> dict[str, Any]:
-    """With memory.device and memory.host, each as much above the least as its part of `slack` says, and memory.device
-    with room for `held` units more."""
+def budgeted(config: dict[str, Any], model: nn.Module, slack: list[float], *, accumulates: bool) -> dict[str, Any]:
+    """With memory.device and memory.host, each as much above the least as its part of `slack` says."""
     found = discover(model, config["moments"])
 
     def fits(**memory: int) -> bool:
@@ -80,7 +73,6 @@ def budgeted(
 
     device = least(lambda nbytes: fits(device=nbytes))
     device += int(device * slack[0])
-    device += 2 * held * max(unit.weight_bytes for unit in found.units)  # half of it is for weights
     host = least(lambda nbytes: fits(device=device, host=nbytes))
     return config | {"memory": {"device": device, "host": host + int(host * slack[1])}}
 

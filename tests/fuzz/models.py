@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  as everywhere
 from torch import nn
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
+
+from tests.fuzz.parametrized import parametrize_some
+from tests.fuzz.recomputed import Around, draw_around
 
 CLASSES = 5
 BATCH, LENGTH = 3, 4
@@ -176,7 +178,7 @@ class Net(nn.Module):
     Attributes:
         traits: what it was made of, in words.
         gates: whether each visit of a block takes place; set from outside.
-        recomputes_together: units of the blocks that are recomputed in one go.
+        around: the checkpoints around blocks.
         in_pieces: one backward pass may bring the gradient of a parameter in several pieces.
     """
 
@@ -197,21 +199,17 @@ class Net(nn.Module):
         if rng.random() < 0.25:
             self.visits += [rng.randrange(len(names)) for _ in range(rng.randint(1, 2))]
             self.traits.append(f"visits {self.visits}")
-        self.reentrant = rng.choice([True, False])
-        self.spans = self._spans(rng)
+        reentrant = rng.choice([True, False])
+        spans = self._spans(rng)
         self.gates = [True] * len(self.visits)
-        spans = [range(begin, end) for begin, end, recomputed in self.spans if recomputed]
-        self.recomputes_together = max((sum(map(self._units_of, span)) for span in spans), default=0)
         self._convert(rng, dtype)
         self._tie(rng)
         self._lend(rng)
-        shared = len(set(self.visits)) < len(self.visits) or any("tied" in trait for trait in self.traits)
-        self.in_pieces = shared and self.reentrant and any(span[2] for span in self.spans)
         self._freeze(rng)
-
-    def _units_of(self, visit: int) -> int:
-        block = list(self.blocks.children())[self.visits[visit]]
-        return len(block) if isinstance(block, nn.ModuleList | nn.ModuleDict) else 1
+        self.around = draw_around(rng, len(self.visits)) or Around(spans, reentrant)
+        shared = len(set(self.visits)) < len(self.visits) or any("tied" in trait for trait in self.traits)
+        self.in_pieces = shared and self.around.in_pieces
+        self.traits += [str(self.around), *parametrize_some(rng, self)]
 
     def _contain(self, rng: random.Random, blocks: list[nn.Module]) -> nn.Module:
         container = rng.choice(["list", "list", "list", "sequential", "attributes"])
@@ -232,8 +230,6 @@ class Net(nn.Module):
             end = min(begin + rng.choice([1, 1, 2]), len(self.visits))
             spans.append((begin, end, recomputed and rng.random() < 0.7))
             begin = end
-        if any(span[2] for span in spans):
-            self.traits.append(f"recomputed {[span[:2] for span in spans if span[2]]} reentrant={self.reentrant}")
         return spans
 
     def _tie(self, rng: random.Random) -> None:
@@ -294,11 +290,7 @@ class Net(nn.Module):
         """Returns the loss."""
         given = x
         x = self.embed(x) if self.tokens else self.embed(x.to(self.embed.weight.dtype))
-        for begin, end, recomputed in self.spans:
-            if recomputed and torch.is_grad_enabled():
-                x = checkpoint(self._visit, x, begin, end, use_reentrant=self.reentrant)
-            else:
-                x = self._visit(x, begin, end)
+        x = self.around.run(self._visit, x)
         x = self.norm(x.to(self.head.weight.dtype))
         if self.scale is not None:
             x = (x * self.scale).to(x.dtype)
