@@ -30,12 +30,14 @@ class _Offloaded:
     """Attributes:
     hooks: on the model's parameters.
     anew: changes the model and offloads it once more; returns what the change returns.
+    changed: whether a module or parameter that the model had was replaced since.
     end: what happens when the model is collected.
     """
 
     coordinator: Coordinator
     hooks: Sequence[RemovableHandle]
     anew: Anew
+    changed: Callable[[], object]
     end: weakref.finalize[..., nn.Module]
 
 
@@ -44,16 +46,22 @@ _places: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _models: weakref.WeakKeyDictionary[nn.Module, _Offloaded] = weakref.WeakKeyDictionary()
 
 
-def enter(model: nn.Module, coordinator: Coordinator, hooks: Sequence[RemovableHandle], anew: Anew) -> None:
+def enter(
+    model: nn.Module,
+    coordinator: Coordinator,
+    hooks: Sequence[RemovableHandle],
+    anew: Anew,
+    changed: Callable[[], object],
+) -> None:
     """Record an offloaded model; its coordinator is closed when the model is collected, or at exit.
 
     Args:
         hooks: on its parameters.
-        anew: as _Offloaded; does not keep the model alive.
+        anew, changed: as _Offloaded; do not keep the model alive.
     """
     _entered[0] += 1
     end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
-    _models[model] = _Offloaded(coordinator, hooks, anew, end)
+    _models[model] = _Offloaded(coordinator, hooks, anew, changed, end)
     for parameter, place in coordinator.places():
         _places[parameter] = (coordinator, place)
 
@@ -136,7 +144,7 @@ def offload_anew(model: nn.Module, change: Callable[[], Any]) -> Any:
 
 def keep_up(parameters: Iterable[object]) -> None:
     """An optimizer of these parameters is to be made: a model that has some of them, and was given others or had some
-    frozen or unfrozen since it was offloaded, is offloaded anew.
+    frozen, unfrozen or moved to other modules since it was offloaded, is offloaded anew.
 
     Raises:
         TooLateError: parameters that are trained now have no states, and the model cannot be offloaded anew; says what
@@ -149,11 +157,12 @@ def keep_up(parameters: Iterable[object]) -> None:
             continue
         now = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
         planned = {id(parameter): place.group.trainable for parameter, place in offloaded.coordinator.places()}
-        if now == planned:
+        replaced = offloaded.changed()
+        if now == planned and not replaced:
             continue
         try:
             offloaded.anew(model, None)
         except TooLateError as error:
-            if any(trained and not planned.get(parameter) for parameter, trained in now.items()):
+            if replaced or any(trained and not planned.get(parameter) for parameter, trained in now.items()):
                 raise
             logger.info("frozen parameters keep their optimizer states: %s", error)

@@ -52,21 +52,26 @@ class Structure:
             for name, parameter in module._parameters.items()
         ]
 
-    def require_unchanged(self) -> None:
-        """Raises ModelError naming what was replaced."""
+    def changed(self) -> str:
+        """The name of what was replaced; "" where nothing was."""
         for parent, name, child in self._children:
             module = parent()
             if module is not None and module._modules.get(name) is not child():
-                self._refuse(name)
+                return name
         for owner, name, identity in self._parameters:
             module = owner()
             if module is not None and id(module._parameters.get(name)) != identity:
-                self._refuse(name)
+                return name
+        return ""
 
-    def _refuse(self, name: str) -> None:
+    def require_unchanged(self) -> None:
+        """Raises ModelError naming what was replaced."""
+        name = self.changed()
+        if not name:
+            return
         raise ModelError(
-            f"'{name}' was replaced after infinity.offload (by get_peft_model, merge_and_unload, or an assignment), so "
-            "its weights are not in the store. Change the model before infinity.offload (after "
+            f"'{name}' was replaced after infinity.offload (by get_peft_model, merge_and_unload, a parametrization, or "
+            "an assignment), so its weights are not in the store. Change the model before infinity.offload (after "
             "infinity.load_pretrained(defer=True)), or make the optimizer before the first forward: it offloads the "
             "model anew. To save a merged PEFT model, call merged.save_pretrained(directory) in the `with "
             "infinity.gathered(model):` in which it was merged."

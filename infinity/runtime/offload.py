@@ -221,7 +221,8 @@ def _offload(
         coordinator.share_buffers(dict(model.named_buffers()), fresh=not resumes)
         if coordinator.plan.placement.activations == "recompute":
             _recompute(model)
-        on_parameters, on_modules = _install(model, found, coordinator)
+        structure = Structure(model)
+        on_parameters, on_modules = _install(model, found, coordinator, structure)
         remember_handles(model, [*on_modules, *give_methods(model, coordinator), *_resizing(model)])
     except BaseException:
         coordinator.close()
@@ -247,7 +248,7 @@ def _offload(
         finally:
             offload(model, same, device=target, optimizer=optimizer, accumulation_steps=accumulation_steps)
 
-    registry.enter(model, coordinator, on_parameters, anew)
+    registry.enter(model, coordinator, on_parameters, anew, structure.changed)
     return model
 
 
@@ -349,11 +350,11 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _install(
-    model: nn.Module, found: Discovery, coordinator: Coordinator
+    model: nn.Module, found: Discovery, coordinator: Coordinator, structure: Structure
 ) -> tuple[list[RemovableHandle], list[Handle]]:
     """Put the hooks on parameters and on modules, and return them."""
     ends = BackwardEnds(coordinator)
-    scope = Scope(coordinator, Structure(model), ends)
+    scope = Scope(coordinator, structure, ends)
     on_parameters: list[RemovableHandle] = []
     on_modules: list[Handle] = []
     for site in found.sites:

@@ -44,7 +44,7 @@ def entered() -> tuple[nn.Linear, Any, Any]:
     model = nn.Linear(2, 2)
     coordinator: Any = Coordinator(model)
     hook = model.weight.register_hook(lambda gradient: None)
-    registry.enter(model, coordinator, [hook], lambda model, change: coordinator.anew())
+    registry.enter(model, coordinator, [hook], lambda model, change: coordinator.anew(), lambda: False)
     return model, coordinator, hook
 
 

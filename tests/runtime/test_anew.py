@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import infinity
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.exact import exact_value
 from infinity.coordinator.registry import coordinator_of
-from infinity.errors import ModelError
+from infinity.errors import ModelError, ReleasedParameterError
 from infinity.io.directory import SWAP_NAME
 from tests.conftest import weights_of
 from tests.models import Batch, llama
@@ -104,6 +105,43 @@ def test_a_model_changed_after_it_was_loaded_has_the_bits_and_the_states_of_one_
     states = [infinity.statistics(each) for each in (before, after)]
     assert states[0].state_bytes == states[1].state_bytes
     assert states[0].trainable_numel == states[1].trainable_numel < states[0].numel
+
+
+def symmetric(layer: nn.Module) -> None:
+    class Symmetric(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight.triu() + weight.triu(1).mT
+
+    parametrize.register_parametrization(layer, "weight", Symmetric())
+
+
+def pruned(layer: nn.Module) -> None:
+    prune.l1_unstructured(layer, "weight", amount=0.3)
+
+
+COMPUTED = [parametrizations.weight_norm, parametrizations.spectral_norm, symmetric, pruned]
+"""Weights that are computed from others, which are new parameters, or the same ones of another module."""
+
+
+@pytest.mark.parametrize("compute", COMPUTED, ids=lambda each: each.__name__)
+def test_following_the_advice_a_weight_is_computed_from_now_on(
+    compute: Callable[[Any], object], offload: Callable[..., Any], plain: tuple[Any, Batch]
+) -> None:
+    reference, batch = plain
+    model = offload(copy.deepcopy(reference), memory=SMALL)
+    layer = model.model.layers[1].self_attn.q_proj
+    if compute is parametrizations.weight_norm:
+        with pytest.raises(ReleasedParameterError, match=r"in `with infinity.gathered\(model, module\):`"):
+            compute(layer)
+    torch.manual_seed(1)
+    with infinity.gathered(model, layer):
+        compute(layer)
+    with pytest.raises(ModelError, match=r"make the optimizer before the first forward: it offloads the model anew"):
+        model(**batch)
+    torch.manual_seed(1)
+    compute(reference.model.layers[1].self_attn.q_proj)
+    ours = trained(model, batch, infinity.AdamW)
+    assert ours == pytest.approx(trained(reference, batch, torch.optim.AdamW), rel=1e-5)
 
 
 @pytest.mark.parametrize("change", [adapted, frozen, resized], ids=lambda each: each.__name__)
