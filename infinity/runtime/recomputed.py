@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
@@ -89,7 +90,7 @@ class _RecomputationHook(checkpoint._recomputation_hook):
         self.unpack_hook = partial(_unpack_with, self.unpack_hook)
 
 
-@torch._disable_dynamo  # as torch does with its own
+@_disable_dynamo  # as torch does with its own
 def _pack_with(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
     later = _later(tensor)
     return pack(tensor if later is None else later)

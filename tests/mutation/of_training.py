@@ -9,6 +9,7 @@ _LOOPS = "tests/runtime/test_loops.py"
 _GATHERED = "tests/runtime/test_gathered.py"
 _RELEASED = "tests/runtime/test_released.py"
 _OVERLAP = "tests/runtime/test_overlap.py"
+_RECOMPUTED = "tests/runtime/test_recomputed.py"
 _IN_RAM = "tests/runtime/test_speculation_in_ram.py"
 
 OF_TRAINING = [
@@ -314,5 +315,54 @@ OF_TRAINING = [
         "    if why:\n",
         "    if False:\n",
         ("tests/runtime/test_anew.py",),
+    ),
+    Mutant(
+        "a model whose parameters were moved is offloaded anew",
+        "infinity/coordinator/registry.py",
+        "        if now == planned and not replaced:\n",
+        "        if now == planned:\n",
+        ("tests/runtime/test_anew.py", "-k", "computed"),
+    ),
+    Mutant(
+        "what a non-reentrant checkpoint recomputes holds no slots",
+        "infinity/runtime/recomputed.py",
+        "    return pack(tensor if later is None else later)\n",
+        "    return pack(tensor)\n",
+        (_RECOMPUTED, "-k", "room_for_two and body"),
+    ),
+    Mutant(
+        "what a reentrant checkpoint recomputes holds no slots",
+        "infinity/runtime/recomputed.py",
+        "    with nullcontext() if hooked else",
+        "    with nullcontext() if True else",
+        (_RECOMPUTED, "-k", "room_for_two and body"),
+    ),
+    Mutant(
+        "what a reentrant checkpoint changes in place is noticed",
+        "infinity/runtime/recomputed.py",
+        "isinstance(packed, _Later) else unchanged(*packed)\n",
+        "isinstance(packed, _Later) else packed[0]\n",
+        (_RECOMPUTED, "-k", "in_place"),
+    ),
+    Mutant(
+        "a checkpoint of before the offload may hand on what stands for a weight",
+        "infinity/runtime/recomputed.py",
+        "tree_map_only(_Later, _now, (args, kwargs or {}))\n",
+        "args, kwargs or {}\n",
+        (_RECOMPUTED, "-k", "before_the_model"),
+    ),
+    Mutant(
+        "autograd gets the weight, not what stands for it",
+        "infinity/runtime/recomputed.py",
+        "    return _now(unpack(packed))\n",
+        "    return unpack(packed)\n",
+        (_RECOMPUTED, "-k", "stands_for_a_weight"),
+    ),
+    Mutant(
+        "torch's checkpoints are its own again when no offloaded model is left",
+        "infinity/runtime/recomputed.py",
+        "        if not _known:\n",
+        "        if False:\n",
+        (_RECOMPUTED, "-k", "its_own_classes"),
     ),
 ]

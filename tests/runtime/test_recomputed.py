@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import infinity
 from infinity.errors import StaleWeightsError
+from infinity.runtime import recomputed
 from tests.conftest import require_no_leaks, weights_of
 from tests.runtime.alike import tight
 
@@ -143,6 +144,15 @@ def test_a_function_of_the_users_gets_weights_with_an_address(reentrant: bool, o
         each[0] = Multiplied(WIDTH, WIDTH, bias=False)
     model = offload(model, memory=tight(model))
     train(model, infinity.SGD(model.parameters(), lr=LR))
+
+
+def test_no_operation_is_given_what_stands_for_a_weight(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    operations: list[Any] = []
+    monkeypatch.setattr(recomputed._Later, "__torch_dispatch__", lambda operation, *given: operations.append(operation))
+    model = made(partial(body, reentrant=False))
+    model = offload(model, memory=tight(model))
+    train(model, infinity.SGD(model.parameters(), lr=LR))
+    assert operations == []
 
 
 def test_selective_checkpoints_keep_what_they_chose(offload: Any) -> None:
