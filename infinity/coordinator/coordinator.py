@@ -162,7 +162,14 @@ class Coordinator(Stepping):
                 f"the gradient of '{place.spec.name}' was set by hand, which is not available yet with several ranks: "
                 "let backward bring it, or use one process"
             )
+        self._set_by_hand(place)
         self._land(place, gradient, accumulate=accumulate)
+
+    def _set_by_hand(self, place: Place) -> None:
+        """A gradient is set, changed or cleared by hand: no update goes on with what was there."""
+        if self.units[place.unit.index].speculative is not None:
+            advice = "Set overlap: before_forward if that is usual."
+            self._speculator.undo("a gradient was set, changed or cleared by hand", advice)
 
     @transition
     def arrive(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> bool:
@@ -239,6 +246,8 @@ class Coordinator(Stepping):
     @transition
     def drop_gradient(self, place: Place) -> None:
         """Forget a gradient that no step wants."""
+        if self.gradients.has(place):
+            self._set_by_hand(place)
         self.gradients.of(place).drop(place.spec.name)
 
     @transition
@@ -394,10 +403,10 @@ class Coordinator(Stepping):
         self._close_if_nobody_reads()
 
     @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """In this context parameters of every unit may be read: they are brought as they are in a forward."""
+    def gathering(self, *, grads: bool = False) -> Iterator[None]:
+        """As Readers.gathering."""
         try:
-            with self.readers.gathering():
+            with self.readers.gathering(grads=grads):
                 yield
         finally:
             self.site_left()

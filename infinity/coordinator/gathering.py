@@ -24,6 +24,7 @@ from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.exact import read_part
 from infinity.coordinator.ingest import residual_of, write_parts
+from infinity.coordinator.lent_gradients import LentGradients
 from infinity.coordinator.same_values import sum_of_bits
 from infinity.errors import InfinityError, ModelError, PlanError
 from infinity.plan.machine import available_device_bytes
@@ -44,13 +45,20 @@ class Gathering:
     and after it every parameter is the unit's again."""
 
     def __init__(
-        self, coordinator: Coordinator, wanted: Named, saved: AbstractContextManager[None] | None, *, write: bool
+        self,
+        coordinator: Coordinator,
+        wanted: Named,
+        saved: AbstractContextManager[None] | None,
+        *,
+        write: bool,
+        grads: bool,
     ) -> None:
         """Args: saved: the pair of saved-tensor hooks for what is computed in the context; None in a forward, which has
         its own."""
         self._coordinator = coordinator
         self._wanted = wanted
         self._write = write
+        self._lent = LentGradients(coordinator, wanted) if grads else None
         self._saved = saved
         self._fresh: dict[int, list[str]] = {}
         self._marks: dict[int, int] = {}
@@ -70,8 +78,10 @@ class Gathering:
         self._entered = True
         with coordinator.locked():
             self._fresh = _not_gathered(coordinator, self._wanted, write=self._write)
-            _require_memory(coordinator, self._fresh)
-            self._undo.enter_context(coordinator.gathering())
+            _require_memory(coordinator, self._fresh, 0 if self._lent is None else self._lent.nbytes)
+            self._undo.enter_context(coordinator.gathering(grads=self._lent is not None))
+            if self._lent is not None:
+                self._undo.callback(self._lent.put_back)  # once the parameters have their shapes again
             for index, names in self._fresh.items():
                 unit = coordinator.units[index]
                 with coordinator.taking([index]), torch.inference_mode(False), torch.no_grad():
@@ -80,6 +90,8 @@ class Gathering:
                     unit.views.gather(copies, _slot_in_use(unit))
                 if not self._write:
                     self._marks |= {id(unit.parameters[name]): sum_of_bits(unit.parameters[name]) for name in names}
+            if self._lent is not None:
+                self._lent.lend()
             if self._saved is not None:
                 self._undo.enter_context(self._saved)
 
@@ -91,6 +103,8 @@ class Gathering:
                 for index, names in self._fresh.items():
                     _require_shapes(self._coordinator.units[index], names)
                 _tell_of_changes(self._coordinator, self._fresh, self._marks)
+            if kind is None and self._lent is not None:
+                self._lent.take_back()
         finally:
             self._coordinator.masters.written()
             self._leave()
@@ -121,16 +135,16 @@ def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> di
     return {index: names for index, names in fresh.items() if names}
 
 
-def _require_memory(coordinator: Coordinator, wanted: Named) -> None:
+def _require_memory(coordinator: Coordinator, wanted: Named, nbytes: int) -> None:
+    """Args: nbytes: needed beside these weights."""
     device = coordinator.resources.torch_device
-    nbytes = 0
     for index, names in wanted.items():
         found = [coordinator.units[index].unit.find(name) for name in names]
         nbytes += sum(spec.numel * group.dtype.itemsize for group, spec in found)
     free = available_device_bytes(device)
     if nbytes > free:
         raise PlanError(
-            f"infinity.gathered needs {format_bytes(nbytes)} for copies of weights on {device}, and "
+            f"infinity.gathered needs {format_bytes(nbytes)} for copies on {device}, and "
             f"{format_bytes(free)} are free. Gather one module after the other, or go through "
             "infinity.state_dict(model), which has one tensor in memory at a time."
         )

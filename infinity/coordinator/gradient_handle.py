@@ -9,61 +9,95 @@ ways:
     scaler.unscale_(optim)   before it: checks them and multiplies them by the inverse; then `grad_scale` is None
 
 Checking and multiplying are one operation in torch, which arrives at the handles: they answer the check from the sums
-of squares taken when the gradients landed, and remember the factor (`inverse_scale`).
+of squares taken when the gradients landed, and remember the factor (`Factors.inverse_scale`).
 
 [Note: torch's clipping]
 torch.nn.utils.clip_grad_norm_ asks each gradient for its norm (the handles answer from the same sums of squares) and
-multiplies each by one factor. The handles remember that one, too (`clip_factor`), apart from the scale of the loss:
+multiplies each by one factor. The handles remember that one, too (`Factors.clip`), apart from the scale of the loss:
 the scale is the same for all gradients of a step, and an update that speculates expects it to stay what it was; a
 clip factor belongs to a parameter, and a step with one other than 1 makes what speculated wrong.
+
+[Note: reductions]
+What code logs of gradients (`p.grad.abs().max()`, `isfinite().all()`, norms of any order) is computed from a copy of
+one gradient, which goes with the expression. Only infinity.gathered(..., grads=True) gives copies that stay and may be
+changed: it looks for memory first, and takes back what was changed.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from infinity.errors import ReleasedParameterError
-from infinity.state.unit import ParameterSpec
-from infinity.units.gradients import GroupGradients
+from infinity.state.unit import Place
+from infinity.units.gradients import Gradients
+
+
+class Holder(Protocol):
+    """What has the gradients of a model."""
+
+    gradients: Gradients
+
+    def gradient_value(self, place: Place) -> torch.Tensor: ...
+
+
+@dataclass
+class Factors:
+    """What a gradient is still to be multiplied by.
+
+    Attributes:
+        inverse_scale: as GradScaler.unscale_ asked.
+        clip: as clip_grad_norm_ or a multiplication by hand asked.
+    """
+
+    inverse_scale: float = 1.0
+    clip: float = 1.0
 
 
 class GradientHandle(torch.Tensor):
-    """A gradient in host memory. Any operation on it raises, but for those of GradScaler and clip_grad_norm_.
+    """A gradient in host memory. Any operation on it raises, but for those of GradScaler and clip_grad_norm_, and
+    reductions.
 
     So `p.grad is None` means what it means in torch, and nothing computes with a gradient that it cannot see.
 
     Attributes:
-        inverse_scale: what the gradient is still to be multiplied by, as GradScaler.unscale_ asked.
-        clip_factor: the same, as clip_grad_norm_ or a multiplication by hand asked.
+        factors: shared by the handles that `.data` and `.detach()` give: what multiplies one multiplies all.
 
     Args:
-        gradients: where it is; not kept alive.
+        like: of the gradient's shape, on its device.
+        holder: has the gradient; not kept alive.
     """
 
-    inverse_scale: float
-    clip_factor: float
-    _gradients: weakref.ref[GroupGradients]
-    _spec: ParameterSpec
+    factors: Factors
+    _holder: weakref.ref[Holder]
+    _place: Place
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, gradients: GroupGradients, spec: ParameterSpec) -> GradientHandle:
+    def __new__(
+        cls, like: torch.Tensor, holder: weakref.ref[Holder], place: Place, factors: Factors | None = None
+    ) -> GradientHandle:
         handle: GradientHandle = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+            cls, like.shape, dtype=place.group.dtype, device=like.device
         )
-        handle.inverse_scale = handle.clip_factor = 1.0
-        handle._gradients = weakref.ref(gradients)
-        handle._spec = spec
+        handle.factors = factors or Factors()
+        handle._holder, handle._place = holder, place
         return handle
 
     def renewed(self) -> GradientHandle:
         """The same handle, for another gradient of the parameter."""
-        self.inverse_scale = self.clip_factor = 1.0
+        self.factors.inverse_scale = self.factors.clip = 1.0
         return self
+
+    def alias(self) -> GradientHandle:
+        """Another handle of the same gradient."""
+        return GradientHandle(self, self._holder, self._place, self.factors)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -74,28 +108,47 @@ class GradientHandle(torch.Tensor):
 
     @property
     def finite(self) -> bool:
-        return self._landed().sum_squares(self._spec) < float("inf")
+        return self._sum_squares() < float("inf")
 
     @property
     def l2_norm(self) -> float:
         """Of the gradient unscaled and clipped as far as was asked, and averaged over the ranks; not finite where an
         element is not."""
-        gradients = self._landed()
-        factor = abs(self.inverse_scale * self.clip_factor) * gradients.mean
-        return math.sqrt(gradients.sum_squares(self._spec)) * factor
+        mean = self._held().gradients.of(self._place).mean
+        return math.sqrt(self._sum_squares()) * abs(self.factors.inverse_scale * self.factors.clip) * mean
 
-    def _landed(self) -> GroupGradients:
-        gradients = self._gradients()
-        if gradients is None:
+    def value(self) -> torch.Tensor:
+        """A copy of it on the parameter's device, unscaled and clipped as far as was asked. Raises as
+        Holder.gradient_value."""
+        value, factor = self._held().gradient_value(self._place), self.factors.inverse_scale * self.factors.clip
+        value = value if factor == 1.0 else value.float() * factor
+        return value.to(self.device, self.dtype)
+
+    def _sum_squares(self) -> float:
+        return self._held().gradients.of(self._place).sum_squares(self._place.spec)
+
+    def _held(self) -> Holder:
+        holder = self._holder()
+        if holder is None:
             raise ReleasedParameterError("this gradient is gone, with the offloaded model it was of")
-        return gradients
+        return holder
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         answer = _ANSWERS.get(func)
+        if answer is None and func.overloadpacket in _READING:
+            answer = functools.partial(_with_values, func)
         if answer is None:
             raise _refusal(func)
         return answer(*args, **(kwargs or {}))
+
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """Refused: torch's own refusal does not say what to do."""
+        raise _refusal(".numpy()")
+
+    def tolist(self) -> NoReturn:
+        """Refused, as `numpy`."""
+        raise _refusal(".tolist()")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"GradientHandle({tuple(self.shape)}, {super().dtype})"
@@ -111,7 +164,7 @@ def _check_and_unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tenso
         found_inf.fill_(1.0)
     factor = inverse.item()  # once: on a GPU it waits for all that was queued
     for handle in handles:
-        handle.inverse_scale *= factor
+        handle.factors.inverse_scale *= factor
 
 
 def _refusal(what: object) -> ReleasedParameterError:
@@ -119,17 +172,25 @@ def _refusal(what: object) -> ReleasedParameterError:
     said = "a conversion (.float(), .double(), .to(), .cpu())" if converts else str(what)
     instead = " For its norm leave the conversion out: p.grad.norm()." if converts else ""
     return ReleasedParameterError(
-        f"{said} on the gradient of an offloaded parameter: it is in host memory, not in .grad. What works is "
-        "p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2, a multiplication by a number, and "
-        "torch.amp.GradScaler. To clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose last_grad_norm "
-        f"has the norm.{instead}"
+        f"{said} on the gradient of an offloaded parameter: it is in host memory, not in .grad. Between backward and "
+        "step, `with infinity.gathered(model, module, grads=True):` has its values, to read and to change. What works "
+        "without it is p.grad.norm() and other reductions, torch.nn.utils.clip_grad_norm_, a multiplication by a "
+        "number, and torch.amp.GradScaler. To clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose "
+        f"last_grad_norm has the norm.{instead}"
     )
 
 
+def _with_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compute with copies of the gradients, which go when this returns."""
+    value = functools.cache(GradientHandle.value)  # isfinite() compares a gradient with itself
+    args, kwargs = tree_map_only(GradientHandle, value, (args, kwargs))
+    return func(*args, **kwargs)
+
+
 def _norm(handle: GradientHandle, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """torch.linalg.vector_norm of a whole gradient: a float32 scalar on the parameter's device."""
+    """torch.linalg.vector_norm; that of order 2 of a whole gradient is a float32 scalar on the parameter's device."""
     if order != 2 or dim is not None or keepdim:
-        raise _refusal(f"a norm of order {order}" if dim is None else "a norm along a dimension")
+        return _with_values(_aten.linalg_vector_norm.default, handle, order, dim, keepdim, dtype=dtype)
     return torch.tensor(handle.l2_norm, dtype=dtype or torch.float32, device=handle.device)
 
 
@@ -141,14 +202,14 @@ def _multiply(handle: torch.Tensor, factor: Any) -> torch.Tensor:
     """By a number, or a tensor that holds one."""
     if not isinstance(handle, GradientHandle):
         raise _refusal("a multiplication of a tensor by it")
-    handle.clip_factor *= _number(factor)
+    handle.factors.clip *= _number(factor)
     return handle
 
 
 def _divide(handle: torch.Tensor, divisor: Any) -> torch.Tensor:
     if not isinstance(handle, GradientHandle):
         raise _refusal("a division of a tensor by it")
-    handle.clip_factor /= _number(divisor)
+    handle.factors.clip /= _number(divisor)
     return handle
 
 
@@ -184,8 +245,25 @@ def _number(value: Any) -> float:
 
 _aten = torch.ops.aten
 _CONVERSIONS = (_aten._to_copy.default,)
+_READING = {
+    *(_aten.abs, _aten.pow, _aten.isnan, _aten.isinf, _aten.eq, _aten.ne, _aten.lt, _aten.le, _aten.gt, _aten.ge),
+    *(
+        _aten.any,
+        _aten.all,
+        _aten.count_nonzero,
+        _aten.sum,
+        _aten.nansum,
+        _aten.mean,
+        _aten.std,
+        _aten.var,
+        _aten.median,
+    ),
+    *(_aten.max, _aten.min, _aten.amax, _aten.amin, _aten.aminmax, _aten.std_mean, _aten.var_mean, _aten.histc),
+}
+"""Reductions, and what goes into them element by element ([Note: reductions])."""
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
+    _aten.detach.default: GradientHandle.alias,
     _aten.linalg_vector_norm.default: _norm,
     _aten._foreach_norm.Scalar: _norms,
     _aten.mul_.Tensor: _multiply,

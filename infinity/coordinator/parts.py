@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from infinity.base.interrupt import whole
 from infinity.base.timeline import Timeline
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.coordinator.progress import Progress
@@ -17,6 +19,7 @@ from infinity.coordinator.readers import Readers
 from infinity.coordinator.speculator import Speculator
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Checkpointed, Optimizers
+from infinity.errors import NotAvailableError
 from infinity.plan.plan import Plan
 from infinity.state.released import Lender, released_class
 from infinity.state.shard import Shard
@@ -155,7 +158,27 @@ class Parts(Lender):
 
     def handle(self, parameter: nn.Parameter, place: Place) -> GradientHandle:
         """What stands in `parameter.grad` for a gradient that has landed."""
-        return GradientHandle(parameter, self.gradients.of(place), place.spec)
+        return GradientHandle(parameter, weakref.ref(self), place)
+
+    @whole
+    def gradient_value(self, place: Place) -> torch.Tensor:
+        """A copy of a gradient that has landed, in RAM, in the dtype that it waits in.
+
+        Raises:
+            NotAvailableError: there are several ranks, and this one has a slice of it.
+            DeviceError, SwapIOError: it was lost on its way.
+        """
+        if self.shared is not None:
+            raise NotAvailableError(
+                f"the gradient of '{place.spec.name}' lies in slices on several ranks, and its values are not "
+                "available yet. What works is p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2 and a "
+                "multiplication by a number. A hook of the parameter (register_hook, before the backward) is given the "
+                "gradient of this rank's own batch."
+            )
+        with self._lock:
+            self.health.require_open()
+            self.units[place.unit.index].apply_update()  # which reads what is brought to RAM here
+            return self.gradients.of(place).value(place.spec)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self._owners[id(parameter)][1]

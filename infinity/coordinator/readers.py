@@ -18,7 +18,7 @@ class Readers:
         self._in_forward = False
         self._in_backward = False
         self._end_if_dead: Callable[[], None] = lambda: None
-        self._gathering = 0
+        self._gathering = self._lending = 0
         self._others: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     @property
@@ -61,7 +61,16 @@ class Readers:
         self._in_forward = False
 
     def backward_begins(self) -> None:
-        """In whichever thread; others may not close what it opens."""
+        """In whichever thread; others may not close what it opens.
+
+        Raises:
+            ModelError: it would add to gradients that were gathered.
+        """
+        if self._lending:
+            raise ModelError(
+                "a backward pass inside `with infinity.gathered(..., grads=True)`: the gradients that were gathered "
+                "would be those of before the pass. Leave the context first."
+            )
         self._in_backward = True
 
     def backward_ends(self) -> None:
@@ -69,13 +78,16 @@ class Readers:
         self._in_backward = False
 
     @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """In this context parameters of every unit may be read: they are brought as they are in a forward."""
+    def gathering(self, *, grads: bool = False) -> Iterator[None]:
+        """In this context parameters of every unit may be read: they are brought as they are in a forward. Args: grads:
+        gradients are gathered, too."""
         self._gathering += 1
+        self._lending += grads
         try:
             yield
         finally:
             self._gathering -= 1
+            self._lending -= grads
 
     def step_begins(self) -> None:
         """No pass is under way any more, whatever ended it.

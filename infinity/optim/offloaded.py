@@ -172,7 +172,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         ('' when all are)."""
         by_factor: dict[float, list[Place]] = {}
         for each in active:
-            by_factor.setdefault(each.handle.clip_factor, []).append(each.place)
+            by_factor.setdefault(each.handle.factors.clip, []).append(each.place)
         landed = clipped = 0.0
         for factor, places in by_factor.items():
             part, bad = self.coordinator.gradient_norm(places)
@@ -260,7 +260,7 @@ class OffloadedOptimizer(GroupedOptimizer):
                 where = place.unit.index, place.group_index
                 end = spec.offset + spec.numel
                 segments.setdefault(where, []).append(
-                    SegmentRequest(spec.offset, end, step, spec.index, fresh, grad_scale * handle.clip_factor, options)
+                    SegmentRequest(spec.offset, end, step, spec.index, fresh, grad_scale * handle.factors.clip, options)
                 )
                 used.setdefault(where, set()).update(moments.values())
         requests = {

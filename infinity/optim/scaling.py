@@ -37,7 +37,7 @@ def loss_scale(optimizer: torch.optim.Optimizer, gradients: Iterable[tuple[str, 
         ModelError: some were unscaled, and others set by hand after that.
     """
     inverse = inverse_of(getattr(optimizer, "grad_scale", None))
-    factors = {handle.inverse_scale: name for name, handle in gradients}
+    factors = {handle.factors.inverse_scale: name for name, handle in gradients}
     if len(factors) > 1:
         one, other = list(factors.values())[:2]
         raise ModelError(

@@ -17,7 +17,9 @@ from infinity.runtime.tiles import TiledLinear
 from infinity.state.tiles import Tile
 
 
-def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool = False) -> AbstractContextManager[None]:
+def gathered(
+    model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool = False, grads: bool = False
+) -> AbstractContextManager[None]:
     """The weights of these modules have their values in this context, as if the model were not offloaded: `.data`,
     state_dict, norms, and code that knows nothing of infinity (EMA, weight logging, sending weights to an inference
     engine, peft's merge_and_unload):
@@ -28,6 +30,9 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
         for module in model.model.layers:  # a model larger than memory, one block after the other
             with infinity.gathered(model, module, write=True):
                 module.mlp.down_proj.weight.mul_(0.5)
+
+        with infinity.gathered(model, model.lm_head, grads=True):  # between backward and step
+            model.lm_head.weight.grad.clamp_(-1.0, 1.0)
 
     A model of which nothing is offloaded has its values anyway: then the context does nothing, and a script with it
     runs without infinity, too.
@@ -41,12 +46,16 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
         write: keep what is changed: at the end, parameters whose bits changed are written to the store, with a master
             of exactly these values; their moments stay. Without it every change ends with the context, and a warning
             names one. An exception in the context drops all changes.
+        grads: `.grad` is a copy, too, in the parameter's dtype, between backward and step. At the end those that were
+            changed are the gradients of the step, with or without `write`; a parameter whose `.grad` is None then has
+            none. An exception in the context drops these changes, too.
 
     Raises:
         PlanError: there is no memory for the copies.
-        ModelError: `model` is a part of an offloaded model; a module is not of it; `write` in a forward or backward
-            pass, or for what an outer context gathered; at the end: a shape or dtype changed, or a frozen weight that
-            generations of the run share.
+        ModelError: `model` is a part of an offloaded model; a module is not of it; `write` or `grads` in a forward or
+            backward pass; `write` for what an outer context gathered; `grads` where there are none; at the end: a shape
+            or dtype changed, or a frozen weight that generations of the run share.
+        NotAvailableError: `grads` with several ranks.
         InfinityError, SwapIOError: as a forward pass; at the end: the store could not be written.
     """
     named = [parameter for module in (model, *modules) for parameter in _parameters_of(module)]
@@ -58,6 +67,11 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
     coordinator.require_untouched()
     if write and coordinator.readers.passing:
         raise ModelError("infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights")
+    if grads and coordinator.readers.passing:
+        raise ModelError(
+            "infinity.gathered(..., grads=True) in a forward or backward pass, in which gradients may come. Enter it "
+            "between backward() and optim.step()."
+        )
     wanted: dict[int, list[str]] = {}
     for module in modules or (model,):
         for parameter in _parameters_of(module):
@@ -69,7 +83,7 @@ def gathered(model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool =
     if not coordinator.readers.passing:
         hooks = SavedTensors(coordinator)
         saved = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
-    return Gathering(coordinator, wanted, saved, write=write)
+    return Gathering(coordinator, wanted, saved, write=write, grads=grads)
 
 
 def not_gathered(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from infinity.base.interrupt import whole
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.gradient_handle import GradientHandle
+from infinity.coordinator.gradient_handle import Factors, GradientHandle
 from infinity.errors import ModelError
 from infinity.runtime.calls import Call
 from infinity.runtime.guards import Guard
@@ -443,10 +443,10 @@ class ParameterHooks(Guard):
     def _require_as_it_came(self, before: GradientHandle) -> None:
         """Raises ModelError where a backward pass adds to a gradient that is to be multiplied by a factor, which would
         be applied to what is added, too."""
-        if before.inverse_scale == before.clip_factor == 1.0:
+        if before.factors == Factors():
             return
         self._parameter.grad = before
-        call = "clip_grad_norm_()" if before.inverse_scale == 1.0 else "scaler.unscale_()"
+        call = "clip_grad_norm_()" if before.factors.inverse_scale == 1.0 else "scaler.unscale_()"
         raise ModelError(
             f"a backward pass after {call} adds to the gradient of '{self._place.spec.name}', which was multiplied by "
             f"a factor already. Call {call} after the last backward pass before the step."

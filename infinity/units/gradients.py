@@ -270,6 +270,17 @@ class GroupGradients:
         """Σ g² in double; not finite when any element is not. Waits and raises as `partials`."""
         return total_of(self.partials(spec))
 
+    def value(self, spec: ParameterSpec) -> torch.Tensor:
+        """A copy of a gradient that is present, of the parameter's shape, `dtype`. Waits until it has landed.
+
+        Raises:
+            DeviceError, SwapIOError: it was lost on its way.
+        """
+        self.settle()
+        if not spec.numel:
+            return torch.empty(spec.shape, dtype=self.dtype)
+        return torch.frombuffer(self._range(spec), dtype=self.dtype).clone().view(spec.shape)
+
     def drop(self, name: str) -> None:
         self.present.discard(name)
         self._sums.pop(name, None)

@@ -104,6 +104,18 @@ def test_a_backward_may_read_in_its_own_thread() -> None:
     assert seen == [(True, True)]
 
 
+def test_a_backward_begins_only_where_no_gradients_are_gathered() -> None:
+    readers = Readers()
+    with readers.gathering():
+        readers.backward_begins()
+    readers.backward_ends()
+    refused = pytest.raises(ModelError, match="a backward pass inside .*grads=True")
+    with readers.gathering(grads=True), readers.gathering(), refused:
+        readers.backward_begins()
+    assert readers.nobody
+    readers.backward_begins()
+
+
 def test_what_is_dead_is_ended_before_a_step_is_refused_for_it() -> None:
     readers = Readers()
 

@@ -7,12 +7,27 @@ from tests.mutation.mutant import Mutant
 _RESUME = "tests/runtime/test_resume.py"
 _LOOPS = "tests/runtime/test_loops.py"
 _GATHERED = "tests/runtime/test_gathered.py"
+_GRADIENTS = "tests/runtime/test_gathered_gradients.py"
 _RELEASED = "tests/runtime/test_released.py"
 _OVERLAP = "tests/runtime/test_overlap.py"
 _RECOMPUTED = "tests/runtime/test_recomputed.py"
 _IN_RAM = "tests/runtime/test_speculation_in_ram.py"
 
 OF_TRAINING = [
+    Mutant(
+        "a gradient that was changed by .data is taken back",
+        "infinity/coordinator/lent_gradients.py",
+        "    return not torch.equal(",
+        "    return False and not torch.equal(",
+        (_GRADIENTS, "-k", "takes_what_was_changed"),
+    ),
+    Mutant(
+        "a gradient that is changed by hand undoes the update that has begun with it",
+        "infinity/coordinator/coordinator.py",
+        "if self.units[place.unit.index].speculative is not None:",
+        "if False:",
+        (_GRADIENTS, "-k", "undoes_the_updates"),
+    ),
     Mutant(
         "the unit of the last visit makes room for what is fetched ahead",
         "infinity/units/room.py",

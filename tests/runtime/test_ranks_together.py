@@ -172,6 +172,34 @@ def test_a_gradient_set_by_hand_is_refused(tmp_path: Path) -> None:
     run(2, by_hand, str(tmp_path))
 
 
+def values_of_gradients(folder: str) -> None:
+    """What is refused, and what the message says that works."""
+    model = offloaded(folder, TIERS[3])
+    optim, own = infinity.AdamW(model.parameters()), []
+    parameter = model.head.weight
+    parameter.register_hook(own.append)
+    for step in range(2):
+        model(batch(step, dist.get_rank(), torch.float32)).backward()
+        refused = pytest.raises(NotAvailableError, match=r"'blocks.*' lies in slices .*register_hook, before the backw")
+        with refused, infinity.gathered(model, grads=True):
+            pass
+        with pytest.raises(NotAvailableError, match=r"What works is p\.grad\.norm\(\)"):
+            parameter.grad.abs().max()
+        assert parameter.grad.data.norm() > 0
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=2) > 0
+        parameter.grad.mul_(0.5)
+        optim.step()
+        optim.zero_grad()
+    assert [each.shape for each in own] == [parameter.shape] * 2
+    with pytest.raises(NotAvailableError, match="infinity checkpoint export"):
+        optim.read_state(parameter, "exp_avg")
+    infinity.close(model)
+
+
+def test_values_of_gradients_are_refused_by_name(tmp_path: Path) -> None:
+    run(2, values_of_gradients, str(tmp_path))
+
+
 def saved(folder: str) -> Any:
     model = offloaded(folder, TIERS[3])
     infinity.save_pretrained(model, f"{folder}/out")
