@@ -1,4 +1,4 @@
-"""The exact values of parameters: those of the master, where it is finer than the weights."""
+"""The exact values of parameters: those of the master, where it is finer than the weights; and of their moments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import torch
 
 from infinity import _native
 from infinity.coordinator.coordinator import Coordinator
+from infinity.errors import NotAvailableError
 from infinity.io.store import wait_all
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
+from infinity.state.moments import Moment
 from infinity.state.unit import Place
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
@@ -40,6 +42,32 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
     values = torch.empty(spec.numel)
     _native.decode_split16(weight.reshape(-1).view(torch.uint8).numpy(), rest.numpy(), values.numpy())
     return values.view(spec.shape)
+
+
+def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torch.Tensor:
+    """A copy in RAM of a moment after the last step, of the parameter's shape: fp32, also of what bf16 and int8 stand
+    for. All of the parameter's group is read, whose moments are encoded together.
+
+    Raises:
+        NotAvailableError: there are several ranks, and this one has a slice of it.
+        SwapIOError: the store could not be read.
+    """
+    if coordinator.shared is not None:
+        raise NotAvailableError(
+            f"{moment} of '{place.spec.name}' lies in slices on several ranks. `infinity checkpoint export` writes it "
+            "whole, from a generation of the run."
+        )
+    states, spec = coordinator.units[place.unit.index].homes.states[place.group_index], place.spec
+    home = states.exp_avg if moment == "exp_avg" else states.exp_avg_sq
+    if home is None:
+        raise AssertionError(f"the run keeps no {moment}")
+    values = torch.empty(place.group.numel)
+    with coordinator.locked():
+        coordinator.fence()
+        encoded = read_part(coordinator.resources, home, 0, home.nbytes)
+    is_signed = moment == "exp_avg"
+    _native.decode_moments(encoded.numpy(), place.group.moments, is_signed=is_signed, values=values.numpy())
+    return values[spec.offset : spec.offset + spec.numel].clone().view(spec.shape)
 
 
 def read_part(resources: Resources, home: Home, begin: int, nbytes: int) -> torch.Tensor:

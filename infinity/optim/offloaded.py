@@ -7,21 +7,23 @@ import logging
 import math
 import operator
 import reprlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
 from infinity.base.interrupt import whole
+from infinity.coordinator.exact import exact_moment
 from infinity.coordinator.gradient_handle import GradientHandle
-from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ResumeError
+from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ReleasedParameterError, ResumeError
 from infinity.optim.groups import GroupedOptimizer
 from infinity.optim.handles import StateHandle, parts_of
 from infinity.optim.hyperparameters import max_grad_norm_of
 from infinity.optim.scaling import LossScale, forget_scale, inverse_of, loss_scale
-from infinity.state.moments import Moment
+from infinity.state.moments import STORED_AS, Moment
 from infinity.state.records import OptimizerRecord, record_optimizer
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Place
@@ -39,6 +41,18 @@ class _Active(NamedTuple):
     place: Place
     group: dict[str, Any]
     handle: GradientHandle
+
+
+class _State(dict[str, Any]):
+    """`optimizer.state[parameter]`: its step. Its moments are in the store."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        if key not in STORED_AS:
+            raise KeyError(key)
+        raise ReleasedParameterError(
+            f"optimizer.state[parameter]['{key}'] is in the store: optimizer.read_state(parameter, '{key}') reads a "
+            "copy of it, and a change of the copy changes nothing. optimizer.state_dict() names it."
+        )
 
 
 class OffloadedOptimizer(GroupedOptimizer):
@@ -82,6 +96,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self._inverse_scale = 1.0  # of the last step that was taken; before the first what no loss scale gives
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults, **options)
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(_State)
         self._inverse_scale = inverse_of(float(self.coordinator.world))
         self.coordinator.enter(self)
 
@@ -317,7 +332,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         for parameter, place in places.items():
             state = self._unclaimed.pop(place.spec.name, None)
             if state is not None:
-                self.state[parameter] = state
+                self.state[parameter] = _State(state)
 
     def take_up_hyperparameters(self, saved: OptimizerRecord) -> None:
         """In a resumed run: learning rates and the like as they were, as torch's load_state_dict does.
@@ -346,6 +361,28 @@ class OffloadedOptimizer(GroupedOptimizer):
         """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
         zeros."""
         self.coordinator.zero_grad(self._places.items())
+
+    def read_state(self, parameter: nn.Parameter, name: str) -> torch.Tensor:
+        """A copy of a state of a parameter after the last step: fp32, of the parameter's shape, in RAM. A state that is
+        kept in bf16 or int8 has the values that it stands for.
+
+        Args:
+            name: torch's name of it, such as "exp_avg".
+
+        Raises:
+            ConfigError: the parameter has no state of this name, or none before its first step.
+            NotAvailableError: there are several ranks.
+            SwapIOError: the store could not be read.
+        """
+        place, begun = self._places.get(parameter), self.state.get(parameter, {}).get("begun", {})
+        if place is None:
+            raise ConfigError(
+                f"read_state: this optimizer does not train the parameter of shape {tuple(parameter.shape)}"
+            )
+        if name not in begun:
+            known = ", ".join(begun) or "none before its first step"
+            raise ConfigError(f"read_state: '{place.spec.name}' has no state {reprlib.repr(name)}. Its states: {known}")
+        return exact_moment(self.coordinator, place, STORED_AS[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Hyperparameters and steps, and a StateHandle for each moment: no tensor is read from the store."""
@@ -380,6 +417,7 @@ class OffloadedOptimizer(GroupedOptimizer):
                 )
         state = {key: self._own_state(own[key], state) for key, state in states.items()}
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
+        self.state = defaultdict(_State, {parameter: _State(each) for parameter, each in self.state.items()})
 
     def _own_state(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The state a state_dict names, if it is the one in the store."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import infinity
-from tests.conftest import weights_of
+from tests.conftest import states_of, weights_of
 from tests.models import Batch, llama, loss_of
 
 
@@ -145,6 +145,34 @@ def test_handles_can_be_saved_and_loaded_safely_and_name_run_and_step(trained: A
     assert "infinity" not in (tmp_path / "optimizer.pt").read_bytes().decode("latin-1")
     assert copy.copy(packed["state"][0]["exp_avg"]) == packed["state"][0]["exp_avg"]
     optim.load_state_dict(read)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_a_moment_that_is_asked_for_in_state_is_read_as_the_message_says(moments: str, offload: Any) -> None:
+    torch.manual_seed(0)
+    model = offload(nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 8)), moments=moments)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    with pytest.raises(infinity.ConfigError, match="'0.weight' has no state 'exp_avg'. Its states: none before"):
+        optim.read_state(model[0].weight, "exp_avg")
+    for _ in range(2):
+        model(torch.ones(2, 8)).square().sum().backward()
+        optim.step()
+        optim.zero_grad()
+    optim.load_state_dict(optim.state_dict())
+    kept = states_of(model)
+    for name, parameter in model.named_parameters():
+        with pytest.raises(infinity.ReleasedParameterError, match=r"optimizer.read_state\(parameter, 'exp_avg_sq'\)"):
+            optim.state[parameter]["exp_avg_sq"]
+        for state in ("exp_avg", "exp_avg_sq"):
+            found = optim.read_state(parameter, state)
+            assert torch.equal(found, kept[f"{name}.{state}"].view(parameter.shape))
+            assert found.any()
+    with pytest.raises(KeyError):
+        optim.state[parameter]["other"]
+    with pytest.raises(infinity.ConfigError, match="has no state 'sum'. Its states: exp_avg, exp_avg_sq"):
+        optim.read_state(parameter, "sum")
+    with pytest.raises(infinity.ConfigError, match=r"does not train the parameter of shape \(2,\)"):
+        optim.read_state(nn.Parameter(torch.ones(2)), "exp_avg")
 
 
 def test_loading_states_that_are_not_in_the_store_raises(trained: Any) -> None:
