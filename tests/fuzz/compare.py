@@ -6,6 +6,7 @@ import copy
 import os
 import random
 import tempfile
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 import infinity
 from infinity.coordinator import registry
 from tests.conftest import require_no_leaks, states_of, weights_of
-from tests.fuzz import configs, loops, models
+from tests.fuzz import configs, gradients, loops, models
 from tests.fuzz.loops import Log, Loop
 from tests.fuzz.models import Net
 from tests.fuzz.reference import USES, Reference
@@ -101,6 +102,9 @@ class Plain:
     def accumulating(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
+    def gradients(self, parameters: Sequence[nn.Parameter], *, write: bool) -> AbstractContextManager[None]:
+        return gradients.lent(self.optimizer.gradients, parameters)
+
 
 class Offloaded:
     """The same, offloaded by infinity."""
@@ -143,6 +147,9 @@ class Offloaded:
 
     def accumulating(self) -> AbstractContextManager[Any]:
         return infinity.no_sync(self.model)
+
+    def gradients(self, parameters: Sequence[nn.Parameter], *, write: bool) -> AbstractContextManager[None]:
+        return infinity.gathered(self.model, *parameters, write=write, grads=True)
 
     def close(self) -> None:
         infinity.close(self.model, discard=True)
@@ -204,7 +211,7 @@ def _where(seed: int) -> str | None:
 
 def _differences(found: Log, wanted: Log) -> list[str]:
     problems = []
-    for name in ("failures", "restarts", "skipped", "rates", "evaluations", "losses"):
+    for name in ("failures", "restarts", "skipped", "rates", "evaluations", "losses", "gradients"):
         ours, theirs = getattr(found, name), getattr(wanted, name)
         if repr(ours) != repr(theirs):  # every digit; NaN is NaN
             problems.append(f"{name} are {ours}, should be {theirs}")

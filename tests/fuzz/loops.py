@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from infinity.errors import NonFiniteGradientError
+from tests.fuzz import gradients
 from tests.fuzz.models import Net, UserError
 
 Zero = Literal["optimizer", "filled", "model", "kept"]
@@ -41,6 +43,7 @@ class Iteration:
         lr: set by hand at the top of the loop; None: it stays.
         gates: whether each visit of a block takes place.
         restart: afterwards the run ends and is resumed from that many generations back; once.
+        changes: of gradients, after each micro-batch.
     """
 
     micro_batches: int
@@ -54,6 +57,7 @@ class Iteration:
     gates: tuple[bool, ...]
     in_thread: bool
     restart: int | None
+    changes: tuple[gradients.Change | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,9 @@ class World(Protocol):
 
     def accumulating(self) -> AbstractContextManager[Any]: ...
 
+    def gradients(self, parameters: Sequence[nn.Parameter], *, write: bool) -> AbstractContextManager[None]:
+        """In this context these have gradients that may be read and changed."""
+
 
 @dataclass
 class Log:
@@ -110,6 +117,7 @@ class Log:
     evaluations: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     restarts: dict[int, int] = field(default_factory=dict)
+    gradients: list[float] = field(default_factory=list)
 
 
 def _iteration(rng: random.Random, visits: int, odd: float, accumulation: int, resumable: bool) -> Iteration:
@@ -173,6 +181,7 @@ def make(seed: int, visits: int, *, resumable: bool) -> Loop:
     odd, accumulation = rng.choice([0.0, 0.5, 1.0, 1.0]), rng.choice([1, 1, 1, 2, 3])
     steps = rng.randint(2, 5)
     iterations = [_iteration(rng, visits, odd, accumulation, resumable) for _ in range(steps)]
+    iterations = [replace(e, changes=gradients.drawn(seed, at, e.micro_batches)) for at, e in enumerate(iterations)]
     return Loop(
         rule=rule,
         defaults=_RULES[rule],
@@ -285,6 +294,9 @@ def _passes(world: World, iteration: Iteration, index: int, failure: Failure | N
             loss = model(batch) / iteration.micro_batches
             total += loss.item()
             _backward(loss * math.nan if iteration.nan and last else loss, iteration.in_thread)
+        read = gradients.apply(world, iteration.changes[micro])
+        if log is not None:
+            log.gradients += read
     return total
 
 

@@ -26,6 +26,7 @@ class Reference(torch.optim.Optimizer):
         last_grad_norm, skipped_steps: as infinity's optimizers have them.
         distorted: (index of a param group, factor) of a learning rate that is wrong on purpose.
         moved: param groups of which some weight has changed.
+        gradients: in fp32, of the parameters that have one.
 
     Args:
         exact: parameters whose moments are fp32 whatever `moments` says.
@@ -50,7 +51,7 @@ class Reference(torch.optim.Optimizer):
         self._skips_in_a_row = 0
         self.distorted: tuple[int, float] | None = None
         self.moved: set[int] = set()
-        self._gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self.gradients: dict[nn.Parameter, torch.Tensor] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad:
@@ -75,14 +76,14 @@ class Reference(torch.optim.Optimizer):
     def _expect(self, parameter: nn.Parameter) -> None:
         """A gradient is about to come: whoever set .grad to None wants nothing of those before."""
         if parameter.grad is None:
-            self._gradients.pop(parameter, None)
+            self.gradients.pop(parameter, None)
 
     def _take(self, parameter: nn.Parameter) -> None:
         """Keep a gradient in fp32; a zero stays in .grad."""
         assert parameter.grad is not None
         gradient, parameter.grad = parameter.grad.float(), torch.zeros_like(parameter)
-        before = self._gradients.get(parameter)
-        self._gradients[parameter] = gradient.clone() if before is None else before + gradient
+        before = self.gradients.get(parameter)
+        self.gradients[parameter] = gradient.clone() if before is None else before + gradient
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none=True)
@@ -100,7 +101,7 @@ class Reference(torch.optim.Optimizer):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        total = sum(self._gradients[parameter].double().square().sum().item() for parameter, _ in active)
+        total = sum(self.gradients[parameter].double().square().sum().item() for parameter, _ in active)
         if not total < math.inf:
             self.last_grad_norm = math.nan
             self.skipped_steps += 1
@@ -115,7 +116,7 @@ class Reference(torch.optim.Optimizer):
             group = dict(self.param_groups[index])
             if self.distorted is not None and self.distorted[0] == index:
                 group["lr"] = float(group["lr"]) * self.distorted[1]
-            gradient = self._gradients[parameter] * (-scale if group["maximize"] else scale)
+            gradient = self.gradients[parameter] * (-scale if group["maximize"] else scale)
             if self._update(parameter, gradient, group):
                 self.moved.add(index)
         return loss
