@@ -119,6 +119,21 @@ def mixtral() -> tuple[nn.Module, Batch]:
     return hf.MixtralForCausalLM(config), {"input_ids": _ids(), "labels": _ids()}
 
 
+def qwen3_moe() -> tuple[nn.Module, Batch]:
+    config = hf.Qwen3MoeConfig(
+        hidden_size=32,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+    )
+    return hf.Qwen3MoeForCausalLM(config), {"input_ids": _ids(), "labels": _ids()}
+
+
 class MixedDtypes(nn.Module):
     """Blocks with bf16 matrices and fp32 norms, one frozen matrix each; reduced to a loss."""
 

@@ -30,8 +30,9 @@ from infinity.errors import ConfigError, ModelError, NotAvailableError
 from infinity.runtime.offload import close, offload
 from infinity.runtime.statistics import statistics, trained_of
 
-_ALL_LINEAR = "all-linear"
-"""What PEFT calls every linear layer but the head."""
+ALL_LINEAR = "all-linear"
+"""What PEFT calls every linear layer but the head, and the experts of a mixture."""
+NEEDS_PEFT = '--lora needs PEFT: pip install "infinity-offload[hf]"'
 _NAMED_MAX = 5
 
 
@@ -50,7 +51,7 @@ def check(options: argparse.Namespace) -> None:
     if options.freeze:
         raise ConfigError("--freeze does nothing with --lora, which trains the adapters only")
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError('--lora needs PEFT: pip install "infinity-offload[hf]"')
+        raise ConfigError(NEEDS_PEFT)
 
 
 def named(options: argparse.Namespace) -> dict[str, Any]:
@@ -148,12 +149,12 @@ def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> 
 def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    targets = options.lora_targets or _ALL_LINEAR
+    targets = options.lora_targets or ALL_LINEAR
     lora = LoraConfig(
         r=options.lora,
         lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,
         lora_dropout=options.lora_dropout or 0.0,
-        target_modules=_ALL_LINEAR if targets == [_ALL_LINEAR] else targets,
+        target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
         task_type="CAUSAL_LM",
         revision=options.revision,
     )

@@ -377,6 +377,11 @@ class Coordinator(Stepping):
         if self.readers.nobody:
             self.room.require_untouched()
 
+    @transition
+    def set_to_itself(self, place: Place) -> None:
+        """torch has set a parameter to itself, as ParameterViews.set_to_itself."""
+        self.units[place.unit.index].views.set_to_itself(place.spec.name)
+
     # -- reading parameters -------------------------------------------------------------------------------------------
 
     @contextmanager

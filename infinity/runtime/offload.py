@@ -37,6 +37,7 @@ from infinity.runtime.hooks import (
 )
 from infinity.runtime.methods import Given, give_methods
 from infinity.runtime.micro_batches import remember
+from infinity.runtime.parametrizations import watch_parametrizations
 from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.pins import generation_of
 from infinity.runtime.tiles import by_rows, require_untied
@@ -355,7 +356,7 @@ def _install(
     """Put the hooks on parameters and on modules, and return them."""
     ends = BackwardEnds(coordinator)
     scope = Scope(coordinator, structure, ends)
-    on_parameters: list[RemovableHandle] = []
+    on_parameters = [watch_parametrizations(coordinator)]
     on_modules: list[Handle] = []
     for site in found.sites:
         on_modules.append(site.module.register_forward_pre_hook(SiteEnter(coordinator, site)))

@@ -138,6 +138,14 @@ class ParameterViews:
         if slot is not None:
             slot.expect(len(self.named) - len(self.gathered))
 
+    def set_to_itself(self, name: str) -> None:
+        """torch has called `parameter.set_(parameter)`, which adds one to the version and changes no value. A parameter
+        whose version moved further was changed before that: require_untouched will say so."""
+        storage, offset, version = self._marks[name]
+        with torch._C.DisableTorchFunctionSubclass():
+            if _mark(self.named[name]) == (storage, offset, version + 1):
+                self._marks[name] = storage, offset, version + 1
+
     def require_untouched(self) -> None:
         """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
         with torch._C.DisableTorchFunctionSubclass():

@@ -16,6 +16,7 @@ from infinity.cli.main import main
 from tests.cli.test_finetune import run
 from tests.cli.test_resume import _job, _losses, _stop_after
 from tests.cli.test_resume import job as job  # with dropout in the model
+from tests.models import qwen3_moe
 
 LORA = ["--lora", "4"]
 ADAPTERS = "adapter_model.safetensors"
@@ -76,6 +77,23 @@ def test_losses_are_those_of_peft(
     assert 0 < report["trained_parameters"] < report["parameters"] / 4
     assert f"trained: {report['trained_parameters']:,} of {report['parameters']:,} parameters" in out
     assert not (tmp_path / "out-a" / "model.safetensors").exists()
+
+
+def test_a_mixture_trains_adapters_of_its_experts_too_and_the_plan_counts_them(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    qwen3_moe()[0].save_pretrained(tmp_path / "model")
+    fp32 = _job(tmp_path, "a", activations="keep") | {"--steps": 3, "--warmup-steps": 0}
+    assert run(fp32, *LORA, "--dtype", "fp32", "--schedule", "constant", "--verify-output") == 0
+    expected = plain_losses(fp32)
+    assert [float(loss) for loss in _losses(tmp_path / "out-a")] == pytest.approx(expected, rel=1e-6)
+    assert any("experts" in name for name in load_file(tmp_path / "out-a" / ADAPTERS))
+    report = json.loads((tmp_path / "out-a" / "report.json").read_text())
+    capsys.readouterr()
+    assert main(["plan", "--model", str(tmp_path / "model"), "--machine", "consumer", "--json", *LORA]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    for counted in ("trained_parameters", "parameters"):
+        assert planned[counted] == report[counted]
 
 
 def test_what_is_written_is_loaded_by_peft(job: dict[str, Any], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import infinity
 from infinity.coordinator import registry
 from tests.conftest import weights_of
 from tests.integrations.conftest import Launch
-from tests.models import llama
+from tests.models import llama, qwen3_moe
 
 Rows = list[dict[str, torch.Tensor]]
 LORA: dict[str, dict[str, Any]] = {
@@ -106,6 +106,60 @@ def test_lora_reads_its_base_twice_a_step_and_writes_none_of_it(launch: Launch, 
         assert sum(group.numel for group in groups) >= frozen
         stored = [states for unit in coordinator.resources.units for states in unit.states.values()]
         assert len(stored) == 12  # the adapters of each layer have states, and nothing else has
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_adapters_of_experts_train_as_on_a_plain_base(recomputed: bool, tmp_path: Path) -> None:
+    """PEFT registers a parametrization of the stack of experts in each forward, which sets the stack to itself."""
+    import peft
+
+    config = {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "memory": {"device": "512KiB", "host": "64MiB"},
+        "nvme": {"paths": [str(tmp_path / "swap")]},
+    }
+    losses, weights = list[list[float]](), list[dict[str, torch.Tensor]]()
+    for kind in (torch.optim.AdamW, infinity.AdamW):
+        torch.manual_seed(0)
+        base, batch = qwen3_moe()
+        lora = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=EXPERTS, init_lora_weights=False)
+        model: Any = peft.get_peft_model(base, lora).train()
+        if recomputed:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if kind is infinity.AdamW:
+            infinity.offload(model, config)
+        optim = kind([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+        losses.append([])
+        for _ in range(3):
+            loss = model(**batch).loss
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses[-1].append(loss.item())
+        with torch.inference_mode():
+            losses[-1].append(model(**batch).loss.item())
+        weights.append(weights_of(model) if kind is infinity.AdamW else {**model.state_dict()})
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-6, atol=1e-6)
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items() if "lora_" not in name)
+    stack = next(parameter for name, parameter in model.named_parameters() if name.endswith("gate_up_proj"))
+    owner = next(module for module in model.modules() if module._parameters.get("gate_up_proj") is stack)
+
+    def write(module: torch.nn.Module, inputs: Any) -> None:
+        with torch.no_grad():
+            stack.add_(1.0)
+
+    def train() -> None:
+        model(**batch).loss.backward()
+        optim.step()
+
+    owner.register_forward_pre_hook(write)
+    with pytest.raises(infinity.ModelError, match=r"gate_up_proj' of unit .* was changed outside infinity"):
+        train()
+    infinity.close(model)
 
 
 def test_adapters_are_attached_between_load_pretrained_and_offload(

@@ -172,3 +172,24 @@ def test_autograd_that_saves_a_parameter_keeps_the_slot() -> None:
 
     Backward.apply(torch.ones(1, requires_grad=True)).backward()
     assert seen == [False, True, False]
+
+
+def test_a_parameter_that_was_set_to_itself_is_untouched_and_a_change_before_that_is_told() -> None:
+    views = adopted()
+    views.show(slot_of(1.0, UNIT.weight_bytes))
+    views.open_up()
+    parameter = views.named[NAMES[1]]
+
+    def set_to_itself() -> None:
+        with torch.no_grad():
+            parameter.set_(parameter)
+        views.set_to_itself(NAMES[1])
+
+    set_to_itself()
+    set_to_itself()
+    views.require_untouched()
+    with torch.no_grad():
+        parameter.add_(1)
+    set_to_itself()
+    with pytest.raises(ModelError, match=f"parameter '{NAMES[1]}' of unit '0' was changed outside infinity"):
+        views.require_untouched()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 from torch import nn
 
 from infinity.cli.planning.presets import PRESETS
-from infinity.cli.planning.skeleton import skeleton
-from infinity.echo import quoted
+from infinity.cli.planning.skeleton import Skeleton, skeleton
+from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, ModelError
 from infinity.plan.prediction import Work
 from infinity.state.codec import Codec
@@ -102,17 +103,30 @@ def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> N
 
 
 def adapt(model: nn.Module, rank: int) -> None:
-    """Freeze a model, and put adapters beside the linear layers of its blocks, as --lora does."""
-    model.requires_grad_(False)
-    linears = _linears(model)
-    if not linears:
-        raise ConfigError("--lora: the model's blocks have no linear layers to put adapters beside")
-    for linear in linears:
-        of: dict[str, Any] = {"bias": False, "device": "meta", "dtype": linear.weight.dtype}
-        weight: Any = linear.weight
-        outward, inward = weight.shape if isinstance(linear, nn.Linear) else weight.shape[::-1]
-        linear.add_module("lora_A", nn.Linear(inward, rank, **of))
-        linear.add_module("lora_B", nn.Linear(rank, outward, **of))
+    """Freeze a model, and have PEFT put adapters where it puts them for --lora: beside linear layers, and beside the
+    stacks of experts that PEFT counts among these.
+
+    Raises:
+        ConfigError: there is no PEFT, or the model has no such layers.
+    """
+    from infinity.cli.models import ALL_LINEAR, NEEDS_PEFT
+
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(NEEDS_PEFT)
+    from peft import LoraConfig, inject_adapter_in_model
+
+    dtype = next(model.parameters()).dtype
+    head = ["head"] if isinstance(model, Skeleton) else None  # PEFT knows the head of a transformers model
+    lora = LoraConfig(r=rank, target_modules=ALL_LINEAR, exclude_modules=head, task_type="CAUSAL_LM")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise ConfigError(f"--lora: PEFT finds no layers to put adapters beside ({raised(error)})") from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # PEFT makes them in fp32 on the meta device
+            parameter.data = parameter.to(dtype)
 
 
 def _linears(model: nn.Module) -> list[nn.Module]:

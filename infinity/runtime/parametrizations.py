@@ -1,0 +1,35 @@
+"""Parametrizations that are registered while a forward or backward pass runs, as PEFT does around a stack of experts.
+
+torch.nn.utils.parametrize registers one with `original.set_(original)`: the version of the parameter goes up by one,
+and its values stay. Then it registers the parameter in the list of its parametrizations, which torch tells this hook.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
+
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+
+
+class _Registered:
+    """A hook on every registration of a parameter in this process."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def __call__(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or name != "original" or not isinstance(module, ParametrizationList):
+            return
+        found = registry.find(parameter)
+        swaps = torch.__future__.get_swap_module_params_on_conversion()  # then torch sets nothing
+        if found is not None and found[0] is self._coordinator and not swaps:
+            self._coordinator.set_to_itself(found[1])
+
+
+def watch_parametrizations(coordinator: Coordinator) -> RemovableHandle:
+    """Tell a model's coordinator of each parameter of the model that torch parametrizes."""
+    return nn.modules.module.register_module_parameter_registration_hook(_Registered(coordinator))
