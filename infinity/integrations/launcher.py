@@ -12,15 +12,12 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.integrations import accelerate, deepspeed, folders, models, optimizers, ranks, strategy
 from infinity.integrations.ending import to_the_end
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run
-from infinity.runtime.hooks import ScopeEnter, ScopeLeave, SiteEnter, SiteLeave
 
 
 def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None = None) -> None:
@@ -83,16 +80,9 @@ def _patch_what_is_imported(run: Run, patches: Patches) -> None:
         "transformers.trainer": replace_training,
         "accelerate.utils.dataclasses": partial(deepspeed.refuse_plugin, patches),
         "accelerate.accelerator": partial(accelerate.replace_preparing, run, patches),
-        "torch._dynamo": partial(_leave_hooks_out, patches),
     }
     for name, act in acts.items():
         patches.when_imported(name, act)
-
-
-def _leave_hooks_out(patches: Patches, dynamo: ModuleType) -> None:
-    """torch.compile breaks its graph at a hook that fetches units, and compiles nothing of it."""
-    for kind in (ScopeEnter, ScopeLeave, SiteEnter, SiteLeave):
-        patches.put(kind, "__call__", torch.compiler.disable(kind.__call__))
 
 
 def _require_transformers_5(transformers: ModuleType) -> None:

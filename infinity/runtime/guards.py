@@ -3,12 +3,15 @@ weights; deepcopy and pickling raise."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +23,8 @@ from infinity.runtime.calls import Call
 from infinity.runtime.gathered import gathered, not_gathered
 from infinity.runtime.whole import fits_memory, host_bytes_of, nbytes_of
 from infinity.sizes import format_bytes
+
+H = TypeVar("H", bound=Any)
 
 
 def _refuse(what: str, why: str = "would see placeholders: its weights are in the store") -> NoReturn:
@@ -39,6 +44,23 @@ class Guard:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse("pickling")
+
+
+def not_compiled(hook: type[H]) -> type[H]:
+    """A class of hooks at which torch.compile ends its graph, and of which it compiles nothing. torch's compiler takes
+    seconds to import: it is not asked before somebody else has imported it."""
+    call: Any = hook.__call__
+
+    @functools.wraps(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return call(*args, **kwargs)
+        hook.__call__ = torch.compiler.disable(call)
+        return hook.__call__(*args, **kwargs)
+
+    run.__dict__["_torchdynamo_disable"] = True  # as torch.compiler.disable says it of what it returns
+    hook.__call__ = run
+    return hook
 
 
 class _Hook(Guard):

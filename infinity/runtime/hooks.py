@@ -27,7 +27,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import Factors, GradientHandle
 from infinity.errors import ModelError
 from infinity.runtime.calls import Call
-from infinity.runtime.guards import Guard
+from infinity.runtime.guards import Guard, not_compiled
 from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.recomputed import free_recomputed
 from infinity.runtime.saved import Kept, SavedTensors
@@ -258,6 +258,7 @@ class Scope:
             self.abandon()
 
 
+@not_compiled
 class ScopeEnter(Guard):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
@@ -268,6 +269,7 @@ class ScopeEnter(Guard):
             self._scope.enter()
 
 
+@not_compiled
 class ScopeLeave(Guard):
     def __init__(self, scope: Scope) -> None:
         self._scope = scope
@@ -282,6 +284,7 @@ def _was_taken_back(coordinator: Coordinator) -> bool:
     return coordinator.closed and coordinator not in registry.coordinators()
 
 
+@not_compiled
 class SiteEnter(Guard):
     """Before the forward of a module that owns parameters: bring its units."""
 
@@ -328,6 +331,7 @@ def _autocast_would_copy(module: nn.Module) -> bool:
     return numel[True] > numel[False]
 
 
+@not_compiled
 class SiteLeave(Guard):
     """After it: the units may go, and each output announces their backward. What is handed on from the inputs as it was
     announces the backward of what made it, and of nothing else."""

@@ -62,6 +62,11 @@ def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
     return tensor
 
 
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a view stands for the conjugated or negated values of its memory."""
+    return tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
+
+
 class SavedTensors:
     """The pair of hooks.
 
@@ -93,16 +98,20 @@ class SavedTensors:
         weight = self.pack_weight(tensor)
         if weight is not None:
             return weight
+        if _is_lazy(tensor) and self._unit_at(tensor.untyped_storage()._cdata) is not None:
+            tensor = tensor.resolve_conj().resolve_neg()
         if self.kept is not None and tensor.layout == torch.strided:
             self.kept.add(tensor)
         return self._graph, tensor.detach(), tensor._version
 
     def pack_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
-        """A view of a unit's weights; None: the tensor is none."""
+        """A view of a unit's weights; None: the tensor is none, or one that its tuple would not say all of."""
         if tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata
         unit = self._unit_at(storage)
+        if unit is not None and _is_lazy(tensor):
+            return None
         if unit is not None:
             offset = int(tensor.storage_offset())
             weights = unit.weights

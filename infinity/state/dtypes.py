@@ -20,6 +20,12 @@ def native_name(dtype: torch.dtype) -> _native.DTypeName:
 
 def require_supported(name: str, dtype: torch.dtype) -> None:
     """Raises ModelError for a dtype infinity cannot train or move."""
+    if dtype.is_complex:
+        raise ModelError(
+            f"parameter '{name}' is {dtype}, and infinity moves real weights. Keep the same numbers as a real "
+            "parameter, nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in the "
+            "forward. The optimizers of torch do the same within."
+        )
     if dtype not in _NAMES:
         raise ModelError(f"parameter '{name}' is {dtype}; infinity moves float32, bfloat16 and float16 weights")
 

@@ -371,3 +371,36 @@ def test_weights_in_channels_last_order_are_named_and_train_as_in_the_default_or
     assert not caplog.records
     assert trained(offload(net(torch.channels_last))) == pytest.approx(plain, rel=1e-5)
     assert "'0.weight' and 1 other weights are in channels_last order" in caplog.text
+
+
+class Spectral(nn.Module):
+    """A layer of a Fourier neural operator, with complex weights, or with the same numbers as the error advises."""
+
+    def __init__(self, *, real: bool) -> None:
+        super().__init__()
+        made = torch.randn(8, 8, 5, dtype=torch.cfloat, generator=torch.Generator().manual_seed(2)) / 8
+        self.weight = nn.Parameter(torch.view_as_real(made) if real else made)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.view_as_complex(self.weight) if self.weight.dtype == torch.float32 else self.weight
+        seen = torch.einsum("bif,iof->bof", torch.fft.rfft(x), weight)
+        return x + torch.fft.irfft(seen * weight.conj()[0], n=x.shape[-1])
+
+
+def test_complex_weights_are_refused_and_train_as_the_error_says(offload: Any) -> None:
+    x, found = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(1)), []
+    for real in (False, True):
+        model: Any = nn.Sequential(Spectral(real=real), Spectral(real=real))
+        if real:
+            model = offload(model, "nvme", memory={"device": "16KiB", "host": "64MiB"})
+        optim = infinity.AdamW(model.parameters(), lr=1e-2) if real else torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found.append([])
+        for _ in range(STEPS):
+            loss = model(x).square().mean()
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            found[-1].append(loss.item())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+    with pytest.raises(infinity.ModelError, match=r"nn\.Parameter\(torch\.view_as_real\(weight\)\)"):
+        offload(Spectral(real=False))
