@@ -428,6 +428,12 @@ class Coordinator(Stepping):
         with self.taking(indices):
             yield
 
+    def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """As Lender.copy_of; also while no pass is under way."""
+        self.forget_dead()
+        with torch.no_grad(), self.gathering(), self.taking([self._owners[id(parameter)][0]]):
+            return parameter.detach().to("cpu", copy=True)
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     @whole

@@ -51,6 +51,7 @@ class Parts(Lender):
         saved_wide: names of parameters that the script had in fp32, and whose masters are saved, not their weights.
         saved_from: of frozen ones that it had in fp32, what gives the values that are saved.
         masters: of weights that were written to since the last step.
+        keeps_room: parameters that are frozen keep the room for their optimizer states, as they are unfrozen later.
         copied_from: the run and the step whose states this run began with, if it did not begin anew.
         readers: who may read parameters now.
         staying: the units that stay on the device while the model runs, by index.
@@ -71,6 +72,7 @@ class Parts(Lender):
         self.optimizers = optimizers
         self.commits = commits
         self.steps = 0
+        self.keeps_room = False
         self.rewritten: set[str] = set()
         self.saved_wide: frozenset[str] = frozenset()
         self.saved_from: Mapping[str, Callable[[], torch.Tensor]] = {}
@@ -121,6 +123,10 @@ class Parts(Lender):
     @property
     def closed(self) -> bool:
         return self.health.closed
+
+    def keep_room(self) -> None:
+        """What is frozen from now on is unfrozen during the run."""
+        self.keeps_room = True
 
     def why_not_anew(self) -> str:
         """What offloading anew would lose; "" where nothing came since the values were brought home."""

@@ -158,7 +158,9 @@ def keep_up(parameters: Iterable[object]) -> None:
         now = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
         planned = {id(parameter): place.group.trainable for parameter, place in offloaded.coordinator.places()}
         replaced = offloaded.changed()
-        if now == planned and not replaced:
+        kept = offloaded.coordinator.keeps_room and now.keys() == planned.keys()
+        fits = kept and all(planned[parameter] or not trained for parameter, trained in now.items())
+        if (now == planned or fits) and not replaced:
             continue
         try:
             offloaded.anew(model, None)

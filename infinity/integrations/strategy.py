@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -32,9 +33,26 @@ from infinity.runtime.deferred import defer_in_memory
 from infinity.runtime.pins import generation_of, unpin
 from infinity.runtime.whole import fits_memory, host_bytes_of, nbytes_of
 from infinity.sizes import format_bytes
+from infinity.state.frozen import given
+from infinity.state.tiles import tile_of
 
 logger = logging.getLogger(__name__)
 
+_AVERAGE = (
+    "it copies the model, and writes to weights in memory. Average them in a callback of your own: "
+    "infinity.state_dict(model) goes through them one by one, after any step"
+)
+_REFUSED = {
+    "LearningRateFinder": "Tuner.lr_find goes back to the weights of before. Make a run of its own whose learning rate "
+    "grows with each step, lr=1e-8 and torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10 ** (0.08 * step)) "
+    "for 100 steps, and take the rate at which its loss falls fastest",
+    "BatchSizeFinder": "Tuner.scale_batch_size goes back to the weights of before. Try each batch size in a run of its "
+    "own, after `infinity plan --batch-size N` says that it fits",
+    "StochasticWeightAveraging": f"StochasticWeightAveraging: {_AVERAGE}",
+    "WeightAveraging": f"WeightAveraging: {_AVERAGE}",
+    "ModelPruning": "ModelPruning replaces weights in memory. Prune the saved model after training",
+}
+"""Callbacks that work on all weights in memory: which, why, and what to do instead."""
 _COMPUTED_IN = {
     "32-true": None,
     "bf16-true": None,
@@ -137,6 +155,8 @@ class Offloading:
         if not any(registry.is_offloaded(root) for root in roots):
             self.precision_plugin.convert_module(module)
         if fits:
+            if any(_is_a(callback, "BaseFinetuning") for callback in trainer.callbacks):
+                self._offload_with_room(roots)
             self.setup_optimizers(trainer)
         for root in roots:
             self._run.ensure_offloaded(root)
@@ -144,6 +164,21 @@ class Offloading:
         module.to(self.root_device)
         theirs: Any = super()
         theirs.setup_precision_plugin()
+
+    def _offload_with_room(self, roots: list[nn.Module]) -> None:
+        """A callback has frozen what it unfreezes during fit: all but what a checkpoint has in 4 or 8 bits is offloaded
+        as if it were trained from the start."""
+        for root in roots:
+            frozen = [name for name, parameter in root.named_parameters() if not parameter.requires_grad]
+            for parameter in root.parameters():
+                parameter.requires_grad_(parameter.requires_grad or given(parameter) is None)
+            try:
+                self._run.ensure_offloaded(root)
+            finally:
+                for name, parameter in root.named_parameters():
+                    whole, _ = tile_of(name) or (name, 0)
+                    parameter.requires_grad_(parameter.requires_grad and whole not in frozen)
+            registry.coordinator_of(root).keep_room()
 
     def setup_optimizers(self, trainer: Any) -> None:
         theirs: Any = super()
@@ -362,6 +397,9 @@ def _choose(kind: type[Offloading], connector: ModuleType, patches: Patches) -> 
 
 def _require_possible(trainer: Any, precision: str) -> None:
     """Raises ConfigError."""
+    for callback, (name, why) in product(trainer.callbacks, _REFUSED.items()):
+        if _fits(trainer) and _is_a(callback, name):
+            raise ConfigError(f"the weights of this model are offloaded, and {why}.")
     if precision not in _COMPUTED_IN:
         raise ConfigError(
             f"precision={precision!r} works on weights in memory, and those of this model are offloaded. Use one of "
@@ -382,6 +420,11 @@ def _require_possible(trainer: Any, precision: str) -> None:
 
 def _fits(trainer: Any) -> bool:
     return str(getattr(trainer.state.fn, "value", trainer.state.fn)) == "fit"
+
+
+def _is_a(callback: Any, name: str) -> bool:
+    """Whether a callback is of a class of Lightning, be it of lightning or of pytorch_lightning."""
+    return any(each.__name__ == name and "lightning" in each.__module__ for each in type(callback).__mro__)
 
 
 def _pins_of(callback: Any) -> int:

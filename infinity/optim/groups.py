@@ -26,6 +26,12 @@ from infinity.state.moments import KEPT, Moment, OptimizerName
 from infinity.state.request import require_accumulation_steps
 from infinity.state.unit import Place
 
+NO_STATES = (
+    "was frozen when the model was offloaded or its optimizer was made, so there is no room for its optimizer states, "
+    "and none can be made later. Freeze what is to be unfrozen during the run after that: leave requires_grad=True "
+    "until the optimizer of the other parameters is made, then set it to False, and add_param_group takes the "
+    "parameter once it is unfrozen."
+)
 _FIXED = (bool, int, float, str, type(None))  # types of hyperparameters that nobody can change in place
 
 
@@ -110,10 +116,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             if coordinator is not None and of_model is not coordinator:
                 raise ModelError(f"one infinity.{type(self).__name__} works on the parameters of one model")
             if parameter.requires_grad and not place.group.trainable:
-                raise ModelError(
-                    f"parameter '{place.spec.name}' was frozen when the model was offloaded and has no optimizer "
-                    "states. Set requires_grad before the first optimizer is made, or before infinity.offload."
-                )
+                raise ModelError(f"parameter '{place.spec.name}' {NO_STATES}")
             if parameter in places:
                 raise ConfigError(f"parameter '{place.spec.name}' is twice in param group {new}: give it once")
             if id(parameter) in taken:

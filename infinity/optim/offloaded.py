@@ -19,7 +19,7 @@ from infinity.base.interrupt import whole
 from infinity.coordinator.exact import exact_moment
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ReleasedParameterError, ResumeError
-from infinity.optim.groups import GroupedOptimizer
+from infinity.optim.groups import NO_STATES, GroupedOptimizer
 from infinity.optim.handles import StateHandle, parts_of
 from infinity.optim.hyperparameters import max_grad_norm_of
 from infinity.optim.scaling import LossScale, forget_scale, inverse_of, loss_scale
@@ -172,10 +172,7 @@ class OffloadedOptimizer(GroupedOptimizer):
                     self.coordinator.drop_gradient(place)
                 continue
             if not place.group.trainable:
-                raise ModelError(
-                    f"parameter '{place.spec.name}' was frozen when the model was offloaded, and has a gradient "
-                    "now; set requires_grad before infinity.offload"
-                )
+                raise ModelError(f"parameter '{place.spec.name}' has a gradient, and {NO_STATES}")
             if not isinstance(gradient, GradientHandle):  # set by hand
                 self.coordinator.land(place, gradient, accumulate=False)
                 gradient = parameter.grad = self.coordinator.handle(parameter, place)

@@ -7,6 +7,7 @@ parameter from Python:
 
     metadata (shape, dtype, device, grad, requires_grad, hooks, …)            answered
     `.data`                                                                   raises: writes through it go unnoticed
+    `torch.equal`                                                             answered, from copies
     anything else, in the model's forward, a backward or infinity.gathered    the values are fetched, then the call runs
     anything else, elsewhere                                                  raises, and says what to do
 
@@ -80,6 +81,11 @@ class Lender(ABC):
             ReleasedParameterError: the parameters must not be read now; the message names `use`, what was tried.
         """
 
+    def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter's values in RAM, for a comparison. Raises as `lend`."""
+        with torch.no_grad(), self.lend([parameter], "equal"):
+            return parameter.detach().to("cpu", copy=True)
+
     @abstractmethod
     def name_of(self, parameter: nn.Parameter) -> str: ...
 
@@ -151,6 +157,8 @@ class ReleasedParameter(nn.Parameter):
         answer: Callable[..., Any]
         if func is torch.autograd.grad:
             answer = _differentiate
+        elif func in _COMPARISONS:
+            answer = _equal
         elif args and isinstance(args[0], ReleasedParameter):
             answer = _ANSWERS.get(func, _with_values)
         else:
@@ -225,6 +233,16 @@ def _data(func: Callable[..., Any], parameter: ReleasedParameter, *value: Any) -
         return lender.assign(parameter, value[0])
     lender.keep(parameter)
     return func(parameter, *value)
+
+
+def _equal(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch.equal, as Lightning's BaseFinetuning asks between steps. Values that decide nothing are not fetched."""
+    one, other = [*args, *kwargs.values()]
+    with torch._C.DisableTorchFunctionSubclass():
+        if one is other or one.shape != other.shape:
+            return one is other
+    pair = (one, other)
+    return func(*(lender_of(p).copy_of(p) if isinstance(p, ReleasedParameter) else p.detach().cpu() for p in pair))
 
 
 def _pickle(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
@@ -327,6 +345,8 @@ _METADATA = frozenset(
     ]
 )
 """Functions that do not read the values."""
+
+_COMPARISONS = frozenset(_found("equal", torch, torch.Tensor))
 
 _PATTERN_USES = frozenset(_found("to type_as expand_as view_as reshape_as", torch.Tensor))
 

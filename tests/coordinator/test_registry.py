@@ -27,6 +27,7 @@ class Coordinator:
         self.closed: list[bool] = []
         self.anews = 0
         self.too_late = False
+        self.keeps_room = False
 
     def places(self) -> Any:
         yield from zip(self.parameters, PLACES, strict=True)
@@ -83,6 +84,15 @@ def test_a_model_that_was_changed_is_offloaded_anew_for_an_optimizer_of_it(chang
     registry.keep_up(nn.Linear(2, 2).parameters())
     assert coordinator.anews == 0
     registry.keep_up(list(model.parameters())[-1:])
+    assert coordinator.anews == anews
+
+
+@pytest.mark.parametrize(("change", "anews"), [(freeze, 0), (add, 1)])
+def test_a_model_that_keeps_its_room_is_not_offloaded_anew_for_what_was_frozen(change: Any, anews: int) -> None:
+    model, coordinator, _ = entered()
+    coordinator.keeps_room = True
+    change(model)
+    registry.keep_up(list(model.parameters()))
     assert coordinator.anews == anews
 
 

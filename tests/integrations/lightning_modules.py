@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -47,6 +48,17 @@ class InHalf(Language):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
+class OwnData(Language):
+    """With a batch size that a callback may set."""
+
+    def __init__(self, source: Path, rows: Any) -> None:
+        super().__init__(source)
+        self.rows, self.batch_size = rows, 4
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.rows, batch_size=self.batch_size)
+
+
 class Lion(Language):
     """With an optimizer of infinity."""
 
@@ -75,6 +87,50 @@ class Small(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class TrainsWhatIsNotFrozen(Small):
+    """As Lightning's documentation has it for gradual unfreezing."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
+
+
+class GrowingRate(Small):
+    """With a learning rate that grows with each step, or that Tuner.lr_find grows."""
+
+    def __init__(self, growth: Any) -> None:
+        super().__init__()
+        self.growth = growth
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-4)
+        if self.growth is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self.growth)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Averaging(pl.Callback):
+    """Keeps a moving average of all weights."""
+
+    def __init__(self) -> None:
+        self.averages: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, value in infinity.state_dict(pl_module):
+            self.averages[name] = torch.lerp(self.averages.get(name, value), value, 0.5)
+
+
+class Unfreezing(BaseFinetuning):
+    """The head alone is trained in the first epoch, and the embeddings, too, from then on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.embed)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.embed, optimizer, lr=3e-2)
 
 
 class TwoOptimizers(pl.LightningModule):

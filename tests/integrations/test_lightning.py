@@ -92,6 +92,21 @@ def test_a_module_whose_parameters_are_in_memory_is_offloaded_itself(
     infinity.close(modules[1])
 
 
+def test_what_a_callback_unfreezes_later_trains_as_in_plain_lightning(
+    rows: Rows, swap: dict[str, Any], tmp_path: Path
+) -> None:
+    modules, embeddings = [made("TrainsWhatIsNotFrozen"), made("TrainsWhatIsNotFrozen")], []
+    for module, chosen in zip(modules, ("auto", strategy(swap)), strict=True):
+        options = {"max_steps": -1, "max_epochs": 3, "callbacks": [made("Unfreezing")]}
+        trainer(tmp_path, strategy=chosen, **options).fit(module, loader(rows[:8]))
+        embeddings.append(module.state_dict()["embed.weight"])
+    assert len(modules[0].losses) == 6
+    torch.testing.assert_close(modules[1].losses, modules[0].losses, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(*embeddings, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(embeddings[0], made("Small").embed.weight)
+    infinity.close(modules[1])
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "clipping, accumulation": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
@@ -370,6 +385,17 @@ def test_a_run_that_ended_well_leaves_the_store_only_where_checkpoints_need_it(
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
+def calling(name: str, *arguments: Any) -> Callable[[], dict[str, Any]]:
+    """With a callback of Lightning."""
+
+    def options() -> dict[str, Any]:
+        import lightning.pytorch.callbacks as of_lightning
+
+        return {"callbacks": [getattr(of_lightning, name)(*arguments)]}
+
+    return options
+
+
 def fp16_and_clipping() -> dict[str, Any]:
     from lightning.pytorch.plugins import MixedPrecision
 
@@ -386,6 +412,10 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "several machines": (lambda: {"num_nodes": 2}, "num_nodes=2"),
     "double": (lambda: {"precision": "64-true"}, "bf16-mixed"),
     "fp16 and clipping": (fp16_and_clipping, "bf16-mixed"),
+    "finding a learning rate": (calling("LearningRateFinder"), r"LambdaLR\(optimizer, lambda step: 10 \*\*"),
+    "averaging": (calling("EMAWeightAveraging"), r"WeightAveraging: .* infinity\.state_dict\(model\)"),
+    "averaging stochastically": (calling("StochasticWeightAveraging", 1e-2), r"infinity\.state_dict\(model\)"),
+    "pruning": (calling("ModelPruning", "l1_unstructured"), "Prune the saved model"),
 }
 
 
@@ -396,6 +426,38 @@ def test_what_cannot_work_names_the_fix(
     options, fix = REFUSED[what]
     with launch(), pytest.raises(infinity.ConfigError, match=fix):
         trainer(tmp_path, **options()).fit(language(checkpoint), loader(rows))
+
+
+def test_finding_a_batch_size_names_the_fix(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    options = calling("BatchSizeFinder")()
+    with launch(), pytest.raises(infinity.ConfigError, match="infinity plan --batch-size"):
+        trainer(tmp_path, **options).fit(made("OwnData", checkpoint, rows))
+
+
+def test_a_learning_rate_is_found_by_a_run_of_its_own(rows: Rows, swap: dict[str, Any], tmp_path: Path) -> None:
+    """As the error says, in Tuner.lr_find's own steps."""
+    from lightning.pytorch.tuner import Tuner
+
+    found, mine = made("GrowingRate", None), made("GrowingRate", lambda step: 1000 ** ((step + 1) / 8) if step else 1.0)
+    options: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 1e-1, "num_training": 8, "early_stop_threshold": None}
+    Tuner(trainer(tmp_path, max_steps=8)).lr_find(found, loader(rows), update_attr=False, **options)
+    trainer(tmp_path, max_steps=8, strategy=strategy(swap)).fit(mine, loader(rows))
+    torch.testing.assert_close(mine.losses, found.losses[:8], rtol=1e-6, atol=1e-6)
+    infinity.close(mine)
+
+
+def test_a_callback_of_ones_own_averages_weights(rows: Rows, swap: dict[str, Any], tmp_path: Path) -> None:
+    """As the error says, to what Lightning's own callback comes to."""
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    theirs, mine = made("Small"), made("Small")
+    trainer(tmp_path, callbacks=[EMAWeightAveraging(decay=0.5)]).fit(theirs, loader(rows))
+    averaging = made("Averaging")
+    trainer(tmp_path, strategy=strategy(swap), callbacks=[averaging]).fit(mine, loader(rows))
+    assert averaging.averages.keys() == dict(theirs.named_parameters()).keys()
+    for name, average in averaging.averages.items():
+        torch.testing.assert_close(average, theirs.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+    infinity.close(mine)
 
 
 def test_a_plain_checkpoint_is_refused(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:

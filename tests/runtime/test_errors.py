@@ -429,8 +429,31 @@ def test_unfreezing_after_a_step_is_refused(offload: Any) -> None:
     model.lm_head.weight.requires_grad_(True)
     with pytest.raises(infinity.ModelError, match="before the first optimizer is made"):
         infinity.AdamW(model.parameters())
-    with pytest.raises(infinity.ModelError, match="was frozen when the model was offloaded"):
+    with pytest.raises(infinity.ModelError, match="leave requires_grad=True until the optimizer of the other param"):
         optim.add_param_group({"params": model.lm_head.parameters()})
+
+
+def test_what_is_frozen_after_the_optimizer_was_made_is_unfrozen_by_add_param_group(offload: Any) -> None:
+    """As the error says."""
+    ends = []
+    for kind in (torch.optim.AdamW, infinity.AdamW):
+        torch.manual_seed(0)
+        model, batch = llama(layers=2)
+        model = offload(model) if kind is infinity.AdamW else model
+        head, body = [model.lm_head.weight], list(model.model.parameters())
+        optim = kind(head, lr=1e-2)
+        model.model.requires_grad_(False)
+        losses = [step(model, batch, optim) for _ in range(2)]
+        model.model.requires_grad_(True)
+        optim.add_param_group({"params": body, "lr": 3e-3})
+        losses += [step(model, batch, optim) for _ in range(2)]
+        model.model.requires_grad_(False)
+        losses += [step(model, batch, optim) for _ in range(2)]
+        model.model.requires_grad_(True)
+        losses += [step(model, batch, optim) for _ in range(2)]
+        ends.append((losses, [optim.state_dict()["state"][index]["step"] for index in range(len(body) + 1)]))
+    torch.testing.assert_close(ends[1][0], ends[0][0], rtol=1e-5, atol=1e-6)
+    assert list(map(int, ends[0][1])) == ends[1][1] == [8, *[4] * len(body)]
 
 
 def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:

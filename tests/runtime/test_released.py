@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.dlpack import to_dlpack
@@ -280,6 +281,8 @@ def test_outside_the_forward_every_use_raises(block: int, mode: str, reader: Rea
         if way in ("repr", "format"):
             assert f"'blocks.{block}.weight'" in answer
             assert "values in the store" in answer
+        elif way == "equal":
+            assert answer is True
         else:
             assert isinstance(answer, infinity.ReleasedParameterError), (way, answer)
             assert f"'blocks.{block}.weight'" in str(answer), way
@@ -400,3 +403,58 @@ def test_torch_compile_looks_at_released_parameters_and_computes_with_their_valu
             loss.backward()
             optim.step()
             optim.zero_grad()
+
+
+@pytest.mark.parametrize("wrapped", [True, False], ids=["torch.compile", "Module.compile"])
+def test_torch_compile_around_compiled_parts_leaves_the_hooks_out(
+    wrapped: bool, offload: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses = []
+    for kind in (torch.optim.SGD, infinity.SGD):
+        torch.manual_seed(0)
+        model: Any = Reader()
+        for index, block in enumerate(model.blocks):
+            if wrapped:
+                model.blocks[index] = torch.compile(block, backend="eager")
+            else:
+                block.compile(backend="eager")
+        if kind is infinity.SGD:
+            model = offload(model, memory={"device": "8KiB", "host": "64MiB"})
+        optim, compiled = kind(model.parameters(), lr=1e-3), torch.compile(model, backend="eager")
+        for _ in range(3):
+            loss = compiled(torch.ones(2, WIDTH)) ** 2
+            loss.backward()
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-5)
+    assert losses[0] != pytest.approx(losses[2], rel=1e-3)
+    assert "recompile_limit" not in caplog.text  # as where the hooks are compiled, once for each module
+
+
+def test_a_parametrization_that_is_registered_in_a_forward_changes_no_value(reader: Reader) -> None:
+    """torch sets the parameter to itself then, as PEFT has it do in each forward."""
+    block = reader.blocks[5]
+
+    def use(weight: nn.Parameter) -> torch.Tensor:
+        parametrize.register_parametrization(block, "weight", nn.Identity())
+        with parametrize.cached():
+            total = block.weight.sum()
+        parametrize.remove_parametrizations(block, "weight", leave_parametrized=False)
+        return total
+
+    reader.use = use
+    for _ in range(2):
+        assert reader(torch.ones(2, WIDTH)) == reader.values.sum()
+    registry.coordinator_of(reader).require_untouched()
+
+
+def test_two_parameters_are_compared_between_steps(reader: Reader) -> None:
+    """As Lightning's BaseFinetuning does before it adds what it unfroze to the optimizer."""
+    first, second, *_, last = (block.weight for block in reader.blocks)
+    assert torch.equal(first, first)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, reader.blocks[0].bias)
+    assert torch.equal(last, reader.values)
+    with pytest.raises(infinity.ReleasedParameterError):
+        last.norm()
