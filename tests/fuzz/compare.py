@@ -50,6 +50,7 @@ class Case:
         lines = [f"{model.width} wide, {'tokens' if model.tokens else 'numbers'}: {', '.join(model.traits)}"]
         loop = self.loop
         lines.append(f"{loop.rule} {loop.groups} clip={loop.clip} hint={loop.hint} scheduler={loop.scheduler}")
+        lines.append(str(loop.freezing))
         lines += [f"  {iteration}" for iteration in loop.iterations]
         return "\n".join([*lines, str(self.fixed)])
 

@@ -17,6 +17,7 @@ from torch.optim import lr_scheduler
 from infinity.errors import NonFiniteGradientError
 from tests.fuzz import gradients
 from tests.fuzz.models import Net, UserError
+from tests.fuzz.unfreezing import Freezing, freeze, late_ones, unfreezing
 
 Zero = Literal["optimizer", "filled", "model", "kept"]
 
@@ -66,6 +67,7 @@ class Loop:
     Attributes:
         groups: hyperparameters of each param group; parameters are dealt to them in turn.
         hint: accumulation_steps, right or wrong.
+        freezing: None: requires_grad stays as the model has it.
     """
 
     rule: str
@@ -75,6 +77,7 @@ class Loop:
     hint: int | None
     scheduler: str | None
     iterations: tuple[Iteration, ...]
+    freezing: Freezing | None = None
 
     @property
     def accumulates(self) -> bool:
@@ -182,7 +185,7 @@ def make(seed: int, visits: int, *, resumable: bool) -> Loop:
     steps = rng.randint(2, 5)
     iterations = [_iteration(rng, visits, odd, accumulation, resumable) for _ in range(steps)]
     iterations = [replace(e, changes=gradients.drawn(seed, at, e.micro_batches)) for at, e in enumerate(iterations)]
-    return Loop(
+    loop = Loop(
         rule=rule,
         defaults=_RULES[rule],
         groups=tuple(_hyperparameters(rng, rule) if index else {} for index in range(rng.choice([1, 1, 2, 3]))),
@@ -191,11 +194,13 @@ def make(seed: int, visits: int, *, resumable: bool) -> Loop:
         scheduler=rng.choice([None, "step", "cosine", "lambda", "warm restarts", "plateau"]),
         iterations=tuple(iterations),
     )
+    return unfreezing(seed, loop)
 
 
 def grouped(loop: Loop, model: nn.Module) -> list[dict[str, Any]]:
     """Param groups as an optimizer takes them; of as many as there are parameters for."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    late = set(map(id, late_ones(loop, model)))
+    parameters = [each for each in model.parameters() if each.requires_grad and id(each) not in late]
     count = len(loop.groups)
     groups = [{"params": parameters[index::count]} | given for index, given in enumerate(loop.groups)]
     return [group for group in groups if group["params"]]
@@ -222,6 +227,7 @@ def run(world: World, loop: Loop) -> Log:
     log, index = Log(), 0
     while index < len(loop.iterations):
         iteration = loop.iterations[index]
+        freeze(world, loop, index)
         if iteration.lr is not None:
             for group in world.optimizer.param_groups:
                 group["lr"] = iteration.lr

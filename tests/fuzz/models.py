@@ -179,6 +179,7 @@ class Net(nn.Module):
         traits: what it was made of, in words.
         gates: whether each visit of a block takes place; set from outside.
         around: the checkpoints around blocks.
+        trained: names of the parameters that are not frozen at first.
         in_pieces: one backward pass may bring the gradient of a parameter in several pieces.
     """
 
@@ -210,6 +211,7 @@ class Net(nn.Module):
         shared = len(set(self.visits)) < len(self.visits) or any("tied" in trait for trait in self.traits)
         self.in_pieces = shared and self.around.in_pieces
         self.traits += [str(self.around), *parametrize_some(rng, self)]
+        self.trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
 
     def _contain(self, rng: random.Random, blocks: list[nn.Module]) -> nn.Module:
         container = rng.choice(["list", "list", "list", "sequential", "attributes"])

@@ -52,11 +52,13 @@ class Reference(torch.optim.Optimizer):
         self.distorted: tuple[int, float] | None = None
         self.moved: set[int] = set()
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    parameter.register_hook(lambda _, of=parameter: self._expect(of))
-                    parameter.register_post_accumulate_grad_hook(self._take)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.requires_grad:
+                parameter.register_hook(lambda _, of=parameter: self._expect(of))
+                parameter.register_post_accumulate_grad_hook(self._take)
 
     def everything(self) -> Any:
         """All that a run needs to go on from here."""

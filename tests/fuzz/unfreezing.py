@@ -1,0 +1,69 @@
+"""Parameters of a random loop that are frozen and trained in turn: by requires_grad between steps, or as those who
+unfreeze a model bit by bit do, with a param group that comes later."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Freezing:
+    """
+    Attributes:
+        share: of the parameters, that is frozen in each iteration.
+        late: the iteration that adds a param group, of parameters that were frozen until then; None: there is none.
+    """
+
+    seed: int
+    share: float
+    late: int | None
+
+    def is_late(self, number: int) -> bool:
+        """Whether the parameter with this number is one of the late param group."""
+        return self.late is not None and number % 3 == self.seed % 3
+
+    def trains(self, number: int, iteration: int) -> bool:
+        if self.late is not None and self.is_late(number):
+            return iteration >= self.late
+        return random.Random(f"{self.seed} {iteration} {number}").random() >= self.share
+
+
+def unfreezing(seed: int, loop: Any) -> Any:
+    """A loop that freezes and unfreezes, for some of the seeds; else the loop as it is."""
+    rng = random.Random(f"freezing {seed}")
+    if rng.random() < 0.6:
+        return loop
+    late = rng.randrange(1, len(loop.iterations)) if rng.random() < 0.6 else None
+    freezing = Freezing(seed, rng.choice([0.0, 0.3, 0.7]), late)
+    if late is None:
+        return replace(loop, freezing=freezing)
+    # Schedulers know the groups that there were when they were made, and so does a run that is resumed.
+    iterations = tuple(replace(each, restart=None) for each in loop.iterations)
+    return replace(loop, freezing=freezing, scheduler=None, iterations=iterations)
+
+
+def trained(model: Any) -> list[nn.Parameter]:
+    """What may be frozen: a loss must keep its graph."""
+    return [model.get_parameter(name) for name in model.trained if model.get_parameter(name) is not model.head.weight]
+
+
+def late_ones(loop: Any, model: Any) -> list[nn.Parameter]:
+    """Parameters that the optimizer is given later."""
+    if loop.freezing is None:
+        return []
+    return [parameter for number, parameter in enumerate(trained(model)) if loop.freezing.is_late(number)]
+
+
+def freeze(world: Any, loop: Any, index: int) -> None:
+    """At the top of an iteration."""
+    if loop.freezing is None:
+        return
+    for number, parameter in enumerate(trained(world.model)):
+        parameter.requires_grad_(loop.freezing.trains(number, index))
+    late = late_ones(loop, world.model)
+    if index == loop.freezing.late and late:
+        world.optimizer.add_param_group({"params": late, "lr": 3e-3})
