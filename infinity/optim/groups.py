@@ -100,6 +100,21 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             self.param_groups.pop()  # a group that was refused leaves no trace
             raise
 
+    def _take_in(self) -> None:
+        """Param groups that were put in the place of these, with parameters that none of these had, are the optimizer's:
+        Lightning's BaseFinetuning does that where a run goes on. Raises as add_param_group; the groups stay."""
+        given = self.param_groups
+        if all(parameter in self._places for group in given for parameter in group["params"]):
+            return
+        before = self._places, self._members
+        try:
+            self.param_groups, self._places, self._members = [], {}, {}
+            for group in given:
+                self.add_param_group(group)
+        except BaseException:
+            self.param_groups, (self._places, self._members) = given, before
+            raise
+
     def _find(self, parameters: Sequence[torch.Tensor]) -> tuple[Coordinator | None, dict[nn.Parameter, Place]]:
         """Where the parameters of a new group are; None and nothing of an empty one."""
         coordinator, places, new = self._coordinator, dict[nn.Parameter, Place](), len(self.param_groups)

@@ -399,6 +399,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             ModelError: the state_dict is of another run or step, or has tensors, which are not loaded here.
             ConfigError: it is no state_dict, one of other groups, or a hyperparameter is out of range.
         """
+        self._take_in()
         sizes = [len(group["params"]) for group in self.param_groups]
         groups, states = parts_of(state_dict, sizes)
         groups = [{**self.defaults, **group} for group in groups]

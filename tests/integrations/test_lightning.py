@@ -107,6 +107,25 @@ def test_what_a_callback_unfreezes_later_trains_as_in_plain_lightning(
     infinity.close(modules[1])
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_that_unfreezes_goes_on_as_in_plain_lightning(
+    epochs: int, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    """Before and after it did. Lightning has the param groups again, and leaves frozen what was unfrozen."""
+    losses = []
+    for name, context in (("plain", nullcontext), ("offloaded", launch)):
+        for max_epochs, ckpt_path in ((epochs, None), (3, tmp_path / name / f"step={2 * epochs}.ckpt")):
+            with context():
+                module = made("TrainsWhatIsNotFrozen")
+                options = saving(tmp_path / name, every_n_train_steps=2 * epochs)
+                options |= {"max_steps": -1, "max_epochs": max_epochs}
+                options["callbacks"].append(made("Unfreezing"))
+                trainer(tmp_path, **options).fit(module, loader(rows[:8]), ckpt_path=ckpt_path)
+        losses.append(module.losses)
+    assert len(losses[0]) == 6 - 2 * epochs
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "clipping, accumulation": {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2},
