@@ -158,13 +158,18 @@ def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
         task_type="CAUSAL_LM",
         revision=options.revision,
     )
+    linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
             # The adapters are in the dtype of the weights, with an fp32 master as these have.
             return get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
-        linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        if lora.lora_dropout and "lora_dropout" in str(error):
+            raise ConfigError(
+                f"--lora-dropout {lora.lora_dropout:g}: PEFT has no dropout for adapters of experts. Leave it out, or "
+                f"the experts: --lora-targets {' '.join(sorted(linear - {'lm_head'}))}"
+            ) from error
         has = f"its linear layers are called {', '.join(sorted(linear))}" if linear else "it has no linear layers"
         raise ConfigError(f"--lora: PEFT cannot adapt this model, {has} ({raised(error)})") from error
 

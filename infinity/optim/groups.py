@@ -101,8 +101,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def _take_in(self) -> None:
-        """Param groups that were put in the place of these, with parameters that none of these had, are the optimizer's:
-        Lightning's BaseFinetuning does that where a run goes on. Raises as add_param_group; the groups stay."""
+        """Take param groups that were put in the place of these, with other parameters: Lightning's BaseFinetuning puts
+        them there where a run goes on. Raises as add_param_group; nothing is changed then."""
         given = self.param_groups
         if all(parameter in self._places for group in given for parameter in group["params"]):
             return

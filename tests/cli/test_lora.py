@@ -96,6 +96,17 @@ def test_a_mixture_trains_adapters_of_its_experts_too_and_the_plan_counts_them(
         assert planned[counted] == report[counted]
 
 
+def test_experts_have_no_dropout_and_the_error_names_layers_that_have(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    qwen3_moe()[0].save_pretrained(tmp_path / "model")
+    dropout = [*LORA, "--lora-dropout", "0.1"]
+    assert run(job, *dropout) == 2
+    named = capsys.readouterr().err.partition("Leave it out, or the experts: ")[2].split()
+    assert named == ["--lora-targets", "k_proj", "o_proj", "q_proj", "v_proj"]
+    assert run(job | {"--steps": 1, "--warmup-steps": 0}, *dropout, *named) == 0
+
+
 def test_what_is_written_is_loaded_by_peft(job: dict[str, Any], tmp_path: Path) -> None:
     from peft import PeftModel
 
