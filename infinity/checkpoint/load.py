@@ -8,10 +8,12 @@ import os
 import shutil
 import sys
 import tempfile
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch import nn
 from infinity.base.accelerator import resolve
 from infinity.base.fork import in_this_process
 from infinity.checkpoint.carry_on import carry_on, shapes_in
+from infinity.checkpoint.initialized import Kept, keeping, of_another_size, put_back, reporting_later
 from infinity.checkpoint.other_ranks import resume as continue_run
 from infinity.checkpoint.portable import Portable
 from infinity.checkpoint.quantized import (
@@ -30,11 +33,11 @@ from infinity.checkpoint.quantized import (
     require_unmerged,
     tensor_of,
     unquantized,
-    unreported,
 )
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator.same_values import Source
 from infinity.coordinator.together import meeting
+from infinity.durable import rng
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import generations_in
@@ -49,10 +52,6 @@ from infinity.state.frozen import remember
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)
-
-
-class IncompleteError(ModelError):
-    """A checkpoint has no tensor for some parameters of the model."""
 
 
 def load_pretrained(
@@ -78,7 +77,8 @@ def load_pretrained(
         path: a directory, or a hub id.
         config: as infinity.offload.
         dtype: of the weights.
-        model_class: a class with `from_pretrained`; default AutoModelForCausalLM.
+        model_class: a class with `from_pretrained`; default AutoModelForCausalLM. Parameters that the checkpoint lacks
+            because it is of another class, as a new head, have the values that transformers initializes them to.
         device, optimizer, accumulation_steps: as infinity.offload.
         resume: go on with the run whose generations are in the swap directory: the model is built from `path`, its
             weights and states are the run's (infinity.resume). "auto": if there are any, else begin anew. A checkpoint
@@ -113,16 +113,19 @@ def load_pretrained(
                 copy.verify()
             model_class = _class_for(place.path, model_class, kwargs)
             scratch = held.enter_context(scratch_directory(resolved))
-            model, source = on_meta(model_class, place.path, dtype, scratch, kwargs)
+            model, source, _ = on_meta(model_class, place.path, dtype, scratch, kwargs)
             tell("loading the model", None)
         if place.resumes:
             continue_run(model, resolved, folder=place.folder, **how)
         elif copy is not None:
             tile_as(model, shapes_in(copy))
             carry_on(model, copy, by_rows(model, source), resolved, **how)
-        else:
+        elif all(parameter.is_meta for parameter in model.parameters()):
             offload(model, resolved, source=source, **how)
             remember_readers(model, readers(model, source))
+        else:
+            defer_values(model, source, resolve(device))
+            offload(model, resolved, **how)
     model.train()
     return model
 
@@ -187,7 +190,8 @@ def _deferred(
 ) -> Any:
     """A model whose weights stay in their files. Its scratch directory goes with it."""
     scratch = ExitStack()
-    model, source = on_meta(model_class, path, dtype, scratch.enter_context(scratch_directory(config)), kwargs)
+    directory = scratch.enter_context(scratch_directory(config))
+    model, source, _ = on_meta(model_class, path, dtype, directory, kwargs)
     weakref.finalize(model, in_this_process(scratch.close))
     target = resolve(device)
     defer_values(model, source, target)
@@ -287,44 +291,96 @@ def scratch_directory(config: SwapConfig) -> Iterator[str]:
 
 
 def on_meta(
-    model_class: Any, path: str, dtype: torch.dtype | str, scratch: str, kwargs: Mapping[str, Any]
-) -> tuple[Any, Source]:
-    """The model with its parameters on the meta device and real buffers, and the place of each parameter's values.
+    model_class: Any,
+    path: str,
+    dtype: torch.dtype | str,
+    scratch: str,
+    kwargs: Mapping[str, Any],
+    *,
+    as_plain: bool = False,
+) -> tuple[Any, Source, dict[str, Any]]:
+    """The model with real buffers, the place of each parameter's values, and transformers' loading info, which is empty
+    unless `kwargs` ask for it. Parameters are on the meta device, but for those that transformers initialized
+    (checkpoint/initialized.py).
 
     Args:
         scratch: an empty directory; removed if it stays empty.
+        as_plain: let transformers initialize what the checkpoint lacks, also where its config.json says that it is of
+            this very model, and so incomplete.
     """
     from accelerate.hooks import remove_hook_from_submodules
 
     how = unquantized(model_class, path, kwargs)
-    try:
-        with _quiet(), unreported() if how is not kwargs else contextlib.nullcontext():
-            model = model_class.from_pretrained(
-                path, device_map={"": "disk"}, offload_folder=scratch, dtype=dtype, **how
-            )
-    except Exception as error:
-        raise _cannot_load(path, error) from error
-    loader = _weights_loader(model)
+    attempt = partial(_attempt, model_class, path, {**how, "offload_folder": scratch, "dtype": dtype})
+    before, found, other = rng.snapshot(), attempt({"": "disk"}), []
+    if how.get("ignore_mismatched_sizes"):
+        other = of_another_size(found.model, _names(found.model), found.loader.index)
+    if other:
+        rng.restore(before)
+        found = attempt({"": "disk"} | dict.fromkeys(other, "cpu"))
+    model, loader = found.model, found.loader
     model.tie_weights()
-    try:
-        _require_complete(model, loader, path)
-    except IncompleteError as error:
-        if how is not kwargs:  # nobody but us reads the others
-            raise ModelError(str(error)) from None
-        raise
-    remove_hook_from_submodules(model)
+    lacking = [same for same in _names(model) if not any(name in loader.index or name in loader for name in same)]
+    allowed = as_plain or _is_of_another(model)
+    missing = [same[0] for same in lacking if not ((allowed or same[0] in other) and put_back(model, same, found.kept))]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(
+            f"'{path}' has no tensor for parameter '{missing[0]}'{more}; is the checkpoint complete, and is the "
+            "config.json its own?"
+        )
+    remove_hook_from_submodules(model)  # which looks for what is missing in the files
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
         model.__dict__.pop(name, None)  # attributes that accelerate's dispatching set
     model.tie_weights()
+    if how is kwargs:
+        found.report()
+    elif lacking:  # the report has all tensors beside the quantized ones, which nobody but us reads
+        logger.warning("'%s' has no tensors for %s: they are initialized", path, ", ".join(same[0] for same in lacking))
     with contextlib.suppress(OSError):  # not empty: tensors were converted
         os.rmdir(scratch)  # now, as a process that is killed leaves it
-    return model, _Files(model, loader, path)
+    return model, _Files(model, loader, path), found.info
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What transformers loaded.
+
+    Attributes:
+        info: its loading info, if that was asked for.
+        loader: accelerate's index of the tensors' places.
+        kept: the parameters in memory.
+        report: logs which tensors were missing or left over.
+    """
+
+    model: Any
+    info: dict[str, Any]
+    loader: Any
+    kept: Kept
+    report: Callable[[], None]
+
+
+def _attempt(model_class: Any, path: str, how: Mapping[str, Any], places: Mapping[str, str]) -> _Attempt:
+    """Args: places: transformers' device_map."""
+    try:
+        with _quiet(), reporting_later() as report, keeping() as kept:
+            loaded = model_class.from_pretrained(path, device_map=places, **how)
+    except Exception as error:
+        raise _cannot_load(path, error) from error
+    model, info = loaded if isinstance(loaded, tuple) else (loaded, {})
+    return _Attempt(model, info, _weights_loader(model), kept, report)
+
+
+def _is_of_another(model: Any) -> bool:
+    """Whether the config.json of the checkpoint names another model than this one: it has another head."""
+    named = getattr(getattr(model, "config", None), "architectures", None) or []
+    return len(named) > 0 and type(model).__name__ not in named
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """In the block accelerate does not warn of parameters on the meta device, which are meant to be there, and without
-    a terminal there are no progress bars."""
+    """In the block accelerate does not warn of parameters on the meta device, which are meant to be there, nor of a
+    device_map that names parameters; and without a terminal there are no progress bars."""
     from transformers.utils import logging as hf_logging
 
     noise = logging.getLogger("accelerate.big_modeling")
@@ -334,7 +390,9 @@ def _quiet() -> Iterator[None]:
     if bars:
         hf_logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The following device_map keys do not match any submodules")
+            yield
     finally:
         noise.setLevel(level)
         if bars:
@@ -358,17 +416,6 @@ def _names(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     return list(names.values())
-
-
-def _require_complete(model: nn.Module, loader: Any, path: str) -> None:
-    """Raises ModelError where parameters have no tensor."""
-    missing = [same[0] for same in _names(model) if not any(name in loader.index or name in loader for name in same)]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise IncompleteError(
-            f"'{path}' has no tensor for parameter '{missing[0]}'{more}; is the checkpoint complete, and is the "
-            "config.json its own?"
-        )
 
 
 class _Files:

@@ -20,10 +20,8 @@ computed as bitsandbytes does it, in fp32, and repeated for smaller blocks: the 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,18 +146,6 @@ def without_quantization(config: Any) -> Any:
     return config
 
 
-@contextlib.contextmanager
-def unreported() -> Iterator[None]:
-    """In the block transformers does not report the tensors beside quantized weights, which no module has."""
-    noise = logging.getLogger("transformers.modeling_utils")
-    level = noise.level
-    noise.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        noise.setLevel(level)
-
-
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
@@ -280,7 +266,7 @@ class QuantizedFiles:
                 f"{file}: '{weight}' has its int8 values in the order {named}; infinity reads them row by row only. "
                 "Load the model with a newer bitsandbytes and save it again, or give it in bf16, fp16 or fp32."
             )
-        found = tuple(_shape_of(file, weight))
+        found = stored_as(file, weight)[1]
         if found != tuple(shape):
             raise ModelError(
                 f"{file}: '{weight}' is quantized with shape {found}, and is {tuple(shape)} in the model. {_IN_16_BITS}"
@@ -412,8 +398,10 @@ def _names_in(file: str) -> list[str]:
         raise ModelError(f"{file}: cannot be read: {error}. Is the file complete?") from error
 
 
-def _shape_of(file: str, name: str) -> list[int]:
+def stored_as(file: str, name: str) -> tuple[str, tuple[int, ...]]:
+    """The dtype, as safetensors calls it, and the shape of a tensor in a file."""
     from safetensors import safe_open
 
     with safe_open(file, framework="pt", device="cpu") as opened:
-        return list(opened.get_slice(name).get_shape())
+        found = opened.get_slice(name)
+        return str(found.get_dtype()), tuple(found.get_shape())

@@ -14,20 +14,18 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from infinity.checkpoint.load import IncompleteError, on_meta
+from infinity.checkpoint.load import on_meta
 from infinity.coordinator import registry
-from infinity.durable import rng
-from infinity.errors import ModelError, printable
+from infinity.errors import ModelError
 from infinity.integrations.patches import Patches
 from infinity.integrations.quantization import form_of, is_left_to_transformers
 from infinity.integrations.ranks import ranks_of
 from infinity.integrations.run import Run
-from infinity.runtime.deferred import defer, defer_in_memory, is_deferred
+from infinity.runtime.deferred import defer, is_deferred
 from infinity.runtime.offload import move_buffers
 
 logger = logging.getLogger(__name__)
 
-_TO_DISK = {"": "disk"}
 _NOT_OURS = ("state_dict", "tp_plan", "distributed_config", "gguf_file")
 """Arguments of from_pretrained with which transformers is left to load as it does."""
 _OF_PLACES = (
@@ -94,26 +92,17 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         path = kwargs.pop("pretrained_model_name_or_path", path)
         theirs = path is None or args or any(kwargs.get(name) is not None for name in _NOT_OURS)
         quantization = kwargs.get("quantization_config")
-        if theirs or kwargs.get("device_map") == _TO_DISK or is_left_to_transformers(quantization):
+        if theirs or _is_to_disk(kwargs.get("device_map")) or is_left_to_transformers(quantization):
             return original(cls, path, *args, **kwargs)  # as infinity.checkpoint.load asks for it, or not ours
         form_of(quantization)  # before anything is loaded
         with_info = kwargs.pop("output_loading_info", False)
         for name in _OF_PLACES:
             kwargs.pop(name, None)
         dtype = kwargs.pop("dtype", None) or kwargs.pop("torch_dtype", None) or "auto"
-        before = rng.snapshot()
+        kwargs["output_loading_info"] = with_info
         try:
-            model, source = on_meta(cls, str(path), dtype, run.scratch(), kwargs)
+            model, source, info = on_meta(cls, str(path), dtype, run.scratch(), kwargs, as_plain=True)
         except ModelError as error:
-            if isinstance(error, IncompleteError):  # a new head, say, which transformers fills
-                logger.warning("infinity: %s is loaded into memory whole: %s", path, printable(error))
-                rng.restore(before)  # what the first attempt drew for a new head
-                loaded = original(cls, path, dtype=dtype, output_loading_info=with_info, **kwargs)
-                model = loaded[0] if with_info else loaded
-                defer_in_memory(model)  # whatever it is converted to, its values become the master
-                run.loaded(model)
-                run.forms.loaded(model, quantization, run.config)
-                return loaded
             if isinstance(error.__cause__, OSError | ValueError):
                 raise error.__cause__ from error  # what scripts expect where there is no such model
             raise
@@ -121,10 +110,14 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         move_buffers(model, run.device)
         run.loaded(model)
         run.forms.loaded(model, quantization, run.config)
-        info: dict[str, Any] = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}
-        return (model, info | {"error_msgs": []}) if with_info else model
+        return (model, info) if with_info else model
 
     return load
+
+
+def _is_to_disk(device_map: Any) -> bool:
+    """Whether it is that of infinity.checkpoint.load, which may have some parameters in memory."""
+    return isinstance(device_map, dict) and device_map.get("") == "disk"
 
 
 def _wrapping(run: Run) -> Callable[..., None]:

@@ -140,7 +140,8 @@ def _raw(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def defer(model: nn.Module, source: Source, device: torch.device) -> None:
-    """Let the parameters of a model that are on the meta device be read from `source` where they are needed.
+    """Let the parameters of a model that are on the meta device be read from `source` where they are needed. Those that
+    are in memory become deferred ones, too.
 
     Args:
         source: gives the value of a parameter by its name.
@@ -159,6 +160,7 @@ def defer(model: nn.Module, source: Source, device: torch.device) -> None:
                 _values.enter(placed[parameter], names[parameter], Reader(source, names[parameter]))
                 pass_on(parameter, placed[parameter])
             module._parameters[key] = placed[parameter]
+    defer_in_memory(model)
 
 
 def defer_in_memory(model: nn.Module) -> None:

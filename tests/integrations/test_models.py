@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
@@ -30,7 +32,7 @@ from infinity.cli.main import main
 from infinity.coordinator import registry
 from infinity.coordinator.exact import exact_value
 from infinity.io.pins import read_pins
-from infinity.runtime.deferred import is_deferred
+from infinity.runtime.deferred import is_deferred, values_of
 from infinity.runtime.pins import pin, unpin
 from tests.integrations.conftest import Launch
 
@@ -336,19 +338,66 @@ def test_an_optimizer_for_a_model_that_is_only_evaluated_is_refused(
             torch.optim.AdamW(model.parameters())
 
 
-def test_a_new_head_is_made_as_transformers_makes_it(checkpoint: Path, launch: Launch, ids: torch.Tensor) -> None:
-    torch.manual_seed(0)
-    plain = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, pad_token_id=0)
-    with launch():
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=3, pad_token_id=0)
-        assert torch.equal(model.score.weight, plain.score.weight)
-        optim = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        loss = model(input_ids=ids, labels=torch.tensor([0, 2])).loss
-        loss.backward()
-        optim.step()
-        assert registry.is_offloaded(model)
-    assert loss.isfinite()
+def in_memory(model: nn.Module) -> set[str]:
+    """The deferred parameters whose values are in memory. They stay deferred."""
+    found: set[str] = set()
+    with suppress(InterruptedError), values_of(model) as values:
+        found |= {name for name, _ in model.named_parameters() if values.in_memory(name)}
+        raise InterruptedError
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"),
+    [
+        (AutoModelForSequenceClassification, [0, 2]),
+        pytest.param(AutoModelForTokenClassification, [[0] * 12, [2] * 12], marks=pytest.mark.long),
+    ],
+)
+def test_a_model_with_a_new_head_is_streamed_and_trains_as_the_plain_one(
+    kind: Any, labels: Any, checkpoint: Path, launch: Launch, ids: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses: list[list[float]] = []
+    for context in (nullcontext(), launch()):
+        with context as run:
+            torch.manual_seed(0)
+            model, info = kind.from_pretrained(checkpoint, num_labels=3, pad_token_id=0, output_loading_info=True)
+            assert {name.partition(".")[0] for name in info["missing_keys"]} == {"score"}
+            assert info["unexpected_keys"] == {"lm_head.weight"}
+            if run is not None:
+                assert in_memory(model) == info["missing_keys"]
+            optim = torch.optim.AdamW(model.train().parameters(), lr=1e-3)
+            losses.append([])
+            for _ in range(3):
+                loss = model(input_ids=ids, labels=torch.tensor(labels)).loss
+                loss.backward()
+                optim.step()
+                optim.zero_grad()
+                losses[-1].append(loss.item())
+            assert registry.is_offloaded(model) == (run is not None)
+    assert losses[1][0] == losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert "whole" not in caplog.text
+
+
+def test_a_head_of_another_size_is_initialized_where_the_script_asks_for_that(
+    checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
+) -> None:
+    made: dict[str, Any] = {"num_labels": 2, "pad_token_id": 0}
+    AutoModelForSequenceClassification.from_pretrained(checkpoint, **made).save_pretrained(tmp_path / "two")
+    heads, logits = [], []
+    for context in (nullcontext(), launch()):
+        with context:
+            torch.manual_seed(0)
+            model, info = AutoModelForSequenceClassification.from_pretrained(
+                tmp_path / "two", num_labels=3, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+            assert [name for name, _, _ in info["mismatched_keys"]] == ["score.weight"]
+            heads.append(model.score.weight.detach().clone())
+            with torch.no_grad():
+                logits.append(model(input_ids=ids).logits)
+    assert torch.equal(*heads)
+    assert torch.equal(*logits)
 
 
 def test_a_model_that_is_not_there_is_the_error_that_scripts_expect(launch: Launch, tmp_path: Path) -> None:

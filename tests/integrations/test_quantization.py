@@ -178,9 +178,25 @@ def test_dora_reads_a_quantized_base_and_leaves_it_as_it_is(
         assert codecs_in(one.model) == {None, "nf4"}
 
 
-def test_a_new_head_on_a_quantized_base_is_refused(quantized: Path, launch: Launch) -> None:
-    with launch(), pytest.raises(infinity.ModelError, match=r"no tensor for parameter 'score\.weight'"):
-        AutoModelForSequenceClassification.from_pretrained(quantized)
+def test_a_new_head_on_a_quantized_base_is_initialized_and_said(
+    quantized: Path, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    how: dict[str, Any] = {"num_labels": 2, "pad_token_id": 0, "dtype": torch.bfloat16}
+    torch.manual_seed(0)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", **how)
+    with launch(memory={"device": "2MiB", "host": "96MiB"}):
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(quantized, **how)
+        assert torch.equal(model.score.weight, plain.score.weight)
+        model.requires_grad_(False)
+        model.score.requires_grad_(True)
+        optim = torch.optim.AdamW(model.score.parameters(), lr=1e-3)
+        loss = model(input_ids=torch.arange(8)[None], labels=torch.tensor([1])).loss
+        loss.backward()
+        optim.step()
+        assert codecs_in(model) == {None, "nf4"}
+    assert loss.isfinite()
+    assert "has no tensors for score.weight: they are initialized" in caplog.text
 
 
 def test_preparing_for_training_casts_and_reads_nothing(checkpoint: Path, launch: Launch) -> None:
