@@ -120,14 +120,20 @@ def load_pretrained(
         elif copy is not None:
             tile_as(model, shapes_in(copy))
             carry_on(model, copy, by_rows(model, source), resolved, **how)
-        elif all(parameter.is_meta for parameter in model.parameters()):
-            offload(model, resolved, source=source, **how)
-            remember_readers(model, readers(model, source))
         else:
-            defer_values(model, source, resolve(device))
-            offload(model, resolved, **how)
+            _offload(model, source, resolved, **how)
     model.train()
     return model
+
+
+def _offload(model: Any, source: Source, config: SwapConfig, **how: Any) -> None:
+    """Offload what on_meta gave."""
+    if all(parameter.is_meta for parameter in model.parameters()):
+        offload(model, config, source=source, **how)
+        remember_readers(model, readers(model, source))
+    else:  # of what is in memory, ranks take the values of rank 0
+        defer_values(model, source, resolve(how["device"]))
+        offload(model, config, **how)
 
 
 @dataclass(frozen=True)

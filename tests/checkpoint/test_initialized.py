@@ -22,6 +22,7 @@ CLASSIFIES: dict[str, Any] = {"model_class": hf.AutoModelForSequenceClassificati
 TAGS: dict[str, Any] = {"model_class": hf.AutoModelForTokenClassification, "num_labels": 5}
 ANSWERS: dict[str, Any] = {"model_class": hf.AutoModelForQuestionAnswering}
 REWARDS = CLASSIFIES | {"num_labels": 1}
+POOLED = {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"}
 RESIZED = CLASSIFIES | {"ignore_mismatched_sizes": True}
 
 
@@ -31,6 +32,12 @@ def body() -> nn.Module:
 
 def masked() -> nn.Module:
     return hf.BertForMaskedLM(bert()[0].config)
+
+
+def tagger() -> nn.Module:
+    config = bert()[0].config
+    config.num_labels = 2
+    return hf.BertForTokenClassification(config)
 
 
 def classifier() -> nn.Module:
@@ -78,14 +85,11 @@ def reported(caplog: pytest.LogCaptureFixture) -> Any:
         (body, {"model_class": hf.AutoModelForCausalLM}, {"lm_head.weight"}),
         (gpt2, ANSWERS, {"qa_outputs.weight", "qa_outputs.bias"}),
         (t5, ANSWERS, {"qa_outputs.weight", "qa_outputs.bias"}),
-        (
-            masked,
-            CLASSIFIES,
-            {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"},
-        ),
+        (masked, CLASSIFIES, POOLED),
         (classifier, {"model_class": hf.AutoModelForCausalLM}, {"lm_head.weight"}),
         (classifier, RESIZED, {"score.weight"}),
         (classifier, RESIZED | TAGS, {"score.weight", "score.bias"}),
+        (tagger, RESIZED, POOLED),  # draws for the pooler, too
     ],
 )
 def test_a_new_head_has_the_values_of_plain_transformers_and_only_the_head_is_in_memory(

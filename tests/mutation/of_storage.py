@@ -316,6 +316,13 @@ OF_STORAGE = [
         ("tests/integrations/test_models.py",),
     ),
     Mutant(
+        "a model that is loaded twice draws the random numbers of one that is loaded once",
+        "infinity/checkpoint/load.py",
+        "        rng.restore(before)\n        found = attempt(",
+        "        found = attempt(",
+        ("tests/checkpoint/test_initialized.py",),
+    ),
+    Mutant(
         "loading waits for what it wrote before the memory is used again",
         "infinity/coordinator/ingest.py",
         "            wait_all(transfers)\n        except SwapTimeoutError:",

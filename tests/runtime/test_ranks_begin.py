@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from transformers import AutoModelForSequenceClassification
 
 import infinity
 from infinity.errors import ConfigError, InfinityError, ModelError, PeerError
@@ -22,6 +23,7 @@ from tests.runtime.over_ranks import TIERS, Blocks, batch, digest, offloaded
 pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 
 MEMORY = {"memory": {"host": "256MiB", "device": "64MiB"}}
+CLASSIFIES: dict[str, Any] = {"model_class": AutoModelForSequenceClassification, "num_labels": 3}
 
 
 def weights_of(model: Any) -> dict[str, str]:
@@ -98,6 +100,22 @@ def test_ranks_that_load_different_checkpoints_are_told(tmp_path: Path) -> None:
         assert kind == "PeerError"
         assert "'model.layers.0.mlp.up_proj.weight' has other values in the files that rank 1 loads" in text
     assert run(2, loaded, [paths[0]] * 2, str(tmp_path / "swap")) == [("", "")] * 2
+
+
+def headed(path: str, folder: str) -> str:
+    torch.manual_seed(dist.get_rank())
+    config = {**TIERS[3], **MEMORY, "commit_every": 0, "nvme": {"paths": [folder]}}
+    model = infinity.load_pretrained(path, config, device="cpu", **CLASSIFIES)
+    head = weights_of(model)["score.weight"]
+    infinity.close(model)
+    return head
+
+
+def test_a_new_head_of_an_unseeded_rank_is_that_of_rank_0(tmp_path: Path) -> None:
+    llama()[0].save_pretrained(tmp_path / "in")
+    torch.manual_seed(0)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "in", num_labels=3, dtype=torch.bfloat16)
+    assert run(2, headed, str(tmp_path / "in"), str(tmp_path / "swap")) == [digest(plain.score.weight)] * 2
 
 
 def test_a_rank_that_finds_no_checkpoint_tells_the_others(tmp_path: Path) -> None:
