@@ -418,8 +418,8 @@ def _add_run(commands: Any) -> None:
         "--resume",
         type=path,
         metavar="FOLDER",
-        help="for an Accelerate loop, whose script calls accelerator.load_state(FOLDER): go on from the generation "
-        "that this folder pins. Scripts of Trainer and Lightning say themselves where they go on",
+        help="go on from the generation that this folder pins: for the first trainer.train() of a script, or a loop of "
+        "Accelerate, which calls accelerator.load_state(FOLDER). Scripts of Lightning name ckpt_path=",
     )
     parser.add_argument("config", type=path, metavar="CONFIG", help="swap config: where states live (YAML or JSON)")
     parser.add_argument("script", type=path, metavar="SCRIPT", help="the script, as for python")

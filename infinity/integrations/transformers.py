@@ -12,6 +12,7 @@ mixin before another Trainer:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,12 @@ import torch
 import transformers
 from torch import nn
 from transformers import trainer as trainer_module
+from transformers.trainer_utils import get_last_checkpoint
 
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, NotAvailableError
-from infinity.integrations.folders import Saving, letting_go, pins_for, require_pins
+from infinity.integrations.folders import Saving, is_at, letting_go, pins_for, require_pins
 from infinity.integrations.models import saving_as_infinity
 from infinity.integrations.names import class_and_options, wish_for
 from infinity.integrations.optimizers import ours_for
@@ -32,6 +34,7 @@ from infinity.integrations.patches import Patches, patched
 from infinity.integrations.ranks import ranks_of
 from infinity.integrations.run import Run
 from infinity.integrations.vertical import TrainingSteps
+from infinity.io.pins import require_marker
 
 
 def replace_training(run: Run, patches: Patches) -> None:
@@ -54,6 +57,7 @@ class _OfTrainer:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._told = run.wishes.folder  # by `infinity run --resume`
         self._resumes_from: Path | None = None
         self._steps = TrainingSteps()
 
@@ -91,8 +95,8 @@ class _OfTrainer:
         folder = self._run.began_from(model)
         if folder is not None and folder != self._resumes_from:
             raise ConfigError(
-                f"--resume {folder}: a Trainer says itself where it goes on, and this one begins at step 0. Leave "
-                f"--resume out, and call trainer.train(resume_from_checkpoint={str(folder)!r})."
+                f"--resume {folder}: the first trainer.train() goes on from there, and this Trainer makes its "
+                "optimizer before that, for a loop that would begin at step 0. Leave the optimizer to trainer.train()."
             )
 
     def get_optimizer(self, original: Callable[..., Any], args: Any, *others: Any, **options: Any) -> Any:
@@ -110,21 +114,29 @@ class _OfTrainer:
 
     def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         self._steps.forget(trainer)
+        told, self._told = self._told, None
+        if told is not None and self._run.began_from(trainer.model) == told:
+            named = kwargs.pop("resume_from_checkpoint", args[0] if args else None)
+            args = (_agreed(told, named, trainer.args.output_dir), *args[1:])
         return original(trainer, *args, **kwargs)
 
     def load_from_checkpoint(
         self, original: Callable[..., None], trainer: Any, folder: str, model: nn.Module | None = None
     ) -> None:
         """Nothing is loaded here: the model is offloaded from the folder's generation, when its optimizer is made."""
-        given = trainer.model if model is None else model
+        given, place = trainer.model if model is None else model, Path(folder).expanduser().absolute()
         self._run.take_back(given)
-        if registry.is_offloaded(given):
+        used = registry.is_offloaded(given)
+        if used and self._run.began_from(given) == place and is_at(given, require_marker(place)):
+            self._resumes_from = place  # it was evaluated, and went on then
+            return
+        if used:
             raise ModelError(
                 f"resume_from_checkpoint={folder}: the model was used already in this process, so it is offloaded and "
                 "cannot become the one of a checkpoint. Resume in a new process, before anything else."
             )
-        self._resumes_from = Path(folder).expanduser().absolute()
-        self._run.wish(folder=self._resumes_from)
+        self._resumes_from = place
+        self._run.wish(folder=place)
 
     def save_checkpoint(self, original: Callable[..., None], trainer: Any, model: nn.Module, trial: Any = None) -> None:
         if trainer.args.save_only_model or not registry.is_offloaded(trainer.model):
@@ -157,6 +169,24 @@ class _OfTrainer:
     def finalize_training(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with letting_go(trainer.model):
             return original(trainer, *args, **kwargs)
+
+
+def _agreed(told: Path, named: str | bool | None, output: str) -> str:
+    """Where the first train() goes on: the folder of `infinity run --resume`.
+
+    Args:
+        named: resume_from_checkpoint of the script.
+
+    Raises:
+        ConfigError: the script names another folder.
+    """
+    folder = get_last_checkpoint(output) if named is True else named
+    if folder and os.path.realpath(os.path.expanduser(folder)) != os.path.realpath(told):
+        raise ConfigError(
+            f"--resume {told}: the script goes on from {folder}, as its resume_from_checkpoint={named!r} says. Leave "
+            "--resume out, or take resume_from_checkpoint out of the script's arguments."
+        )
+    return str(told)
 
 
 def _saves_states(args: Any) -> bool:

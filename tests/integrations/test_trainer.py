@@ -233,23 +233,70 @@ def test_evaluation_in_bf16_names_the_dtype_to_load(
             one.evaluate()
 
 
-@pytest.mark.parametrize("before", [pytest.param("nothing", marks=pytest.mark.long), "an evaluation"])
-def test_a_trainer_that_would_begin_at_step_0_on_a_resumed_model_is_refused(
+def saved(checkpoint: Path, rows: Rows, launch: Launch, output: Path) -> list[float]:
+    """The log of a run of six steps, which saved after steps 2 and 4, and what it left."""
+    with launch():
+        whole = trainer(checkpoint, rows, output, save_total_limit=3, **SAVING)
+        whole.train()
+    return log_of(whole)
+
+
+@pytest.mark.parametrize("before", ["nothing", "an evaluation"])
+def test_the_launchers_folder_is_where_the_first_train_of_a_script_goes_on(
     before: str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
 ) -> None:
-    with launch():
-        trainer(checkpoint, rows, tmp_path / "out", **SAVING).train()
-    folder = tmp_path / "out" / "checkpoint-4"
-    with launch(resume=folder):
-        one = trainer(checkpoint, rows, tmp_path / "out", **SAVING)
+    whole = saved(checkpoint, rows, launch, tmp_path / "out")
+    with launch(resume=tmp_path / "out" / "checkpoint-4"):
+        one = trainer(checkpoint, rows, tmp_path / "out", save_total_limit=3, **SAVING)
         if before == "an evaluation":
             one.evaluate()
-        with pytest.raises(
-            infinity.ConfigError, match=r"begins at step 0\. Leave --resume out, and call trainer\.train"
-        ):
-            one.train()
-    with launch(resume=folder):
-        trainer(checkpoint, rows, tmp_path / "out", **SAVING).train(resume_from_checkpoint=str(folder))
+        one.train()
+        assert log_of(one)[-len(whole) :] == whole
+        assert one.state.global_step == 6
+        one.train()  # another one begins at step 0, as without infinity
+        assert [entry["step"] for entry in one.state.log_history if "loss" in entry] == list(range(1, 7))
+
+
+@pytest.mark.parametrize("named", [True, "the same folder", False])
+def test_a_script_may_name_the_launchers_folder_too(
+    named: bool | str, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    saved(checkpoint, rows, launch, tmp_path / "out")
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with launch(resume=tmp_path / "out" / "checkpoint-6"):
+        one = trainer(checkpoint, rows, tmp_path / "out", save_total_limit=3, **(SAVING | {"max_steps": 7}))
+        one.train(resume_from_checkpoint=str(tmp_path / "link" / "checkpoint-6") if isinstance(named, str) else named)
+        assert one.state.global_step == registry.coordinator_of(one.model).steps == 7
+
+
+def test_a_script_that_names_another_folder_than_the_launcher_is_refused_and_both_ways_on_work(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    saved(checkpoint, rows, launch, tmp_path / "out")
+    last, earlier = (tmp_path / "out" / name for name in ("checkpoint-6", "checkpoint-4"))
+    ways: dict[str, Any] = SAVING | {"max_steps": 7, "save_total_limit": 3}
+    for named, said in ((str(last), str(last)), (True, str(last))):
+        with launch(resume=earlier):
+            one = trainer(checkpoint, rows, tmp_path / "out", **ways)
+            with pytest.raises(infinity.ConfigError, match=rf"^--resume {earlier}: .* from {said}, .*{named!r} says"):
+                one.train(resume_from_checkpoint=named)
+    for told, named in ((None, last), (earlier, None)):  # each leaves one of them out
+        with launch(resume=told):
+            one = trainer(checkpoint, rows, tmp_path / "again", **(ways | {"save_strategy": "no"}))
+            one.train(resume_from_checkpoint=named and str(named))
+            assert one.state.global_step == registry.coordinator_of(one.model).steps == 7
+
+
+def test_an_optimizer_that_a_script_makes_before_train_is_refused_where_the_model_goes_on(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    saved(checkpoint, rows, launch, tmp_path / "out")
+    with launch(resume=tmp_path / "out" / "checkpoint-4"):
+        one = trainer(checkpoint, rows, tmp_path / "out", **SAVING)
+        with pytest.raises(infinity.ConfigError, match=r"begin at step 0\. Leave the optimizer to trainer\.train\(\)"):
+            one.create_optimizer()
+        one.train()
+        assert one.state.global_step == 6
 
 
 @pytest.mark.parametrize("how", sampling.some(["compiled"]))
