@@ -438,16 +438,16 @@ def ways_on(path: Path, *, folders: bool) -> str:
         path: the directory as a user names it.
         folders: checkpoint folders may name generations there; else none does.
     """
+    each = ", from one of the folders with folder=FOLDER or resume=FOLDER" if folders else ""
+    ways = (
+        "To go on from it: a loop of your own with infinity.resume(model, config) or infinity.load_pretrained(..., "
+        f"resume=True){each}; `infinity finetune --resume` with a run of its own"
+    )
     if folders:
-        return (
-            "To go on from it: under infinity run, resume_from_checkpoint= of a Trainer, ckpt_path= of Lightning, or "
-            "`infinity run --resume FOLDER`; else `infinity finetune --resume`, or in code infinity.resume or "
-            "load_pretrained(resume=True), with folder= for one of the folders."
-        )
+        return f"{ways}; under infinity run `infinity run --resume FOLDER CONFIG SCRIPT`, or ckpt_path= of Lightning."
     return (
-        "No checkpoint folder names its generations, so that no script under infinity run can go on from it (a "
-        "smaller save_steps of a Trainer makes folders sooner). `infinity finetune --resume` goes on with a run of its "
-        "own, and code with infinity.resume or load_pretrained(resume=True). "
+        f"{ways}. No checkpoint folder names its generations, so that no script under infinity run can go "
+        "on from it (a smaller save_steps of a Trainer makes folders sooner). "
         f"`infinity checkpoint export {shlex.quote(str(path))} --output OUT` writes its weights and optimizer states: "
         "OUT is a model that a script can begin with (of adapters it has PEFT's names, which no from_pretrained reads)."
     )

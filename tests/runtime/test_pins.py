@@ -300,6 +300,28 @@ def test_discarding_a_run_that_folders_need_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "swap").exists()
 
 
+@pytest.mark.parametrize("saved", [False, True], ids=["no folder", "a folder"])
+def test_a_loop_in_a_directory_of_an_earlier_run_is_told_what_a_loop_does_and_it_works(
+    saved: bool, tmp_path: Path
+) -> None:
+    run = Run(tmp_path).to(1)
+    folder = run.save() if saved else None
+    run.to(2).end()
+    with pytest.raises(StoreNotEmptyError) as refused:
+        Run(tmp_path)
+    said = str(refused.value).partition("To go on from it: ")[2]
+    assert said.startswith("a loop of your own with infinity.resume(model, config)")
+    again = Run(tmp_path, resumes=True)
+    assert again.done == 2
+    again.end()
+    if folder is not None:
+        assert "folder=FOLDER" in said
+        earlier = Run(tmp_path, folder=folder)
+        assert earlier.done == 1
+        earlier.end()
+    assert ("No checkpoint folder names its generations" in said) is not saved
+
+
 def test_a_frozen_state_has_one_copy_that_all_generations_share(tmp_path: Path) -> None:
     run = Run(tmp_path, pins=3)
     extents = registry.coordinator_of(run.model).resources.generations._extents  # type: ignore[union-attr]
