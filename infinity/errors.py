@@ -33,6 +33,13 @@ class InfinityError(Exception):
         super().__init__(printable(message, lines=True))
 
 
+def cause_of(error: BaseException | None) -> InfinityError | None:
+    """The error of infinity that an error is, or was raised from; None where there is none."""
+    while error is not None and not isinstance(error, InfinityError):
+        error = error.__cause__
+    return error
+
+
 class ConfigError(InfinityError, ValueError):
     """The swap config or an argument has a wrong value."""
 

@@ -14,7 +14,7 @@ from infinity.cli.ready import require_ready
 from infinity.cli.streams import INTERRUPTED, interruptible_imports
 from infinity.config import load_config
 from infinity.echo import one_line
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError, InfinityError, cause_of
 from infinity.runtime.pins import generation_of
 
 
@@ -81,9 +81,7 @@ def _refuse(error: InfinityError, who: str) -> int:
 
 def _say_it_last(error: BaseException, who: str) -> None:
     """Let the line after the traceback be the message of infinity that is at its bottom, which names the fix."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, InfinityError):
-        cause = cause.__cause__
+    cause = cause_of(error)
     if cause is None:
         return
     theirs, message = sys.excepthook, one_line(str(cause))

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 from infinity.config import SwapConfig
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, cause_of
 from infinity.integrations import accelerate, deepspeed, folders, models, optimizers, ranks, strategy
 from infinity.integrations.ending import to_the_end
 from infinity.integrations.patches import Patches
@@ -42,7 +42,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     infinity's. At its end the models are closed. Args: resume: as launch."""
     run = Run(config)
     run.wish(folder=None if resume is None else resume.expanduser().absolute())
-    failed, stopped = True, False
+    failed, stopped, refused = True, False, False
     try:
         _one_device()
         with Patches() as patches:
@@ -60,8 +60,11 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
     except KeyboardInterrupt:
         stopped = True
         raise
+    except Exception as error:
+        refused = cause_of(error) is not None
+        raise
     finally:
-        run.close(failed=failed, stopped=stopped)
+        run.close(failed=failed, stopped=stopped, refused=refused)
 
 
 def _patch_what_is_imported(run: Run, patches: Patches) -> None:

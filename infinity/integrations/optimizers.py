@@ -16,6 +16,7 @@ from infinity.integrations.folders import Saving
 from infinity.integrations.own_modules import holder_of
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run, parameters_in
+from infinity.integrations.said import say_that_it_stays
 from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.groups import GroupedOptimizer
@@ -95,13 +96,18 @@ def _bringing(run: Run) -> Callable[..., None]:
 def _refusing(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)
-        if not isinstance(self, GroupedOptimizer) and bring_home(run, parameters_in(params), None):
+        ours = isinstance(self, GroupedOptimizer)
+        if not ours and bring_home(run, parameters_in(params), None):
             known = ", ".join(f"torch.optim.{theirs.__name__}" for theirs in _OURS)
             raise ConfigError(
                 f"{type(self).__module__}.{type(self).__name__} works on weights in memory, and those of this model "
                 f"are offloaded. Use one of {known} (optim='adamw_torch' of a TrainingArguments), or infinity.Lion."
             )
         original(self, params, *args, **kwargs)
+        if not ours and type(self) not in _OURS:  # those were looked at already
+            stays = holder_of(parameters_in(params))
+            if stays is not None:
+                say_that_it_stays(self, stays)
 
     return init
 

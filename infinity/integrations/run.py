@@ -395,15 +395,15 @@ class Run:
         """The models that are offloaded now."""
         return [model for model in self.alive() if not registry.coordinator_of(model).closed]
 
-    def close(self, *, failed: bool, stopped: bool = False) -> None:
+    def close(self, *, failed: bool, stopped: bool = False, refused: bool = False) -> None:
         """The script is over. Where it ended well the stores go, also of models that were collected, but for those with
-        generations that checkpoint folders need. Args: stopped: it failed because of Ctrl-C."""
+        generations that checkpoint folders need. Args: stopped, refused: it failed because of Ctrl-C, of infinity."""
         with ExitStack() as ending:
             ending.callback(remove_empty, self._absent)
             ending.callback(self._scratch.close)
             models = self.alive()
-            if not (failed or stopped) and registry.entered() == self._entered_before:
-                say_that_nothing_was_offloaded()
+            if not (refused or stopped) and registry.entered() == self._entered_before:
+                say_that_nothing_was_offloaded(failed=failed)
             if stopped or (failed and models):
                 ending.callback(say_what_is_left, self._places(), stopped=stopped)
             for model in models:

@@ -38,13 +38,26 @@ def say(model: nn.Module, *, trained: bool) -> None:
     )
 
 
-def say_that_nothing_was_offloaded() -> None:
-    """The script has ended."""
+def say_that_nothing_was_offloaded(*, failed: bool) -> None:
+    """The script has ended. Args: failed: by an error of its own."""
     if rank_and_world()[0] == 0:
         logger.warning(
-            "infinity: NOTHING WAS OFFLOADED, the script ran as python runs it. A model is offloaded that "
+            "infinity: NOTHING WAS OFFLOADED, the script ran as python runs it%s. A model is offloaded that "
             "from_pretrained loads and that is used, and a module of %s parameters or more when one of torch.optim's "
             "AdamW, Adam, SGD or Adagrad is made for them. For another loop: infinity.offload(model, config) in the "
             "script",
+            ", until it failed" if failed else "",
             f"{WORTH_NUMEL:,}",
+        )
+
+
+def say_that_it_stays(optimizer: object, model: nn.Module) -> None:
+    """Another optimizer than infinity's was made for a module of the script's own, which is worth offloading."""
+    if rank_and_world()[0] == 0:
+        logger.warning(
+            "infinity: %s.%s is not offloaded, nor is the %s that it was made for: it stays in memory. Offloaded are "
+            "torch.optim's AdamW, Adam, SGD and Adagrad, and infinity.Lion",
+            type(optimizer).__module__,
+            type(optimizer).__name__,
+            printable(type(model).__name__),
         )

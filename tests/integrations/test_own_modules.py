@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import infinity
 from infinity.coordinator import registry
 from infinity.integrations import own_modules
 from tests.integrations.conftest import Launch
@@ -133,6 +134,38 @@ def test_what_is_small_or_in_no_module_stays_and_the_run_says_that_nothing_was_o
         torch.optim.AdamW([*one.parameters(), *other.parameters()])
         assert not registry.is_offloaded(one)
     assert caplog.text.count("NOTHING WAS OFFLOADED, the script ran as python runs it") == 1
+
+
+@pytest.mark.parametrize("made", [torch.optim.RMSprop, type("Mine", (torch.optim.AdamW,), {})])
+def test_an_optimizer_that_stays_in_memory_is_named_when_it_is_made(made: Any, launch: Launch, caplog: Any) -> None:
+    with launch():
+        module, named = nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64))
+        made(module.parameters())
+        made(nn.Linear(4, 4).parameters())  # too small to be worth a line
+        assert caplog.text.count("is not offloaded, nor is the Linear that it was made for") == 1
+        assert f"{made.__module__}.{made.__name__} is not offloaded" in caplog.text
+        torch.optim.Adagrad(named.parameters())  # one that the line names
+        assert registry.is_offloaded(named)
+    assert "NOTHING WAS OFFLOADED" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (ValueError("its own"), True),
+        (SystemExit(3), True),
+        (infinity.PlanError("too small"), False),
+        (KeyboardInterrupt(), False),
+    ],
+    ids=repr,
+)
+def test_a_script_that_fails_is_told_too_that_nothing_was_offloaded_unless_infinity_says_why(
+    error: BaseException, says: bool, launch: Launch, caplog: Any
+) -> None:
+    with pytest.raises(type(error)) as ended, launch():
+        raise error
+    assert ended.value is error
+    assert ("NOTHING WAS OFFLOADED, the script ran as python runs it, until it failed." in caplog.text) is says
 
 
 def test_a_model_in_a_module_gets_all_of_the_memory(checkpoint: Path, launch: Launch) -> None:
