@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import re
 import stat
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from infinity.cli import fields
 from infinity.cli.records import Example, LossOn, text_or_example
@@ -30,9 +34,14 @@ _LIST = ".json"
 _LIST_BYTES_MAX = 1 << 30
 _OTHER_FORMATS = {
     (".feather",): "Give .parquet or .jsonl instead; pandas writes both",
-    (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it and give what is in it",
+    (".gz", ".bz2", ".xz"): "Unpack it and give what is in it, or name it as what it is, such as .jsonl.gz or .txt.gz",
+    (".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar"): "Unpack it and give what is in it",
 }
 """Endings of files whose format is not read, and what the user can do instead."""
+_PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""Endings of files that are unpacked while they are read, where the ending before says that text or rows are in it."""
+_UNPACKED = (*_LINES, _LIST, ".txt")
+_DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 @contextmanager
@@ -117,10 +126,10 @@ def documents(
         empty = not path.stat().st_size
     except OSError as error:
         raise _unreadable(path, error) from error
-    if path.suffix.lower() == _LIST:
+    if _ending(path) == _LIST:
         for number, record in enumerate(_list(path), 1):
             yield document(record, f"{printable(path)}:{number}")
-    elif path.suffix.lower() in _LINES:
+    elif _ending(path) in _LINES:
         yield from () if empty else (document(record, where) for where, record in _json_lines(path))
     else:  # an empty file may be one of /proc, whose reader may wait for ever
         yield iter(()) if empty else _text_pieces(path)
@@ -188,47 +197,62 @@ def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
             yield entry
 
 
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"{printable(path)}: cannot be read: {error.strerror or error}")
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{printable(path)}: cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _ending(path: Path) -> str:
+    """The ending that says what is in a file, in lower case; of `.jsonl.gz` the first."""
+    inside, last = Path(path.stem).suffix.lower(), path.suffix.lower()
+    return inside if last in _PACKED and inside in _UNPACKED else last
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """What is in a file, unpacked where `_ending` looks into it. Raises one of _DAMAGED, as reading does."""
+    last = path.suffix.lower()
+    opened: IO[bytes] = path.open("rb") if _ending(path) == last else _PACKED[last](path, "rb")
+    return opened
 
 
 def _other_format(path: Path, *, in_directory: bool = False) -> str:
     """'' for text and rows, else why the file is not read."""
-    if in_directory and path.suffix.lower() == _LIST:
+    if in_directory and _ending(path) == _LIST:
         return "a .json file is read only where it is named itself"
-    known = any(path.suffix.lower() in endings for endings in _OTHER_FORMATS)
+    known = any(_ending(path) in endings for endings in _OTHER_FORMATS)
     return f"a {path.suffix} file is not read" if known else ""
 
 
 def _require_format(path: Path) -> None:
     for endings, advice in _OTHER_FORMATS.items():
-        if path.suffix.lower() in endings:
+        if _ending(path) in endings:
             raise ConfigError(f"{printable(path)}: {_other_format(path)}. {advice}.")
 
 
 def _text_pieces(path: Path) -> Text:
     try:
-        with path.open(encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(_opened(path), encoding="utf-8-sig") as file:
             for piece in pieces(file.read):
                 if "\0" in piece:
                     raise NotTextError("it has NUL characters, as binary files and UTF-16 text do")
                 yield piece
     except UnicodeDecodeError:
         raise NotTextError("it is not UTF-8 text") from None
-    except OSError as error:
+    except _DAMAGED as error:
         raise _unreadable(path, error) from error
 
 
 def _list(path: Path) -> list[Any]:
     """The rows of a .json file. Raises ConfigError."""
     try:
-        if path.stat().st_size > _LIST_BYTES_MAX:
+        with _opened(path) as file:
+            content = file.read(_LIST_BYTES_MAX + 1) if path.stat().st_size <= _LIST_BYTES_MAX else None
+        if content is None or len(content) > _LIST_BYTES_MAX:
             raise ConfigError(
                 f"{printable(path)}: the file is larger than {_LIST_BYTES_MAX >> 20} MiB, and would be in memory "
                 "whole: give .jsonl instead, one object a line"
             )
-        found = json.loads(path.read_bytes().removeprefix(_BOM))
-    except OSError as error:
+        found = json.loads(content.removeprefix(_BOM))
+    except _DAMAGED as error:
         raise _unreadable(path, error) from error
     except RecursionError:
         raise ConfigError(f"{printable(path)}: lists or objects in each other, too many to read") from None
@@ -254,10 +278,10 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a file; of a line that is too long, a part that is too long as well."""
     try:
-        with path.open("rb") as file:
+        with _opened(path) as file:
             while line := file.readline(_LINE_BYTES_MAX + 1):
                 yield line
-    except OSError as error:
+    except _DAMAGED as error:
         raise _unreadable(path, error) from error
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,7 +147,9 @@ def messages(*contents: Any, **more: Any) -> dict[str, Any]:
         ({"messages": [{"role": "user", "value": "fox"}]}, r"messages\[0\] has 'value' where a 'content' is needed"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\] needs a 'content' that is a string; it has none"),
         (messages("fox", None), r"messages\[1\] needs a 'content' that is a string; it has null"),
-        (messages([{"type": "text", "text": "fox"}]), "needs a 'content' that is a string; it has a list"),
+        (messages([{"type": "image_url", "image_url": {}}]), "'content' has a part of the type 'image_url'"),
+        (messages([{"type": "text"}]), "'content' has a part of the type 'text', and only text is learned"),
+        (messages(["fox"]), "'content' has a part of the type 'str'"),
         (messages({"text": "fox"}), "needs a 'content' that is a string; it has a dict"),
         (messages(7), "needs a 'content' that is a string; it has a int"),
         (messages("fox", role=3), "needs a 'role' that is a string; it has a int"),
@@ -252,7 +257,7 @@ def test_blank_documents_are_counted(pack: Pack, tmp_path: Path) -> None:
         pack(tmp_path / "b.txt")
 
 
-@pytest.mark.parametrize("name", ["a.feather", "a.jsonl.gz", "a.zip"])
+@pytest.mark.parametrize("name", ["a.feather", "a.gz", "a.csv.gz", "a.tar.gz", "a.zip"])
 def test_other_formats_are_refused_with_what_to_do(name: str, pack: Pack, tmp_path: Path) -> None:
     """Alone, or where a directory has nothing else; beside text they are left out, and said to be."""
     (tmp_path / "docs").mkdir()
@@ -265,6 +270,27 @@ def test_other_formats_are_refused_with_what_to_do(name: str, pack: Pack, tmp_pa
     assert text_of(data).split() == ["the", "fox", "<eos>"]
     assert "files left out: 1 (" in data.notes()[0]
     assert f"{name}: a " in data.notes()[0]
+
+
+@pytest.mark.parametrize("packer", [gzip, bz2, lzma], ids=["gz", "bz2", "xz"])
+@pytest.mark.parametrize("ending", ["jsonl", "json", "txt"])
+def test_a_packed_file_is_read_as_what_is_in_it(packer: Any, ending: str, pack: Pack, tmp_path: Path) -> None:
+    row = {"txt": "the fox", "json": '[{"text": "the fox"}]', "jsonl": '{"text": "the fox"}\n'}[ending].encode()
+    (tmp_path / f"a.{ending}").write_bytes(row)
+    packed = tmp_path / f"a.{ending}.{ {gzip: 'gz', bz2: 'bz2', lzma: 'xz'}[packer] }"
+    packed.write_bytes(packer.compress(row))
+    assert tokens_of(pack(packed)) == tokens_of(pack(tmp_path / f"a.{ending}"))
+    packed.write_bytes(packer.compress(row)[:-9])
+    with pytest.raises(ConfigError, match=rf"{packed.name}: cannot be read: "):
+        pack(packed)
+
+
+def test_a_packed_file_without_a_name_for_what_is_in_it_can_be_named(pack: Pack, tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(gzip.compress(b'{"text": "the fox"}'))
+    with pytest.raises(ConfigError, match=r"or name it as what it is, such as \.jsonl\.gz"):
+        pack(tmp_path / "a.gz")
+    (tmp_path / "a.gz").rename(tmp_path / "a.jsonl.gz")
+    assert text_of(pack(tmp_path / "a.jsonl.gz")).split() == ["the", "fox", "<eos>"]
 
 
 def test_a_list_of_rows_is_read_where_it_is_named(pack: Pack, tmp_path: Path) -> None:
