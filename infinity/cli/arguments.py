@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from infinity import __version__
+from infinity.cli.fields import DATA_HELP
 from infinity.cli.options import (
     DEFAULT_DTYPE,
     DTYPE_NAMES,
@@ -129,8 +130,7 @@ def _add_data(where: Any) -> None:
         "--data",
         nargs="+",
         type=path,
-        help="text files; .jsonl, .parquet and .csv files whose rows have text, messages, conversations, or prompt and "
-        "completion; directories of such files, or those that `datasets` saved",
+        help=DATA_HELP,
     )
     apart = where.add_mutually_exclusive_group()
     apart.add_argument(

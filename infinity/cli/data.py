@@ -34,6 +34,7 @@ _NAMED = 5
 """How many files a message names; of the others it gives the number."""
 _COUNTED = 100
 """How many different fields are counted."""
+_DECLINED = "'weight': 0 (or 'train' or 'loss': false)"
 _NOT_LEARNED = np.uint32(1 << 31)
 """Marks a token that belongs to a prompt."""
 
@@ -54,6 +55,7 @@ class _Content:
         blank: number of blank documents, which were left out.
         cut: number of examples that were longer than a sequence.
         unanswered: number of examples without an answer, which were left out.
+        declined: number of examples that ask that none of their answers is learned, which were left out.
         late: number of examples whose answer begins behind the end of a sequence, which were left out.
         rows: the first rows that were cut, or left out, by why.
         unread: fields of rows that nothing reads, with how many rows have them.
@@ -69,6 +71,7 @@ class _Content:
     blank: int = 0
     cut: int = 0
     unanswered: int = 0
+    declined: int = 0
     late: int = 0
     rows: dict[str, list[str]] = field(default_factory=dict)
     unread: Counter[str] = field(default_factory=Counter)
@@ -231,6 +234,7 @@ class PackedData:
         length = f"--sequence-length {self.sequence_length}"
         for count, why, said in (
             (content.unanswered, "unanswered", "examples left out, because they have no answer"),
+            (content.declined, "declined", f"examples left out, because all of their answers have {_DECLINED}"),
             (content.late, "late", f"examples left out, because their answer begins behind {length}"),
             (content.cut, "cut", f"examples cut, because they are longer than {length}"),
         ):
@@ -298,10 +302,9 @@ class PackedData:
     def _add_example(self, example: Example) -> None:
         numel = min(len(example.ids), self.sequence_length)
         if not any(example.learned[1:numel]):  # the first token follows nothing
-            late = any(example.learned[1:])
-            self._content.late += late
-            self._content.unanswered += not late
-            self._content.note("late" if late else "unanswered", example.where)
+            why = "declined" if example.declined else "late" if any(example.learned[1:]) else "unanswered"
+            setattr(self._content, why, getattr(self._content, why) + 1)
+            self._content.note(why, example.where)
             return
         if numel < len(example.ids):
             self._content.cut += 1
@@ -343,6 +346,11 @@ class PackedData:
             raise ConfigError(
                 f"{names}: none of its {content.late + content.unanswered} examples has an answer in its first "
                 f"{self.sequence_length} tokens: give a larger --sequence-length"
+            )
+        if not content.documents and content.declined:
+            raise ConfigError(
+                f"{names}: nothing in it is learned: {content.declined} of its examples have {_DECLINED} in all of "
+                "their answers. Give 1, or true, where an answer is to be learned"
             )
         if not content.documents and content.unanswered:
             raise ConfigError(

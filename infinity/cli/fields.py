@@ -6,6 +6,8 @@ others are not read, and the run says which they are.
 | `system`                                              | the first message, or where Alpaca's prompt begins           |
 | `weight`, `train`, `loss` of a message                | 0 and false: it is not learned (`answers_learned`)           |
 | `text` beside an instruction and an output            | not read: it repeats them, and all of it would be learned    |
+| `prompt` beside messages                              | not read where they begin with it; else refused              |
+| `functions`, `function_call`                          | `tools` and `tool_calls`, in OpenAI's older words            |
 | `label`, `kto_tag`, `is_good`, `train`, `loss`, `weight` of a row, where one says no | refused                       |
 | those of `_REFUSED`                                   | refused                                                      |
 | those of `_OF_NO_ACCOUNT`                             | not read, and not said                                       |
@@ -20,9 +22,16 @@ from typing import Any
 from infinity.echo import quoted
 from infinity.errors import ConfigError
 
+DATA_HELP = (
+    "text files; .jsonl, .json, .parquet and .csv files (.jsonl.gz, too) whose rows have text, messages, "
+    "conversations, prompt and completion, or instruction and output; directories of such files, or those that "
+    "`datasets` saved. A row may also have system, its first message, and tools; a message weight, train or loss, with "
+    "0 or false where it is not to be learned. A row whose label, weight or train says no is refused: docs/finetune.md "
+    "has all fields"
+)
 _TOLD = ("tools", "system")
 _READ_BESIDE = {
-    "messages": ("messages", *_TOLD),
+    "messages": ("messages", "prompt", "completion", "functions", *_TOLD),
     "conversations": ("conversations", *_TOLD),
     "prompt": ("prompt", "completion", *_TOLD),
     "instruction": ("instruction", "input", "output", "system", "text"),
@@ -75,7 +84,32 @@ def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
     if isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
         row.pop("text", None)
+    if isinstance(row.get("messages"), list) and "prompt" in row:
+        row = _without_prompt(row, where)
+    if row.get("functions"):
+        if row.get("tools"):
+            raise ConfigError(f"{where}: has 'functions' and 'tools'; leave one of them")
+        given = row.pop("functions")
+        row["tools"] = [{"type": "function", "function": each} for each in given] if isinstance(given, list) else given
     return _with_system(row, where)
+
+
+def _without_prompt(row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row of messages without the prompt and the completion that repeat them, as published chats have them."""
+    said, prompt, rest = row["messages"], row["prompt"], row.get("completion")
+    if isinstance(prompt, list):
+        repeats = said[: len(prompt)] == prompt and rest in (None, said[len(prompt) :])
+    else:
+        talk = [each for each in said if isinstance(each, dict)]
+        asked = [each.get("content") for each in talk if each.get("role") == "user"]
+        repeats = asked[:1] == [prompt] and (rest is None or talk[-1].get("content") == rest)
+    if not repeats:
+        raise ConfigError(
+            f"{where}: the row has both 'messages' and 'prompt', and the messages do not begin with that prompt. Leave "
+            f"one of them out: datasets.load_dataset('json', data_files='FILE', split='train').remove_columns('prompt')"
+            ".to_json('OUT.jsonl')"
+        )
+    return {key: value for key, value in row.items() if key not in ("prompt", "completion")}
 
 
 def _with_system(row: dict[str, Any], where: str) -> dict[str, Any]:

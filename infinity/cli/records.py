@@ -4,7 +4,8 @@
 |---|---|
 | `text`                            | all of it                                                                 |
 | `prompt`, `completion`            | the completion, and that it ends there. Strings, or lists of messages     |
-| `messages`                        | what the model's chat template marks as the assistant's                   |
+| `messages`                        | what the model's chat template marks as the assistant's, calls of tools   |
+|                                   | among it; a content that is a list of texts is joined                     |
 | `conversations` (ShareGPT)        | as `messages`: `from` and `value` are taken for `role` and `content`      |
 | `instruction`, `input`, `output`  | the output (Alpaca); the other two are the prompt                         |
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ LossOn = Literal["answers", "all"]
 
 _SHAPES = "a 'text' string, a list of 'messages' or 'conversations', or a 'prompt' and a 'completion'"
 _KEYS_SHOWN = 8
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts of a content; the last two are those of OpenAI's responses."""
 _STANDARD_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython", "environment")
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -53,12 +56,14 @@ class Example:
         learned: for each token, whether it is.
         where: file and row.
         is_chat: whether the chat template made it.
+        declined: whether its messages ask that no answer is learned.
     """
 
     ids: list[int]
     learned: list[bool]
     where: str = ""
     is_chat: bool = False
+    declined: bool = False
 
 
 def text_or_example(record: Any, where: str, tokenizer: Any, loss_on: LossOn) -> str | Example:
@@ -134,9 +139,9 @@ def _answered(record: dict[str, Any], where: str, tokenizer: Any, loss_on: LossO
         _require_a_prompt_and_an_answer(first, answer, where)
         both = [*first, *answer]
         _require_roles(both, where, tokenizer)
+        made, form = _rendered_whole(both, where, tokenizer, tools)
+        ids, first = made["input_ids"], form[: len(first)]
         asked = _rendered(first, where, tokenizer, tools, add_generation_prompt=True)["input_ids"]
-        ids = _rendered(both, where, tokenizer, tools)["input_ids"]
-        _require_contents(both, ids, where, tokenizer)
     else:
         end = tokenizer.eos_token or ""
         said = unicode(str(completion), where)
@@ -184,13 +189,13 @@ def _chat(messages: list[dict[str, Any]], where: str, tokenizer: Any, loss_on: L
             "whole conversations, what users said included."
         )
     _require_roles(messages, where, tokenizer)
-    made = _rendered(messages, where, tokenizer, tools, marked=marked)
+    made, _ = _rendered_whole(messages, where, tokenizer, tools, marked=marked)
     ids = list(made["input_ids"])
-    _require_contents(messages, ids, where, tokenizer)
     learned = [bool(each) for each in made["assistant_masks"]] if marked else [True] * len(ids)
     if any(each is False and message["role"] == "assistant" for each, message in zip(asked, messages, strict=True)):
         learned = _without_some_answers(learned, asked, messages, where, marked=marked)
-    return Example(ids, learned, where, is_chat=True)
+    answers = [each for each, message in zip(asked, messages, strict=True) if message["role"] == "assistant"]
+    return Example(ids, learned, where, is_chat=True, declined=bool(answers) and set(answers) == {False})
 
 
 def _without_some_answers(
@@ -264,10 +269,52 @@ def _rendered(
         raise ConfigError(f"{where}: the model's chat template refuses it: {raised(error)}") from error
 
 
+def _forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The same messages as templates want them: as they are; with a content where there are only calls; with lists."""
+    yield messages
+    messages = [{"content": ""} | each for each in messages]
+    yield messages
+    yield [each | {"content": [{"type": "text", "text": each["content"]}]} for each in messages]
+
+
+def _rendered_whole(
+    messages: list[dict[str, Any]], where: str, tokenizer: Any, tools: Any, *, marked: bool = False
+) -> tuple[Any, list[dict[str, Any]]]:
+    """What the template makes of the first form of the messages of which it leaves nothing out, and that form."""
+    refused: ConfigError | None = None
+    for form in _forms(messages):
+        try:
+            made = _rendered(form, where, tokenizer, tools, marked=marked)
+            _require_contents(messages, made["input_ids"], where, tokenizer)
+            _require_calls(form, made["input_ids"], where, tokenizer, tools)
+        except ConfigError as error:
+            refused = refused or error
+        else:
+            return made, form
+    raise refused or AssertionError
+
+
+def _require_calls(form: list[dict[str, Any]], ids: list[int], where: str, tokenizer: Any, tools: Any) -> None:
+    """Raises ConfigError where the template writes the same without the calls of a message."""
+    for index, message in enumerate(form):
+        if not message.get("tool_calls"):
+            continue
+        bare = {key: value for key, value in message.items() if key != "tool_calls"}
+        try:
+            without = _rendered([*form[:index], bare, *form[index + 1 :]], where, tokenizer, tools)["input_ids"]
+        except ConfigError:
+            continue
+        if list(without) == list(ids):
+            raise ConfigError(
+                f"{where}: the model's chat template leaves out 'tool_calls' of messages[{index}]: write them into its "
+                "'content' as the model is to say them, or leave such rows out"
+            )
+
+
 def _require_contents(messages: Sequence[dict[str, Any]], ids: list[int], where: str, tokenizer: Any) -> None:
     """Raises ConfigError where the template leaves everything out that the user or the assistant said."""
     for role in dict.fromkeys(message["role"] for message in messages):
-        said = " ".join(message["content"].strip() for message in messages if message["role"] == role)
+        said = " ".join(message.get("content", "").strip() for message in messages if message["role"] == role)
         bare = tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
         if role in ("user", "assistant") and said.strip() and set(bare).isdisjoint(ids):
             raise ConfigError(f"{where}: the model's chat template leaves out everything that the {role} says")
@@ -276,7 +323,10 @@ def _require_contents(messages: Sequence[dict[str, Any]], ids: list[int], where:
 def _messages(given: list[Any], where: str, conversations: bool) -> list[dict[str, Any]]:
     if not given:
         raise ConfigError(f"{where} is empty")
-    return [_message(each, f"{where}[{index}]", conversations) for index, each in enumerate(given)]
+    found = [_message(each, f"{where}[{index}]", conversations) for index, each in enumerate(given)]
+    if any(isinstance(each, dict) and each.get("function_call") for each in given):  # OpenAI's older words
+        found = [each | {"role": "tool"} if each["role"] == "function" else each for each in found]
+    return found
 
 
 def _message(given: Any, where: str, conversations: bool) -> dict[str, Any]:
@@ -284,22 +334,81 @@ def _message(given: Any, where: str, conversations: bool) -> dict[str, Any]:
         raise ConfigError(f"{where} is no object with a 'role' and a 'content', both strings")
     message = {key: value for key, value in given.items() if value is not None}
     if conversations and "from" in message and "role" not in message:
-        speaker = message.pop("from")
-        if not isinstance(speaker, str) or speaker not in _ROLES:
-            known = ", ".join(_ROLES)
-            raise ConfigError(f"{where}: 'from' is {printable(str(speaker))[:40]}, and none of {known}")
-        message["role"] = _ROLES[speaker]
-        if "value" in message:
-            message["content"] = message.pop("value")
+        _of_sharegpt(message, where)
+    calls = _calls(message, where)
+    if calls:
+        message["tool_calls"] = calls
+    if isinstance(message.get("content"), list):
+        message["content"] = _text_of(message["content"], where)
     for key, other in (("role", "from"), ("content", "value")):
-        if isinstance(message.get(key), str):
+        if isinstance(message.get(key), str) or (calls and key == "content" and key not in message):
             continue
         if key not in given and isinstance(given.get(other), str):
             raise ConfigError(f"{where} has '{other}' where a '{key}' is needed; rename it")
         what = "none" if key not in given else _kind(given[key])
         raise ConfigError(f"{where} needs a '{key}' that is a string; it has {what}")
-    unicode(message["content"], where)
+    unicode(f"{message.get('content')}{calls}", where)
     return message
+
+
+def _of_sharegpt(message: dict[str, Any], where: str) -> None:
+    """`from` and `value` become what `role` and `content` are."""
+    speaker, value = message.pop("from"), message.pop("value", None)
+    if speaker == "function_call":  # LLaMA-Factory's
+        try:
+            calls = json.loads(value)
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"{where}: the value of a function_call must be JSON, with 'name' and 'arguments'"
+            ) from None
+        message |= {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+        return
+    if not isinstance(speaker, str) or speaker not in _ROLES:
+        raise ConfigError(f"{where}: 'from' is {printable(str(speaker))[:40]}, and none of {', '.join(_ROLES)}")
+    message["role"] = _ROLES[speaker]
+    if value is not None:
+        message["content"] = value
+
+
+def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """The calls in a message of the assistant, with arguments as objects, which templates write as JSON. (OpenAI has
+    JSON in a string, which they would write as a string of JSON.)"""
+    older, given = message.pop("function_call", None), message.pop("tool_calls", None)
+    if older and given:
+        raise ConfigError(f"{where} has 'function_call' and 'tool_calls'; leave one of them")
+    given = [older] if older else given or []
+    if not isinstance(given, list):
+        raise ConfigError(f"{where}: 'tool_calls' is {_kind(given)}; it must be a list")
+    calls = []
+    for call in given:
+        call = call if isinstance(call, dict) and "function" in call else {"type": "function", "function": call}
+        function = call["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConfigError(f"{where}: a call needs a 'name' and 'arguments'; it has {quoted(function)}")
+        arguments = function.get("arguments")
+        try:
+            parsed = json.loads(arguments) if isinstance(arguments, str) else None
+        except ValueError:
+            parsed = None  # as the model is to write it, then
+        parsed = parsed if isinstance(parsed, dict) else {} if arguments in (None, "") else arguments
+        calls.append(call | {"function": function | {"arguments": parsed}})
+    return calls
+
+
+def _text_of(parts: list[Any], where: str) -> str:
+    """The text of a content that is a list of parts, joined by line breaks (as vLLM and llama.cpp do).
+
+    Raises:
+        ConfigError: a part is something else than text.
+    """
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in _TEXTS or not isinstance(part.get("text"), str):
+            raise ConfigError(
+                f"{where}: 'content' has a part of the type {quoted(kind)}, and only text is learned here: leave such "
+                'rows out, or give {"type": "text", "text": "…"}'
+            )
+    return "\n".join(part["text"] for part in parts)
 
 
 def _tools(record: dict[str, Any], where: str) -> Any:

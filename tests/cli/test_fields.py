@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,10 @@ SHARED = spoken([("human", ASKED), ("gpt", FOX), ("human", MORE), ("gpt", HEN)],
 def saying(talk: list[dict[str, Any]], index: int, **more: Any) -> list[dict[str, Any]]:
     """The conversation, with more in one of its messages."""
     return [message | more if number == index else message for number, message in enumerate(talk)]
+
+
+def parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, "image_url": None} for text in texts]
 
 
 LEARNED: dict[str, tuple[dict[str, Any], str]] = {
@@ -54,11 +60,39 @@ LEARNED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "KTO, of an answer that is wanted": ({"prompt": ASKED, "completion": FOX, "label": True}, f"{FOX}<eos>"),
     "TRL's prompts and completions of messages": ({"prompt": TALK[:3], "completion": TALK[3:]}, f"{HEN}{END}"),
+    "ultrachat_200k, whose prompt is in its messages": (
+        {"prompt": ASKED, "prompt_id": "x", "messages": TALK},
+        f"{FOX}{END}{HEN}{END}",
+    ),
+    "prompt and completion beside the same messages": (
+        {"prompt": TALK[:3], "completion": TALK[3:], "messages": TALK},
+        f"{FOX}{END}{HEN}{END}",
+    ),
+    "a list of text parts": (
+        {"messages": saying(saying(TALK, 1, content=parts(FOX, HEN)), 2, content=parts(MORE))},
+        f"{FOX}\n{HEN}{END}{HEN}{END}",
+    ),
     "argilla's Capybara": ({"messages": TALK, "source": "x", "num_turns": 2}, f"{FOX}{END}{HEN}{END}"),
     "C4": ({"text": ASKED, "timestamp": "2019", "url": "x"}, f"{ASKED[1:]}<eos>"),
     "IMDB, of which text is learned": ({"text": ASKED, "label": 0}, f"{ASKED[1:]}<eos>"),
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a prompt that is not in the messages": (
+        {"prompt": "something else", "messages": TALK},
+        "both 'messages' and 'prompt', and the messages do not begin with that prompt",
+    ),
+    "a prompt and a completion that is not in the messages": (
+        {"prompt": TALK[:3], "completion": TALK[1:2], "messages": TALK},
+        "both 'messages' and 'prompt'",
+    ),
+    "an image among the parts": (
+        {"messages": saying(TALK, 0, content=[*parts(ASKED), {"type": "image", "image": "a.jpg"}])},
+        "messages\\[0\\]: 'content' has a part of the type 'image'",
+    ),
+    "calls in a template without them": (
+        {"messages": saying(TALK, 1, tool_calls=[{"function": {"name": "find", "arguments": {}}}])},
+        "leaves out 'tool_calls' of messages\\[1\\]: write them into its 'content'",
+    ),
     "KTO, of an answer that is not wanted": (
         {"prompt": ASKED, "completion": FOX, "label": False},
         "'label' is False: a row that is not to be learned",
@@ -111,6 +145,109 @@ def test_a_row_that_asks_for_something_else_is_refused_by_the_name_of_its_field(
     row, said = REFUSED[layout]
     with pytest.raises(ConfigError, match=rf"rows0.jsonl:1: .*{said}"):
         read([row])
+
+
+CALLING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}SAID"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+)
+CALLS = "{% for c in m.tool_calls %}CALL {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+TEMPLATES = {
+    "Qwen's, which asks whether there is a text": CALLING.replace("SAID", "{{ m.content }}" + CALLS),
+    "one that asks whether there is a content": CALLING.replace(
+        "SAID", "{% if m.content is undefined %}" + CALLS + "{% else %}{{ m.content }}{% endif %}"
+    ),
+    "one that needs a content": CALLING.replace("SAID", "{{ m.content + '' }}" + CALLS),
+    "one that reads lists only": CALLING.replace(
+        "SAID", "{% for p in m.content %}{{ p.text }}{% endfor %}" + CALLS
+    ).replace("{{ m.content }}<", "{% for p in m.content %}{{ p.text }}{% endfor %}<"),
+}
+FIND = {"name": "find", "arguments": '{"what": "hen"}'}
+NEWER = [
+    {"role": "user", "content": ASKED},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": FIND}]},
+    {"role": "tool", "tool_call_id": "1", "content": "here"},
+    {"role": "assistant", "content": HEN},
+]
+OLDER = [
+    *NEWER[:1],
+    {"role": "assistant", "content": None, "function_call": FIND},
+    {"role": "function", "name": "find", "content": "here"},
+    *NEWER[3:],
+]
+TOOLS = [{"name": "find", "description": "finds", "parameters": {"type": "object", "properties": {}}}]
+CALLED: dict[str, dict[str, Any]] = {
+    "OpenAI's": {"messages": NEWER, "tools": [{"type": "function", "function": TOOLS[0]}]},
+    "OpenAI's older": {"messages": OLDER, "functions": TOOLS},
+    "ShareGPT's of LLaMA-Factory": {
+        "conversations": [
+            {"from": "human", "value": ASKED},
+            {"from": "function_call", "value": '{"name": "find", "arguments": {"what": "hen"}}'},
+            {"from": "observation", "value": "here"},
+            {"from": "gpt", "value": HEN},
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("layout", CALLED)
+def test_calls_of_tools_are_learned_as_the_template_writes_them(layout: str, template: str, read: Read) -> None:
+    data = read([CALLED[layout]], TEMPLATES[template])
+    assert learned(data) == [f'CALL find {{"what": "hen"}}{END}{HEN}{END}']
+    assert "<|im_start|>tool\nhere" in data.preview()
+    assert data.notes() == []
+
+
+def test_a_template_is_told_of_tools_in_the_older_words_too(read: Read) -> None:
+    template = TEMPLATES["Qwen's, which asks whether there is a text"]
+    told = "{% for t in tools or [] %}TOOL {{ t.function.name }}{% endfor %}" + template
+    for row in (CALLED["OpenAI's"], CALLED["OpenAI's older"]):
+        assert read([row], told).preview().startswith("TOOL find<|im_start|>user")
+
+
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"tool_calls": [FIND], "function_call": FIND}, "'function_call' and 'tool_calls'; leave one of them"),
+        ({"tool_calls": [{"function": "find"}]}, "a call needs a 'name' and 'arguments'; it has 'find'"),
+        ({"tool_calls": "find"}, "'tool_calls' is a str; it must be a list"),
+        ({"content": None}, "needs a 'content' that is a string; it has null"),
+    ],
+    ids=str,
+)
+def test_a_call_of_another_shape_is_named(turn: dict[str, Any], said: str, read: Read) -> None:
+    with pytest.raises(ConfigError, match=rf"messages\[1\].*{said}"):
+        read([{"messages": saying(TALK, 1, **turn)}], TEMPLATES["Qwen's, which asks whether there is a text"])
+
+
+def test_without_the_prompt_that_is_refused_the_row_is_read(read: Read, tmp_path: Path) -> None:
+    """By the call of the message."""
+    row = {"prompt": "something else", "messages": TALK}
+    with pytest.raises(ConfigError) as refused:
+        read([row])
+    import datasets
+
+    call = str(refused.value).partition("leave one of them out: ")[2] or str(refused.value).partition("out: ")[2]
+    (tmp_path / "FILE").write_text(json.dumps(row) + "\n")
+    out = tmp_path / "OUT.jsonl"
+    eval(call.replace("FILE", str(tmp_path / "FILE")).replace("OUT.jsonl", str(out)), {"datasets": datasets})
+    assert learned(read(out)) == [f"{FOX}{END}{HEN}{END}"]
+
+
+@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}, {"loss": False}], ids=str)
+def test_rows_all_of_whose_answers_are_not_to_be_learned_name_the_field_and_its_value(
+    field: dict[str, Any], read: Read
+) -> None:
+    row = {"messages": saying(saying(TALK, 1, **field), 3, **field)}
+    with pytest.raises(
+        ConfigError, match=r"1 of its examples have 'weight': 0 .*in all of their answers\. Give 1, or true"
+    ):
+        read([row])
+    notes = read([row, {"messages": TALK}]).notes()
+    assert len(notes) == 1
+    assert "because all of their answers have 'weight': 0 (or 'train' or 'loss': false): 1 (" in notes[0]
+    assert learned(read([{"messages": saying(row["messages"], 3, **dict.fromkeys(field, 1))}])) == [f"{HEN}{END}"]
 
 
 def test_a_system_column_is_in_the_prompt(read: Read) -> None:
@@ -168,7 +305,8 @@ def mutated(draw: random.Random) -> tuple[dict[str, Any], list[str]]:
         and message.get("train", True) in (None, True, 1)
     ]
     given = [row.get("completion"), row.get("output"), row.get("text")]
-    return row, [str(each) for each in (*answers, *given) if isinstance(each, str)]
+    texts = [part.get("text") for each in answers if isinstance(each, list) for part in each if isinstance(part, dict)]
+    return row, [str(each) for each in (*answers, *given, *texts) if isinstance(each, str)]
 
 
 def test_a_mutated_row_is_refused_in_a_line_or_nothing_but_answers_is_learned(read: Read) -> None:
