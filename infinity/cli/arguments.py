@@ -485,11 +485,11 @@ def _add_doctor(commands: Any) -> None:
 def _add_convert(commands: Any) -> None:
     parser = commands.add_parser(
         "convert",
-        help="make a swap config of a DeepSpeed config",
-        description="Makes a swap config of a DeepSpeed config (JSON), or of a config file of Accelerate that has one, "
-        "and says what became of each of its keys.",
+        help="make a swap config of a config of DeepSpeed or FSDP",
+        description="Makes a swap config of a DeepSpeed config or Trainer's --fsdp_config (JSON), or of a config file "
+        "of Accelerate that has one of both, and says what became of each of its keys.",
     )
-    parser.add_argument("input", type=path, metavar="DS_CONFIG", help="DeepSpeed config, or Accelerate's config file")
+    parser.add_argument("input", type=path, metavar="CONFIG", help="that config, or Accelerate's config file")
     parser.add_argument(
         "-o",
         "--output",

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from infinity.cli.deepspeed import trainer
-from infinity.cli.deepspeed.keys import OPTIMIZERS, SCHEDULES, SECTIONS, Effect, Fate, Key
-from infinity.cli.deepspeed.placement import Line, Placed, place, said
+from infinity.cli.deepspeed.keys import COMPRESSING, OPTIMIZERS, SCHEDULES, SECTIONS, Effect, Fate, Key
+from infinity.cli.deepspeed.placement import Line, Placed, place, place_fsdp, said
 from infinity.cli.deepspeed.reading import AUTO, Item, Source, known_key, nearest_key
 from infinity.cli.deepspeed.training import optimizer_name
 
@@ -60,14 +60,14 @@ class Conversion:
 
 
 def convert(source: Source) -> Conversion:
-    """The swap config that says what a DeepSpeed config says, and what became of its keys.
+    """The swap config that says what a config of DeepSpeed or FSDP says, and what became of its keys.
 
     Raises:
         ConfigError: a value that decides on a key of the swap config is none that DeepSpeed has.
     """
     items = {item.key: item for item in source.items}
     default = STAGE_OF_ACCELERATE if source.accelerate and not source.file else 0
-    placed = place(items, stage_default=default)
+    placed = place_fsdp(items) if source.fsdp else place(items, stage_default=default)
     findings = [_finding(item, items, placed) for item in source.items]
     findings = [*_with_hints(findings, {item.shown: item.key for item in source.items})]
     doubled = "another key says it, and this one is not read"
@@ -129,7 +129,9 @@ def _with_hints(findings: list[Finding], keys: Mapping[str, str]) -> Iterator[Fi
             yield finding
             continue
         near = nearest_key(keys[finding.shown])
-        yield replace(finding, says=f"did you mean {near}?" if near else "infinity knows no such key of DeepSpeed")
+        yield replace(
+            finding, says=f"did you mean {near}?" if near else "infinity knows no such key of DeepSpeed or FSDP"
+        )
 
 
 def _why_nothing(key: Key, item: Item, items: Mapping[str, Item]) -> str:
@@ -161,7 +163,10 @@ def _is_one_of(value: Any, values: tuple[object, ...]) -> bool:
 def _lost_by_value(item: Item) -> str:
     """What is lost where infinity has the key and not the value."""
     if item.key == "optimizer.type" and str(item.value).lower() not in OPTIMIZERS:
-        return "infinity has AdamW, Adam, Lion, Adagrad and SGD"
+        why = (
+            "it compresses gradients between GPUs" if str(item.value).lower() in COMPRESSING else "infinity has it not"
+        )
+        return f"{why}: take AdamW (optim adamw_torch | --optimizer adamw), or Adam, Lion, Adagrad, SGD"
     if item.key == "scheduler.type" and item.value not in tuple(SCHEDULES):
         return "infinity finetune has constant, linear and cosine; a script has torch's own"
     return ""

@@ -183,6 +183,8 @@ _BY_ITSELF = [
         f"{_ZERO}.stage3_allgather_sequential",
         f"{_ZERO}.legacy_stage1",
         "disable_allgather",
+        "optimizer.params.cuda_aware",
+        "optimizer.params.comm_backend_name",
         "prescale_gradients",
         "gradient_predivide_factor",
         "sparse_gradients",
@@ -318,11 +320,18 @@ _LOST = [
     _none(_T, "eigenvalue", "nothing is quantized by eigenvalues", switch="enabled"),
     _none(_T, "optimizer.params.amsgrad", "infinity's optimizers have no amsgrad"),
     _none(_T, "optimizer.params.bias_correction", "Adam's moments are always corrected", off=(True,)),
-    _none(
-        _T,
-        "optimizer.params.freeze_step",
-        "gradients are not compressed, so there is no phase before that",
-        off=(),
+    *(
+        _none(
+            _T,
+            f"optimizer.params.{name}",
+            "no gradient is compressed and no step is local: AdamW has no such phase",
+            off=(),
+        )
+        for name in ("freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
+    ),
+    *(
+        _none(_T, f"optimizer.params.{name}", "infinity has no LAMB: AdamW has one rate for all layers", off=())
+        for name in ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
     ),
     _none(_T, "scheduler.params.warmup_type", "the warm-up is linear", off=("linear",)),
     _none(_T, "scheduler.params.warmup_min_lr", "the warm-up begins at 0", off=(0,)),
@@ -373,6 +382,9 @@ SECTIONS = frozenset(
 
 OPTIMIZERS = MappingProxyType({"adamw": "adamw", "adam": "adamw", "lion": "lion", "adagrad": "adagrad", "sgd": "sgd"})
 """DeepSpeed's optimizers, in lower case, and what `--optimizer` calls them. Adam without adam_w_mode is adam."""
+
+COMPRESSING = ("onebitadam", "zerooneadam")
+"""Those whose gradients are compressed between GPUs."""
 
 SCHEDULES = MappingProxyType({"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"})
 
@@ -444,3 +456,36 @@ ACCELERATE_KEYS = MappingProxyType(
     }
 )
 """The other keys of a config file of Accelerate."""
+
+FSDP_KEYS = MappingProxyType(
+    {
+        f"fsdp.{key.name}": key
+        for key in (
+            *(
+                _mapped(name, "weights, optimizer", "true: host, else auto")
+                for name in ("offload_params", "cpu_offload")
+            ),
+            _mapped("activation_checkpointing", "activations", "true: auto, which recomputes where the model can"),
+            *_not_needed(
+                "a block is one unit, and its weights come and go together",
+                *(
+                    "auto_wrap_policy",
+                    "transformer_layer_cls_to_wrap",
+                    "transformer_cls_names_to_wrap",
+                    "min_num_params",
+                ),
+            ),
+            *_not_needed(
+                _FETCHED, "backward_prefetch", "forward_prefetch", "limit_all_gathers", "reshard_after_forward"
+            ),
+            *_not_needed("weights are streamed from their files", "cpu_ram_efficient_loading", "sync_module_states"),
+            *_not_needed("each rank has a slice of every unit", "sharding_strategy", "use_orig_params", "version"),
+            *_not_needed("models are always saved whole, unit by unit", "state_dict_type"),
+            *(
+                _none(_C, name, "there is no XLA", off=(False, {}))
+                for name in ("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt")
+            ),
+        )
+    }
+)
+"""Keys of FSDP, without their `fsdp_`: of `fsdp_config` in a file of Accelerate, or of the file of --fsdp_config."""

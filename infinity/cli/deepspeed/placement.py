@@ -99,6 +99,23 @@ def place(items: Mapping[str, Item], *, stage_default: int = 0) -> Placed:
     return placed
 
 
+def place_fsdp(items: Mapping[str, Item]) -> Placed:
+    """The lines of the swap config for a config of FSDP. Raises ConfigError as `place`."""
+    placed, checkpointing = Placed(), "fsdp.activation_checkpointing"
+    given = [key for key in ("fsdp.offload_params", "fsdp.cpu_offload") if key in items]
+    offload = any(_flag(items, key) for key in given)
+    why = ", ".join(_say(items[key]) for key in given) or "FSDP, with nothing offloaded"
+    for key in ("weights", "optimizer"):
+        placed.add(key, "host" if offload else "auto", why, *given)
+    if _flag(items, checkpointing):
+        placed.add("activations", "auto", _say(items[checkpointing]), checkpointing)
+    placed.remarks.append(
+        "FSDP has no place on NVMe. Where RAM is too small for weights and states, write `weights: nvme`, "
+        "`optimizer: nvme` and `nvme: {paths: [DIRECTORY]}` in their place."
+    )
+    return placed
+
+
 def _weights(items: Mapping[str, Item], placed: Placed, stage: int | None, shown: str) -> str:
     device, source = _offloaded(items, _PARAM, ("cpu_offload_param", "cpu_offload_params"))
     if device != "none" and stage is not None and stage < 3:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.deepspeed.keys import ACCELERATE_KEYS, ACCELERATE_NAMES, KEYS, SECTIONS
+from infinity.cli.deepspeed.keys import ACCELERATE_KEYS, ACCELERATE_NAMES, FSDP_KEYS, KEYS, SECTIONS
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
@@ -25,7 +25,7 @@ from infinity.strict import parse_json, parse_yaml
 
 FILE_BYTES_MAX = 1 << 20
 AUTO = "auto"
-_LINK, _ACCELERATE = "deepspeed_config_file", "deepspeed_config"
+_LINK, _ACCELERATE, _FSDP = "deepspeed_config_file", "deepspeed_config", "fsdp_config"
 _YAML = (".yaml", ".yml")
 _OURS = {"weights", "nvme", "memory", "commit_every"}
 _SHOWN = 5
@@ -55,16 +55,18 @@ class Source:
             config, and an `aio` that is not where DeepSpeed looks for it.
         file: the DeepSpeed config, as a script names it; "" where Accelerate's file has all of it.
         accelerate: the config file of Accelerate; "" where there is none.
+        fsdp: whether it is a config of FSDP, which `file` is then, or `accelerate` has.
     """
 
     items: tuple[Item, ...]
     overruled: tuple[Item, ...]
     file: str
     accelerate: str
+    fsdp: bool = False
 
 
 def read(path: Path) -> Source:
-    """Read a DeepSpeed config, or Accelerate's config file.
+    """Read a config of DeepSpeed or FSDP, or Accelerate's config file.
 
     Raises:
         ConfigError: the file cannot be read, or is no DeepSpeed config; says what it is instead, where that can be
@@ -72,13 +74,34 @@ def read(path: Path) -> Source:
     """
     name, values = printable(path), _values(path)
     link = values.get("deepspeed")
+    if values.get("distributed_type") == "FSDP":
+        inner = values.pop(_FSDP, None) or {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{name}: {_FSDP} is {quoted(inner)}; keys and values belong there")
+        others = [Item(f"accelerate.{key}", value, key) for key, value in values.items() if value != {}]
+        return Source((*_of_fsdp(inner, f"{_FSDP}."), *others), (), "", str(path), fsdp=True)
     if _ACCELERATE in values:
         return _of_accelerate(path, values)
     if isinstance(link, str) and "zero_optimization" not in values:
         raise ConfigError(f"{name}: is no DeepSpeed config; it names one: infinity convert {quoted(link)}")
+    if _is_fsdp(values):
+        return Source(_of_fsdp(values), (), str(path), "", fsdp=True)
     _require_deepspeed(name, values)
     items, doubles = _once(_items(name, values))
     return Source(items, doubles, str(path), "")
+
+
+def _is_fsdp(values: Mapping[str, Any]) -> bool:
+    """Whether it has keys of FSDP, and none that only DeepSpeed has, in which activation_checkpointing is a section."""
+    known = [each for each in _of_fsdp(values) if each.key in FSDP_KEYS and not isinstance(each.value, Mapping)]
+    return bool(known) and not (values.keys() - {each.shown for each in known}) & (KEYS.keys() | SECTIONS)
+
+
+def _of_fsdp(values: Mapping[str, Any], section: str = "") -> tuple[Item, ...]:
+    """Its keys, which may do without `fsdp_`. Args: section: that they are in."""
+    return tuple(
+        Item(f"fsdp.{str(key).removeprefix('fsdp_')}", value, f"{section}{key}") for key, value in values.items()
+    )
 
 
 def _values(path: Path) -> dict[str, Any]:
@@ -118,7 +141,10 @@ def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
     if "distributed_type" in values:
         raise ConfigError(
             f"{name}: this config file of Accelerate has no {_ACCELERATE}; its distributed_type is "
-            f"{quoted(values['distributed_type'])}. There is nothing to convert."
+            f"{quoted(values['distributed_type'])}, and nothing in it says where states rest. Write that to swap.yaml: "
+            "`{weights: auto, optimizer: auto}`, or for a model larger than RAM "
+            "`{weights: nvme, optimizer: nvme, nvme: {paths: [DIRECTORY]}}`; "
+            "`infinity plan --model MODEL --config swap.yaml` says whether it fits"
         )
     known = KEYS.keys() | SECTIONS
     if not values.keys() & known:
@@ -200,7 +226,7 @@ def _beside(path: Path, link: Path) -> Path:
 
 def nearest_key(key: str) -> str:
     """The known key or section that is most like an unknown one; "" where none is."""
-    known = [*KEYS, *SECTIONS]
+    known = [*FSDP_KEYS] if key.startswith("fsdp.") else [*KEYS, *SECTIONS]
     section, _, last = key.rpartition(".")
     inside = [each for each in known if each.rpartition(".")[0] == section]
     near = difflib.get_close_matches(last[:80], [each.rpartition(".")[2] for each in inside], n=1, cutoff=0.6)
@@ -213,4 +239,4 @@ def nearest_key(key: str) -> str:
 
 def known_key(key: str) -> Any:
     """The table's entry of a key; None for one that is unknown."""
-    return KEYS.get(key) or ACCELERATE_KEYS.get(key.removeprefix("accelerate."))
+    return KEYS.get(key) or FSDP_KEYS.get(key) or ACCELERATE_KEYS.get(key.removeprefix("accelerate."))

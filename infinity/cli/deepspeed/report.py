@@ -126,20 +126,26 @@ def _how_to_start(source: Source, output: Path | None) -> list[str]:
     arguments = shlex.join(trainer_arguments(source))
     out.append(f"  {command('run', config, 'train.py')} ITS ARGUMENTS {arguments}".rstrip())
     file = shlex.quote(printable(source.accelerate))
-    before = f"accelerate launch --config_file {file}" if source.accelerate else "deepspeed"
+    otherwise = "torchrun" if source.fsdp else "deepspeed"
+    before = f"accelerate launch --config_file {file}" if source.accelerate else otherwise
     out.append(f"in place of `{before} train.py ITS ARGUMENTS`.")
     if arguments:
         out.append(
-            "What follows ITS ARGUMENTS are the arguments of Trainer that the DeepSpeed config fixes. They replace "
+            "What follows ITS ARGUMENTS are the arguments of Trainer that the config fixes. They replace "
             "others of the same name; in a script that makes its TrainingArguments itself they belong there."
         )
-    if source.file:
+    if source.file and source.fsdp:
+        out.append(
+            f"Take `--fsdp_config {given}` and `--fsdp` out of ITS ARGUMENTS, and both out of TrainingArguments."
+        )
+    elif source.file:
         out.append(
             f"Take `--deepspeed {given}` out of ITS ARGUMENTS, and deepspeed= out of TrainingArguments in the script."
         )
     call = optimizer_call(source)
     loop = f" with {call}" if call else ""
-    out.append(f"A script that calls deepspeed.initialize itself becomes a plain loop{loop}: docs/deepspeed.md.")
+    calls = "wraps its model with FSDP" if source.fsdp else "calls deepspeed.initialize"
+    out.append(f"A script that {calls} itself becomes a plain loop{loop}: docs/deepspeed.md.")
     options = shlex.join(finetune_options(source))
     out.append("Without a script (a causal language model, on text or chats):")
     out.append(f"  {command('finetune', '--config', config)} --model MODEL --data DATA --output OUT {options}".rstrip())

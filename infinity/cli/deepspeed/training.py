@@ -141,7 +141,9 @@ def _forms(values: Mapping[str, Any], source: Source) -> Iterator[tuple[str, obj
         yield "--dtype", "bf16"
     elif values.get("fp16.enabled") is True or precision == "fp16":
         yield "--dtype", "fp16"
-    elif not open_ones & {"bf16.enabled", "fp16.enabled", "bfloat16.enabled"} and not source.accelerate:
+    elif not open_ones & {"bf16.enabled", "fp16.enabled", "bfloat16.enabled"} and not (
+        source.accelerate or source.fsdp
+    ):
         yield "--dtype", "fp32"
     every = whole_number(values.get("steps_per_print"))
     if every is not None and every < _NEVER:

@@ -183,7 +183,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> N
             "did you mean zero_optimization.stage3_param_persistence_threshold?"
         ),
         "gradient_cliping": "did you mean gradient_clipping?",
-        "zzz": "infinity knows no such key of DeepSpeed",
+        "zzz": "infinity knows no such key of DeepSpeed or FSDP",
     }
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainingArguments
 
+from infinity.cli.arguments import build_finetune_parser
 from infinity.cli.deepspeed.conversion import convert
 from infinity.cli.deepspeed.keys import Fate
 from infinity.cli.deepspeed.reading import FILE_BYTES_MAX, read
+from infinity.cli.deepspeed.report import report, swap_text
+from infinity.config import load_config
 from infinity.errors import ConfigError
+from infinity.strict import parse_yaml
 from tests.cli.deepspeed.test_conversion import converted, fates, written
 
 OFFLOADING = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "gradient_clipping": "auto"}
@@ -95,7 +101,8 @@ def test_a_key_in_two_places_is_read_where_deepspeed_looks(tmp_path: Path) -> No
         ('{"gradient_clipping": NaN}', "NaN is no number of JSON"),
         ('{"fp16": true}', "fp16 is True; keys and values"),
         ('{"deepspeed": "ds.json", "output_dir": "x"}', "it names one: infinity convert 'ds.json'"),
-        ('{"distributed_type": "FSDP"}', "has no deepspeed_config; its distributed_type is 'FSDP'"),
+        ('{"distributed_type": "MULTI_GPU"}', "has no deepspeed_config; its distributed_type is 'MULTI_GPU'"),
+        ('{"distributed_type": "FSDP", "fsdp_config": 3}', "fsdp_config is 3; keys and values"),
         ('{"deepspeed_config": []}', r"deepspeed_config is \[\]; keys and values"),
         ('{"deepspeed_config": {"deepspeed_config_file": 3}}', "deepspeed_config_file is 3"),
         (
@@ -115,6 +122,79 @@ def test_what_is_no_deepspeed_config_is_said_to_be_none(text: str, told: str, tm
         read(path)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 600
+
+
+def test_where_nothing_says_where_states_rest_the_swap_configs_that_are_named_can_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(written({"distributed_type": "MULTI_GPU"}, tmp_path, "accelerate.yaml"))
+    named = re.findall(r"`({.*?})`", str(error.value))
+    assert len(named) == 2
+    for text in named:
+        load_config(parse_yaml(text.replace("DIRECTORY", str(tmp_path))))
+
+
+FSDP = {
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "backward_prefetch": "BACKWARD_PRE",
+    "cpu_ram_efficient_loading": True,
+    "forward_prefetch": False,
+    "sharding_strategy": "FULL_SHARD",
+    "state_dict_type": "SHARDED_STATE_DICT",
+    "sync_module_states": True,
+    "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+    "use_orig_params": True,
+}
+PREFIXED = {f"fsdp_{key}": value for key, value in FSDP.items()}
+
+
+@pytest.mark.parametrize(
+    ("values", "tier"),
+    [
+        ({"distributed_type": "FSDP", "fsdp_config": PREFIXED | {"fsdp_offload_params": True}}, "host"),
+        ({"distributed_type": "FSDP", "fsdp_config": PREFIXED | {"fsdp_offload_params": "false"}}, "auto"),
+        ({"distributed_type": "FSDP", "deepspeed_config": {}, "fsdp_config": {"fsdp_version": 2}}, "auto"),
+        ({"distributed_type": "FSDP"}, "auto"),
+        (FSDP | {"cpu_offload": True, "activation_checkpointing": True}, "host"),
+        (PREFIXED, "auto"),
+    ],
+    ids=str,
+)
+def test_a_config_of_fsdp_becomes_a_swap_config_and_all_of_its_keys_are_known(
+    values: dict[str, Any], tier: str, tmp_path: Path
+) -> None:
+    path = written(values, tmp_path, "fsdp.json")
+    conversion = convert(read(path))
+    found = {line.key: line.value for line in conversion.lines}
+    assert (found.pop("weights"), found.pop("optimizer")) == (tier, tier)
+    assert found == ({"activations": "auto"} if values.get("activation_checkpointing") else {})
+    assert not conversion.of(Fate.UNKNOWN) + conversion.of(Fate.NONE)
+    load_config(parse_yaml(swap_text(conversion, read(path))))
+
+
+def test_what_the_report_says_of_fsdp_can_be_done(tmp_path: Path) -> None:
+    path = written(FSDP | {"cpu_offload": True, "offload_parms": True}, tmp_path, "fsdp.json")
+    source = read(path)
+    conversion = convert(source)
+    said = report(conversion, source, None)
+    assert "offload_parms: true - did you mean fsdp.offload_params?" in said
+    assert "in place of `torchrun train.py ITS ARGUMENTS`" in said
+    assert f"Take `--fsdp_config {path}` and `--fsdp` out of ITS ARGUMENTS" in said
+    assert "deepspeed" not in said.replace("docs/deepspeed.md", "").lower()
+    keys = dict(re.findall(r"`(weights|optimizer): (nvme)`", said))
+    place = re.findall(r"`nvme: ({.*?})`", said)[0].replace("DIRECTORY", str(tmp_path))
+    load_config(keys | {"nvme": parse_yaml(place)})
+
+
+def test_optimizers_that_compress_gradients_are_named_with_what_to_take(tmp_path: Path) -> None:
+    params = {"lr": 1e-3, "var_freeze_step": 1000, "var_update_scaler": 16, "local_step_scaler": 1000}
+    params |= {"local_step_clipper": 16, "cuda_aware": False, "comm_backend_name": "nccl", "freeze_step": 100}
+    for kind in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb"):
+        conversion = converted({"optimizer": {"type": kind, "params": params | {"max_coeff": 10.0}}}, tmp_path)
+        assert not conversion.of(Fate.UNKNOWN)
+        (says,) = (each.says for each in conversion.findings if each.shown == "optimizer.type")
+        ours, theirs = says.partition("--optimizer ")[2].split(")")[0], says.partition("optim ")[2].split(" ")[0]
+        assert build_finetune_parser().parse_args(["--optimizer", ours]).optimizer == "adamw"
+        assert TrainingArguments(output_dir=str(tmp_path), optim=theirs, use_cpu=True).optim == "adamw_torch"
 
 
 def test_a_config_of_accelerate_does_not_name_another_one(tmp_path: Path) -> None:
