@@ -300,7 +300,7 @@ def mutated(draw: random.Random) -> tuple[dict[str, Any], list[str]]:
         for key in ("messages", "conversations", "completion")
         for message in (row.get(key) or [] if isinstance(row.get(key), list) else [])
         if isinstance(message, dict)
-        and message.get("role", message.get("from")) in ("assistant", "gpt")
+        and (message.get("role") or message.get("from")) in ("assistant", "gpt")
         and message.get("weight", 1) in (None, 1)
         and message.get("train", True) in (None, True, 1)
     ]
