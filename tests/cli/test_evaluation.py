@@ -48,6 +48,16 @@ def evaluations(output: Path) -> list[tuple[int, float]]:
         return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
 
 
+def test_data_of_one_sequence_is_evaluated_on_data_apart(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "text.txt").write_text(APART)
+    short = _job(tmp_path, "a") | {"--steps": 1}
+    numel = len(tokenizer()(APART)["input_ids"])
+    assert run(short | {"--sequence-length": numel, "--eval-split": 0.5}) == 2
+    assert "give --eval-data instead" in capsys.readouterr().err
+    assert run(short | {"--sequence-length": numel, "--eval-data": tmp_path / "apart.txt"}) == 0
+    assert len(evaluations(tmp_path / "out-a")) == 1
+
+
 @pytest.mark.usefixtures("picture")
 def test_a_run_is_evaluated_while_it_trains_and_trains_as_without(
     job: dict[str, Any], tmp_path: Path, capsys: Any

@@ -133,6 +133,29 @@ def test_all_is_learned_where_that_is_asked_for(read: Read) -> None:
     assert learned(read([{"messages": spoken(TALK)}], unmarked, loss_on="all"))
 
 
+def test_the_length_that_a_message_asks_for_is_one(read: Read) -> None:
+    rows, text = [{"prompt": "who is there? " * 20, "completion": "the fox"}], [{"text": "the fox"}]
+    with pytest.raises(ConfigError, match="give a larger --sequence-length"):
+        read(rows, length=16)
+    assert [each.strip() for each in learned(read(rows, length=512))] == ["the fox<eos>"]
+    with pytest.raises(ConfigError, match="or a smaller --sequence-length"):
+        read(text, length=16)
+    assert read(text, length=3).sequences == 1
+
+
+def test_each_way_on_of_a_template_without_marks_is_one(read: Read) -> None:
+    row, unmarked = (
+        {"messages": spoken(TALK)},
+        CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
+    )
+    with pytest.raises(ConfigError, match="give rows with a 'prompt' and a 'completion' of messages"):
+        read([row], unmarked)
+    answers = {"prompt": spoken(TALK[:-1]), "completion": spoken(TALK[-1:])}
+    assert learned(read([answers], unmarked)) == ["a hen<|im_end|>"]
+    assert "the fox" in learned(read([row], unmarked, loss_on="all"))[0]
+    assert learned(read([row], CHATML)) == ["the fox<|im_end|>a hen<|im_end|>"]
+
+
 def test_text_among_examples_is_learned_all_of_it(read: Read) -> None:
     text = "the quick fox " * 40
     data = read([{"text": text}, {"prompt": "a", "completion": "hen"}], length=32)

@@ -277,6 +277,15 @@ def test_fields_that_are_not_read_are_said_once(read: Read) -> None:
     assert read([{"messages": TALK, "id": 1}]).notes() == []
 
 
+def test_what_a_user_says_is_learned_as_the_message_says(read: Read) -> None:
+    row = {"messages": saying(TALK, 0, train=True)}
+    with pytest.raises(ConfigError, match="Take it out; --loss-on all learns whole conversations"):
+        read([row])
+    said = learned(read([{"messages": TALK}], loss_on="all"))[0]
+    assert ASKED in said
+    assert FOX in said
+
+
 MUTATIONS = sampling.number(60, 2000)
 
 

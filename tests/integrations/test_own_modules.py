@@ -149,6 +149,13 @@ def test_an_optimizer_that_stays_in_memory_is_named_when_it_is_made(made: Any, l
     assert "NOTHING WAS OFFLOADED" not in caplog.text
 
 
+def test_a_script_that_offloads_its_module_itself_is_not_told_that_nothing_was(launch: Launch, caplog: Any) -> None:
+    with launch():
+        module = infinity.offload(nn.Sequential(nn.Linear(8, 8)), {"weights": "host", "optimizer": "host"})
+        infinity.close(module)
+    assert "NOTHING WAS OFFLOADED" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("error", "says"),
     [

@@ -1,0 +1,164 @@
+"""The messages that name a command, an option or a call, and which test does what each of them says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.docs.messages import HOLE, template
+
+_NAMES = re.compile(
+    r"infinity (?:run|finetune|plan|generate|checkpoint|doctor|convert)\b|(?<![\w-])--[a-z][a-z-]+"
+    r"|\b(?:infinity|model|trainer|accelerator|layer|datasets|scaler|optimizer)\.[A-Za-z_.]+\("
+)
+_SUBJECT = re.compile(rf"^--[a-z-]+( {HOLE})?")
+_SENTENCE_CHARS_MIN = 30
+_HELP = ("cli/arguments.py", "cli/bench/main.py", "cli/deepspeed/keys.py")
+"""Files whose strings are what --help, or a table of a page, says."""
+
+
+def advice_in(source: str) -> Iterator[str]:
+    """Sentences of a file that name one, with a HOLE for each value. An option that a sentence begins with is what the
+    sentence is about."""
+    for text in _outermost(ast.parse(source)):
+        if len(text) > _SENTENCE_CHARS_MIN and " " in text and _NAMES.search(_SUBJECT.sub("", text)):
+            yield text
+
+
+def advice_below(root: Path) -> dict[str, list[str]]:
+    """By file."""
+    found = {str(path.relative_to(root)): list(advice_in(path.read_text())) for path in sorted(root.rglob("*.py"))}
+    return {name: texts for name, texts in found.items() if texts and name not in _HELP}
+
+
+def _outermost(tree: ast.AST) -> Iterator[str]:
+    """Of all strings but docstrings; a string in an f-string is a part of that."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue
+        found = template(node) if isinstance(node, ast.expr) else None
+        if found is None:
+            yield from _outermost(node)
+        else:
+            yield found
+
+
+FOLLOWED: dict[str, dict[str, str]] = {
+    "checkpoint/adapters.py": {
+        "Call model.save_pretrained(directory)": "checkpoint/test_adapters.py::"
+        "test_what_peft_computes_of_weights_is_not_written_as_a_placeholder",
+    },
+    "cli/bench/scratch.py": {
+        "set --size to at most": "cli/bench/test_survey.py::test_the_last_five_percent_of_a_disk_are_left_alone",
+    },
+    "cli/convert.py": {"give --force to replace it": "cli/test_convert.py::test_nothing_is_overwritten_without_force"},
+    "cli/data.py": {
+        "give a larger --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
+        "or a smaller --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
+        "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
+    },
+    "cli/deepspeed/conversion.py": {
+        "take AdamW (optim adamw_torch | --optimizer adamw)": "cli/deepspeed/test_reading.py::"
+        "test_optimizers_that_compress_gradients_are_named_with_what_to_take",
+    },
+    "cli/deepspeed/reading.py": {
+        "Write that to swap.yaml": "cli/deepspeed/test_reading.py::"
+        "test_where_nothing_says_where_states_rest_the_swap_configs_that_are_named_can_be_written",
+    },
+    "cli/fields.py": {
+        "remove_columns('prompt')": "cli/test_fields.py::test_without_the_prompt_that_is_refused_the_row_is_read",
+        "--loss-on all learns whole conversations": "cli/test_fields.py::"
+        "test_what_a_user_says_is_learned_as_the_message_says",
+    },
+    "cli/finetune.py": {
+        "to go on, give a larger --steps": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
+        "To write the model again give another --o": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
+    },
+    "cli/finished.py": {
+        "With --keep-store a run can go on": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
+        "(--keep-store keeps it)": "cli/test_finished.py::test_keep_store_keeps_it",
+    },
+    "cli/generate.py": {
+        "--frozen takes another form": "cli/test_frozen.py::"
+        "test_adapters_write_beside_the_form_that_they_were_trained_with",
+    },
+    "cli/models.py": {
+        "With --trust-remote-code they are run.": "cli/test_remote_code.py::"
+        "test_each_process_is_told_anew_to_trust_code",
+    },
+    "cli/optimizers.py": {
+        "--no-loss-scale switches that off": "cli/test_resume.py::test_no_loss_scale_switches_it_off",
+    },
+    "cli/pins.py": {
+        "say which pins go: --folder FOLDER": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
+        "or give `remove` the option --pinned": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
+    },
+    "cli/records.py": {
+        "or --loss-on all, to learn": "cli/test_examples.py::test_each_way_on_of_a_template_without_marks_is_one",
+    },
+    "cli/verifying.py": {
+        "or give --merge, whose output is compared": "cli/test_frozen.py::"
+        "test_adapters_of_a_quantized_model_are_verified_merged_only",
+    },
+    "integrations/accelerate.py": {
+        "infinity run --resume": "integrations/test_accelerate.py::"
+        "test_resume_and_load_state_go_on_to_the_bits_of_the_uninterrupted_loop",
+        "Begin the script with": "integrations/test_accelerate.py::"
+        "test_resume_and_load_state_go_on_to_the_bits_of_the_uninterrupted_loop",
+    },
+    "integrations/deepspeed.py": {
+        "-o swap.yaml` makes a swap config": "cli/test_convert.py::test_with_output_the_report_goes_to_stdout",
+    },
+    "integrations/left.py": {
+        "`infinity checkpoint export ": "integrations/test_stopped.py::"
+        "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
+        "`infinity checkpoint remove ": "integrations/test_stopped.py::"
+        "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
+        "Go on from the checkpoint folder": "integrations/test_trainer.py::"
+        "test_the_launchers_folder_is_where_the_first_train_of_a_script_goes_on",
+    },
+    "integrations/said.py": {
+        "For another loop: infinity.offload(model, config)": "integrations/test_own_modules.py::"
+        "test_a_script_that_offloads_its_module_itself_is_not_told_that_nothing_was",
+    },
+    "integrations/transformers.py": {
+        "Leave the optimizer to trainer.train()": "integrations/test_trainer.py::"
+        "test_an_optimizer_that_a_script_makes_before_train_is_refused_where_the_model_goes_on",
+        "or take resume_from_checkpoint out": "integrations/test_trainer.py::"
+        "test_a_script_that_names_another_folder_than_the_launcher_is_refused_and_both_ways_on_work",
+    },
+    "io/directory.py": {
+        "`infinity checkpoint remove --pinned ": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
+        "To begin anew: give this run": "integrations/test_stopped.py::"
+        "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
+        "a loop of your own with infinity.resume": "runtime/test_pins.py::"
+        "test_a_loop_in_a_directory_of_an_earlier_run_is_told_what_a_loop_does_and_it_works",
+        "under infinity run `infinity run --resume FOLDER": "integrations/test_trainer.py::"
+        "test_the_launchers_folder_is_where_the_first_train_of_a_script_goes_on",
+        "No checkpoint folder names its generations": "integrations/test_stopped.py::"
+        "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
+    },
+    "io/generations.py": {
+        "Set pins: ": "runtime/test_pins.py::"
+        "test_a_config_with_fewer_pins_than_there_are_is_refused_though_the_file_has_room",
+        "Remove a folder that pins one": "runtime/test_pins.py::test_without_a_free_pin_nothing_is_written",
+    },
+    "io/headers.py": {
+        "Name the directories of all": "io/test_headers.py::"
+        "test_a_copied_part_is_not_joined_with_the_originals_other_parts",
+    },
+    "io/pins.py": {
+        "checkpoint list` names those": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
+    },
+    "optim/groups.py": {
+        "model.parameters() makes a new generator": "optim/test_groups.py::"
+        "test_what_is_no_list_of_parameters_is_refused",
+        "give its parameters, model.parameters()": "optim/test_groups.py::"
+        "test_what_is_no_list_of_parameters_is_refused",
+        "or a list of param groups": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
+        "which is no parameter: give": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
+    },
+}
+"""By file: a part of the sentence, and the test that does it, below tests/."""
