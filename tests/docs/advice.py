@@ -141,6 +141,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
     },
     "io/generations.py": {
+        "a folder and resume: `infinity checkpoint unpin <> --folder": "cli/test_pins.py::"
+        "test_unpin_lets_one_folder_go_whether_it_is_there_or_not",
+        "in <>: <>. `infinity checkpoint unpin <> --all-go": "cli/test_pins.py::"
+        "test_unpin_all_gone_leaves_the_folders_that_are_there",
         "Set pins: ": "runtime/test_pins.py::"
         "test_a_config_with_fewer_pins_than_there_are_is_refused_though_the_file_has_room",
         "Remove a folder that pins one": "runtime/test_pins.py::test_without_a_free_pin_nothing_is_written",
@@ -159,6 +163,61 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_what_is_no_list_of_parameters_is_refused",
         "or a list of param groups": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
         "which is no parameter: give": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
+    },
+    "cli/loop.py": {
+        "rate never reaches --lr": "cli/test_finetune.py::test_a_warmup_as_long_as_the_run_is_said",
+    },
+    "cli/main.py": {
+        "then the script: infinity run swap.yaml train.p": "cli/test_run_process.py::"
+        "test_in_this_process_the_logger_is_as_before",
+    },
+    "cli/run.py": {
+        "config comes first, infinity run CONFIG SCRIPT": "cli/test_run_process.py::"
+        "test_in_this_process_the_logger_is_as_before",
+        "there is no script <>: infinity run CONFIG SCRIPT [AR": "cli/test_run_process.py::"
+        "test_in_this_process_the_logger_is_as_before",
+    },
+    "coordinator/gathering.py": {
+        "ends with the context; infinity.gathered(..., write=True) k": "runtime/test_gathered.py::"
+        "test_without_write_a_change_ends_with_the_context_and_is_told",
+    },
+    "coordinator/readers.py": {
+        "optimizer.step() inside `with inf": "runtime/test_gathered.py::test_a_step_in_the_context_is_refused",
+    },
+    "integrations/chunked_loss.py": {
+        "without labels, or infinity.use_chunked_loss(model, False)": "integrations/test_chunked_loss.py::"
+        "test_a_model_that_uses_its_logits_otherwise_keeps_its_loss",
+    },
+    "integrations/folders.py": {
+        "If they were removed, `infinity checkpoint unpin <> --all-go": "cli/test_pins.py::"
+        "test_unpin_all_gone_leaves_the_folders_that_are_there",
+    },
+    "integrations/run.py": {
+        "go on from it: <>. `infinity checkpoint remove --pinned <": "cli/test_pins.py::"
+        "test_remove_is_refused_while_folders_pin_and_leaves_none_that_looks_resumable",
+    },
+    "integrations/strategy.py": {
+        "`infinity run` has a swap confi": "integrations/test_lightning.py::test_two_swap_configs_are_refused",
+        "it goes on: leave --resume out, and call tra": "integrations/test_lightning.py::"
+        "test_the_launchers_resume_names_ckpt_path",
+    },
+    "io/rank_stores.py": {
+        "<>. Let them go with `infinity checkpoint unpin <> --folder": "runtime/test_rank_pins.py::"
+        "test_the_commands_know_what_ranks_pin",
+    },
+    "io/store.py": {
+        "or move the run with `infinity checkpoint export` and --fro": "runtime/test_frozen.py::"
+        "test_a_run_is_not_resumed_with_another_form",
+        "too. Copy it with `cp --reflink=auto`, and rename": "cli/test_checkpoint.py::"
+        "test_a_swap_file_with_another_name_is_not_written_to",
+    },
+    "runtime/saved.py": {
+        "or from before infinity.gathered(..., write=True) c": "runtime/test_errors.py::"
+        "test_backward_after_step_on_old_weights_is_an_error",
+    },
+    "runtime/tiles.py": {
+        "freeze the layer with layer.requires_grad_(False)": "runtime/test_tiles.py::"
+        "test_the_whole_weight_is_read_and_never_changed_in_vain",
     },
 }
 """By file: a part of the sentence, and the test that does it, below tests/."""

@@ -61,12 +61,10 @@ OPEN: dict[str, tuple[str, ...]] = {
     "cli/limits.py": ("give a smaller --sequence-length. A model with rot",),
     "cli/loggers.py": ("warning: --logger <> could not <> (",),
     "cli/loop.py": (
-        "rate never reaches --lr",
         "(<>): give a smaller --sequence-length or --batch-size, ",
         "(<>): give a smaller --sequence-length or --batch-size",
     ),
     "cli/main.py": (
-        "then the script: infinity run swap.yaml train.p",
         "--batch-size times --sequence-length is <> tokens in o",
         "<>. Use a smaller --batch-size or --sequence-len",
     ),
@@ -84,10 +82,6 @@ OPEN: dict[str, tuple[str, ...]] = {
     "cli/planning/main.py": ("available yet: give --ranks 1, or --frozen bf",),
     "cli/reading.py": ("the first document of --data, with what is lea",),
     "cli/records.py": ("with --loss-on all everything is",),
-    "cli/run.py": (
-        "config comes first, infinity run CONFIG SCRIPT",
-        "there is no script <>: infinity run CONFIG SCRIPT [AR",
-    ),
     "cli/saved_steps.py": (
         "often, keep fewer (--save-limit), or choose an --",
         "the models of --save-every and --save-best",
@@ -101,41 +95,23 @@ OPEN: dict[str, tuple[str, ...]] = {
     ),
     "coordinator/gathering.py": (
         "other, or go through infinity.state_dict(model), which has ",
-        "ends with the context; infinity.gathered(..., write=True) k",
         "rank 0 at the end of infinity.gathered(..., write=True). ",
         "change values only. model.resize_token_embeddings() needs no infinit",
         "<>, and was changed in infinity.gathered(..., write=True). ",
         "and was changed in infinity.gathered(..., write=True): ",
     ),
-    "coordinator/readers.py": ("optimizer.step() inside `with inf",),
     "coordinator/resuming.py": ("or convert them with `infinity checkpoint export` and --fro",),
     "coordinator/speculator.py": ("but the last inside model.no_sync().",),
     "durable/commits.py": ("is not exact. Call infinity.commit(model) where an it",),
     "durable/resumed.py": ("a state_dict, or call infinity.commit(model) where an it",),
-    "integrations/chunked_loss.py": ("without labels, or infinity.use_chunked_loss(model, False)",),
-    "integrations/folders.py": ("If they were removed, `infinity checkpoint unpin <> --all-go",),
     "integrations/launcher.py": ("infinity run needs transformer",),
     "integrations/optimizers.py": ("the swap config, with infinity.runtime.pins.pin(model, folder): su",),
-    "integrations/run.py": ("go on from it: <>. `infinity checkpoint remove --pinned <",),
     "integrations/strategy.py": (
-        "`infinity run` has a swap confi",
-        "it goes on: leave --resume out, and call tra",
         "under `infinity run` a Lightning Trai",
         "or infinity.AdamW(..., max_grad_norm",
     ),
-    "io/generations.py": (
-        "a folder and resume: `infinity checkpoint unpin <> --folder",
-        "in <>: <>. `infinity checkpoint unpin <> --all-go",
-    ),
-    "io/rank_stores.py": (
-        "the old one with `infinity checkpoint remove <>`.",
-        "<>. Let them go with `infinity checkpoint unpin <> --folder",
-    ),
-    "io/store.py": (
-        "or move the run with `infinity checkpoint export` and --fro",
-        "move the run with `infinity checkpoint export` and --fro",
-        "too. Copy it with `cp --reflink=auto`, and rename",
-    ),
+    "io/rank_stores.py": ("the old one with `infinity checkpoint remove <>`.",),
+    "io/store.py": ("move the run with `infinity checkpoint export` and --fro",),
     "optim/groups.py": (
         "is not offloaded: call infinity.offload(model, config) bef",
         "are in the store. infinity.commit(model) and commit_",
@@ -156,11 +132,7 @@ OPEN: dict[str, tuple[str, ...]] = {
         "<>: go on from it with infinity.offload_from_checkpoint(model, '<>', confi",
         "is offloaded already; infinity.close(model) ends that",
     ),
-    "runtime/saved.py": ("or from before infinity.gathered(..., write=True) c",),
-    "runtime/tiles.py": (
-        "(after infinity.load_pretrained(path, config, defe",
-        "freeze the layer with layer.requires_grad_(False)",
-    ),
+    "runtime/tiles.py": ("(after infinity.load_pretrained(path, config, defe",),
     "runtime/track.py": ("models; say which: infinity.track(..., model=model)",),
     "state/released.py": (
         "forward, or in `with infinity.gathered(model, module):`, ",

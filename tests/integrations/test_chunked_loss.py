@@ -100,6 +100,8 @@ def test_a_model_that_uses_its_logits_otherwise_keeps_its_loss() -> None:
     model = Softer(models.llama()[0].config).train()
     assert "of logits, which are not computed as a whole" in use_chunked_loss(model)
     assert model(input_ids=IDS, labels=IDS).loss.isfinite()
+    use_chunked_loss(model, False)
+    assert model(input_ids=IDS, labels=IDS).logits.square().mean().isfinite()
 
 
 def test_reading_the_logits_is_an_error_that_says_why() -> None:

@@ -500,11 +500,18 @@ def test_the_launchers_resume_names_ckpt_path(checkpoint: Path, rows: Rows, laun
         trainer(tmp_path, **saving(tmp_path)).fit(language(checkpoint), loader(rows))
     with launch(resume=tmp_path / "step=6.ckpt.infinity"), pytest.raises(infinity.ConfigError, match="ckpt_path="):
         trainer(tmp_path).fit(language(checkpoint), loader(rows))
+    with launch():
+        again = trainer(tmp_path, max_steps=7)
+        again.fit(language(checkpoint), loader(rows), ckpt_path=tmp_path / "step=6.ckpt")
+        assert again.global_step == 7
 
 
 def test_two_swap_configs_are_refused(launch: Launch, swap: dict[str, Any]) -> None:
-    with launch(), pytest.raises(infinity.ConfigError, match="leave one out"):
-        strategy(swap)
+    with launch():
+        with pytest.raises(infinity.ConfigError, match="leave one out"):
+            strategy(swap)
+        strategy(None)
+    strategy(swap)
 
 
 def test_two_optimizers_by_hand_train_as_in_plain_lightning(rows: Rows, launch: Launch, tmp_path: Path) -> None:

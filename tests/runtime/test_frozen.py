@@ -213,6 +213,7 @@ def test_a_run_is_not_resumed_with_another_form(other: str, swap_config: Callabl
     infinity.close(first)
     with pytest.raises(ResumeError, match="Resume with those it was made with"):
         infinity.resume(begun(config), config | {"frozen": other})
+    infinity.close(infinity.resume(begun(config), config))
 
 
 def test_what_reads_a_generation_finds_the_decoded_values(

@@ -107,6 +107,9 @@ def test_without_write_a_change_ends_with_the_context_and_is_told(
         model.lm_head.weight.data.zero_()
     assert "'lm_head.weight' was changed, and the change ends with the context" in caplog.text
     assert_same(weights(model), expected)
+    with infinity.gathered(model, model.lm_head, write=True):
+        model.lm_head.weight.data.zero_()
+    assert not weights(model)["lm_head.weight"].any()
 
 
 def test_an_exception_in_the_context_drops_the_changes(trained: Trained) -> None:
