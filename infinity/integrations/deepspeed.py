@@ -1,4 +1,4 @@
-"""A script that asks for DeepSpeed under `infinity run` is told what to take out, before DeepSpeed is looked for."""
+"""A script that asks for DeepSpeed or FSDP under `infinity run` is told what to take out, before either is loaded."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from infinity.integrations.patches import Patches
 
 
 def refuse_arguments(patches: Patches, training_args: ModuleType) -> None:
-    """From now on TrainingArguments with `deepspeed` set raise ConfigError."""
+    """From now on TrainingArguments with `deepspeed` or `fsdp` set raise ConfigError."""
     patches.wrap(training_args.TrainingArguments, "__post_init__", _arguments)
 
 
 def refuse_plugin(patches: Patches, dataclasses: ModuleType) -> None:
-    """From now on accelerate's DeepSpeedPlugin raises ConfigError."""
+    """From now on accelerate's DeepSpeedPlugin and FullyShardedDataParallelPlugin raise ConfigError."""
     patches.wrap(dataclasses.DeepSpeedPlugin, "__post_init__", _plugin)
+    patches.wrap(dataclasses.FullyShardedDataParallelPlugin, "__post_init__", _fsdp_plugin)
 
 
 def _arguments(original: Callable[..., None], arguments: Any, *args: Any) -> None:
     given = arguments.deepspeed
+    if arguments.fsdp and not given:
+        config = arguments.fsdp_config
+        both = "--fsdp and --fsdp_config, or fsdp= and fsdp_config=,"
+        raise _refusal("fsdp of TrainingArguments", both, config if isinstance(config, str) else None, "an FSDP")
     if not given:
         original(arguments, *args)
         return
@@ -47,9 +52,14 @@ def _plugin(original: Callable[..., None], plugin: Any, *args: Any) -> None:
     raise _refusal("DeepSpeedPlugin of accelerate", "deepspeed_plugin= of the Accelerator, and the plugin", file)
 
 
-def _refusal(what: str, out: str, file: str | None) -> ConfigError:
+def _fsdp_plugin(original: Callable[..., None], plugin: Any, *args: Any) -> None:
+    out = "--use_fsdp, or distributed_type: FSDP, of accelerate; or fsdp_plugin= of the Accelerator, and the plugin,"
+    raise _refusal("FSDP of accelerate", out, None, "an FSDP")
+
+
+def _refusal(what: str, out: str, file: str | None, whose: str = "a DeepSpeed") -> ConfigError:
     name = "FILE" if file is None else shlex.quote(file)
     return ConfigError(
-        f"{what}: under `infinity run` the model is offloaded by infinity, and DeepSpeed has no part in it. Take {out} "
-        f"out; `infinity convert {name} -o swap.yaml` makes a swap config of a DeepSpeed config."
+        f"{what}: under `infinity run` the model is offloaded by infinity, and {whose.split()[1]} has no part "
+        f"in it. Take {out} out; `infinity convert {name} -o swap.yaml` makes a swap config of {whose} config."
     )

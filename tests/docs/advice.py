@@ -109,7 +109,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_resume_and_load_state_go_on_to_the_bits_of_the_uninterrupted_loop",
     },
     "integrations/deepspeed.py": {
-        "-o swap.yaml` makes a swap config": "cli/test_convert.py::test_with_output_the_report_goes_to_stdout",
+        "--fsdp and --fsdp_config, or": "integrations/test_deepspeed.py::"
+        "test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted",
+        "-o swap.yaml` makes a swap config": "integrations/test_deepspeed.py::"
+        "test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted",
     },
     "integrations/left.py": {
         "`infinity checkpoint export ": "integrations/test_stopped.py::"

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from transformers import HfArgumentParser, TrainingArguments
 
 from infinity.cli.main import main
+from infinity.config import load_config
 from infinity.errors import ConfigError
 from tests.integrations.conftest import Launch
 
@@ -62,3 +63,19 @@ def test_the_deepspeed_plugin_of_accelerate_is_refused(launch: Launch, monkeypat
             ConfigError, match="Take --use_deepspeed, or distributed_type: DEEPSPEED, of accelerate out"
         ):
             HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([])
+
+
+def test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted(launch: Launch, tmp_path: Path) -> None:
+    file = tmp_path / "fsdp.json"
+    file.write_text('{"cpu_offload": true}')
+    with launch():
+        with pytest.raises(
+            ConfigError, match=rf"Take --fsdp and --fsdp_config, .*`infinity convert {file} -o"
+        ) as refused:
+            TrainingArguments(str(tmp_path / "out"), fsdp="full_shard auto_wrap", fsdp_config=str(file))
+        with pytest.raises(ConfigError, match=r"Take --use_fsdp, .*`infinity convert FILE -o"):
+            FullyShardedDataParallelPlugin()
+        TrainingArguments(str(tmp_path / "out"))
+    command = str(refused.value).partition("`infinity convert ")[2].partition("`")[0]
+    assert main(["convert", *command.replace("swap.yaml", str(tmp_path / "swap.yaml")).split()]) == 0
+    assert load_config(tmp_path / "swap.yaml").weights == "host"
