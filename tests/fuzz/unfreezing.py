@@ -48,7 +48,8 @@ def unfreezing(seed: int, loop: Any) -> Any:
 
 def trained(model: Any) -> list[nn.Parameter]:
     """What may be frozen: a loss must keep its graph."""
-    return [model.get_parameter(name) for name in model.trained if model.get_parameter(name) is not model.head.weight]
+    head = set(map(id, model.head.parameters()))
+    return [each for each in map(model.get_parameter, model.trained) if id(each) not in head]
 
 
 def late_ones(loop: Any, model: Any) -> list[nn.Parameter]:
