@@ -409,7 +409,9 @@ def _require_possible(trainer: Any, precision: str) -> None:
     if clips and how == "value":
         raise ConfigError(
             "gradient_clip_algorithm='value' needs every gradient in memory, and those of an offloaded model are "
-            "where the swap config says. Use gradient_clip_algorithm='norm', which clips by the exact global norm."
+            "where the swap config says. Use gradient_clip_algorithm='norm', which clips by the exact global norm. Or "
+            "leave both options out, and let the module's configure_gradient_clipping call "
+            "torch.nn.utils.clip_grad_value_ in `with infinity.gathered(self.model, grads=True):`."
         )
     if clips and precision == "16-mixed":
         raise ConfigError(

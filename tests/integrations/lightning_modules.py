@@ -59,6 +59,14 @@ class OwnData(Language):
         return torch.utils.data.DataLoader(self.rows, batch_size=self.batch_size)
 
 
+class ClippedByValue(Language):
+    """Clips as the refusal of Lightning's option says."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        with infinity.gathered(self.model, grads=True):
+            nn.utils.clip_grad_value_(self.model.parameters(), 1e-3)
+
+
 class Lion(Language):
     """With an optimizer of infinity."""
 

@@ -376,6 +376,32 @@ def test_there_is_room_for_as_many_generations_as_files_are_kept(options: dict[s
     assert _pins_of(ModelCheckpoint(**options)) == pins
 
 
+def test_clipping_by_value_works_as_its_refusal_says(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path
+) -> None:
+    found = []
+    for context in (nullcontext(), launch()):
+        with context:
+            module = made("ClippedByValue", checkpoint)
+            trainer(tmp_path).fit(module, loader(rows))
+            found.append(module.losses)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, "inf"])
+def test_grad_norm_is_that_of_a_model_in_memory(order: float | str, offload: Any) -> None:
+    from lightning.pytorch.utilities import grad_norm
+
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model, batch = gpt2()
+        model = offload(model, "host") if offloads else model
+        model(**batch).loss.backward()
+        found.append({name: float(norm) for name, norm in grad_norm(model, order).items()})
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 def test_early_stopping_stops(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
     from lightning.pytorch.callbacks import EarlyStopping
 
@@ -424,7 +450,7 @@ def fp16_and_clipping() -> dict[str, Any]:
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "clipping by value": (
         lambda: {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
-        "algorithm='norm'",
+        "algorithm='norm'.*configure_gradient_clipping",
     ),
     "another strategy": (lambda: {"strategy": "ddp"}, r"leave strategy= out"),
     "several devices": (lambda: {"devices": 2}, r"devices=1"),
