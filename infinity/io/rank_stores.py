@@ -72,8 +72,8 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
         StoreLockedError: a run is using it.
         SwapIOError: it cannot be removed.
     """
-    others = []
-    for path in paths:
+    others, places = [], [path for path in paths if path.is_dir()]
+    for path in places:
         for entry, its in _stores_in(path):
             if its == count == 1:
                 continue  # the store itself is refused or replaced where it is opened
@@ -94,6 +94,8 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
         finally:
             directory.close()
         _remove_directory(entry)
+    for path in places:
+        path.mkdir(mode=0o700, exist_ok=True)  # the ranks' stores come below it, which may have gone with its own
 
 
 def clear_leftovers(paths: Sequence[Path], count: int) -> None:

@@ -386,7 +386,8 @@ def test_the_command_line_works_beside_a_damaged_header(
     assert main(["checkpoint", "list", paths[1]]) == 2
     assert "cannot be rebuilt: no generation is beside it" in capsys.readouterr().err
     assert main(["checkpoint", "remove", *paths]) == 0
-    assert not any(name.endswith("infinity") for disk in disks for name in os.listdir(disk))
+    there = [disk for disk in disks if disk.exists()]
+    assert not any(name.endswith("infinity") for disk in there for name in os.listdir(disk))
 
 
 @pytest.mark.parametrize("damage", [flip, Path.unlink], ids=["flipped", "missing"])
