@@ -240,6 +240,8 @@ class Room:
         busy = [other for other in self._in_order() if self._takes_room(other)]
         if not self._slots.agreed and self._make_room(unit):
             return
+        if self._let_held_go() and (self._start(unit, None) or (not self._slots.agreed and self._move_others(unit))):
+            return
         budgets = self._resources.plan.budgets
         needed = unit.unit.weight_bytes + sum(other.unit.weight_bytes for other in busy)
         every = sum(other.unit.weight_bytes for other in self.units if self._takes_room(other))
@@ -249,6 +251,14 @@ class Room:
             f"{format_bytes(budgets.slot_bytes)} planned for weights, or views of them are held. Let the views go, or "
             f"raise memory.device to {budgets.device_for(needed)}, or to {budgets.device_for(every)} for all units."
         )
+
+    def _let_held_go(self) -> bool:
+        """Units whose backward was announced make room for what is recomputed before it: autograd brings them again,
+        where it unpacks their weights. Whether there was one."""
+        held = [unit for unit in self._held if unit.weights.held]
+        for unit in held:
+            unit.weights.hold(False)
+        return bool(held)
 
     def _make_room(self, unit: OffloadedUnit) -> bool:
         """Begin a fetch that finds no room among what may go now. Whether there was a way."""

@@ -114,6 +114,22 @@ def test_room_for_two_units_is_enough_for_the_bits_of_plain_torch(way: str, reen
     require_no_leaks(model)
 
 
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("way", WAYS)
+def test_micro_batches_that_go_through_the_units_together_need_no_more_room(
+    way: str, reentrant: bool, offload: Any
+) -> None:
+    plain, model = (made(partial(WAYS[way], reentrant=reentrant)) for _ in range(2))
+    batches = [(given().detach() * (1 + index)).requires_grad_() for index in range(3)]
+    expected = [loss.item() for loss in map(plain, batches) if loss.backward() is None]
+    model = offload(model, memory=tight(model))
+    assert [loss.item() for loss in infinity.backward(model, model, batches)] == expected
+    torch.optim.SGD(plain.parameters(), lr=LR, foreach=False).step()
+    infinity.SGD(model.parameters(), lr=LR).step()
+    after = dict(plain.named_parameters())
+    assert all(torch.equal(weight, after[name]) for name, weight in weights_of(model).items())
+
+
 class Product(torch.autograd.Function):
     """What autograd gives its backward."""
 

@@ -172,6 +172,16 @@ def test_who_is_needed_does_not_go_though_its_next_use_is_the_farthest(why: str)
         assert room.units[index].weights.residency is Residency.RESIDENT
 
 
+def test_a_unit_whose_backward_was_announced_makes_room_when_nothing_else_does() -> None:
+    room, _ = alone(budget=3, sizes=(2, 1, 2), in_place=False)
+    room.units[1].weights.use()
+    brought(room, 1)
+    room.hold([0])
+    brought(room, 0, 2)
+    assert residencies(room) == ["released", "resident", "resident"]
+    assert room.hold([2]) == [0]
+
+
 def test_there_is_an_error_with_the_fix_when_nothing_helps() -> None:
     room, _ = alone(budget=3, sizes=(2, 2), in_place=False)
     room.units[0].weights.use()

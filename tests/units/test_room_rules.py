@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -35,6 +35,8 @@ class RoomMachine(RuleBasedStateMachine):
         room: Any = self.room
         choose = room._victim
         room._victim = lambda distance: self._as_policy_says(distance, choose(distance))
+        let_go = room._let_held_go
+        room._let_held_go = lambda: self._let_held_go(let_go)
 
     # -- who goes -----------------------------------------------------------------------------------------------------
 
@@ -67,13 +69,23 @@ class RoomMachine(RuleBasedStateMachine):
         assert chosen is best
         return chosen
 
+    def _let_held_go(self, let_go: Callable[[], bool]) -> bool:
+        """Only where the others cannot make room."""
+        assert self._needed_pages(self.wanted) + SIZES[self.wanted.index] > BUDGET
+        found, self.held = bool(self.held), set()
+        assert let_go() == found
+        return found
+
     @contextmanager
     def _keeping(self) -> Iterator[None]:
-        """Who may not go has its slot afterwards."""
+        """Who may not go has its slot afterwards; who is held may have been let go."""
+        held = self.held
         before = [(unit, unit.weights.slot) for unit in self.units if self._stays(unit) and not unit.reads_slot()]
         before = [(unit, slot) for unit, slot in before if unit.weights.residency is Residency.RESIDENT]
         yield
         for unit, slot in before:
+            if unit.index in held - self.held and not self._stays(unit):
+                continue
             assert unit.weights.residency is Residency.RESIDENT
             viewed: Any = slot
             assert unit.weights.slot is slot or not viewed.viewed  # it had to move
@@ -99,6 +111,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     def _bring(self, unit: OffloadedUnit) -> bool:
         waits = not any(each.reads_slot() for each in self.units)
+        self.wanted = unit
         try:
             with self._keeping():
                 self.room.bring(unit)
@@ -216,7 +229,7 @@ class RoomMachine(RuleBasedStateMachine):
         residency = {unit.index: unit.weights.residency for unit in self.units}
         assert set(self.room._present) == {index for index, each in residency.items() if each is not Residency.RELEASED}
         assert set(self.room._fetching) == {index for index, each in residency.items() if each is Residency.FETCHING}
-        assert {unit.index for unit in self.room._held} == self.held
+        assert {unit.index for unit in self.room._held} >= self.held
         assert self.held == {unit.index for unit in self.units if unit.weights.held}
 
     @invariant()
