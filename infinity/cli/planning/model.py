@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ class Shape:
         attention: width of a block's queries, as attention computes with them (`_attention_width`).
         words: of the vocabulary.
         itemsize: of the weights.
+        stacks: elements of a block's stacks of experts that have adapters: PEFT adds these to a copy of the stacks.
     """
 
     products: float
@@ -157,6 +159,7 @@ class Shape:
     attention: float
     words: int
     itemsize: int
+    stacks: int
 
 
 def shape_of(model: Any) -> Shape:
@@ -182,7 +185,18 @@ def shape_of(model: Any) -> Shape:
         attention=_attention_width(model, width),
         words=max((weight.shape[0] for weight in looked_up), default=0),
         itemsize=max(parameter.itemsize for parameter in model.parameters()),
+        stacks=_stacks(model),
     )
+
+
+def _stacks(model: nn.Module) -> int:
+    """As Shape.stacks; of the block that has most of them."""
+    found: Counter[nn.Module] = Counter()
+    for layer in model.modules():
+        if (key := getattr(layer, "parameter_name", None)) is not None:  # a ParamWrapper of PEFT
+            base: Any = layer.get_base_layer()
+            found[base] += base.get_parameter(key).numel()
+    return max(found.values(), default=0)
 
 
 def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> Work:
@@ -193,8 +207,9 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
     backward = again + (2 * shape.products + 2 * shape.trained + 2 * attention) * batch.tokens * batch.count
     kept = shape.itemsize * shape.blocks * batch.tokens * shape.width * (batch.micro_batches if vertical else 1)
     block = shape.itemsize * batch.tokens * (_BLOCK_WIDTHS * shape.width + 3 * shape.inner)
+    stacks = shape.itemsize * shape.stacks  # once more as their gradient
     if not recompute:
-        kept += shape.blocks * block * (batch.micro_batches if vertical else 1)
+        kept += shape.blocks * (block + stacks) * (batch.micro_batches if vertical else 1)
     logits = min(_LOGITS_BYTES, 8 * batch.tokens * shape.words)
     return Work(
         forward_flops=once,
@@ -202,7 +217,7 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
         tokens=batch.tokens * batch.count,
         landings=batch.count,
         kept_bytes=kept,
-        peak_bytes=kept + 2 * block + logits,
+        peak_bytes=kept + 2 * (block + stacks) + logits,
     )
 
 

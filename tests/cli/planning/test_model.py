@@ -114,6 +114,19 @@ def test_an_encoder_sees_all_tokens_and_a_decoder_those_of_the_encoder_too() -> 
     assert attention(skeleton(t5, torch.bfloat16)) == pytest.approx(2 * t5.layers * t5.query_width * (2 + 1 + 2))
 
 
+@pytest.mark.parametrize(("recompute", "copies"), [(True, 2), (False, 2 + 3)])
+def test_adapters_of_experts_take_a_copy_of_the_stacks(recompute: bool, copies: int, tmp_path: Path) -> None:
+    mixture = {"model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 8, "head_dim": 16}
+    model = build(directory(tmp_path, **mixture), torch.bfloat16)
+
+    def peak() -> float:
+        return work_of(shape_of(model), Batch(1, 64), recompute=recompute, vertical=False).peak_bytes
+
+    before, stacks = peak(), 8 * (2 * 32 * 64 + 64 * 32)
+    adapt(model, 4)
+    assert peak() - before == pytest.approx(copies * 2 * stacks, rel=0.01)
+
+
 def test_experts_are_no_blocks_of_the_model() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
