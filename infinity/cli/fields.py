@@ -29,9 +29,9 @@ DATA_HELP = (
     "0 or false where it is not to be learned. A row whose label, weight or train says no is refused: docs/finetune.md "
     "has all fields"
 )
-_TOLD = ("tools", "system")
+_TOLD = ("tools", "functions", "system")
 _READ_BESIDE = {
-    "messages": ("messages", "prompt", "completion", "functions", *_TOLD),
+    "messages": ("messages", "prompt", "completion", *_TOLD),
     "conversations": ("conversations", *_TOLD),
     "prompt": ("prompt", "completion", *_TOLD),
     "instruction": ("instruction", "input", "output", "system", "text"),

@@ -357,7 +357,7 @@ def _of_sharegpt(message: dict[str, Any], where: str) -> None:
     if speaker == "function_call":  # LLaMA-Factory's
         try:
             calls = json.loads(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RecursionError):
             raise ConfigError(
                 f"{where}: the value of a function_call must be JSON, with 'name' and 'arguments'"
             ) from None
@@ -388,7 +388,7 @@ def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         try:
             parsed = json.loads(arguments) if isinstance(arguments, str) else None
-        except ValueError:
+        except (ValueError, RecursionError):
             parsed = None  # as the model is to write it, then
         parsed = parsed if isinstance(parsed, dict) else {} if arguments in (None, "") else arguments
         calls.append(call | {"function": function | {"arguments": parsed}})

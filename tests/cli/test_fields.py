@@ -199,6 +199,15 @@ def test_calls_of_tools_are_learned_as_the_template_writes_them(layout: str, tem
     assert data.notes() == []
 
 
+def test_arguments_that_are_no_json_are_learned_as_they_are(read: Read) -> None:
+    template = TEMPLATES["Qwen's, which asks whether there is a text"]
+    for arguments in ("what is", "[" * 5000, ""):
+        call = {"function": {"name": "find", "arguments": arguments}}
+        row = {"messages": [*NEWER[:1], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+        said = json.dumps(arguments) if arguments else "{}"
+        assert learned(read([row], template, length=6000)) == [f"CALL find {said}{END}"]
+
+
 def test_a_template_is_told_of_tools_in_the_older_words_too(read: Read) -> None:
     template = TEMPLATES["Qwen's, which asks whether there is a text"]
     told = "{% for t in tools or [] %}TOOL {{ t.function.name }}{% endfor %}" + template
