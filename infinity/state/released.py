@@ -155,7 +155,7 @@ class ReleasedParameter(nn.Parameter):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         answer: Callable[..., Any]
-        if func is torch.autograd.grad:
+        if func in (torch.autograd.grad, torch.autograd.backward):
             answer = _differentiate
         elif func in _COMPARISONS:
             answer = _equal
@@ -273,12 +273,14 @@ def _without_number(argument: Any) -> Any:
     return torch.device("cpu") if numbered else argument
 
 
-def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> Any:
-    """torch.autograd.grad: a released parameter may be an input, with respect to which outputs are differentiated."""
-    if any(isinstance(leaf, ReleasedParameter) for leaf in tree_leaves((outputs, grad_outputs))):
-        return _with_values(func, outputs, inputs, grad_outputs, **kwargs)
+def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
+    """torch.autograd.grad, and backward: a released parameter may be an input, with respect to which outputs are
+    differentiated."""
+    given = kwargs.get("grad_outputs"), kwargs.get("grad_tensors")
+    if any(isinstance(leaf, ReleasedParameter) for leaf in tree_leaves((outputs, given))):
+        return _with_values(func, outputs, inputs=inputs, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        return func(outputs, inputs, grad_outputs, **kwargs)
+        return func(outputs, inputs=inputs, **kwargs)
 
 
 def _like(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:

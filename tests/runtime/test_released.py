@@ -370,6 +370,15 @@ def test_hooks_and_requires_grad_of_a_released_parameter_work(reader: Reader) ->
     assert torch.autograd.grad(reader(torch.ones(2, WIDTH)), [weight])[0].shape == weight.shape
 
 
+@pytest.mark.parametrize("call", [torch.Tensor.backward, torch.autograd.backward])
+def test_a_backward_pass_for_some_parameters_gives_these_their_gradients(call: Any, reader: Reader) -> None:
+    """`loss.backward(inputs=[...])`."""
+    weight, other = reader.blocks[0].weight, reader.blocks[1].weight
+    call(reader(torch.ones(2, WIDTH)), inputs=[weight])
+    assert weight.grad.norm() > 0
+    assert other.grad is None
+
+
 def test_a_hook_in_backward_may_read_its_parameter(reader: Reader) -> None:
     weight, seen = reader.blocks[0].weight, []
     before = dict(infinity.state_dict(reader))["blocks.0.weight"]
