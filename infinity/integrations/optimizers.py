@@ -22,6 +22,7 @@ from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.groups import GroupedOptimizer
 from infinity.optim.handles import StateHandle
 from infinity.optim.sgd import SGD
+from infinity.runtime.tiles import in_tiles
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., Non
             original(self, params, *args, **kwargs)
             return
         self.__class__ = ours
-        ours.__init__(self, params, *args, **kwargs)
+        ours.__init__(self, _in_tiles(params), *args, **kwargs)
         self.accumulation_steps = run.wishes.accumulation_steps or _accumulation_steps()
 
     return init
@@ -87,7 +88,7 @@ def _bringing(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)
         bring_home(run, parameters_in(params), type(self))
-        original(self, params, *args, **kwargs)
+        original(self, _in_tiles(params), *args, **kwargs)
         run.optimizer_made()
 
     return init
@@ -125,6 +126,24 @@ def _as_list(params: Any) -> Any:
     """Anything that torch refuses stays what it is."""
     stays = not isinstance(params, Iterable) or isinstance(params, list | tuple | torch.Tensor | Mapping | Set)
     return params if stays else list(params)
+
+
+def _in_tiles(params: Any) -> Any:
+    """What an optimizer is given, with the parameters of the tiles for those of a layer that was tiled to fit when the
+    model was offloaded for it."""
+    if not isinstance(params, list | tuple):
+        return params
+    found: list[Any] = []
+    for each in params:
+        if isinstance(each, dict) and "params" in each:
+            inner = each["params"]
+            each["params"] = _in_tiles([inner] if isinstance(inner, torch.Tensor) else inner)
+        named = isinstance(each, tuple) and len(each) == 2
+        parameter = each[1] if named else each
+        parts = in_tiles(parameter) if isinstance(parameter, nn.Parameter) else [parameter]
+        whole = len(parts) == 1 and parts[0] is parameter
+        found += [each] if whole else [(f"{each[0]}.{n}", part) if named else part for n, part in enumerate(parts)]
+    return found
 
 
 def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:

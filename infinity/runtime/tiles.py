@@ -18,9 +18,10 @@ So the tiles form a chain (chain.py) if the last one is given the outputs of the
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -39,7 +40,8 @@ _WIDE_BYTES = 16 << 20
 
 _KEYS = ("weight", "bias")
 _cut: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The parameters of layers that were tiled, which no module may have any more, and what they were."""
+"""The parameters of layers that were tiled, which no module may have any more: what they were, and references to those
+of the tiles."""
 
 
 def tile(module: nn.Linear, tiles: int) -> nn.Linear:
@@ -80,17 +82,38 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
     vars(module).pop("forward", None)
     parameters = {key: module._parameters.pop(key) for key in _KEYS}
     module.__class__ = TiledLinear
+    made_of: dict[str, list[weakref.ref[nn.Parameter]]] = {key: [] for key in _KEYS}
     for index, (begin, end) in enumerate(zip(begins, [*begins[1:], rows], strict=True)):
         made = RowTile()
         for key, parameter in parameters.items():
-            made.register_parameter(key, _rows(parameter, key, index, begin, end))
+            part = _rows(parameter, key, index, begin, end)
+            made.register_parameter(key, part)
+            made_of[key] += [] if part is None else [weakref.ref(part)]
         module.add_module(tile_name(index), made)
     for key, parameter in parameters.items():
         if parameter is not None:
-            _cut[parameter] = f"the {key} of a {module.in_features} to {rows} linear layer"
+            _cut[parameter] = f"the {key} of a {module.in_features} to {rows} linear layer", made_of[key]
+            parameter.__class__ = type("Cut", (_Cut, type(parameter)), {})
     module.register_state_dict_post_hook(_join)
     module.register_load_state_dict_pre_hook(_split)
     return module
+
+
+class _Cut(nn.Parameter):
+    """What a layer in tiles had before. A list that still has it would take its gradient for None."""
+
+    @property
+    def grad(self) -> NoReturn:  # type: ignore[override]
+        raise ModelError(
+            f"this was {_cut[self][0]}, which is in tiles since the model was offloaded, as memory.device has no room "
+            "for it: the tiles have the gradient. Take model.parameters() again, after the optimizer is made."
+        )
+
+
+def in_tiles(parameter: nn.Parameter) -> list[nn.Parameter]:
+    """The parameters that a parameter became when its layer was tiled; the parameter itself where it was not."""
+    found = _cut.get(parameter)
+    return [parameter] if found is None else [part for each in found[1] if (part := each()) is not None]
 
 
 def why_not(module: nn.Module) -> str:
@@ -154,7 +177,7 @@ def require_untied(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter in _cut:
             raise ModelError(
-                f"'{name}' is tied to {_cut[parameter]} that infinity.tile has cut: a tied weight cannot be tiled. "
+                f"'{name}' is tied to {_cut[parameter][0]} that infinity.tile has cut: a tied weight cannot be tiled. "
                 "Build the model again and leave that layer whole, or untie it first (its own copy of the weight, and "
                 "tie_word_embeddings=False in the config)"
             )

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import infinity
 from infinity.coordinator import registry
+from infinity.errors import ModelError
 from infinity.integrations import own_modules
 from tests.integrations.conftest import Launch
 from tests.models import llama
@@ -122,6 +123,64 @@ def test_it_is_offloaded_and_trains_as_plain(made: Any, launch: Launch, caplog: 
     assert offloaded == [False, True]
     assert under == pytest.approx(plain, rel=1e-6)
     assert "NOTHING WAS OFFLOADED" not in caplog.text
+
+
+class Wide(nn.Module):
+    """Its second layer is larger than what memory.device has for weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.small, self.large, self.out = nn.Linear(32, 256), nn.Linear(256, 512), nn.Linear(512, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.large(self.small(x)).relu()).square().mean()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: model.parameters(),
+        lambda model: list(model.named_parameters()),
+        lambda model: [{"params": list(model.parameters())[:2]}, {"params": list(model.parameters())[2:], "lr": 1e-3}],
+        lambda model: [{"params": each} for each in model.parameters()],
+    ],
+    ids=["parameters", "named", "two groups", "a group for each"],
+)
+def test_an_optimizer_takes_the_tiles_of_a_layer_that_was_tiled_for_it(given: Any, launch: Launch) -> None:
+    def script() -> list[float]:
+        torch.manual_seed(0)
+        model = Wide()
+        optim = torch.optim.AdamW(given(model), lr=1e-2)
+        tiled.append(hasattr(model.large, "tiles"))
+        losses = []
+        for _ in range(4):
+            loss = model(torch.ones(2, 32))
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    tiled: list[bool] = []
+    plain = script()
+    with launch(memory={"device": "512KiB", "host": "96MiB"}):
+        under = script()
+    assert tiled == [False, True]
+    assert under == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_list_with_the_weight_of_a_layer_that_was_tiled_says_so_when_it_is_asked_for_gradients(
+    launch: Launch,
+) -> None:
+    with launch(memory={"device": "512KiB", "host": "96MiB"}):
+        model = Wide()
+        before = list(model.parameters())
+        torch.optim.AdamW(before)
+        model(torch.ones(2, 32)).backward()
+        with pytest.raises(ModelError, match="the weight of a 256 to 512 linear layer.*Take model.parameters"):
+            torch.nn.utils.clip_grad_norm_(before, 1.0)
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
 
 
 def test_what_is_small_or_in_no_module_stays_and_the_run_says_that_nothing_was_offloaded(
