@@ -222,6 +222,12 @@ class Scope:
             forward.pop()
 
     def _begin(self) -> None:
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+            raise ModelError(
+                "a transform of torch.func (grad, vmap, jacrev, jvp) calls an offloaded model, and hides which weights "
+                "its backward needs. For gradients of inputs use torch.autograd.grad(outputs, inputs) or "
+                "torch.autograd.functional (jacobian, hvp); for those of single examples a backward pass for each."
+            )
         if self._own.depth:
             self.abandon()
         try:

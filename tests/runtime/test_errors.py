@@ -476,3 +476,20 @@ def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
 def test_what_is_not_built_yet_is_refused(key: str, value: Any) -> None:
     with pytest.raises(infinity.NotAvailableError, match="is not available yet; use"):
         infinity.load_config({key: value})
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.grad, torch.func.vmap, torch.func.jacrev, lambda f: lambda x: torch.func.jvp(f, (x,), (x,))],
+)
+def test_a_transform_of_torch_func_around_the_model_is_refused_and_autograd_does_it(
+    transform: Any, offload: Any
+) -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model, x = offload(copy.deepcopy(plain), memory={"device": "8KiB", "host": "64MiB"}), torch.ones(2, 8)
+    with pytest.raises(infinity.ModelError, match="torch.func.*use torch.autograd.grad"):
+        transform(lambda x: model(x).sum())(x)
+    given = x.requires_grad_()
+    assert torch.equal(*(torch.autograd.grad(each(given).sum(), given)[0] for each in (model, plain)))
+    jacobian = torch.autograd.functional.jacobian
+    assert torch.equal(jacobian(lambda x: model(x), x), jacobian(lambda x: plain(x), x))
