@@ -70,7 +70,7 @@ NAMES = {
     "close": "(model, *, discard=False)",
     "commit": "(model)",
     "export_checkpoint": "(store_directory, out, *, step=None, config=None, max_shard_size='5GB', also=None)",
-    "gathered": "(model, *modules, write=False)",
+    "gathered": "(model, *modules, write=False, grads=False)",
     "load_config": "(source)",
     "load_pretrained": (
         "(path, config=None, *, dtype=torch.bfloat16, model_class=None, device=None, optimizer='adamw', "

@@ -46,6 +46,24 @@ def _outermost(tree: ast.AST) -> Iterator[str]:
 
 
 FOLLOWED: dict[str, dict[str, str]] = {
+    "runtime/gathered.py": {
+        "Enter it between backward() and optim.step().": "runtime/test_gathered_gradients.py::"
+        "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
+    },
+    "optim/offloaded.py": {
+        "reads a copy of it, and a change": "optim/test_adamw.py::"
+        "test_a_moment_that_is_asked_for_in_state_is_read_as_the_message_says",
+    },
+    "coordinator/lent_gradients.py": {
+        "grads=True) before scaler.unscale_()": "runtime/test_gathered_gradients.py::"
+        "test_unscaled_gradients_in_float16_are_refused_with_the_order",
+        "Enter it between backward() and zero_grad().": "runtime/test_gathered_gradients.py::"
+        "test_without_gradients_it_is_refused_by_name",
+    },
+    "coordinator/gradient_handle.py": {
+        "has its values, to read and to change. What works": "runtime/test_gathered_gradients.py::"
+        "test_what_needs_a_copy_that_stays_raises_and_works_as_the_message_says",
+    },
     "checkpoint/adapters.py": {
         "Call model.save_pretrained(directory)": "checkpoint/test_adapters.py::"
         "test_what_peft_computes_of_weights_is_not_written_as_a_placeholder",
@@ -85,6 +103,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_adapters_write_beside_the_form_that_they_were_trained_with",
     },
     "cli/models.py": {
+        "Leave it out, or the experts: --lora-targets": "cli/test_lora.py::"
+        "test_experts_have_no_dropout_and_the_error_names_layers_that_have",
         "With --trust-remote-code they are run.": "cli/test_remote_code.py::"
         "test_each_process_is_told_anew_to_trust_code",
     },
@@ -185,6 +205,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_without_write_a_change_ends_with_the_context_and_is_told",
     },
     "coordinator/readers.py": {
+        "before the pass. Leave the context first.": "runtime/test_gathered_gradients.py::"
+        "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
         "optimizer.step() inside `with inf": "runtime/test_gathered.py::test_a_step_in_the_context_is_refused",
     },
     "integrations/chunked_loss.py": {
@@ -200,6 +222,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_remove_is_refused_while_folders_pin_and_leaves_none_that_looks_resumable",
     },
     "integrations/strategy.py": {
+        "call torch.nn.utils.clip_grad_value_ in": "integrations/test_lightning.py::"
+        "test_clipping_by_value_works_as_its_refusal_says",
+        "infinity.state_dict(model) goes through them one by one, after any": "integrations/test_lightning.py::"
+        "test_a_callback_of_ones_own_averages_weights",
         "`infinity run` has a swap confi": "integrations/test_lightning.py::test_two_swap_configs_are_refused",
         "it goes on: leave --resume out, and call tra": "integrations/test_lightning.py::"
         "test_the_launchers_resume_names_ckpt_path",

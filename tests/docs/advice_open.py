@@ -105,10 +105,12 @@ OPEN: dict[str, tuple[str, ...]] = {
     "durable/commits.py": ("is not exact. Call infinity.commit(model) where an it",),
     "durable/resumed.py": ("a state_dict, or call infinity.commit(model) where an it",),
     "integrations/launcher.py": ("infinity run needs transformer",),
+    "coordinator/exact.py": ("`infinity checkpoint export` writes it whole",),
     "integrations/optimizers.py": ("the swap config, with infinity.runtime.pins.pin(model, folder): su",),
     "integrations/strategy.py": (
         "under `infinity run` a Lightning Trai",
         "or infinity.AdamW(..., max_grad_norm",
+        "after `infinity plan --batch-size N` says that it fits",
     ),
     "io/rank_stores.py": ("the old one with `infinity checkpoint remove <>`.",),
     "io/store.py": ("move the run with `infinity checkpoint export` and --fro",),
@@ -132,7 +134,10 @@ OPEN: dict[str, tuple[str, ...]] = {
         "<>: go on from it with infinity.offload_from_checkpoint(model, '<>', confi",
         "is offloaded already; infinity.close(model) ends that",
     ),
-    "runtime/tiles.py": ("(after infinity.load_pretrained(path, config, defe",),
+    "runtime/tiles.py": (
+        "(after infinity.load_pretrained(path, config, defe",
+        "Take model.parameters() again, after the optimizer is made.",
+    ),
     "runtime/track.py": ("models; say which: infinity.track(..., model=model)",),
     "state/released.py": (
         "forward, or in `with infinity.gathered(model, module):`, ",

@@ -192,9 +192,10 @@ def shape_of(model: Any) -> Shape:
 def _stacks(model: nn.Module) -> int:
     """As Shape.stacks; of the block that has most of them."""
     found: Counter[nn.Module] = Counter()
+    layer: Any
     for layer in model.modules():
         if (key := getattr(layer, "parameter_name", None)) is not None:  # a ParamWrapper of PEFT
-            base: Any = layer.get_base_layer()
+            base = layer.get_base_layer()
             found[base] += base.get_parameter(key).numel()
     return max(found.values(), default=0)
 
