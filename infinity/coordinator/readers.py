@@ -93,9 +93,17 @@ class Readers:
         """No pass is under way any more, whatever ended it.
 
         Raises:
-            ModelError: in infinity.gathered a step would pass over the copies that were gathered.
+            ModelError: in infinity.gathered a step would pass over the copies that were gathered; in a backward pass
+                over the weights that what is left of the pass needs.
         """
         self.forget_dead()
+        if in_backward():
+            raise ModelError(
+                "optimizer.step() in a backward pass, as of hooks that step an optimizer for each parameter "
+                "(optimizer_in_bwd): the rest of the pass needs the weights. Make one optimizer for "
+                "model.parameters(), and call its step() after backward(): gradients go to RAM during the pass, and "
+                "updates begin during it, by themselves."
+            )
         if self._gathering:
             raise ModelError(
                 "optimizer.step() inside `with infinity.gathered(...)`: the weights that were gathered would be those "

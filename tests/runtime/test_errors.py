@@ -493,3 +493,26 @@ def test_a_transform_of_torch_func_around_the_model_is_refused_and_autograd_does
     assert torch.equal(*(torch.autograd.grad(each(given).sum(), given)[0] for each in (model, plain)))
     jacobian = torch.autograd.functional.jacobian
     assert torch.equal(jacobian(lambda x: model(x), x), jacobian(lambda x: plain(x), x))
+
+
+def test_a_step_in_a_backward_pass_is_refused_and_one_after_it_does_the_same(offload: Any) -> None:
+    """torchtune's optimizer_in_bwd, and PyTorch's tutorial: hooks step an optimizer for each parameter."""
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model, x = offload(copy.deepcopy(plain), memory={"device": "8KiB", "host": "64MiB"}), torch.ones(2, 8)
+
+    def step_in_backward(model: nn.Module, kind: Any) -> list[Any]:
+        optims = {each: kind([each], lr=1.0) for each in model.parameters()}
+        return [each.register_post_accumulate_grad_hook(lambda each: optims[each].step()) for each in optims]
+
+    step_in_backward(plain, torch.optim.SGD)
+    handles = step_in_backward(model, infinity.SGD)
+    with pytest.raises(infinity.ModelError, match=r"in a backward pass.*Make one optimizer for model.parameters\(\)"):
+        model(x).square().sum().backward()
+    for handle in handles:
+        handle.remove()
+    optim = infinity.SGD(model.parameters(), lr=1.0)
+    optim.zero_grad()
+    model(x).square().sum().backward()
+    optim.step()
+    plain(x).square().sum().backward()
+    assert all(torch.equal(weights_of(model)[name], value) for name, value in plain.state_dict().items())
