@@ -214,8 +214,9 @@ class Run:
         inner = [each for each in model.modules() if registry.is_offloaded(each)]
         if inner:
             raise ModelError(
-                f"{type(model).__name__} was put around a model that was offloaded already, because it was used. Make "
-                f"the {type(model).__name__} before the first forward pass, and its optimizer, too."
+                f"{type(model).__name__} was put around a model that was offloaded already, because it was used or has "
+                f"an optimizer. Make the {type(model).__name__} before the first forward pass, and one optimizer for "
+                "all of its parameters: one for each, which a hook steps in the backward, would save no memory here."
             )
         trained = optimizer is not None or model in self.trained or model not in self.references
         converted = self._convert(model)

@@ -183,6 +183,14 @@ def test_a_list_with_the_weight_of_a_layer_that_was_tiled_says_so_when_it_is_ask
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
 
 
+def test_an_optimizer_for_each_parameter_says_to_make_one_for_all(launch: Launch) -> None:
+    with launch():
+        model = GPT()
+        torch.optim.AdamW([model.lm_head.weight])  # a part that is worth offloading
+        with pytest.raises(ModelError, match="has an optimizer. Make .* one optimizer for all of its parameters"):
+            torch.optim.AdamW([model.transformer.ln_f.weight])
+
+
 def test_what_is_small_or_in_no_module_stays_and_the_run_says_that_nothing_was_offloaded(
     launch: Launch, caplog: Any
 ) -> None:
