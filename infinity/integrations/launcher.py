@@ -50,6 +50,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
             models.replace_loading(run, patches)
             ranks.replace_ddp(patches)
             strategy.replace_strategies(run, patches)
+            strategy.replace_fabric(run, patches)
             patches.wrap(shutil, "rmtree", folders.removing(run.alive))
             _patch_what_is_imported(run, patches)
             yield run

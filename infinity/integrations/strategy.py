@@ -379,6 +379,17 @@ def replace_strategies(run: Run, patches: Patches) -> None:
     patches.when_imported(f"pytorch_lightning.{module}", of_pytorch_lightning)
 
 
+def replace_fabric(run: Run, patches: Patches) -> None:
+    """From now on a Fabric says what its models compute in."""
+
+    def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        run.wish(dtype=_COMPUTED_IN.get(self._precision.precision))
+
+    for module in ("lightning.fabric.fabric", "lightning_fabric.fabric"):
+        patches.when_imported(module, lambda fabric: patches.wrap(fabric.Fabric, "__init__", init))
+
+
 def _choose(kind: type[Offloading], connector: ModuleType, patches: Patches) -> None:
     def choose(original: Any, self: Any) -> Any:
         return kind()

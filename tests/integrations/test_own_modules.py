@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -181,6 +182,31 @@ def test_a_list_with_the_weight_of_a_layer_that_was_tiled_says_so_when_it_is_ask
         with pytest.raises(ModelError, match="the weight of a 256 to 512 linear layer.*Take model.parameters"):
             torch.nn.utils.clip_grad_norm_(before, 1.0)
         assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) > 0
+
+
+def test_a_fabric_that_computes_in_bf16_has_masters_in_fp32(launch: Launch) -> None:
+    def script() -> list[float]:
+        torch.manual_seed(0)
+        fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+        model: Any = fabric.setup(GPT())
+        optim = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses = []
+        for _ in range(4):
+            loss = model(IDS)
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optim, max_norm=1.0)
+            optim.step()
+            optim.zero_grad()
+            losses.append(loss.item())
+        dtypes.append(next(model.parameters()).dtype)
+        return losses
+
+    dtypes: list[torch.dtype] = []
+    plain = script()
+    with launch():
+        under = script()
+    assert dtypes == [torch.float32, torch.bfloat16]
+    assert under == pytest.approx(plain, rel=2e-2)
 
 
 def test_an_optimizer_for_each_parameter_says_to_make_one_for_all(launch: Launch) -> None:
