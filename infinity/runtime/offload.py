@@ -264,6 +264,13 @@ def _require_offloadable(model: nn.Module, config: SwapConfig, optimizer: Optimi
     if optimizer not in STORED:
         raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
     require_untied(model)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ModelError(
+                f"'{printable(name)}' has max_norm, with which every forward writes to its weight; the change would be "
+                "lost. Leave max_norm out, and before the forward do `with infinity.gathered(model, embedding, "
+                "write=True), torch.no_grad(): torch.embedding_renorm_(embedding.weight, ids, max_norm, 2.0)`."
+            )
     if resumes and config.commit_every == 0:
         raise ConfigError("commit_every: 0 updates states in place, so a run cannot go on with it; set commit_every: 1")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import signal
 import sys
@@ -17,6 +18,7 @@ import infinity
 from infinity.coordinator import registry
 from infinity.state.released import ReleasedParameter
 from tests import sampling
+from tests.conftest import weights_of
 from tests.runtime.gathering import assert_same, weights
 
 
@@ -284,3 +286,21 @@ def test_an_interrupt_at_any_line_of_the_context_leaves_whole_weights(write: boo
             lines = tracer.seen
             break
     assert lines > 100
+
+
+def test_an_embedding_with_max_norm_is_refused_and_what_the_error_says_does_the_same(offload: Any) -> None:
+    plain, ids = nn.Sequential(nn.Embedding(8, 8, max_norm=0.5), nn.Linear(8, 8)), torch.tensor([1, 2, 2])
+    with pytest.raises(infinity.ModelError, match=r"'0' has max_norm.*Leave max_norm out.*torch.embedding_renorm_"):
+        offload(copy.deepcopy(plain))
+    model = copy.deepcopy(plain)
+    model[0].max_norm = None
+    model = offload(model, memory={"device": "8KiB", "host": "64MiB"})
+    optims = infinity.SGD(model.parameters(), lr=1.0), torch.optim.SGD(plain.parameters(), lr=1.0)
+    for _ in range(2):
+        with infinity.gathered(model, model[0], write=True), torch.no_grad():
+            torch.embedding_renorm_(model[0].weight, ids, 0.5, 2.0)
+        for each, optim in zip((model, plain), optims, strict=True):
+            each(ids).sum().backward()
+            optim.step()
+            optim.zero_grad()
+    assert all(torch.equal(weights_of(model)[name], value) for name, value in plain.state_dict().items())
