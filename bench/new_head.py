@@ -79,9 +79,9 @@ def reward(checkpoint: Path) -> tuple[int, list[float]]:
     args = RewardConfig(
         output_dir=str(checkpoint.parent / "out"),
         max_steps=STEPS,
-        per_device_train_batch_size=2,
+        per_device_train_batch_size=1,
         learning_rate=1e-4,
-        max_length=64,
+        max_length=128,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -164,10 +164,9 @@ def main() -> None:
         }
         (args.work / "swap.json").write_text(json.dumps(swap))
         nbytes = sum(file.stat().st_size for file in (args.work / "in" / "checkpoint").glob("*.safetensors"))
-        result: dict[str, Any] = {"checkpoint_MiB": nbytes / MIB, "host_MiB": args.host, "device_MiB": args.device}
+        print(json.dumps({"checkpoint_MiB": nbytes / MIB, "host_MiB": args.host, "device_MiB": args.device}))
         for name in SCRIPTS:
-            result[name] = measure(args.work, name, (args.host + args.device) * MIB)
-        print(json.dumps(result, indent=2))
+            print(json.dumps({name: measure(args.work, name, (args.host + args.device) * MIB)}, indent=2), flush=True)
     finally:
         shutil.rmtree(args.work, ignore_errors=True)
 
