@@ -46,6 +46,10 @@ def _outermost(tree: ast.AST) -> Iterator[str]:
 
 
 FOLLOWED: dict[str, dict[str, str]] = {
+    "runtime/offload.py": {
+        "Leave max_norm out, and before the forward": "runtime/test_gathered_writes.py::"
+        "test_an_embedding_with_max_norm_is_refused_and_what_the_error_says_does_the_same",
+    },
     "runtime/gathered.py": {
         "Enter it between backward() and optim.step().": "runtime/test_gathered_gradients.py::"
         "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
@@ -205,6 +209,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_without_write_a_change_ends_with_the_context_and_is_told",
     },
     "coordinator/readers.py": {
+        "Make one optimizer for model.parameters(), and call its step()": "runtime/test_errors.py::"
+        "test_a_step_in_a_backward_pass_is_refused_and_one_after_it_does_the_same",
         "before the pass. Leave the context first.": "runtime/test_gathered_gradients.py::"
         "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
         "optimizer.step() inside `with inf": "runtime/test_gathered.py::test_a_step_in_the_context_is_refused",
