@@ -90,6 +90,7 @@ class Gpu:
     """As base.accelerator.Accelerator. Attributes: compute: the stream that models compute on."""
 
     device = torch.device("cuda", 0)
+    numa_node = -1
     pins_resident = False
     nice = 0
 
@@ -121,6 +122,9 @@ class Gpu:
 
     def synchronize(self, event: Event) -> None:
         event.reached.wait()
+
+    def synchronize_all(self) -> None:
+        self.synchronize(self.record(self.compute))
 
     def seconds(self, began: Event, ended: Event) -> float:
         return ended.reached.at - began.reached.at

@@ -205,7 +205,7 @@ def _remove(paths: list[Path], *, pinned: bool) -> int:
     _require_one_store(paths)
     with ExitStack() as held:
         directories = []
-        for path in paths:
+        for path in filter(Path.is_dir, paths):
             directories.append(SwapDirectory(path, create=False))
             held.callback(directories[-1].close)
         for path in paths:

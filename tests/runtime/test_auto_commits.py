@@ -143,4 +143,4 @@ def test_a_script_that_runs_twice_is_told_the_ways_out(config: Any) -> None:
     net = infinity.resume(model(), swap)
     infinity.close(net, discard=True)
     infinity.close(infinity.offload(model(), swap))
-    assert not list(swap_of(swap).iterdir())
+    assert not swap_of(swap).exists()

@@ -20,6 +20,7 @@ import infinity
 from infinity.errors import StaleWeightsError
 from infinity.runtime import recomputed
 from tests.conftest import require_no_leaks, weights_of
+from tests.processes import Forked
 from tests.runtime.alike import tight
 
 WIDTH = 48
@@ -257,8 +258,7 @@ def torchs_now() -> tuple[Any, ...]:
     return torchs._checkpoint_hook, torchs._recomputation_hook, torchs.CheckpointFunction.backward
 
 
-def test_torch_has_its_own_classes_back_when_no_offloaded_model_is_left(offload: Any) -> None:
-    gc.collect()
+def _goes_through_two_models() -> int:
     models = [infinity.offload(made(body), {"memory": {"device": "1MiB", "host": "64MiB"}}) for _ in range(2)]
     for model in models:
         infinity.close(model)
@@ -269,6 +269,14 @@ def test_torch_has_its_own_classes_back_when_no_offloaded_model_is_left(offload:
     models.clear()
     gc.collect()
     assert torchs_now() == THEIRS
+    return 77
+
+
+def test_torch_has_its_own_classes_back_when_no_offloaded_model_is_left() -> None:
+    """In a process of its own, which has no models of other tests."""
+    process = Forked(_goes_through_two_models)
+    said, _ = process.finished()
+    assert process.returncode == 77, said
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

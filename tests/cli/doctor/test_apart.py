@@ -165,4 +165,5 @@ def test_a_signal_ends_the_probes_and_removes_their_files(number: signal.Signals
     assert process.returncode == 77
     assert list(left.parent.iterdir()) == []
     with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+        while time.monotonic() < until:  # until init has taken them in
+            os.killpg(process.pid, 0)
