@@ -105,9 +105,9 @@ def _without_prompt(row: dict[str, Any], where: str) -> dict[str, Any]:
         repeats = asked[:1] == [prompt] and (rest is None or talk[-1].get("content") == rest)
     if not repeats:
         raise ConfigError(
-            f"{where}: the row has both 'messages' and 'prompt', and the messages do not begin with that prompt. Leave "
-            f"one of them out: datasets.load_dataset('json', data_files='FILE', split='train').remove_columns('prompt')"
-            ".to_json('OUT.jsonl')"
+            f"{where}: the row has both 'messages' and 'prompt', and the messages do not begin with that prompt. If "
+            "the prompt belongs before the messages, put it there as their first one; else leave it out: datasets."
+            "load_dataset('json', data_files='FILE', split='train').remove_columns('prompt').to_json('OUT.jsonl')"
         )
     return {key: value for key, value in row.items() if key not in ("prompt", "completion")}
 

@@ -129,7 +129,8 @@ def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> di
         if write and not gathered.isdisjoint(names):
             raise ModelError(
                 f"parameter '{min(gathered & set(names))}' is gathered already, by an outer infinity.gathered: what is "
-                "written here would not reach its copy. Leave the outer context first."
+                "written here would not reach its copy. Give both to one context, as write=True, grads=True, or leave "
+                "the outer one first."
             )
         fresh[index] = [name for name in names if name not in gathered]
     return {index: names for index, names in fresh.items() if names}
@@ -159,8 +160,8 @@ def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int
     ]
     if changed:
         logger.warning(
-            "infinity.gathered: '%s'%s changed, and the change ends with the context; infinity.gathered(..., "
-            "write=True) keeps it",
+            "infinity.gathered: '%s'%s changed, and the change ends with the context; with write=True beside its other "
+            "arguments it is kept",
             changed[0],
             f" and {len(changed) - 1} other parameters were" if len(changed) > 1 else " was",
         )

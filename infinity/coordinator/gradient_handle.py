@@ -120,12 +120,22 @@ class GradientHandle(torch.Tensor):
     def value(self) -> torch.Tensor:
         """A copy of it on the parameter's device, unscaled and clipped as far as was asked. Raises as
         Holder.gradient_value."""
-        value, factor = self._held().gradient_value(self._place), self.factors.inverse_scale * self.factors.clip
+        value, factor = self._holding().gradient_value(self._place), self.factors.inverse_scale * self.factors.clip
         value = value if factor == 1.0 else value.float() * factor
         return value.to(self.device, self.dtype)
 
     def _sum_squares(self) -> float:
-        return self._held().gradients.of(self._place).sum_squares(self._place.spec)
+        return self._holding().gradients.of(self._place).sum_squares(self._place.spec)
+
+    def _holding(self) -> Holder:
+        """The holder, which still has the gradient. Raises ReleasedParameterError."""
+        holder = self._held()
+        if not holder.gradients.has(self._place):
+            raise ReleasedParameterError(
+                f"the gradient of '{self._place.spec.name}' is gone, dropped by zero_grad() or replaced by another "
+                "backward. To keep its values, copy them in `with infinity.gathered(model, module, grads=True):`"
+            )
+        return holder
 
     def _held(self) -> Holder:
         holder = self._holder()
@@ -173,9 +183,10 @@ def _refusal(what: object) -> ReleasedParameterError:
     instead = " For its norm leave the conversion out: p.grad.norm()." if converts else ""
     return ReleasedParameterError(
         f"{said} on the gradient of an offloaded parameter: it is in host memory, not in .grad. Between backward and "
-        "step, `with infinity.gathered(model, module, grads=True):` has its values, to read and to change. What works "
-        "without it is p.grad.norm() and other reductions, torch.nn.utils.clip_grad_norm_, a multiplication by a "
-        "number, and torch.amp.GradScaler. To clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose "
+        "step, `with infinity.gathered(model, module, grads=True):` has its values, to read and to change; where "
+        "weights change there too, as in FGM, it takes write=True, grads=True. What works without it is p.grad.norm() "
+        "and other reductions, torch.nn.utils.clip_grad_norm_, a multiplication by a number, and torch.amp.GradScaler. "
+        "To clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose "
         f"last_grad_norm has the norm.{instead}"
     )
 

@@ -40,19 +40,20 @@ class LentGradients:
         wanted: for each unit, by index, names of parameters of it.
 
     Raises:
-        ModelError: none of them has a gradient.
+        ModelError: no parameter of the model has a gradient.
     """
 
     def __init__(self, coordinator: Coordinator, wanted: Mapping[int, Sequence[str]]) -> None:
         self._coordinator = coordinator
         named = {name for names in wanted.values() for name in names}
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
-            every = [(each, place, each.grad) for each, place in coordinator.places() if place.spec.name in named]
+            every = [(each, place, each.grad) for each, place in coordinator.places()]
         if all(gradient is None for *_, gradient in every):
             raise ModelError(
-                "infinity.gathered(..., grads=True): none of the parameters that were named has a gradient "
-                f"({', '.join(sorted(named)[:3])}). Enter it between backward() and zero_grad()."
+                "infinity.gathered(..., grads=True): no parameter of the model has a gradient. Enter it between "
+                "backward() and zero_grad()."
             )
+        every = [one for one in every if one[1].spec.name in named]
         self._wanted = [(each, place, handle) for each, place, handle in every if isinstance(handle, GradientHandle)]
         self._loans: list[_Loan] = []
 
@@ -91,10 +92,10 @@ class LentGradients:
         self._loans.clear()
 
     def put_back(self) -> None:
-        """The handles of what was not taken back: these gradients are as they were."""
+        """The handles of what was not taken back: these gradients are as they were, or were dropped (zero_grad)."""
         while self._loans:
             loan = self._loans.pop()
-            loan.parameter.grad = loan.handle
+            loan.parameter.grad = loan.handle if self._coordinator.has_gradient(loan.place) else None
 
 
 def _changed(loan: _Loan, now: torch.Tensor) -> bool:

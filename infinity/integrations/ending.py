@@ -31,6 +31,11 @@ def to_the_end() -> Iterator[None]:
             patches.wrap(atexit, "register", functions.register)
             patches.wrap(atexit, "unregister", functions.unregister)
             yield
+    except SystemExit:
+        raise
+    except BaseException as error:
+        _say_what_is_waited_for(error, there)
+        raise
     finally:
         try:
             _join(there)
@@ -71,6 +76,14 @@ class _Functions:
 def _is_of_a_script(frame: FrameType) -> bool:
     ours = str(frame.f_globals.get("__name__")).partition(".")[0] == "infinity"
     return not (ours or frame.f_code.co_filename.startswith(_LIBRARIES))
+
+
+def _say_what_is_waited_for(error: BaseException, there: Collection[threading.Thread]) -> None:
+    """Python tells of an error before it waits for threads, which may need what never comes."""
+    names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]
+    if names:
+        said = "".join(traceback.format_exception_only(error)).strip()
+        print(f"infinity: the script failed ({said}), and waits for its threads: {', '.join(names)}", file=sys.stderr)
 
 
 def _join(there: Collection[threading.Thread]) -> None:

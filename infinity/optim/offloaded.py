@@ -54,6 +54,14 @@ class _State(dict[str, Any]):
             "copy of it, and a change of the copy changes nothing. optimizer.state_dict() names it."
         )
 
+    def __setitem__(self, key: str, value: Any) -> None:
+        if key in STORED_AS:
+            raise ReleasedParameterError(
+                f"optimizer.state[parameter]['{key}'] is in the store and cannot be set. To begin a parameter's "
+                "moments and its step anew, call optimizer.state[parameter].clear(); for all, optimizer.state.clear()."
+            )
+        super().__setitem__(key, value)
+
 
 class OffloadedOptimizer(GroupedOptimizer):
     """An optimizer whose states are where the swap config says.

@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.base.accelerator import Accelerator
+from infinity.runtime.saved import is_hooked
 
 
 class _Ended(BaseException):
@@ -150,8 +151,7 @@ class Surroundings:
 
 def why_not_in_threads() -> str:
     """What this thread has that another cannot be given; "" where there is nothing."""
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    return "it is called in a context of saved-tensor hooks" if hooked else ""
+    return "it is called in a context of saved-tensor hooks" if is_hooked() else ""
 
 
 def _modes() -> tuple[list[Any], list[Any]]:

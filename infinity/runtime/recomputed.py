@@ -29,7 +29,7 @@ from torch._compile import _disable_dynamo
 from torch.utils import checkpoint
 from torch.utils._pytree import tree_map_only
 
-from infinity.runtime.saved import SavedTensors, SavedWeight, unchanged
+from infinity.runtime.saved import SavedTensors, SavedWeight, is_hooked, unchanged
 
 _lock = threading.RLock()  # the garbage collector may call _forget anywhere
 _known: tuple[weakref.ref[SavedTensors], ...] = ()
@@ -110,8 +110,7 @@ def _unpack(packed: _Later | tuple[torch.Tensor, int]) -> torch.Tensor:
 
 
 def _backward(context: Any, *gradients: Any) -> Any:
-    hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    with nullcontext() if hooked else torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+    with nullcontext() if is_hooked() else torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
         return _THEIRS[-1](context, *gradients)
 
 
@@ -137,5 +136,6 @@ def _forget(gone: weakref.ref[SavedTensors]) -> None:
     with _lock:
         _known = tuple(each for each in _known if each is not gone and each() is not None)
         if not _known:
-            for (owner, name, _), theirs in zip(_REPLACED, _THEIRS, strict=True):
-                setattr(owner, name, theirs)
+            for (owner, name, ours), theirs in zip(_REPLACED, _THEIRS, strict=True):
+                if vars(owner)[name] is ours:  # else somebody has replaced it since
+                    setattr(owner, name, theirs)

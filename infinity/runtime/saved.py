@@ -62,6 +62,12 @@ def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
     return tensor
 
 
+def is_hooked() -> bool:
+    """Whether this thread is in a context of saved-tensor hooks. False where torch (before 2.8) does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
 def _is_lazy(tensor: torch.Tensor) -> bool:
     """Whether a view stands for the conjugated or negated values of its memory."""
     return tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())

@@ -55,6 +55,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
     },
     "optim/offloaded.py": {
+        "moments and its step anew, call optimizer": "optim/test_adamw.py::"
+        "test_a_moment_that_is_set_is_refused_and_cleared_states_begin_anew_as_the_message_says",
         "reads a copy of it, and a change": "optim/test_adamw.py::"
         "test_a_moment_that_is_asked_for_in_state_is_read_as_the_message_says",
     },
@@ -65,7 +67,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_without_gradients_it_is_refused_by_name",
     },
     "coordinator/gradient_handle.py": {
-        "has its values, to read and to change. What works": "runtime/test_gathered_gradients.py::"
+        "To keep its values, copy them in": "runtime/test_gathered_gradients.py::"
+        "test_a_handle_that_is_kept_says_that_its_gradient_is_gone",
+        "has its values, to read and to change; where weights": "runtime/test_gathered_gradients.py::"
         "test_what_needs_a_copy_that_stays_raises_and_works_as_the_message_says",
     },
     "checkpoint/adapters.py": {
@@ -203,10 +207,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_in_this_process_the_logger_is_as_before",
         "there is no script <>: infinity run CONFIG SCRIPT [AR": "cli/test_run_process.py::"
         "test_in_this_process_the_logger_is_as_before",
-    },
-    "coordinator/gathering.py": {
-        "ends with the context; infinity.gathered(..., write=True) k": "runtime/test_gathered.py::"
-        "test_without_write_a_change_ends_with_the_context_and_is_told",
     },
     "coordinator/readers.py": {
         "Make one optimizer for model.parameters(), and call its step()": "runtime/test_errors.py::"

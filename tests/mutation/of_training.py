@@ -348,7 +348,7 @@ OF_TRAINING = [
     Mutant(
         "what a reentrant checkpoint recomputes holds no slots",
         "infinity/runtime/recomputed.py",
-        "    with nullcontext() if hooked else",
+        "    with nullcontext() if is_hooked() else",
         "    with nullcontext() if True else",
         (_RECOMPUTED, "-k", "room_for_two and body"),
     ),

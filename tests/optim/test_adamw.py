@@ -175,6 +175,28 @@ def test_a_moment_that_is_asked_for_in_state_is_read_as_the_message_says(moments
         optim.read_state(nn.Parameter(torch.ones(2)), "exp_avg")
 
 
+def test_a_moment_that_is_set_is_refused_and_cleared_states_begin_anew_as_the_message_says(offload: Any) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    model = offload(copy.deepcopy(plain))
+    optim, torchs = infinity.AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    losses: dict[str, list[float]] = {"ours": [], "torch's": []}
+    for step in range(4):
+        for name, net, each in (("ours", model, optim), ("torch's", plain, torchs)):
+            loss = net(torch.ones(2, 8)).square().sum()
+            loss.backward()
+            losses[name].append(loss.item())
+            each.step()
+            each.zero_grad()
+            if step == 1:
+                each.state[net[0].weight].clear()
+    with pytest.raises(
+        infinity.ReleasedParameterError, match=r"cannot be set. To begin.*optimizer.state\[parameter\].clear"
+    ):
+        optim.state[model[0].weight]["exp_avg"] = torch.zeros(16, 8)
+    assert losses["ours"] == pytest.approx(losses["torch's"], rel=1e-5)
+
+
 def test_loading_states_that_are_not_in_the_store_raises(trained: Any) -> None:
     model, batch, optim = trained
     loss_of(model, batch).backward()

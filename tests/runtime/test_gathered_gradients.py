@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -313,11 +314,48 @@ def test_without_gradients_it_is_refused_by_name(offload: Any) -> None:
     optim = infinity.SGD(model.parameters(), lr=0.125)
     model(IDS).backward()
     optim.zero_grad()
-    refused = r"gradient \(blocks.0.bias, blocks.0.weight\). Enter it between backward\(\) and zero_grad\(\)"
+    refused = r"no parameter of the model has a gradient. Enter it between backward\(\) and zero_grad\(\)"
     with pytest.raises(infinity.ModelError, match=refused):
         enter(model, model.blocks[0])
-    with pytest.raises(infinity.ModelError, match="none of the parameters"):
-        enter(model, model.act)
+
+
+def test_a_module_that_has_no_gradient_beside_others_gives_none(offload: Any) -> None:
+    model = net()
+    model.blocks[0].requires_grad_(False)
+    model = offload(model)
+    infinity.SGD(model.parameters(), lr=0.125)
+    model(IDS).backward()
+    for module, count in ((model.blocks[0], 0), (model.act, 0), (model.blocks[1], 2)):
+        with infinity.gathered(model, module, grads=True):
+            assert sum(parameter.grad is not None for parameter in module.parameters()) == count
+
+
+def test_gradients_that_zero_grad_dropped_stay_dropped_whatever_ends_the_context(offload: Any) -> None:
+    model = offload(net())
+    optim = infinity.SGD(model.parameters(), lr=0.125)
+    model(IDS).backward()
+    before = weights(model)
+    with suppress(KeyError), infinity.gathered(model, grads=True):
+        optim.zero_grad()
+        raise KeyError
+    assert all(parameter.grad is None for parameter in model.parameters())
+    optim.step()
+    assert_same(weights(model), before)
+
+
+def test_a_handle_that_is_kept_says_that_its_gradient_is_gone(offload: Any) -> None:
+    model = offload(net())
+    optim = infinity.SGD(model.parameters(), lr=0.125)
+    model(IDS).backward()
+    kept = model.blocks[0].weight.grad
+    with infinity.gathered(model, model.blocks[0], grads=True):
+        copied = model.blocks[0].weight.grad.clone()
+    assert copied.norm() == pytest.approx(float(kept.norm()))
+    optim.step()
+    optim.zero_grad()
+    for use in (lambda: kept.abs().max(), kept.norm):
+        with pytest.raises(infinity.ReleasedParameterError, match="'blocks.0.weight' is gone.*copy them in"):
+            use()
 
 
 def test_in_a_pass_it_is_refused_and_a_pass_in_it_too(offload: Any) -> None:

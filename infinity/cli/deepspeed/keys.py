@@ -450,7 +450,14 @@ ACCELERATE_KEYS = MappingProxyType(
             _none(_C, "dynamo_config", "torch.compile of an offloaded model was not tried", off=()),
             _none(_C, "parallelism_config", "a layer or a sequence is not split over GPUs", off=()),
             _script("mixed_precision", "--dtype", "bf16, fp16", off=("no",)),
-            _script("num_processes", "", "", "torchrun starts several processes; today they are on the CPU", off=(1,)),
+            _script(
+                "num_processes",
+                "",
+                "",
+                "one process has as many times fewer samples in a step: raise the accumulation by that (torchrun "
+                "starts several, today on the CPU)",
+                off=(1,),
+            ),
             _script("num_machines", "", "", "one machine; several were not tried", off=(1,)),
         )
     }

@@ -78,7 +78,8 @@ def read(path: Path) -> Source:
         inner = values.pop(_FSDP, None) or {}
         if not isinstance(inner, dict):
             raise ConfigError(f"{name}: {_FSDP} is {quoted(inner)}; keys and values belong there")
-        others = [Item(f"accelerate.{key}", value, key) for key, value in values.items() if value != {}]
+        told = {key: value for key, value in values.items() if value != {} and key != "distributed_type"}
+        others = [Item(f"accelerate.{key}", value, key) for key, value in told.items()]
         return Source((*_of_fsdp(inner, f"{_FSDP}."), *others), (), "", str(path), fsdp=True)
     if _ACCELERATE in values:
         return _of_accelerate(path, values)
