@@ -95,6 +95,10 @@ class GradientHandle(torch.Tensor):
         self.factors.inverse_scale = self.factors.clip = 1.0
         return self
 
+    def forget_clip(self) -> None:
+        """It has a value that nothing was asked to clip yet."""
+        self.factors.clip = 1.0
+
     def alias(self) -> GradientHandle:
         """Another handle of the same gradient."""
         return GradientHandle(self, self._holder, self._place, self.factors)

@@ -85,7 +85,7 @@ class LentGradients:
             elif not isinstance(now, GradientHandle) and _changed(loan, now):
                 inverse = loan.handle.factors.inverse_scale
                 self._coordinator.land(loan.place, now if inverse == 1.0 else now.float() / inverse, accumulate=False)
-                loan.handle.factors.clip = 1.0
+                loan.handle.forget_clip()
                 loan.parameter.grad = loan.handle
             else:
                 loan.parameter.grad = loan.handle

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.base import interrupt
 from infinity.coordinator.coordinator import Coordinator
+from infinity.coordinator.structure import Structure
 from infinity.errors import ModelError, TooLateError
 from infinity.state.unit import Place
 
@@ -30,14 +31,14 @@ class _Offloaded:
     """Attributes:
     hooks: on the model's parameters.
     anew: changes the model and offloads it once more; returns what the change returns.
-    changed: whether a module or parameter that the model had was replaced since.
+    structure: the model's, when it was offloaded.
     end: what happens when the model is collected.
     """
 
     coordinator: Coordinator
     hooks: Sequence[RemovableHandle]
     anew: Anew
-    changed: Callable[[], object]
+    structure: Structure
     end: weakref.finalize[..., nn.Module]
 
 
@@ -51,17 +52,17 @@ def enter(
     coordinator: Coordinator,
     hooks: Sequence[RemovableHandle],
     anew: Anew,
-    changed: Callable[[], object],
+    structure: Structure,
 ) -> None:
     """Record an offloaded model; its coordinator is closed when the model is collected, or at exit.
 
     Args:
         hooks: on its parameters.
-        anew, changed: as _Offloaded; do not keep the model alive.
+        anew, structure: as _Offloaded; do not keep the model alive.
     """
     _entered[0] += 1
     end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
-    _models[model] = _Offloaded(coordinator, hooks, anew, changed, end)
+    _models[model] = _Offloaded(coordinator, hooks, anew, structure, end)
     for parameter, place in coordinator.places():
         _places[parameter] = (coordinator, place)
 
@@ -157,7 +158,7 @@ def keep_up(parameters: Iterable[object]) -> None:
             continue
         now = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
         planned = {id(parameter): place.group.trainable for parameter, place in offloaded.coordinator.places()}
-        replaced = offloaded.changed()
+        replaced = offloaded.structure.changed()
         kept = offloaded.coordinator.keeps_room and now.keys() == planned.keys()
         fits = kept and all(planned[parameter] or not trained for parameter, trained in now.items())
         if (now == planned or fits) and not replaced:

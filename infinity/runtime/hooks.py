@@ -11,7 +11,6 @@ unpacks it. Uses counted by a forward that died are forgotten when the next one 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,7 @@ from infinity.base.interrupt import whole
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import Factors, GradientHandle
+from infinity.coordinator.structure import Structure
 from infinity.errors import ModelError
 from infinity.runtime.calls import Call
 from infinity.runtime.guards import Guard, not_compiled
@@ -34,48 +34,6 @@ from infinity.runtime.saved import Kept, SavedTensors
 from infinity.state.discover import HookSite
 from infinity.state.released import in_backward
 from infinity.state.unit import Place
-
-
-class Structure:
-    """The modules and parameters a model had when it was offloaded: a replaced one would run without hooks."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._children = [
-            (weakref.ref(parent), name, weakref.ref(child))
-            for parent in model.modules()
-            for name, child in parent._modules.items()
-            if child is not None
-        ]
-        self._parameters = [
-            (weakref.ref(module), name, id(parameter))
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
-        ]
-
-    def changed(self) -> str:
-        """The name of what was replaced; "" where nothing was."""
-        for parent, name, child in self._children:
-            module = parent()
-            if module is not None and module._modules.get(name) is not child():
-                return name
-        for owner, name, identity in self._parameters:
-            module = owner()
-            if module is not None and id(module._parameters.get(name)) != identity:
-                return name
-        return ""
-
-    def require_unchanged(self) -> None:
-        """Raises ModelError naming what was replaced."""
-        name = self.changed()
-        if not name:
-            return
-        raise ModelError(
-            f"'{name}' was replaced after infinity.offload (by get_peft_model, merge_and_unload, a parametrization, or "
-            "an assignment), so its weights are not in the store. Change the model before infinity.offload (after "
-            "infinity.load_pretrained(defer=True)), or make the optimizer before the first forward: it offloads the "
-            "model anew. To save a merged PEFT model, call merged.save_pretrained(directory) in the `with "
-            "infinity.gathered(model):` in which it was merged."
-        )
 
 
 class _Forward:

@@ -22,6 +22,7 @@ from infinity.coordinator.opening import from_source, open_coordinator, plan_for
 from infinity.coordinator.pinning import digest_here, require_none_pinned
 from infinity.coordinator.resuming import from_generation
 from infinity.coordinator.same_values import Source
+from infinity.coordinator.structure import Structure
 from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError, printable
 from infinity.runtime.anew import Handle, Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.deferred import is_a_deferred, values_of
@@ -33,7 +34,6 @@ from infinity.runtime.hooks import (
     ScopeLeave,
     SiteEnter,
     SiteLeave,
-    Structure,
 )
 from infinity.runtime.methods import Given, give_methods
 from infinity.runtime.micro_batches import remember
@@ -249,7 +249,7 @@ def _offload(
         finally:
             offload(model, same, device=target, optimizer=optimizer, accumulation_steps=accumulation_steps)
 
-    registry.enter(model, coordinator, on_parameters, anew, structure.changed)
+    registry.enter(model, coordinator, on_parameters, anew, structure)
     return model
 
 

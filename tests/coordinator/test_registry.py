@@ -14,6 +14,7 @@ from torch import nn
 
 from infinity.coordinator import registry
 from infinity.coordinator.registry import TooLateError
+from infinity.coordinator.structure import Structure
 from infinity.errors import ModelError
 
 PLACES: list[Any] = [SimpleNamespace(group=SimpleNamespace(trainable=trained)) for trained in (True, True)]
@@ -45,7 +46,7 @@ def entered() -> tuple[nn.Linear, Any, Any]:
     model = nn.Linear(2, 2)
     coordinator: Any = Coordinator(model)
     hook = model.weight.register_hook(lambda gradient: None)
-    registry.enter(model, coordinator, [hook], lambda model, change: coordinator.anew(), lambda: False)
+    registry.enter(model, coordinator, [hook], lambda model, change: coordinator.anew(), Structure(model))
     return model, coordinator, hook
 
 

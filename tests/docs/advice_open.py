@@ -126,10 +126,8 @@ OPEN: dict[str, tuple[str, ...]] = {
         "model, not <>; write infinity.gathered(model, *several)",
     ),
     "runtime/guards.py": ("<>. To write it, use infinity.save_pretrained(model, directory);",),
-    "runtime/hooks.py": (
-        "(after infinity.load_pretrained(defer=True)), or m",
-        "or call model.to(torch.bfloat16) be",
-    ),
+    "coordinator/structure.py": ("(after infinity.load_pretrained(defer=True)), or m",),
+    "runtime/hooks.py": ("or call model.to(torch.bfloat16) be",),
     "runtime/offload.py": (
         "<>: go on from it with infinity.offload_from_checkpoint(model, '<>', confi",
         "is offloaded already; infinity.close(model) ends that",

@@ -1,0 +1,51 @@
+"""Which modules and parameters a model has."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import nn
+
+from infinity.errors import ModelError
+
+
+class Structure:
+    """The modules and parameters a model had when it was offloaded: a replaced one would run without hooks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._children = [
+            (weakref.ref(parent), name, weakref.ref(child))
+            for parent in model.modules()
+            for name, child in parent._modules.items()
+            if child is not None
+        ]
+        self._parameters = [
+            (weakref.ref(module), name, id(parameter))
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+        ]
+
+    def changed(self) -> str:
+        """The name of what was replaced; "" where nothing was."""
+        for parent, name, child in self._children:
+            module = parent()
+            if module is not None and module._modules.get(name) is not child():
+                return name
+        for owner, name, identity in self._parameters:
+            module = owner()
+            if module is not None and id(module._parameters.get(name)) != identity:
+                return name
+        return ""
+
+    def require_unchanged(self) -> None:
+        """Raises ModelError naming what was replaced."""
+        name = self.changed()
+        if not name:
+            return
+        raise ModelError(
+            f"'{name}' was replaced after infinity.offload (by get_peft_model, merge_and_unload, a parametrization, or "
+            "an assignment), so its weights are not in the store. Change the model before infinity.offload (after "
+            "infinity.load_pretrained(defer=True)), or make the optimizer before the first forward: it offloads the "
+            "model anew. To save a merged PEFT model, call merged.save_pretrained(directory) in the `with "
+            "infinity.gathered(model):` in which it was merged."
+        )
