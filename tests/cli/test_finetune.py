@@ -153,7 +153,7 @@ def test_a_run_of_one_step_reports_its_whole_update(job: dict[str, Any], monkeyp
 def test_a_run_of_one_step_reports_that_step(steps: int, job: dict[str, Any], tmp_path: Path) -> None:
     assert run(job | {"--steps": steps}) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["bytes_per_parameter"] > 20
+    assert report["bytes_per_parameter"] > (20 if steps == 1 else 0)  # of two, the last update is not waited for
     assert report["io_bound_s"] > 0
     assert report["adam_s"] > 0
     assert report["stall_s"]["step"] > 0

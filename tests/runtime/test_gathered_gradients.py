@@ -144,8 +144,10 @@ def test_a_change_undoes_the_updates_that_have_begun_and_says_so_once(offload: A
     caplog.set_level(logging.WARNING, "infinity")
     model = offload(net(), overlap="during_backward", accumulation_steps=1)
     optim = infinity.SGD(model.parameters(), lr=0.1, accumulation_steps=1)
-    counts = registry.coordinator_of(model).speculation.counts
+    coordinator = registry.coordinator_of(model)
+    counts = coordinator.speculation.counts
     for _ in range(2):
+        coordinator.fence()  # a unit whose update is under way begins no other
         undone = counts.undone
         model(IDS).backward()
         with infinity.gathered(model, model.blocks[3], grads=True):
