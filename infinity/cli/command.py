@@ -8,16 +8,20 @@ import shutil
 import sys
 from pathlib import Path
 
+_TOGETHER = ("finetune", "run")
+"""Of the other commands one process does all: of several that remove a store, all but one fail."""
+
 
 def command(*arguments: object) -> str:
     """A command line that starts this program again: as `infinity` if the shell finds it by that name, else as
-    called."""
-    return " ".join([_program(), *(shlex.quote(str(argument)) for argument in arguments)])
+    called. A rank names the launcher for what ranks do together."""
+    program = _program(together=arguments[0] in _TOGETHER)
+    return " ".join([program, *(shlex.quote(str(argument)) for argument in arguments)])
 
 
-def _program() -> str:
+def _program(*, together: bool) -> str:
     called, found = Path(sys.argv[0]), shutil.which("infinity")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if together and os.environ.get("WORLD_SIZE", "1") != "1":
         return f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', 'N')} -m infinity"
     if called.name == "__main__.py":  # python -m infinity
         return f"{shlex.quote(sys.executable)} -m infinity"
