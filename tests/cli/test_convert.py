@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import infinity
 from infinity.cli.deepspeed.report import key_tables
 from infinity.cli.main import main
+from tests.cli.test_finetune import TEXT, tokenizer
+from tests.models import llama
 
 DS_CONFIG = {
     "bf16": {"enabled": True},
@@ -64,6 +69,77 @@ def test_with_output_the_report_goes_to_stdout(here: Path, capsys: pytest.Captur
     assert "mine.yaml was written" in printed.out
     assert "infinity run mine.yaml train.py" in printed.out
     assert infinity.load_config("mine.yaml").weights == "host"
+
+
+def test_a_file_that_names_a_config_is_refused_with_a_command_that_converts_that(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a long name too, which the shell would not read as one."""
+    named = here / "its $configs" / ("deep" * 40) / "ds_config.json"
+    named.parent.mkdir(parents=True)
+    Path("ds_config.json").rename(named)
+    Path("train.json").write_text(json.dumps({"deepspeed": str(named)}))
+    assert main(["convert", "train.json"]) == 2
+    line = capsys.readouterr().err.partition("it names one: infinity ")[2]
+    assert main(shlex.split(line)) == 0
+    made = capsys.readouterr().out
+    assert "\nweights: host" in made
+    assert main(shlex.split(made.partition("`infinity ")[2].partition("`")[0])) == 0
+    assert capsys.readouterr().out == made
+
+
+SCRIPT = """
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments
+
+(arguments,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+model = AutoModelForCausalLM.from_pretrained("model")
+rows = [{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}] * 4
+Trainer(model, arguments, train_dataset=rows).train()
+"""
+
+
+@pytest.mark.parametrize("of", ["deepspeed", "fsdp", "accelerate"])
+def test_training_starts_as_the_report_says(of: str, here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script of Trainer, without the option of its launcher, and `infinity finetune` on a text."""
+    monkeypatch.setattr(sys, "argv", ["infinity"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    values: dict[str, Any] = {
+        "deepspeed": {"zero_optimization": zero, "gradient_clipping": 0.5, "bf16": {"enabled": True}},
+        "fsdp": {"cpu_offload": True, "sharding_strategy": "FULL_SHARD"},
+        "accelerate": {"deepspeed_config": {"zero_stage": 2, "offload_optimizer_device": "cpu"}},
+    }[of]
+    file = "its config.json"
+    Path(file).write_text(json.dumps(values))
+    assert main(["convert", file, "-o", "swap.yaml"]) == 0
+    said = capsys.readouterr().out
+    option = {"deepspeed": "Take `--deepspeed {}` out", "fsdp": "Take `--fsdp_config {}` and `--fsdp` out"}.get(of)
+    assert (option or "accelerate launch --config_file {} train.py").format(shlex.quote(file)) in said
+    lines = dict(line.strip().split(" ", 2)[1:] for line in said.splitlines() if line.startswith("  infinity "))
+    llama(1)[0].save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    Path("train.py").write_text(SCRIPT)
+    Path("text.txt").write_text(TEXT)
+    its = "--output_dir ran --max_steps 1 --report_to none --use_cpu"
+    assert main(["run", *shlex.split(lines["run"].replace("ITS ARGUMENTS", its))]) == 0
+    tuned = lines["finetune"].replace("MODEL", "model").replace("DATA", "text.txt").replace("OUT", "out")
+    assert main(["finetune", *shlex.split(tuned), "--steps", "1", "--sequence-length", "16"]) == 0
+    assert "activations" not in capsys.readouterr().err
+    assert main(["run", "--verbose", *shlex.split(lines["run"].replace("ITS ARGUMENTS", its))]) == 0
+    assert {"activations", "memory.host", "updates"} <= set(capsys.readouterr().err.split())
+
+
+def test_a_swap_config_is_refused_and_infinity_run_takes_it(
+    here: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["infinity"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("swap.yaml").write_text("weights: host\n")
+    Path("train.py").write_text("print('trained')\n")
+    assert main(["convert", "swap.yaml"]) == 2
+    assert "it looks like a swap config, which `infinity run` takes" in capsys.readouterr().err
+    assert main(["run", "swap.yaml", "train.py"]) == 0
+    assert "trained" in capsys.readouterr().out
 
 
 def test_nothing_is_overwritten_without_force(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,8 @@ def read(path: Path) -> Source:
     if _ACCELERATE in values:
         return _of_accelerate(path, values)
     if isinstance(link, str) and "zero_optimization" not in values:
-        raise ConfigError(f"{name}: is no DeepSpeed config; it names one: infinity convert {quoted(link)}")
+        file = shlex.quote(printable(link))
+        raise ConfigError(f"{name}: is no DeepSpeed config; it names one: infinity convert {file}")
     if _is_fsdp(values):
         return Source(_of_fsdp(values), (), str(path), "", fsdp=True)
     _require_deepspeed(name, values)

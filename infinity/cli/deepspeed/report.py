@@ -31,7 +31,7 @@ _WORDS = ("yes", "no", "on", "off", "true", "false", "null", "y", "n")
 
 def swap_text(conversion: Conversion, source: Source) -> str:
     """The swap config in YAML: each line with the key that it comes from."""
-    name = printable(source.accelerate or source.file)
+    name = shlex.quote(printable(source.accelerate or source.file))
     out = [
         f"# Made by `infinity convert {name}`. Each value is followed by what it comes from.",
         "# What is not named here is measured or chosen; `infinity run --verbose` prints it.",

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import TrainingArguments
 
+import infinity
 from infinity.cli.arguments import build_finetune_parser
 from infinity.cli.deepspeed.conversion import convert
 from infinity.cli.deepspeed.keys import Fate
@@ -19,6 +21,7 @@ from infinity.config import load_config
 from infinity.errors import ConfigError
 from infinity.strict import parse_yaml
 from tests.cli.deepspeed.test_conversion import converted, fates, written
+from tests.models import llama
 
 OFFLOADING = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "gradient_clipping": "auto"}
 
@@ -100,7 +103,7 @@ def test_a_key_in_two_places_is_read_where_deepspeed_looks(tmp_path: Path) -> No
         ('{"bf16": {}, "bf16": {}}', "'bf16' is given twice"),
         ('{"gradient_clipping": NaN}', "NaN is no number of JSON"),
         ('{"fp16": true}', "fp16 is True; keys and values"),
-        ('{"deepspeed": "ds.json", "output_dir": "x"}', "it names one: infinity convert 'ds.json'"),
+        ('{"deepspeed": "ds.json", "output_dir": "x"}', "it names one: infinity convert ds.json"),
         ('{"distributed_type": "MULTI_GPU"}', "has no deepspeed_config; its distributed_type is 'MULTI_GPU'"),
         ('{"distributed_type": "FSDP", "fsdp_config": 3}', "fsdp_config is 3; keys and values"),
         ('{"deepspeed_config": []}', r"deepspeed_config is \[\]; keys and values"),
@@ -195,6 +198,18 @@ def test_optimizers_that_compress_gradients_are_named_with_what_to_take(tmp_path
         ours, theirs = says.partition("--optimizer ")[2].split(")")[0], says.partition("optim ")[2].split(" ")[0]
         assert build_finetune_parser().parse_args(["--optimizer", ours]).optimizer == "adamw"
         assert TrainingArguments(output_dir=str(tmp_path), optim=theirs, use_cpu=True).optim == "adamw_torch"
+
+
+def test_a_schedule_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
+    (found,) = converted({"scheduler": {"type": "OneCycle"}}, tmp_path).of(Fate.NONE)
+    assert found.says == "infinity finetune has constant, linear and cosine; a script has torch's own"
+    for name in "constant", "linear", "cosine":
+        assert build_finetune_parser().parse_args(["--schedule", name]).schedule == name
+    model = infinity.offload(llama(layers=1)[0], {"weights": "host", "optimizer": "host"})
+    optim = infinity.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optim, max_lr=1e-2, total_steps=4)
+    assert schedule.get_last_lr()[0] < 1e-3
+    infinity.close(model, discard=True)
 
 
 def test_a_config_of_accelerate_does_not_name_another_one(tmp_path: Path) -> None:
