@@ -363,8 +363,9 @@ def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path
         directory = Path(options.resume)
         if config is not None and _absolute(config.nvme.paths[:1]) != _absolute([directory]):
             raise ConfigError(
-                f"--resume {directory} is not the first of nvme.paths in --config, {config.nvme.paths[:1]}: a run is "
-                f"resumed where it is. To move it, `{command('checkpoint', 'export')}` it and use --from-checkpoint."
+                f"--resume {directory} is not the first of nvme.paths in --config, "
+                f"{config.nvme.paths[0] if config.nvme.paths else 'which has none'}: a run is resumed where it is. To "
+                f"move it, `{command('checkpoint', 'export')}` it and use --from-checkpoint."
             )
         return directory
     if config is not None and config.nvme.paths:

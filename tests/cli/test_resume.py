@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,11 +18,13 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import infinity
 from infinity.cli import loop
 from infinity.cli.command import command
 from infinity.cli.main import main
 from infinity.io.directory import SWAP_NAME, generations_in
 from tests.cli.test_finetune import TEXT, arguments_of, run, tokenizer
+from tests.io.test_headers import build, config, trained
 from tests.models import llama
 from tests.processes import Forked
 
@@ -183,6 +186,9 @@ def test_an_option_that_would_change_the_run_is_named(job: dict[str, Any], tmp_p
     (tmp_path / "text.txt").write_text(TEXT + "one more line\n")
     assert main(["finetune", "--resume", str(tmp_path / "swap-a"), "--output", str(tmp_path / "new")]) == 2
     assert "give the same --data" in capsys.readouterr().err
+    (tmp_path / "same.txt").write_text(TEXT)
+    same = ["--data", str(tmp_path / "same.txt"), "--output", str(tmp_path / "new")]
+    assert main(["finetune", "--resume", str(tmp_path / "swap-a"), *same]) == 0
 
 
 def test_a_new_run_does_not_replace_generations(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
@@ -202,6 +208,39 @@ def test_nothing_to_resume_says_why(job: dict[str, Any], tmp_path: Path, capsys:
     assert "no portable copy" in capsys.readouterr().err
     assert main(["finetune"]) == 2
     assert "required: --model, --data, --config, --output" in capsys.readouterr().err
+
+
+def test_where_a_run_goes_on_is_said_and_each_way_on_is_one(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    swap, copy = str(tmp_path / "swap-a"), str(tmp_path / "copy")
+    assert run(job | {"--steps": 2}, "--keep-store") == 0
+    other = _job(tmp_path, "b")
+    elsewhere = ["--config", str(other["--config"])]
+    more = ["--steps", "3", "--output"]
+    assert main(["finetune", "--resume", swap, *elsewhere]) == 2
+    refused = capsys.readouterr().err
+    assert f"is not the first of nvme.paths in --config, {tmp_path}/swap-b: " in refused
+    assert main(["finetune", "--from-checkpoint", swap, *elsewhere]) == 2
+    assert "make one with `infinity checkpoint export`" in capsys.readouterr().err
+    export = shlex.split(refused.partition("To move it, `")[2].partition("`")[0])
+    assert main([*export[1:], swap, "--output", copy]) == 0
+    (tmp_path / "out-a" / "report.json").rename(tmp_path / "out-a" / "mine.json")
+    assert main(["finetune", "--resume", swap, "--steps", "3"]) == 2
+    assert "(the run that is resumed has it; --output DIR)" in capsys.readouterr().err
+    assert main(["finetune", "--resume", copy, *more, str(tmp_path / "c")]) == 2
+    assert "go on from it with --from-checkpoint" in capsys.readouterr().err
+    assert main(["finetune", "--from-checkpoint", copy, *elsewhere, *more, str(tmp_path / "c")]) == 0
+    assert main(["finetune", "--resume", *more, str(tmp_path / "d")]) == 2
+    assert "--resume DIR, or --config with nvme.paths" in capsys.readouterr().err
+    assert main(["finetune", "--resume", "--config", str(job["--config"]), *more, str(tmp_path / "d")]) == 0
+    assert main(["finetune", "--resume", swap, "--steps", "4", "--output", str(tmp_path / "e")]) == 0
+    assert _same(tmp_path / "c", tmp_path / "d")
+
+
+def test_a_run_of_another_program_is_resumed_by_that(tmp_path: Path, capsys: Any) -> None:
+    trained(config(tmp_path / "swap"))
+    assert main(["finetune", "--resume", str(tmp_path / "swap")]) == 2
+    assert "not made by `infinity finetune`; resume it with its program" in capsys.readouterr().err
+    infinity.close(infinity.resume(build(), config(tmp_path / "swap")))
 
 
 def test_a_run_moves_to_other_disks_and_forms_as_a_portable_copy(
