@@ -359,8 +359,6 @@ def _check(options: argparse.Namespace) -> None:
     if options.min_lr > options.lr:
         raise ConfigError(f"--min-lr is {options.min_lr:g}, and --lr {options.lr:g}, from which the rate falls")
     moments_of(options.optimizer, options.beta1, options.beta2, options.eps)
-    if options.max_grad_norm < 0 or options.warmup_steps < 0:
-        raise ConfigError("--max-grad-norm and --warmup-steps cannot be negative")
     for named, paths in (("--data", options.data), ("--eval-data", options.eval_data)):
         with of_option(named):
             find_files(paths or ())

@@ -4,6 +4,7 @@ anything is written."""
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import infinity
 from infinity.checkpoint import export, pinned
 from infinity.checkpoint.pinned import make_room_for_pin
+from infinity.cli.main import main
 from infinity.errors import PlanError, ResumeError
 from infinity.io import durable
 from infinity.io.pins import read_marker
@@ -116,11 +118,24 @@ def test_without_room_for_the_copy_saving_fails_before_anything_is_written(
     run.end()
 
 
-def test_a_folder_that_is_gone_can_hold_no_copy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["put back", "unpinned by the command", "unpinned here"])
+def test_a_folder_that_is_gone_can_hold_no_copy_and_each_way_on_is_one(way: str, tmp_path: Path) -> None:
     run, _ = full(tmp_path)
     run.folder(2).rename(tmp_path / "moved")
-    with pytest.raises(PlanError, match="checkpoint-2.*which is gone.*--all-gone"):
+    with pytest.raises(PlanError, match="checkpoint-2.*which is gone.*--all-gone") as refused:
         make_room_for_pin(run.model, run.folder(5))
+    if way == "put back":
+        (tmp_path / "moved").rename(run.folder(2))
+    elif way == "unpinned here":
+        infinity.runtime.pins.unpin(run.model, run.folder(2))
+    else:
+        run.end()
+        line = str(refused.value).partition("`infinity ")[2].partition("`")[0]
+        assert main(shlex.split(line)) == 0
+        run = Run(tmp_path, pins=1, resumes=True)
+    assert make_room_for_pin(run.model, run.folder(5)) == [run.folder(2)] * (way == "put back")
+    run.save(run.folder(5))
+    assert pins_of(run.model) == {run.folder(5): 5}
     run.end()
 
 

@@ -13,6 +13,7 @@ import transformers as hf
 from torch import nn
 
 import infinity
+from infinity.checkpoint import save
 from infinity.checkpoint.in_files import InFiles
 from infinity.errors import ModelError, ResumeError
 from tests.checkpoint.runs import STEPS, Config, begin, example, go_on, tensors_in, train
@@ -179,6 +180,20 @@ def test_a_tensor_that_files_have_in_another_form_is_not_written_by_tiles() -> N
     assert renamed.meta({"x.infinity_tile_0.weight": torch.empty(2, 3)})["old.x.weight"].shape == (4, 3)
     ((name, first, value),) = renamed.pieces({"x.infinity_tile_1.weight": torch.ones(2, 3)})
     assert (name, first, value.shape) == ("old.x.weight", 6, (2, 3))
+
+
+def test_a_model_whose_tiles_cannot_be_written_gives_its_weights_as_the_error_says(
+    config: Config, tmp_path: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiled(llama()[0].bfloat16())
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    opened.append(infinity.offload(model, config("swap")))
+    monkeypatch.setattr(save, "revert_of", lambda _: lambda part: {name: value[:1] for name, value in part.items()})
+    with pytest.raises(ModelError, match=r"tile by tile; use infinity.state_dict\(model\)"):
+        infinity.save_pretrained(model, tmp_path / "out")
+    found = dict(infinity.state_dict(model))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def test_training_goes_on_after_a_save(config: Config, tmp_path: Path, opened: list[Any]) -> None:

@@ -108,6 +108,7 @@ def test_a_chosen_dtype_has_a_line_only_where_the_processor_is_slow_in_it(
         (SLOW, "bf16", "bf16", "dtype bf16: this processor has neither avx512_bf16 nor amx_bf16"),
         (SLOW, "fp32", "fp32", None),
         (FAST, "bf16", "bf16", None),
+        (FAST, "fp32", "fp32", None),
     ],
 )
 def test_a_run_trains_in_the_default_and_one_line_says_so(

@@ -261,6 +261,15 @@ def test_an_option_that_would_do_nothing_is_refused(
     assert says in capsys.readouterr().err
 
 
+def test_a_rate_that_would_rise_is_refused_and_one_that_stays_or_falls_is_not(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    assert run(job | {"--steps": 1}, "--min-lr", "0.004") == 2
+    assert "--min-lr is 0.004, and --lr 0.003, from which the rate falls" in capsys.readouterr().err
+    assert run(job | {"--steps": 1}, "--min-lr", "0.003") == 0
+    assert run(job | {"--steps": 1, "--lr": 0.005, "--output": tmp_path / "more"}, "--min-lr", "0.004") == 0
+
+
 def test_epochs_are_passes_over_the_data(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     del job["--steps"]
     (tmp_path / "text.txt").write_text(TEXT[:1500])

@@ -85,6 +85,8 @@ def test_a_finished_run_has_nothing_to_go_on_with(short: Job, tmp_path: Path, ca
     error = capsys.readouterr().err
     assert "the run ended after step 2, and its store is removed" in error
     assert "--keep-store" in error
+    assert f"Its model is in {short['--output']}: a new run begins from it with --model." in error
+    assert run(short | {"--model": short["--output"], "--output": tmp_path / "more"}) == 0
 
 
 def test_more_epochs_than_a_finished_run_had_are_not_ignored(job: Job, tmp_path: Path, capsys: Any) -> None:

@@ -147,9 +147,32 @@ def test_adapters_are_put_onto_their_model(model: Path, capsys: Any) -> None:
 
 
 def test_the_prompt_may_come_from_stdin(model: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as at_a_terminal:
+        at_a_terminal.setattr("sys.stdin", StdinOfATerminal())
+        assert main(arguments(model, "--max-tokens", "12")) == 2
+        assert "give a --prompt, or the prompt on stdin" in capsys.readouterr().err
+        assert main(arguments(model, "--prompt", PROMPT, "--max-tokens", "12")) == 0
+        assert capsys.readouterr().out.rstrip("\n") == plain(model).rstrip("\n")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(PROMPT.encode())))
     assert main(arguments(model, "--max-tokens", "12")) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain(model).rstrip("\n")
+
+
+class StdinOfATerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("model", [llama], ids=["llama"], indirect=True)
+def test_several_processes_are_refused_and_one_writes(
+    model: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arguments(model, "--prompt", PROMPT, "--max-tokens", "2")
+    with monkeypatch.context() as under_torchrun:
+        under_torchrun.setenv("WORLD_SIZE", "2")
+        assert main(given) == 2
+        assert "start it without torchrun" in capsys.readouterr().err
+    assert main(given) == 0
 
 
 def test_an_interrupted_one_leaves_nothing(model: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,10 @@ def test_an_export_whose_tokenizer_is_gone_says_so(job: Job, tmp_path: Path, cap
     goes_on = ["--from-checkpoint", str(tmp_path / "copy"), "--config", str(job["--config"])]
     assert main(["finetune", *goes_on, "--output", str(tmp_path / "again")]) == 2
     assert "Where is it now? Give --model" in capsys.readouterr().err
+    given = ["--model", str(tmp_path / "moved"), "--output", str(tmp_path / "given")]
+    copied = ["--output", str(tmp_path / "copied")]
+    for way in given, copied:
+        job["--config"].write_text(json.dumps({"nvme": {"paths": [str(tmp_path / f"swap-{len(way)}")]}}))
+        assert main(["finetune", *goes_on, "--steps", "2", *way]) == 0
+        for file in (tmp_path / "moved").glob("*token*"):
+            shutil.copy(file, tmp_path / "copy")

@@ -79,6 +79,79 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/bench/scratch.py": {
         "set --size to at most": "cli/bench/test_survey.py::test_the_last_five_percent_of_a_disk_are_left_alone",
     },
+    "checkpoint/in_files.py": {
+        "done tile by tile; use infinity.state_dict(model)": "checkpoint/test_tiles.py::"
+        "test_a_model_whose_tiles_cannot_be_written_gives_its_weights_as_the_error_says",
+    },
+    "checkpoint/pinned.py": {
+        "holds the store, `<> --all-gone`; or infinity.run": "checkpoint/test_pinned.py::"
+        "test_a_folder_that_is_gone_can_hold_no_copy_and_each_way_on_is_one",
+    },
+    "checkpoint/portable.py": {
+        "no <>); make one with `infinity checkpoint export`, or load ": "cli/test_resume.py::"
+        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
+    },
+    "cli/batches.py": {
+        "the run: give the same --data": "cli/test_resume.py::test_an_option_that_would_change_the_run_is_named",
+    },
+    "cli/bench/adam.py": {
+        "free; give fewer with --numel": "cli/bench/test_adam.py::test_bad_arguments_are_named",
+    },
+    "cli/bench/compare.py": {
+        "of infinity-bench (--json)": "cli/bench/test_survey.py::test_two_surveys_are_compared_job_by_job",
+    },
+    "cli/bench/step.py": {
+        "not known; give --rated-tb (the drive's TBW)": "cli/bench/test_step.py::"
+        "test_the_command_tells_seconds_tokens_and_wear",
+    },
+    "cli/checkpoint.py": {
+        "files into it, or give --model with the director": "cli/test_limits.py::"
+        "test_an_export_whose_tokenizer_is_gone_says_so",
+    },
+    "cli/command.py": {
+        "torchrun --nproc-per-node <> -m infinity": "cli/test_command.py::"
+        "test_a_rank_names_the_launcher_for_what_ranks_do_together",
+    },
+    "cli/deepspeed/report.py": {
+        "# Made by `infinity convert <>`. Each value i": "cli/test_convert.py::"
+        "test_a_file_that_names_a_config_is_refused_with_a_command_that_converts_that",
+        "measured or chosen; `infinity run --verbose` prints": "cli/test_convert.py::"
+        "test_training_starts_as_the_report_says",
+        "accelerate launch --config_file <>": "cli/test_convert.py::test_training_starts_as_the_report_says",
+        "Take `--fsdp_config <>` and `-": "cli/test_convert.py::test_training_starts_as_the_report_says",
+        "Take `--deepspeed <>` out of ITS AR": "cli/test_convert.py::test_training_starts_as_the_report_says",
+        "  <> --model MODEL --data DATA": "cli/test_convert.py::test_training_starts_as_the_report_says",
+        "or to `infinity finetune` (--options)": "cli/deepspeed/test_keys.py::test_each_key_says_what_its_fate_needs",
+        "to the script, or to `infinity finetune`": "cli/deepspeed/test_keys.py::"
+        "test_each_key_says_what_its_fate_needs",
+        "`infinity finetune` | `TrainingArgum": "cli/deepspeed/test_keys.py::test_arguments_of_the_trainer_are_there",
+    },
+    "cli/default_dtype.py": {
+        "dtype <>: <> (--dtype takes another)": "cli/test_default_dtype.py::"
+        "test_a_run_trains_in_the_default_and_one_line_says_so",
+        "so 16 bits are slower (--dtype bf16 takes half t": "cli/test_default_dtype.py::"
+        "test_a_run_trains_in_the_default_and_one_line_says_so",
+        "dtype <>: <>; --dtype <> is faster": "cli/test_default_dtype.py::"
+        "test_a_run_trains_in_the_default_and_one_line_says_so",
+    },
+    "cli/doctor/with_torch.py": {
+        "<>; <>, so --dtype is fp32 by defaul": "cli/doctor/test_with_torch.py::"
+        "test_the_processor_and_the_default_dtype_by_its_flags_are_named",
+        "<>; <>, so --dtype is <> by default": "cli/doctor/test_with_torch.py::"
+        "test_the_processor_and_the_default_dtype_by_its_flags_are_named",
+    },
+    "cli/job.py": {
+        "after <>: from here on --schedule is that of <>": "cli/test_resume.py::"
+        "test_the_learning_rates_of_a_run_with_more_steps_are_those_of_its_new_end",
+        "first of nvme.paths in --config, <>: a run is res": "cli/test_resume.py::"
+        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
+        "directory of the run: --resume DIR, or --config ": "cli/test_resume.py::"
+        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
+        "go on from it with --from-checkpoint": "cli/test_resume.py::"
+        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
+        "that was not made by `infinity finetune`; resume it with ": "cli/test_resume.py::"
+        "test_a_run_of_another_program_is_resumed_by_that",
+    },
     "cli/convert.py": {"give --force to replace it": "cli/test_convert.py::test_nothing_is_overwritten_without_force"},
     "cli/data.py": {
         "give a larger --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
@@ -88,10 +161,16 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/deepspeed/conversion.py": {
         "take AdamW (optim adamw_torch | --optimizer adamw)": "cli/deepspeed/test_reading.py::"
         "test_optimizers_that_compress_gradients_are_named_with_what_to_take",
+        "infinity finetune has constant, lin": "cli/deepspeed/test_reading.py::"
+        "test_a_schedule_that_is_not_there_is_named_with_those_that_are",
     },
     "cli/deepspeed/reading.py": {
         "Write that to swap.yaml": "cli/deepspeed/test_reading.py::"
         "test_where_nothing_says_where_states_rest_the_swap_configs_that_are_named_can_be_written",
+        "config; it names one: infinity convert <>": "cli/test_convert.py::"
+        "test_a_file_that_names_a_config_is_refused_with_a_command_that_converts_that",
+        "a swap config, which `infinity run` takes": "cli/test_convert.py::"
+        "test_a_swap_config_is_refused_and_infinity_run_takes_it",
     },
     "cli/fields.py": {
         "remove_columns('prompt')": "cli/test_fields.py::test_without_the_prompt_that_is_refused_the_row_is_read",
@@ -101,14 +180,24 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/finetune.py": {
         "to go on, give a larger --steps": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
         "To write the model again give another --o": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
+        "is resumed has it; --output DIR)": "cli/test_resume.py::"
+        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
+        "--min-lr is <>, and --lr <>, from which th": "cli/test_finetune.py::"
+        "test_a_rate_that_would_rise_is_refused_and_one_that_stays_or_falls_is_not",
     },
     "cli/finished.py": {
         "With --keep-store a run can go on": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
         "(--keep-store keeps it)": "cli/test_finished.py::test_keep_store_keeps_it",
+        "begins from it with --model.": "cli/test_finished.py::test_a_finished_run_has_nothing_to_go_on_with",
     },
     "cli/generate.py": {
         "--frozen takes another form": "cli/test_frozen.py::"
         "test_adapters_write_beside_the_form_that_they_were_trained_with",
+        "infinity generate runs in one proce": "cli/test_generate.py::"
+        "test_several_processes_are_refused_and_one_writes",
+        "give a --prompt, or the prompt on": "cli/test_generate.py::test_the_prompt_may_come_from_stdin",
+        "model's chat template (--raw gives it as it is": "cli/test_generate.py::"
+        "test_a_prompt_is_a_users_message_where_there_is_a_chat_template",
     },
     "cli/models.py": {
         "Leave it out, or the experts: --lora-targets": "cli/test_lora.py::"

@@ -4,60 +4,8 @@ shorter: with a test that follows one, it moves to FOLLOWED."""
 from __future__ import annotations
 
 OPEN: dict[str, tuple[str, ...]] = {
-    "checkpoint/in_files.py": ("done tile by tile; use infinity.state_dict(model)",),
-    "checkpoint/pinned.py": ("holds the store, `<> --all-gone`; or infinity.run",),
-    "checkpoint/portable.py": ("no <>); make one with `infinity checkpoint export`, or load ",),
-    "cli/batches.py": ("the run: give the same --data",),
-    "cli/bench/adam.py": ("free; give fewer with --numel",),
-    "cli/bench/compare.py": ("of infinity-bench (--json)",),
-    "cli/bench/step.py": ("not known; give --rated-tb (the drive's TBW)",),
-    "cli/checkpoint.py": ("files into it, or give --model with the director",),
-    "cli/command.py": ("torchrun --nproc-per-node <> -m infinity",),
-    "cli/deepspeed/conversion.py": ("infinity finetune has constant, lin",),
-    "cli/deepspeed/reading.py": (
-        "config; it names one: infinity convert <>",
-        "a swap config, which `infinity run` takes",
-    ),
-    "cli/deepspeed/report.py": (
-        "# Made by `infinity convert <>`. Each value i",
-        "measured or chosen; `infinity run --verbose` prints",
-        "or to `infinity finetune` (--options)",
-        "accelerate launch --config_file <>",
-        "Take `--fsdp_config <>` and `-",
-        "Take `--deepspeed <>` out of ITS AR",
-        "  <> --model MODEL --data DATA",
-        "to the script, or to `infinity finetune`",
-        "`infinity finetune` | `TrainingArgum",
-    ),
-    "cli/default_dtype.py": (
-        "dtype <>: <> (--dtype takes another)",
-        "so 16 bits are slower (--dtype bf16 takes half t",
-        "dtype <>: <>; --dtype <> is faster",
-    ),
     "cli/doctor/core.py": ("--force-reinstall --no-deps --no-binary infin",),
     "cli/doctor/machine.py": ("numactl --cpunodebind=<> --membind=<> i",),
-    "cli/doctor/with_torch.py": (
-        "<>; <>, so --dtype is fp32 by defaul",
-        "<>; <>, so --dtype is <> by default",
-    ),
-    "cli/finetune.py": (
-        "is resumed has it; --output DIR)",
-        "--min-lr is <>, and --lr <>, from which th",
-        "--max-grad-norm and --warmup-steps cannot be negativ",
-    ),
-    "cli/finished.py": ("begins from it with --model.",),
-    "cli/generate.py": (
-        "infinity generate runs in one proce",
-        "give a --prompt, or the prompt on",
-        "model's chat template (--raw gives it as it is",
-    ),
-    "cli/job.py": (
-        "after <>: from here on --schedule is that of <>",
-        "first of nvme.paths in --config, <>: a run is res",
-        "directory of the run: --resume DIR, or --config ",
-        "go on from it with --from-checkpoint",
-        "that was not made by `infinity finetune`; resume it with ",
-    ),
     "cli/limits.py": ("give a smaller --sequence-length. A model with rot",),
     "cli/loggers.py": ("warning: --logger <> could not <> (",),
     "cli/loop.py": (

@@ -50,3 +50,4 @@ def test_bad_arguments_are_named(capsys: Any) -> None:
     assert "at least 1" in capsys.readouterr().err
     assert main(["adam", "--numel", str(1 << 50), "--rounds", "1"]) == 1
     assert "give fewer with --numel" in capsys.readouterr().err
+    assert main(["adam", "--numel", "1000", "--threads", "1", "--rounds", "1"]) == 0

@@ -85,8 +85,10 @@ def test_the_command_tells_seconds_tokens_and_wear(tmp_path: Path, capsys: pytes
     (tmp_path / "swap.yaml").write_text(yaml.safe_dump(config))
     arguments = ["step", "--model", str(tmp_path / "model" / "config.json"), "--config", str(tmp_path / "swap.yaml")]
     report = tmp_path / "step.json"
-    options = ["--steps", "2", "--tflops", "10", "--rated-tb", "600", "--json", str(report), "--cpu"]
+    options = ["--steps", "2", "--tflops", "10", "--cpu"]
     assert main(arguments + options) == 0
+    assert "not known; give --rated-tb (the drive's TBW)" in capsys.readouterr().out
+    assert main([*arguments, *options, "--rated-tb", "600", "--json", str(report)]) == 0
     out = capsys.readouterr().out
     found = json.loads(report.read_text())
     assert "of 600 TB rated" in out

@@ -102,6 +102,12 @@ def test_two_surveys_are_compared_job_by_job(tmp_path: Path, capsys: pytest.Capt
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     out = capsys.readouterr().out
     assert "overwrite-1048576-1" in out
+    (tmp_path / "c.json").write_text("[]")
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 1
+    assert "c.json is not a survey of infinity-bench (--json)" in capsys.readouterr().err
+    (tmp_path / "c.json").unlink()
+    assert main(["--path", str(tmp_path), "--json", str(tmp_path / "c.json"), *SMALL]) == 0
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 0
     (tmp_path / "c.json").write_text(json.dumps({"schema": "infinity-bench", "version": 99}))
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 1
     assert "version 99" in capsys.readouterr().err

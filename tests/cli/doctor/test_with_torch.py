@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from infinity.base import accelerator
+from infinity.cli.default_dtype import default_dtype
 from infinity.cli.doctor.rows import Found
 from infinity.cli.doctor.with_torch import WithTorch, with_torch
 from infinity.config import SwapConfig
@@ -104,6 +105,7 @@ def test_the_processor_and_the_default_dtype_by_its_flags_are_named(
     assert found.state == state
     assert found.finding.startswith("Some CPU; this processor has ")
     assert f"so --dtype is {dtype} by default" in found.finding
+    assert default_dtype("cpu", tmp_path).name == dtype
 
 
 def test_where_a_gpu_computes_the_processor_has_no_default_dtype(
