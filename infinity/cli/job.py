@@ -181,7 +181,7 @@ def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
 
     Raises:
         ConfigError: an option is missing, or differs from the run's; names the option.
-        ResumeError: --resume names a directory without generations.
+        ResumeError: --resume names a directory without generations, or one that is a copy.
     """
     config = load_config(options.config) if options.config is not None else None
     new = uuid.uuid4().hex
@@ -344,7 +344,7 @@ def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[
             problem = str(error)
             continue
         return checked(tracked, path)[NAME], manifest.step
-    if options.resume:
+    if options.resume or (store / STATE_NAME).is_file():  # a copy has what a new beginning would leave
         raise ResumeError(f"nothing to resume in {directory}: {problem}")
     print(f"nothing to resume in {directory}: {problem}; beginning anew", flush=True)
     return None

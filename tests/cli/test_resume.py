@@ -228,6 +228,9 @@ def test_where_a_run_goes_on_is_said_and_each_way_on_is_one(job: dict[str, Any],
     assert "(the run that is resumed has it; --output DIR)" in capsys.readouterr().err
     assert main(["finetune", "--resume", copy, *more, str(tmp_path / "c")]) == 2
     assert "go on from it with --from-checkpoint" in capsys.readouterr().err
+    there = _job(tmp_path, "there", nvme={"paths": [copy]})
+    assert run(there, "--resume") == 2, "what the copy has is not left for a new beginning"
+    assert "go on from it with --from-checkpoint" in capsys.readouterr().err
     assert main(["finetune", "--from-checkpoint", copy, *elsewhere, *more, str(tmp_path / "c")]) == 0
     assert main(["finetune", "--resume", *more, str(tmp_path / "d")]) == 2
     assert "--resume DIR, or --config with nvme.paths" in capsys.readouterr().err
