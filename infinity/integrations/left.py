@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.errors import ManifestError
+from infinity.io.directory import parts_said
 from infinity.io.pins import Pin, read_pins
 from infinity.io.rank_stores import counts_in, rank_path, steps_of
 from infinity.ranks.ranks import rank_and_world
@@ -46,7 +47,7 @@ def _ways_on(first: Path, ranks: int) -> str:
         f"`infinity checkpoint export {place} --output OUT` writes them, as a model (one of adapters has PEFT's "
         "names, which no from_pretrained reads) and its optimizer states"
     )
-    gone = f"`infinity checkpoint remove {place}` lets them go, so that the script can begin anew"
+    gone = f"`infinity checkpoint remove {parts_said(first)}` lets them go, so that the script can begin anew"
     pin = _newest(rank_path(first, 0, ranks))
     if pin is not None:
         folder = shlex.quote(pin.folder)

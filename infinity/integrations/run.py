@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import shlex
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from infinity.integrations.left import say_what_is_left
 from infinity.integrations.quantization import Forms
 from infinity.integrations.said import say, say_that_nothing_was_offloaded
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
+from infinity.io.directory import parts_said
 from infinity.ranks.ranks import require_ranks_met
 from infinity.runtime.anew import as_it_was, take_back
 from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
@@ -480,7 +480,7 @@ def _close_what_ended_well(model: nn.Module) -> None:
             place,
             format_bytes(coordinator.world * store.nbytes),
             ", ".join(map(str, folders)),
-            shlex.quote(str(place)),
+            parts_said(place),
         )
     close(model, discard=not folders)
 

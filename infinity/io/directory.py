@@ -235,12 +235,13 @@ class SwapDirectory(StoreDirectory):
         if kept is not None:
             newest = next(iter(kept.values()), None)
             what = f"a checkpoint of an earlier run ({newest})" if newest else "a part of an earlier run's store"
-            pinned, remove = _pinned_for_messages(self.path), f"`infinity checkpoint remove {self.path}`"
+            pinned, parts = _pinned_for_messages(self.path), parts_said(self.path)
+            remove = f"`infinity checkpoint remove {parts}`"
             if pinned:
                 what += f", and generations that checkpoint folders pin: {pinned}"
                 remove = (
-                    f"`infinity checkpoint remove --pinned {self.path}`, after which nothing can go on from these "
-                    f"folders (`infinity checkpoint unpin {self.path} --folder FOLDER` lets one of them go)"
+                    f"`infinity checkpoint remove --pinned {parts}`, after which nothing can go on from these folders "
+                    f"(`infinity checkpoint unpin {shlex.quote(str(self.path))} --folder FOLDER` lets one of them go)"
                 )
             raise StoreNotEmptyError(
                 f"{self.path} holds {what}. {ways_on(self.path, folders=bool(pinned) or newest is None)} "
@@ -451,6 +452,16 @@ def ways_on(path: Path, *, folders: bool) -> str:
         f"`infinity checkpoint export {shlex.quote(str(path))} --output OUT` writes its weights and optimizer states: "
         "OUT is a model that a script can begin with (of adapters it has PEFT's names, which no from_pretrained reads)."
     )
+
+
+def parts_said(path: Path) -> str:
+    """The directories of the store that `path` is a part of, as the command that removes the store needs them, for
+    messages; `path` alone where no header there says them."""
+    try:
+        members = read_header(path / HEADER_NAME).members
+    except ResumeError:
+        members = []
+    return shlex.join(members if str(path) in members else [str(path)])
 
 
 def _pinned_for_messages(path: Path) -> str:

@@ -14,6 +14,7 @@ from infinity.io.directory import (
     SwapDirectory,
     entries_of,
     generations_in,
+    parts_said,
     pinned_in,
     remove_store,
     ways_on,
@@ -82,7 +83,7 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
                 raise StoreNotEmptyError(
                     f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. "
                     f"{ways_on(path, folders=folders)} To begin anew: give this run another directory in nvme.paths, "
-                    f"or remove the old one with `infinity checkpoint remove {path}`."
+                    f"or remove the old one with `infinity checkpoint remove {parts_said(path)}`."
                 )
             if its != count:
                 others.append(entry)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import infinity
 from infinity.cli.main import main
+from infinity.integrations.left import say_what_is_left
 from tests import processes
 from tests.integrations.conftest import Launch
 from tests.integrations.training import SAVING, Rows, trainer
@@ -114,3 +116,20 @@ def test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works(
     assert main(["checkpoint", "remove", str(swap)]) == 0
     with launch():
         trainer(out, rows, tmp_path / "out", **SAVING).train()
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_store_on_two_disks_goes_with_the_command_that_is_said_at_the_end(
+    ends_well: bool, checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    with contextlib.suppress(KeyboardInterrupt), launch(nvme={"paths": [str(path) for path in paths]}):
+        one = trainer(checkpoint, rows, tmp_path / "out", **SAVING | {"save_steps": 4 if ends_well else 6})
+        if not ends_well:
+            one.add_callback(_Stop())
+        one.train()
+    if not ends_well:
+        say_what_is_left(paths[:1], stopped=True)
+    command = caplog.text.partition("`infinity checkpoint remove ")[2].partition("`")[0]
+    assert main(["checkpoint", "remove", *shlex.split(command)]) == 0
+    assert not any(os.listdir(path) for path in paths if path.exists())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -420,6 +421,16 @@ def test_no_store_among_those_to_remove_is_an_error_before_any_is_removed(
     assert main(["checkpoint", "remove", *map(str, disks), str(tmp_path / "empty")]) == 2
     assert "holds no store" in capsys.readouterr().err
     assert all((disk / SWAP_NAME).exists() for disk in disks)
+
+
+def test_a_store_on_two_disks_goes_with_the_command_that_its_error_names(tmp_path: Path) -> None:
+    settings = config(tmp_path / "a disk", tmp_path / "b")
+    trained(settings)
+    with pytest.raises(StoreNotEmptyError) as raised:
+        infinity.offload(build(), settings)
+    remove = str(raised.value).partition("`infinity checkpoint remove ")[2].partition("`")[0]
+    assert main(["checkpoint", "remove", *shlex.split(remove)]) == 0
+    infinity.close(infinity.offload(build(), settings))
 
 
 def test_a_copied_part_is_not_joined_with_the_originals_other_parts(made: Run, disks: list[Path], capsys: Any) -> None:

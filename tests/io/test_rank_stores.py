@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from infinity.cli.main import main
 from infinity.config import NvmeConfig
 from infinity.errors import StoreLockedError, StoreNotEmptyError
 from infinity.io.engine import open_engine
@@ -23,16 +25,17 @@ from infinity.io.store import Extent, Mode, SwapStore
 from infinity.sizes import PAGE_BYTES
 
 
-def left(path: Path, mode: Mode, *, ends: bool = True, run: str = "", step: int = 0) -> SwapStore:
+def left(path: Path, mode: Mode, *others: Path, ends: bool = True, run: str = "", step: int = 0) -> SwapStore:
     """A store as a run leaves it that was killed. Args: ends: the process does. step: of its generation, if any."""
-    path.parent.mkdir(exist_ok=True)
-    engine = open_engine(NvmeConfig(paths=[path]))
-    store = SwapStore([path], PAGE_BYTES, engine, mode=mode, run=run)
+    for each in (path, *others):
+        each.parent.mkdir(exist_ok=True)
+    engine = open_engine(NvmeConfig(paths=[path, *others]))
+    store = SwapStore([path, *others], PAGE_BYTES, engine, mode=mode, run=run)
     if step:
         Generations(store, [Extent("a", 0, "weight", (0,), PAGE_BYTES)], 1).make(step, {}, {})
     engine.close()
-    if ends:
-        store.directories[0].close(keep=True)
+    for directory in store.directories if ends else ():
+        directory.close(keep=True)
     return store
 
 
@@ -64,6 +67,22 @@ def test_a_generation_of_another_number_of_ranks_is_in_the_way(tmp_path: Path) -
         with pytest.raises(StoreNotEmptyError, match="2 ranks.*No checkpoint folder names its generations"):
             clear_others([tmp_path], count)
         assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("disks", [["a disk"], ["a disk", "b"]], ids=["one disk", "two disks"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_in_the_way_goes_with_the_command_that_is_named(ranks: int, disks: list[str], tmp_path: Path) -> None:
+    places = [tmp_path / disk for disk in disks]
+    for rank in range(ranks):
+        first, *others = (rank_path(place, rank, ranks) for place in places)
+        left(first, "generations", *others, step=4)
+    with pytest.raises(StoreNotEmptyError, match="give this run another directory") as raised:
+        clear_others(places, 3)
+    clear_others([tmp_path / "another"], 3)
+    remove = str(raised.value).partition("`infinity checkpoint remove ")[2].partition("`")[0]
+    assert main(["checkpoint", "remove", *shlex.split(remove)]) == 0
+    clear_others(places, 3)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_generation_of_one_process_is_in_the_way_of_ranks_and_what_it_cannot_resume_goes(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.cli.main import main
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, InfinityError, PlanError, ResumeError, StoreNotEmptyError
 from infinity.io import durable
@@ -262,6 +264,22 @@ def test_a_config_with_fewer_pins_than_there_are_is_refused_though_the_file_has_
     with pytest.raises(ResumeError, match="holds a store of"):
         Run(tmp_path, resumes=True, pins=1)
     Run(tmp_path, resumes=True, pins=2).end()
+
+
+@pytest.mark.parametrize("what", ["remove --pinned", "unpin"])
+def test_a_pinned_store_on_two_disks_goes_with_the_command_that_its_error_names(what: str, tmp_path: Path) -> None:
+    nvme = {"paths": [str(tmp_path / "a"), str(tmp_path / "b")]}
+    run = Run(tmp_path, nvme=nvme).to(1)
+    folder = run.save()
+    run.end()
+    with pytest.raises(StoreNotEmptyError) as raised:
+        Run(tmp_path, nvme=nvme)
+    given = str(raised.value).partition(f"`infinity checkpoint {what} ")[2].partition("`")[0]
+    assert main(["checkpoint", *what.split(), *shlex.split(given.replace("FOLDER", str(folder)))]) == 0
+    if what == "unpin":
+        assert not pinned_in(tmp_path / "a")
+    else:
+        Run(tmp_path, nvme=nvme).end()
 
 
 def test_a_marker_leads_to_its_generation_or_says_why_not(tmp_path: Path) -> None:
