@@ -93,7 +93,7 @@ def _require_transformers_5(transformers: ModuleType) -> None:
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ConfigError(
             f"infinity run needs transformers 5, and {transformers.__version__} is installed: "
-            "pip install --upgrade 'infinity-offload[hf]'"
+            "pip install --upgrade 'transformers>=5'"
         )
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
+from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
 
-from infinity.integrations.launcher import _one_device
+from infinity.errors import ConfigError
+from infinity.integrations.launcher import _one_device, _require_transformers_5
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,21 @@ def test_a_script_sees_one_gpu_unless_it_chooses_among_all_by_its_local_rank(
     _one_device()
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == seen
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def of_version(version: str) -> ModuleType:
+    module = ModuleType("transformers")
+    module.__version__ = version  # type: ignore[attr-defined]
+    return module
+
+
+def test_what_pip_is_told_to_install_is_a_version_that_works() -> None:
+    with pytest.raises(ConfigError, match="needs transformers 5, and 4.57.6 is installed") as raised:
+        _require_transformers_5(of_version("4.57.6"))
+    named = re.search("pip install --upgrade '(.*)'", str(raised.value))
+    assert named is not None
+    wanted = Requirement(named[1])
+    assert wanted.name == "transformers"
+    assert not wanted.specifier.contains("4.57.6")
+    assert wanted.specifier.contains("5.0.0")
+    _require_transformers_5(of_version("5.0.0"))
