@@ -90,10 +90,13 @@ class SavedSteps:
             most += more if self._limit is None else max(min(more, self._limit + 1 - there), 1)
         needed, free = (most + 1) * model_bytes, shutil.disk_usage(self._output.parent).free
         if most and needed > free:
+            option, fewer = "--save-every", "Save less often, keep fewer (--save-limit)"
+            if self._every is None:
+                option, fewer = "--save-best", "Leave --save-best out"
             raise ConfigError(
-                f"--save-every: {most} models of {format_bytes(model_bytes)} and the output take "
+                f"{option}: {most} models of {format_bytes(model_bytes)} and the output take "
                 f"{format_bytes(needed)}, and the disk of {printable(self._output.parent)} has {format_bytes(free)} "
-                "free. Save less often, keep fewer (--save-limit), or choose an --output on another disk."
+                f"free. {fewer}, or choose an --output on another disk."
             )
 
     def due(self, step: int, evaluations: Sequence[Evaluated]) -> bool:

@@ -343,5 +343,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "freeze the layer with layer.requires_grad_(False)": "runtime/test_tiles.py::"
         "test_the_whole_weight_is_read_and_never_changed_in_vain",
     },
+    "cli/saved_steps.py": {
+        "keep fewer (--save-limit)": "cli/test_saved_steps.py::test_without_room_for_models_each_way_on_has_room",
+        "free. <>, or choose an --output on another": "cli/test_saved_steps.py::"
+        "test_without_room_for_models_each_way_on_has_room",
+    },
 }
 """By file: a part of the sentence, and the test that does it, below tests/."""

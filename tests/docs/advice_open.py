@@ -31,7 +31,6 @@ OPEN: dict[str, tuple[str, ...]] = {
     "cli/reading.py": ("the first document of --data, with what is lea",),
     "cli/records.py": ("with --loss-on all everything is",),
     "cli/saved_steps.py": (
-        "often, keep fewer (--save-limit), or choose an --",
         "the models of --save-every and --save-best",
         "<>, for the models of --save-every and --save-best, ",
         "--save-best needs --eval-steps: else the last st",
