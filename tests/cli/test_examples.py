@@ -20,6 +20,7 @@ from infinity.cli.packing import pack
 from infinity.cli.separate import require_separates
 from infinity.errors import ConfigError, ModelError
 from tests.cli.test_data import byte_level as bytes_of_text
+from tests.cli.test_finetune import run
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -205,6 +206,14 @@ def test_the_first_document_is_shown_with_what_is_learned(read: Read) -> None:
     assert [part.partition("»")[0].strip() for part in shown.split("«")[1:]] == ["the fox<|im_end|>", "a hen<|im_end|>"]
 
 
+def test_verbose_shows_the_first_document_of_the_data(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps({"prompt": "the quick", "completion": "brown fox"}) + "\n") * 4)
+    assert run(job | {"--data": rows, "--steps": 1}, "--verbose") == 0
+    shown = capsys.readouterr().out.partition("the first document of --data, with what is learned of it in «»:\n")[2]
+    assert shown.splitlines()[0].replace(" ", "") == "thequick«brownfox<eos>»"
+
+
 @pytest.mark.parametrize("kind", ["parquet", "csv", "tsv", "arrow", "saved", "saved splits"])
 def test_tables_are_read_as_lines_are(kind: str, read: Read, tmp_path: Path) -> None:
     import datasets
@@ -303,3 +312,19 @@ def test_a_model_that_cannot_keep_examples_apart_is_refused() -> None:
     with pytest.raises(ModelError, match="Leaky does not keep the examples of one sequence apart.*--no-packing"):
         require_separates(model)
     assert model.training
+
+
+def test_a_model_that_cannot_keep_examples_apart_trains_without_packing(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text((json.dumps({"prompt": "the quick", "completion": "brown fox"}) + "\n") * 4)
+    forward = LlamaForCausalLM.forward
+
+    def leaky(model: Any, *args: Any, position_ids: Any = None, **kwargs: Any) -> Any:
+        return forward(model, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", leaky)
+    assert run(job | {"--data": rows, "--steps": 1}) == 2
+    assert "Give --no-packing: each sequence has one example then" in capsys.readouterr().err
+    assert run(job | {"--data": rows, "--steps": 1}, "--no-packing") == 0

@@ -274,6 +274,7 @@ def test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_templat
     row = {"messages": saying(TALK, 1, weight=0)}
     with pytest.raises(ConfigError, match="with --loss-on all everything is learned"):
         read([row], loss_on="all")
+    assert learned(read([row])) == [f"{HEN}{END}"]
     last = CHATML.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     with pytest.raises(ConfigError, match="the chat template marks them otherwise"):
         read([row], last)

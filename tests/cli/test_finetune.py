@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -210,6 +211,19 @@ def test_a_trace_that_cannot_be_made_is_refused_before_training(
     assert not (tmp_path / "swap").exists()
 
 
+def test_steps_to_trace_are_traced_into_a_file_outside_the_output(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    some = job | {"--steps": 2, "--trace-steps": "2:2"}
+    assert run(some) == 2
+    assert "--trace-steps needs --trace FILE" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    assert run(some | {"--trace": tmp_path / "out" / "trace.json"}) == 2
+    assert "--output must be empty when the run ends; write it elsewhere" in capsys.readouterr().err
+    assert run(some | {"--trace": tmp_path / "trace.json"}) == 0
+    assert traced_steps(tmp_path / "trace.json") == ["step 2"]
+
+
 @pytest.mark.parametrize("steps", ["3", "0:2", "3:2", "a:b", ":", "1:-1"])
 def test_steps_to_trace_that_make_no_sense_are_refused(steps: str, job: dict[str, Any], capsys: Any) -> None:
     assert run(job | {"--trace": "trace.json", "--trace-steps": steps}) == 2
@@ -268,6 +282,17 @@ def test_a_rate_that_would_rise_is_refused_and_one_that_stays_or_falls_is_not(
     assert "--min-lr is 0.004, and --lr 0.003, from which the rate falls" in capsys.readouterr().err
     assert run(job | {"--steps": 1}, "--min-lr", "0.003") == 0
     assert run(job | {"--steps": 1, "--lr": 0.005, "--output": tmp_path / "more"}, "--min-lr", "0.004") == 0
+
+
+@pytest.mark.parametrize("options", [("--beta1", "0.8"), ("--eps", "1e-6")])
+def test_an_option_that_does_nothing_does_something_with_the_optimizers_that_are_named(
+    options: tuple[str, str], job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    assert run(job, "--optimizer", "sgd", *options) == 2
+    named = re.search("does nothing with --optimizer sgd; (.*) have it", capsys.readouterr().err)
+    assert named is not None
+    for name in named[1].split(", "):
+        assert run(job | {"--steps": 1, "--output": tmp_path / name}, "--optimizer", name, *options) == 0
 
 
 def test_epochs_are_passes_over_the_data(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

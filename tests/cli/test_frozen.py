@@ -20,6 +20,7 @@ from tests.cli.test_resume import job as job  # with dropout in the model
 
 NF4 = ["--frozen", "nf4"]
 FEW = {"--steps": 3}
+ONE = {"--steps": 1, "--warmup-steps": 0}
 
 
 @pytest.mark.covering(strength=1, most=1)
@@ -103,6 +104,8 @@ def test_it_says_nothing_where_all_is_trained(job: dict[str, Any], tmp_path: Pat
     assert "--frozen nf4 says how weights rest that are not trained, and all of them are: train adapters (--lora" in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "swap-a").exists()
+    for name, flags in {"b": [*LORA, *NF4], "c": ["--freeze", "model.embed_tokens.*", *NF4], "d": []}.items():
+        assert run(_job(tmp_path, name) | ONE, *flags) == 0
 
 
 def generated(model: Path, config: Path, capsys: Any, *flags: str) -> str:

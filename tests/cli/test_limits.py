@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers as hf
 from transformers import AutoModelForCausalLM
 
 import infinity
+from infinity.cli.batches import Batch
 from infinity.cli.main import main
 from infinity.units.room import Room
 from tests.cli.test_finetune import TEXT, run, tokenizer
@@ -62,6 +64,17 @@ def test_a_sequence_longer_than_the_models_positions_is_refused(
     assert run(job | {"--sequence-length": 64, "--steps": 1}) == 0
 
 
+def test_a_model_with_rotary_positions_learns_more_of_them_where_its_config_says_so(
+    job: Job, tmp_path: Path, capsys: Any
+) -> None:
+    use(qwen3(), job)
+    longer = job | {"--sequence-length": 65, "--steps": 1}
+    refused(longer, "write the larger number into its config.json", tmp_path, capsys)
+    config = job["--model"] / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 65}))
+    assert run(longer) == 0
+
+
 def test_positions_that_the_config_does_not_tell_are_named_too(
     job: Job,
     tmp_path: Path,
@@ -76,6 +89,48 @@ def test_positions_that_the_config_does_not_tell_are_named_too(
     assert run(job | {"--sequence-length": 33}) == 2
     assert "the model cannot take sequences of 33 tokens" in capsys.readouterr().err
     assert not (tmp_path / "swap").exists()
+    assert run(job | {"--sequence-length": 32, "--steps": 1}) == 0
+
+
+FEWER = [{"--sequence-length": 8}, {"--batch-size": 1}]
+
+
+@pytest.mark.parametrize("fewer", FEWER, ids=["shorter", "fewer"])
+@pytest.mark.parametrize("of", ["forward", "backward"])
+def test_without_memory_for_a_pass_a_smaller_one_runs(
+    of: str, fewer: Job, job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tokens = [0]
+    loss_of, backward = Batch.loss_of, torch.Tensor.backward
+
+    def allocate(where: str) -> None:
+        if where == of and tokens[0] > 16:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
+
+    def forward(batch: Batch, model: Any) -> torch.Tensor:
+        tokens[0] = batch.ids.numel()
+        allocate("forward")
+        return loss_of(batch, model)
+
+    def back(loss: torch.Tensor, *given: Any, **named: Any) -> None:
+        allocate("backward")
+        backward(loss, *given, **named)
+
+    monkeypatch.setattr(Batch, "loss_of", forward)
+    monkeypatch.setattr(torch.Tensor, "backward", back)
+    assert run(job | {"--steps": 1}) == (2 if of == "forward" else 1)
+    error = capsys.readouterr().err
+    assert re.search(
+        "ive a smaller --sequence-length or --batch-size|se a smaller --batch-size or --sequence-len", error
+    )
+    assert run(job | {"--steps": 1} | fewer) == 0
+
+
+def test_a_pass_of_too_many_tokens_is_done_in_several(job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr("infinity.cli.main.TOKENS_MAX", 16)
+    assert run(job | {"--steps": 1}) == 2
+    assert "Use a smaller --batch-size and more --gradient-accumulation." in capsys.readouterr().err
+    assert run(job | {"--steps": 1, "--batch-size": 1, "--gradient-accumulation": 2}) == 0
 
 
 def test_a_device_that_fails_a_copy_is_told_as_that(job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

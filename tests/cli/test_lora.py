@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,30 @@ def test_what_does_not_fit_the_model_is_an_error(
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out-a").exists()
     assert not (tmp_path / "swap-a").exists()
+
+
+@pytest.mark.parametrize("flags", [["--freeze", "model.embed_tokens.*"], LORA], ids=["freeze", "lora"])
+def test_freeze_beside_lora_is_refused_and_either_alone_trains(
+    flags: list[str], job: dict[str, Any], capsys: Any
+) -> None:
+    assert run(job, "--freeze", "model.embed_tokens.*", *LORA) == 2
+    assert "--freeze does nothing with --lora, which trains the adapters only" in capsys.readouterr().err
+    assert run(job | {"--steps": 1, "--warmup-steps": 0}, *flags) == 0
+
+
+def test_adapters_are_no_model_to_begin_with_and_their_base_and_both_in_one_are(
+    job: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    one = {"--steps": 1, "--warmup-steps": 0}
+    assert run(job | one, *LORA) == 0
+    anew = _job(tmp_path, "b") | one
+    assert run(anew | {"--model": tmp_path / "out-a"}) == 2
+    base = re.search("holds adapters of .*: give --model (.*), or merge both into one", capsys.readouterr().err)
+    assert base is not None
+    assert run(anew | {"--model": base[1]}) == 0
+    merged = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out-a").merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    AutoTokenizer.from_pretrained(tmp_path / "out-a").save_pretrained(tmp_path / "merged")
+    assert run(_job(tmp_path, "c") | one | {"--model": tmp_path / "merged"}) == 0

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ from infinity.io.manifest import read_manifest
 from infinity.state.records import parse_body
 from tests.cli.test_evaluation import _job, evaluated, evaluations
 from tests.cli.test_evaluation import job as job  # a run with dropout, evaluated after 5, 10 and 12 steps
-from tests.cli.test_finetune import run
+from tests.cli.test_finetune import arguments_of, run
 from tests.cli.test_resume import _losses, _same, _stop_after
 
 PROMPTS = ["the quick brown", "a red fox"]
@@ -267,9 +268,12 @@ def test_what_another_run_has_left_is_not_mixed_with(
     for path in mine:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
-    assert (main([*more, *flags]) if resumed else run(job, *flags)) == 2
+    again = [*more, *flags] if resumed else arguments_of(job, *flags)
+    assert main(again) == 2
     assert f"{place}, for " in capsys.readouterr().err
     assert [path.read_text() for path in mine] == ["mine"] * 2
+    shutil.rmtree(place)
+    assert main(again) == 0
 
 
 def test_another_interval_of_saving_removes_nothing(job: dict[str, Any], tmp_path: Path) -> None:

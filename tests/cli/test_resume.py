@@ -22,7 +22,7 @@ import infinity
 from infinity.cli import loop
 from infinity.cli.command import command
 from infinity.cli.main import main
-from infinity.io.directory import SWAP_NAME, generations_in
+from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from tests.cli.test_finetune import TEXT, arguments_of, run, tokenizer
 from tests.io.test_headers import build, config, trained
 from tests.models import llama
@@ -346,3 +346,21 @@ def test_the_hint_to_resume_names_a_program_that_can_be_run(tmp_path: Path, monk
     assert command("finetune") == "infinity finetune"
     monkeypatch.setattr("sys.argv", [f"{tmp_path}/infinity/cli/main.py"])
     assert command("finetune").endswith(" -m infinity.cli.main finetune")
+
+
+def test_a_run_whose_disk_cannot_be_told_moves_as_the_error_says(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("infinity.io.store.STRIPE_BYTES", 1 << 30)  # nothing is on the second disk
+    disks = [str(tmp_path / "one"), str(tmp_path / "two")]
+    few = _job(tmp_path, "a", nvme={"paths": disks}) | {"--steps": 2}
+    assert run(few, "--keep-store") == 0
+    (tmp_path / "two" / HEADER_NAME).unlink()
+    more = ["--steps", "3", "--output", str(tmp_path / "longer")]
+    assert main(["finetune", "--resume", disks[0], *more]) == 2
+    assert "move the run with `infinity checkpoint export` and --from-checkpoint" in capsys.readouterr().err
+    assert main(["checkpoint", "export", *disks, "--output", str(tmp_path / "copy")]) == 0
+    _job(tmp_path, "b")
+    moved = ["--from-checkpoint", str(tmp_path / "copy"), "--config", str(tmp_path / "b.yaml")]
+    assert main(["finetune", *moved, *more]) == 0
+    assert "step 3/3" in capsys.readouterr().out

@@ -76,6 +76,13 @@ def test_a_mistake_names_the_file_and_the_option(values: str, says: str, tmp_pat
     assert "run.yaml" in str(raised.value)
 
 
+def test_an_option_that_a_message_proposes_is_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no option of infinity finetune; did you mean ") as raised:
+        parsed(tmp_path, "batch-sizes: 2\n")
+    name = str(raised.value).partition("did you mean ")[2].rstrip("?")
+    assert parsed(tmp_path, f"{name}: 2\n").batch_size == 2
+
+
 def test_a_file_that_is_not_there_is_an_error(job: dict[str, Any], capsys: Any) -> None:
     assert run(job, "--options", "nowhere.yaml") == 2
     assert "--options: cannot read nowhere.yaml: No such file or directory" in capsys.readouterr().err

@@ -200,12 +200,22 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_prompt_is_a_users_message_where_there_is_a_chat_template",
     },
     "cli/models.py": {
+        "are: train adapters (--lora 16), freeze a par": "cli/test_frozen.py::"
+        "test_it_says_nothing_where_all_is_trained",
+        "does nothing with --lora, which trains the": "cli/test_lora.py::"
+        "test_freeze_beside_lora_is_refused_and_either_alone_trains",
+        "adapters of <>: give --model <>, or merge both": "cli/test_lora.py::"
+        "test_adapters_are_no_model_to_begin_with_and_their_base_and_both_in_one_are",
         "Leave it out, or the experts: --lora-targets": "cli/test_lora.py::"
         "test_experts_have_no_dropout_and_the_error_names_layers_that_have",
         "With --trust-remote-code they are run.": "cli/test_remote_code.py::"
         "test_each_process_is_told_anew_to_trust_code",
     },
     "cli/optimizers.py": {
+        "<> does nothing with --optimizer <>; <> have it": "cli/test_finetune.py::"
+        "test_an_option_that_does_nothing_does_something_with_the_optimizers_that_are_named",
+        "--eps does nothing with --optimizer <>; <> have it": "cli/test_finetune.py::"
+        "test_an_option_that_does_nothing_does_something_with_the_optimizers_that_are_named",
         "--no-loss-scale switches that off": "cli/test_resume.py::test_no_loss_scale_switches_it_off",
     },
     "cli/pins.py": {
@@ -213,6 +223,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "or give `remove` the option --pinned": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
     },
     "cli/records.py": {
+        "with --loss-on all everything is": "cli/test_fields.py::"
+        "test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_template_marks_otherwise",
         "or --loss-on all, to learn": "cli/test_examples.py::test_each_way_on_of_a_template_without_marks_is_one",
     },
     "cli/verifying.py": {
@@ -285,9 +297,17 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "which is no parameter: give": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
     },
     "cli/loop.py": {
+        "(<>): give a smaller --sequence-length or --batch-size, ": "cli/test_limits.py::"
+        "test_without_memory_for_a_pass_a_smaller_one_runs",
+        "(<>): give a smaller --sequence-length or --batch-size": "cli/test_limits.py::"
+        "test_positions_that_the_config_does_not_tell_are_named_too",
         "rate never reaches --lr": "cli/test_finetune.py::test_a_warmup_as_long_as_the_run_is_said",
     },
     "cli/main.py": {
+        "--batch-size times --sequence-length is <> tokens in o": "cli/test_limits.py::"
+        "test_a_pass_of_too_many_tokens_is_done_in_several",
+        "<>. Use a smaller --batch-size or --sequence-len": "cli/test_limits.py::"
+        "test_without_memory_for_a_pass_a_smaller_one_runs",
         "then the script: infinity run swap.yaml train.p": "cli/test_run_process.py::"
         "test_in_this_process_the_logger_is_as_before",
     },
@@ -317,6 +337,12 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_remove_is_refused_while_folders_pin_and_leaves_none_that_looks_resumable",
     },
     "integrations/strategy.py": {
+        "under `infinity run` a Lightning Trai": "integrations/test_lightning.py::"
+        "test_a_trainer_without_the_strategy_that_is_refused_trains",
+        "or infinity.AdamW(..., max_grad_norm": "integrations/test_lightning.py::"
+        "test_what_clips_in_fp16_or_after_it_trains_as_the_refusal_says",
+        "after `infinity plan --batch-size N` says that it fits": "integrations/test_lightning.py::"
+        "test_finding_a_batch_size_is_done_by_runs_of_their_own_as_the_error_says",
         "call torch.nn.utils.clip_grad_value_ in": "integrations/test_lightning.py::"
         "test_clipping_by_value_works_as_its_refusal_says",
         "infinity.state_dict(model) goes through them one by one, after any": "integrations/test_lightning.py::"
@@ -326,10 +352,14 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_the_launchers_resume_names_ckpt_path",
     },
     "io/rank_stores.py": {
+        "the old one with `infinity checkpoint remove <>`.": "io/test_rank_stores.py::"
+        "test_what_is_in_the_way_goes_with_the_command_that_is_named",
         "<>. Let them go with `infinity checkpoint unpin <> --folder": "runtime/test_rank_pins.py::"
         "test_the_commands_know_what_ranks_pin",
     },
     "io/store.py": {
+        "if it does, move the run with `infinity checkpoint export`": "cli/test_resume.py::"
+        "test_a_run_whose_disk_cannot_be_told_moves_as_the_error_says",
         "or move the run with `infinity checkpoint export` and --fro": "runtime/test_frozen.py::"
         "test_a_run_is_not_resumed_with_another_form",
         "too. Copy it with `cp --reflink=auto`, and rename": "cli/test_checkpoint.py::"
@@ -343,10 +373,57 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "freeze the layer with layer.requires_grad_(False)": "runtime/test_tiles.py::"
         "test_the_whole_weight_is_read_and_never_changed_in_vain",
     },
+    "cli/limits.py": {
+        "give a smaller --sequence-length. A model with rot": "cli/test_limits.py::"
+        "test_a_model_with_rotary_positions_learns_more_of_them_where_its_config_says_so",
+    },
+    "cli/loggers.py": {
+        "warning: --logger <> could not <> (": "cli/test_meanwhile.py::test_a_logger_that_fails_does_not_end_the_run",
+    },
+    "cli/options_file.py": {
+        "<>: <> is no option of infinity finetune<>": "cli/test_run_file.py::"
+        "test_an_option_that_a_message_proposes_is_one",
+    },
+    "cli/planning/here.py": {
+        "`infinity-bench --path DIRECTORY` measur": "cli/planning/test_main.py::"
+        "test_an_assumed_disk_is_measured_as_the_plan_says",
+    },
+    "cli/planning/main.py": {
+        "available yet: give --ranks 1, or --frozen bf": "cli/planning/test_main.py::"
+        "test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_the_message_says",
+    },
+    "cli/reading.py": {
+        "the first document of --data, with what is lea": "cli/test_examples.py::"
+        "test_verbose_shows_the_first_document_of_the_data",
+    },
     "cli/saved_steps.py": {
         "keep fewer (--save-limit)": "cli/test_saved_steps.py::test_without_room_for_models_each_way_on_has_room",
         "free. <>, or choose an --output on another": "cli/test_saved_steps.py::"
         "test_without_room_for_models_each_way_on_has_room",
+        "the models of --save-every and --save-best": "cli/test_meanwhile.py::"
+        "test_what_another_run_has_left_is_not_mixed_with",
+        "<>, for the models of --save-every and --save-best, ": "cli/test_saved_steps.py::"
+        "test_a_place_that_cannot_be_written_is_named_before_the_run",
+        "--save-best needs --eval-steps: else the last st": "cli/test_saved_steps.py::"
+        "test_the_best_model_needs_evaluations_on_the_way",
+    },
+    "cli/separate.py": {
+        "parts them. Give --no-packing: each sequence ha": "cli/test_examples.py::"
+        "test_a_model_that_cannot_keep_examples_apart_trains_without_packing",
+    },
+    "cli/tracing.py": {
+        "--trace-steps needs --trace FILE": "cli/test_finetune.py::"
+        "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
+        "--trace <>: --output must be empty whe": "cli/test_finetune.py::"
+        "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
+    },
+    "integrations/launcher.py": {
+        "infinity run needs transformer": "integrations/test_launcher.py::"
+        "test_what_pip_is_told_to_install_is_a_version_that_works",
+    },
+    "integrations/optimizers.py": {
+        "the swap config, with infinity.runtime.pins.pin(model, folder): su": "integrations/test_accelerate.py::"
+        "test_a_script_that_saves_a_state_dict_itself_goes_on_from_a_folder_that_it_pins_as_the_warning_says",
     },
 }
 """By file: a part of the sentence, and the test that does it, below tests/."""

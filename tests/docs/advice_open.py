@@ -6,40 +6,6 @@ from __future__ import annotations
 OPEN: dict[str, tuple[str, ...]] = {
     "cli/doctor/core.py": ("--force-reinstall --no-deps --no-binary infin",),
     "cli/doctor/machine.py": ("numactl --cpunodebind=<> --membind=<> i",),
-    "cli/limits.py": ("give a smaller --sequence-length. A model with rot",),
-    "cli/loggers.py": ("warning: --logger <> could not <> (",),
-    "cli/loop.py": (
-        "(<>): give a smaller --sequence-length or --batch-size, ",
-        "(<>): give a smaller --sequence-length or --batch-size",
-    ),
-    "cli/main.py": (
-        "--batch-size times --sequence-length is <> tokens in o",
-        "<>. Use a smaller --batch-size or --sequence-len",
-    ),
-    "cli/models.py": (
-        "are: train adapters (--lora 16), freeze a par",
-        "does nothing with --lora, which trains the",
-        "adapters of <>: give --model <>, or merge both",
-    ),
-    "cli/optimizers.py": (
-        "<> does nothing with --optimizer <>; <> have it",
-        "--eps does nothing with --optimizer <>; <> have it",
-    ),
-    "cli/options_file.py": ("<>: <> is no option of infinity finetune<>",),
-    "cli/planning/here.py": ("`infinity-bench --path DIRECTORY` measur",),
-    "cli/planning/main.py": ("available yet: give --ranks 1, or --frozen bf",),
-    "cli/reading.py": ("the first document of --data, with what is lea",),
-    "cli/records.py": ("with --loss-on all everything is",),
-    "cli/saved_steps.py": (
-        "the models of --save-every and --save-best",
-        "<>, for the models of --save-every and --save-best, ",
-        "--save-best needs --eval-steps: else the last st",
-    ),
-    "cli/separate.py": ("parts them. Give --no-packing: each sequence ha",),
-    "cli/tracing.py": (
-        "--trace-steps needs --trace FILE",
-        "--trace <>: --output must be empty whe",
-    ),
     "coordinator/gathering.py": (
         "other, or go through infinity.state_dict(model), which has ",
         "rank 0 at the end of infinity.gathered(..., write=True). ",
@@ -51,16 +17,7 @@ OPEN: dict[str, tuple[str, ...]] = {
     "coordinator/speculator.py": ("but the last inside model.no_sync().",),
     "durable/commits.py": ("is not exact. Call infinity.commit(model) where an it",),
     "durable/resumed.py": ("a state_dict, or call infinity.commit(model) where an it",),
-    "integrations/launcher.py": ("infinity run needs transformer",),
     "coordinator/exact.py": ("`infinity checkpoint export` writes it whole",),
-    "integrations/optimizers.py": ("the swap config, with infinity.runtime.pins.pin(model, folder): su",),
-    "integrations/strategy.py": (
-        "under `infinity run` a Lightning Trai",
-        "or infinity.AdamW(..., max_grad_norm",
-        "after `infinity plan --batch-size N` says that it fits",
-    ),
-    "io/rank_stores.py": ("the old one with `infinity checkpoint remove <>`.",),
-    "io/store.py": ("move the run with `infinity checkpoint export` and --fro",),
     "optim/groups.py": (
         "is not offloaded: call infinity.offload(model, config) bef",
         "are in the store. infinity.commit(model) and commit_",

@@ -74,6 +74,13 @@ class Lion(Language):
         return infinity.Lion(self.parameters(), lr=1e-4)
 
 
+class Clipping(Language):
+    """With an optimizer of infinity that clips."""
+
+    def configure_optimizers(self) -> Any:
+        return infinity.AdamW(self.parameters(), lr=1e-3, max_grad_norm=1e-3)
+
+
 class Small(pl.LightningModule):
     """Parameters of its own, in layers that its step calls one by one."""
 

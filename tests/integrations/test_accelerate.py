@@ -187,6 +187,36 @@ def test_an_optimizers_state_dict_that_the_script_saves_itself_is_warned_of_and_
         Loop(checkpoint, rows).optimizer.load_state_dict(torch.load(tmp_path / "by-hand.pt")["optimizer"])
 
 
+def test_a_script_that_saves_a_state_dict_itself_goes_on_from_a_folder_that_it_pins_as_the_warning_says(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "folder"
+
+    def made() -> tuple[Any, Any]:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto").train()
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def train(model: Any, optimizer: Any, batches: Rows) -> list[float]:
+        losses = []
+        for each in batches:
+            loss = model(**{name: value[None] for name, value in each.items()}).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    with launch(pins=1):
+        model, optimizer = made()
+        train(model, optimizer, rows[:2])
+        torch.save(optimizer.state_dict(), tmp_path / "by-hand.pt")
+        assert "with `pins: 1` in the swap config, with infinity.runtime.pins.pin(model, folder)" in caplog.text
+        infinity.runtime.pins.pin(model, folder)
+        expected = train(model, optimizer, rows[2:4])
+    with launch(resume=folder, pins=1):
+        assert train(*made(), rows[2:4]) == expected
+
+
 def test_a_folder_of_the_plain_loop_is_refused(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
     Loop(checkpoint, rows).accelerator.save_state(tmp_path / "out")
     with launch(), pytest.raises(infinity.ResumeError, match=r"infinity\.json"):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import infinity
+from infinity.cli.main import main
 from infinity.coordinator import registry
 from infinity.integrations.strategy import _pins_of
 from infinity.optim.adamw import AdamW
@@ -473,10 +474,44 @@ def test_what_cannot_work_names_the_fix(
         trainer(tmp_path, **options()).fit(language(checkpoint), loader(rows))
 
 
-def test_finding_a_batch_size_names_the_fix(checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path) -> None:
+def test_finding_a_batch_size_is_done_by_runs_of_their_own_as_the_error_says(
+    checkpoint: Path, rows: Rows, launch: Launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = calling("BatchSizeFinder")()
     with launch(), pytest.raises(infinity.ConfigError, match="infinity plan --batch-size"):
         trainer(tmp_path, **options).fit(made("OwnData", checkpoint, rows))
+    sizes = ["--batch-size", "8", "--sequence-length", "16"]
+    assert main(["plan", "--model", str(checkpoint), "--machine", "consumer", *sizes]) == 0
+    assert capsys.readouterr().out.startswith("fits: ")
+    with launch():
+        module = made("OwnData", checkpoint, rows)
+        module.batch_size = 8
+        trainer(tmp_path, max_steps=2).fit(module)
+        assert len(module.losses) == 2
+
+
+def test_a_trainer_without_the_strategy_that_is_refused_trains(rows: Rows, launch: Launch, tmp_path: Path) -> None:
+    with launch(), pytest.raises(infinity.ConfigError, match="leave strategy= out, and devices=1"):
+        trainer(tmp_path, strategy="ddp", devices=2)
+    with launch():
+        module = made("Small")
+        trainer(tmp_path, devices=1, max_steps=2).fit(module, loader(rows))
+        assert registry.is_offloaded(module)
+
+
+@pytest.mark.parametrize("way", ["bf16-mixed", "max_grad_norm"])
+def test_what_clips_in_fp16_or_after_it_trains_as_the_refusal_says(
+    way: str, checkpoint: Path, rows: Rows, swap: dict[str, Any], tmp_path: Path
+) -> None:
+    refused = fp16_and_clipping()
+    with pytest.raises(infinity.ConfigError, match=r"precision='bf16-mixed', or infinity.AdamW\(..., max_grad_norm="):
+        trainer(tmp_path, strategy=strategy(swap), **refused).fit(language(checkpoint), loader(rows))
+    clips_itself = way == "max_grad_norm"
+    module = made("Clipping" if clips_itself else "Language", checkpoint)
+    chosen = {"plugins": refused["plugins"]} if clips_itself else {"precision": way, "gradient_clip_val": 1e-3}
+    trainer(tmp_path, strategy=strategy(swap), max_steps=2, **chosen).fit(module, loader(rows))
+    assert len(module.losses) == 2
+    infinity.close(module.model)
 
 
 def test_a_learning_rate_is_found_by_a_run_of_its_own(rows: Rows, swap: dict[str, Any], tmp_path: Path) -> None:

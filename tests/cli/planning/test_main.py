@@ -14,6 +14,8 @@ import psutil
 import pytest
 import torch
 
+from infinity.cli.bench import survey, sweep
+from infinity.cli.bench.main import main as bench
 from infinity.cli.main import main
 from infinity.cli.planning import here
 from infinity.cli.planning.model import Batch, adapt
@@ -257,6 +259,31 @@ def test_all_micro_batches_through_a_layer_are_offered_where_they_save() -> None
     scenario = replace(scenario_of("llama-3-8b", "consumer", weights="nvme"), batch=Batch(1, 2048, passes=8))
     offered = scenario.alternatives(scenario.outcome())
     assert any(each.changes.get("vertical") for each in offered)
+
+
+def test_an_assumed_disk_is_measured_as_the_plan_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "_MEMORY_BYTES", 16 << 20)
+    monkeypatch.setattr(survey, "_SAMPLE_BYTES", 16 << 20)
+    monkeypatch.setattr(sweep, "DEPTHS", (1,))
+    monkeypatch.setattr(sweep, "BLOCKS", (1 << 20,))
+    monkeypatch.setattr(sweep, "_REPEATS", 1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sources: dict[str, str] = {}
+    assumed = here._disks([tmp_path], sources)
+    assert sources == {"disk": "assumed: 1 NVMe drive; `infinity-bench --path DIRECTORY` measures them"}
+    assert bench(["--path", str(tmp_path), "--size", "32MiB"]) == 0
+    assert here._disks([tmp_path], sources) != assumed
+    assert sources["disk"].startswith("profiled by infinity-bench, ")
+
+
+def test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_the_message_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["gpt-j-6b", "--machine", "8xh200", "--lora", "8", "--set", "frozen=nf4"]
+    assert main(["plan", "--model", *options]) == 2
+    assert "not available yet: give --ranks 1, or --frozen bf16" in capsys.readouterr().err
+    said(capsys, *options, "--ranks", "1")
+    said(capsys, *options, "--frozen", "bf16")
 
 
 def test_a_disk_with_a_profile_has_the_rates_of_the_profile(tmp_path: Path) -> None:
