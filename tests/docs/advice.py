@@ -425,5 +425,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "the swap config, with infinity.runtime.pins.pin(model, folder): su": "integrations/test_accelerate.py::"
         "test_a_script_that_saves_a_state_dict_itself_goes_on_from_a_folder_that_it_pins_as_the_warning_says",
     },
+    "optim/scaling.py": {
+        "and leave scaler.unscale_() out": "runtime/test_loss_scaling.py::"
+        "test_a_gradient_set_by_hand_after_unscaling_is_refused_and_one_that_is_scaled_is_taken",
+    },
 }
 """By file: a part of the sentence, and the test that does it, below tests/."""

@@ -23,7 +23,6 @@ OPEN: dict[str, tuple[str, ...]] = {
         "are in the store. infinity.commit(model) and commit_",
     ),
     "optim/offloaded.py": ("infinity run --resume FOLDER),",),
-    "optim/scaling.py": ("by hand before scaler.unscale_().",),
     "runtime/anew.py": ("the model, then call infinity.offload(model, config).",),
     "runtime/gathered.py": (
         "infinity.gathered(..., write=True) i",

@@ -391,7 +391,7 @@ def test_a_gradient_set_by_hand_is_unscaled_with_the_others(offloaded: Make) -> 
     assert (ends[1][1] < ends[0][1]).any()
 
 
-def test_a_gradient_set_by_hand_after_unscaling_is_refused(offloaded: Make) -> None:
+def test_a_gradient_set_by_hand_after_unscaling_is_refused_and_one_that_is_scaled_is_taken(offloaded: Make) -> None:
     model, batches = small(torch.float32)
     model = offloaded(model)
     optim, scaler = infinity.AdamW(model.parameters()), scaler_of(64.0)
@@ -399,8 +399,16 @@ def test_a_gradient_set_by_hand_after_unscaling_is_refused(offloaded: Make) -> N
     scaler.unscale_(optim)
     norm = model.model.norm.weight
     norm.grad = torch.ones_like(norm)
-    with pytest.raises(infinity.ModelError, match=r"before scaler\.unscale_"):
+    with pytest.raises(infinity.ModelError, match=r"times scaler\.get_scale\(\), and leave scaler\.unscale_\(\) out"):
         scaler.step(optim)
+    optim.zero_grad()
+    scaler.update()
+    scaler.scale(loss_of(model, batches[0])).backward()
+    norm.grad = torch.ones_like(norm) * scaler.get_scale()
+    before = weights_of(model)["model.norm.weight"]
+    scaler.step(optim)
+    assert (weights_of(model)["model.norm.weight"] < before).all()
+    assert 0 < optim.last_grad_norm < 64
 
 
 def test_two_optimizers_share_a_scaler(offloaded: Make) -> None:
