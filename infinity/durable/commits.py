@@ -147,7 +147,8 @@ class Commits:
             self._several_steps_an_item = True
             logger.warning(
                 "the loop makes several optimizer steps for one item of the loader that it tracks: a run that resumes "
-                "a generation from between them is not exact. Call infinity.commit(model) where an iteration ends"
+                "a generation from between them is not exact. Set commit_every to a multiple of the steps for an item, "
+                "or to a large number and call infinity.commit(model) where an iteration ends"
             )
         self._waited = False
 

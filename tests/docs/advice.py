@@ -429,5 +429,13 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "and leave scaler.unscale_() out": "runtime/test_loss_scaling.py::"
         "test_a_gradient_set_by_hand_after_unscaling_is_refused_and_one_that_is_scaled_is_taken",
     },
+    "durable/commits.py": {
+        "call infinity.commit(model) where an it": "runtime/test_loop_tops.py::"
+        "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
+    },
+    "durable/resumed.py": {
+        "or call infinity.commit(model) where an it": "runtime/test_loop_tops.py::"
+        "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
+    },
 }
 """By file: a part of the sentence, and the test that does it, below tests/."""

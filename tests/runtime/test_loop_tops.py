@@ -109,6 +109,45 @@ def test_several_steps_for_an_item_are_said_when_they_are_seen_and_at_a_resume(t
     infinity.close(again.model)
 
 
+@pytest.mark.parametrize(("every", "commits"), [(2, False), (1000, True)])
+@pytest.mark.parametrize("left", [6, 7], ids=["where an iteration ends", "between steps"])
+def test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say(
+    every: int, commits: bool, left: int, tmp_path: Path, caplog: Any
+) -> None:
+    caplog.set_level(logging.WARNING, "infinity")
+
+    def swap(name: str) -> dict[str, Any]:
+        return config(tmp_path / name) | {"commit_every": every}
+
+    def iterations(loop: Fixed, steps: int) -> Fixed:
+        for batch in loop.loader:
+            loop.items.append(batch[0, 0].item())
+            for _ in range(2):
+                loop.step(batch)
+                if loop.done == steps and steps % 2:
+                    return loop
+            loop.scheduler.step()
+            if commits:
+                infinity.commit(loop.model)
+            if loop.done == steps:
+                break
+        return loop
+
+    whole = iterations(Fixed(infinity.offload(fresh(), swap("whole")), nothing, nothing), 10)
+    rate, (_, states) = whole.scheduler.get_last_lr(), ended(whole)
+    cut = iterations(Fixed(infinity.offload(fresh(), swap("cut")), nothing, nothing), left)
+    leave(cut.model)
+    again = Fixed(infinity.resume(fresh(seed=7), swap("cut")), nothing, nothing)
+    first = again.done
+    assert first in (4, 6)
+    assert iterations(again, 10).items == whole.items[first // 2 :]
+    assert again.scheduler.get_last_lr() == rate
+    _, others = ended(again)
+    assert [name for name, value in states.items() if not torch.equal(others[name], value)] == []
+    assert "its loop may have been at another place" not in caplog.text
+    assert "several optimizer steps for one item" not in caplog.text
+
+
 def test_gradients_that_a_step_has_not_used_are_missed_at_a_resume(tmp_path: Path, caplog: Any) -> None:
     caplog.set_level(logging.WARNING, "infinity")
     model = infinity.offload(fresh(), config(tmp_path))
