@@ -59,7 +59,8 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
         )
         raise ResumeError(
             f"the store's states have another form: {differ}. Resume with the same config and optimizer, or convert "
-            "them with `infinity checkpoint export` and --from-checkpoint."
+            "them with `infinity checkpoint export` and infinity.offload_from_checkpoint, or infinity finetune "
+            "--from-checkpoint."
         )
     store = resources.require_store()
     held = [home for home in resources.homes() if home.in_memory]

@@ -66,7 +66,10 @@ def gathered(
     coordinator.forget_dead()
     coordinator.require_untouched()
     if write and coordinator.readers.passing:
-        raise ModelError("infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights")
+        raise ModelError(
+            "infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights. Write them "
+            "before the pass, or after it."
+        )
     if grads and coordinator.readers.passing:
         raise ModelError(
             "infinity.gathered(..., grads=True) in a forward or backward pass, in which gradients may come. Enter it "

@@ -266,8 +266,9 @@ class SiteEnter(Guard):
             raise ModelError(
                 "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until backward, "
                 f"which offloading is to avoid; it is on in the forward of {type(module).__name__}. Load the model "
-                "with dtype=torch.bfloat16, or call model.to(torch.bfloat16) before its optimizer is made: the fp32 "
-                "master is kept by infinity, losslessly, and autocast does nothing then."
+                "with dtype=torch.bfloat16, or call model.to(torch.bfloat16) before infinity.offload (under infinity "
+                "run: before its optimizer is made): the fp32 master is kept by infinity, losslessly, and autocast "
+                "does nothing then."
             )
         for position, index in enumerate(self._units):
             try:

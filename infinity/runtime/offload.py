@@ -186,8 +186,8 @@ def _digest(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapCon
     digest = digest_here(marker)
     if digest is None:
         raise ResumeError(
-            f"{folder} holds a portable copy of its generation, in {marker.portable}: go on from it with "
-            f"infinity.offload_from_checkpoint(model, '{Path(folder) / str(marker.portable)}', config)"
+            f"{folder} holds a portable copy of its generation, in {marker.portable}: go on from it, in other "
+            f"nvme.paths, with infinity.offload_from_checkpoint(model, '{Path(folder) / str(marker.portable)}', config)"
         )
     return digest
 
@@ -260,7 +260,10 @@ def _resizing(model: nn.Module) -> list[Given]:
 
 def _require_offloadable(model: nn.Module, config: SwapConfig, optimizer: OptimizerName, *, resumes: bool) -> None:
     if registry.is_offloaded(model):
-        raise ModelError("this model is offloaded already; infinity.close(model) ends that")
+        raise ModelError(
+            "this model is offloaded already, or was until infinity.close(model): its values are not in it any more. "
+            "Make or load the model anew, and offload that."
+        )
     if optimizer not in STORED:
         raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
     require_untied(model)

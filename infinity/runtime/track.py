@@ -94,7 +94,9 @@ def _coordinator(model: nn.Module | None) -> Coordinator:
         coordinator = registry.coordinator_of(model)
     else:
         usable = [coordinator for coordinator in registry.coordinators() if not coordinator.closed]
-        if len(usable) != 1:
+        if not usable:
+            raise ModelError("no model is offloaded: call infinity.offload(model, config) before infinity.track(...)")
+        if len(usable) > 1:
             raise ModelError(f"there are {len(usable)} offloaded models; say which: infinity.track(..., model=model)")
         coordinator = usable[0]
     coordinator.require_usable()

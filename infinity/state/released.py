@@ -47,7 +47,7 @@ USE_GATHERED = (
     "have their values; infinity.state_dict(model) goes through all of them one by one, and "
     "infinity.save_pretrained(model, directory) writes them."
 )
-_CONVERSIONS = ("to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda")
+_CONVERSIONS = ("to", "type", "float", "half", "bfloat16", "cpu", "cuda")
 
 
 def way_out(use: str) -> str:

@@ -4,6 +4,7 @@ anything is written."""
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from infinity.runtime.pins import pinned as pins_of
 from tests import sampling
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
-from tests.runtime.test_pins import Net, Run, same
+from tests.runtime.test_pins import Net, Run, config, same
 
 
 class Killed(BaseException):
@@ -62,8 +63,14 @@ def test_the_oldest_pin_becomes_a_portable_copy_of_its_bits(tmp_path: Path) -> N
     later = run.bits
     run.to(9).end()
     assert same(carried_on(run, run.folder(2)), expected)
-    with pytest.raises(ResumeError, match="portable copy.*offload_from_checkpoint"):
+    where = re.escape(f"in other nvme.paths, with infinity.offload_from_checkpoint(model, '{run.folder(2)}/portable', ")
+    with pytest.raises(ResumeError, match=f"portable copy.*{where}"):
         Run(tmp_path, folder=run.folder(2), pins=1)
+    model = infinity.offload_from_checkpoint(Net(), f"{run.folder(2)}/portable", config(tmp_path / "other", pins=1))
+    infinity.AdamW(model.parameters(), lr=1e-2)
+    assert infinity.track(model=model) == 2
+    assert same(weights_of(model) | states_of(model), expected)
+    infinity.close(model)
     again = Run(tmp_path, folder=run.folder(5), pins=1)
     assert same(again.bits, later)
     again.end()

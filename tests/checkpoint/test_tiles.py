@@ -89,6 +89,10 @@ def test_weights_of_a_tiled_model_are_read_again_when_it_is_offloaded_anew(
     config: Config, tmp_path: Path, opened: list[Any]
 ) -> None:
     path, _ = checkpoint(tmp_path / "in")
+    model = infinity.load_pretrained(path, config("whole"), dtype=torch.float32)
+    opened.append(model)
+    with pytest.raises(ModelError, match=r"after infinity\.load_pretrained\(path, config, defer=True\)"):
+        tiled(model)
     model = tiled(infinity.load_pretrained(path, config("swap"), dtype=torch.float32, defer=True))
     opened.append(infinity.offload(model, config("swap")))
     model.lm_head.requires_grad_(False)

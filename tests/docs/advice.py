@@ -46,38 +46,9 @@ def _outermost(tree: ast.AST) -> Iterator[str]:
 
 
 FOLLOWED: dict[str, dict[str, str]] = {
-    "runtime/offload.py": {
-        "Leave max_norm out, and before the forward": "runtime/test_gathered_writes.py::"
-        "test_an_embedding_with_max_norm_is_refused_and_what_the_error_says_does_the_same",
-    },
-    "runtime/gathered.py": {
-        "Enter it between backward() and optim.step().": "runtime/test_gathered_gradients.py::"
-        "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
-    },
-    "optim/offloaded.py": {
-        "moments and its step anew, call optimizer": "optim/test_adamw.py::"
-        "test_a_moment_that_is_set_is_refused_and_cleared_states_begin_anew_as_the_message_says",
-        "reads a copy of it, and a change": "optim/test_adamw.py::"
-        "test_a_moment_that_is_asked_for_in_state_is_read_as_the_message_says",
-    },
-    "coordinator/lent_gradients.py": {
-        "grads=True) before scaler.unscale_()": "runtime/test_gathered_gradients.py::"
-        "test_unscaled_gradients_in_float16_are_refused_with_the_order",
-        "Enter it between backward() and zero_grad().": "runtime/test_gathered_gradients.py::"
-        "test_without_gradients_it_is_refused_by_name",
-    },
-    "coordinator/gradient_handle.py": {
-        "To keep its values, copy them in": "runtime/test_gathered_gradients.py::"
-        "test_a_handle_that_is_kept_says_that_its_gradient_is_gone",
-        "has its values, to read and to change; where weights": "runtime/test_gathered_gradients.py::"
-        "test_what_needs_a_copy_that_stays_raises_and_works_as_the_message_says",
-    },
     "checkpoint/adapters.py": {
         "Call model.save_pretrained(directory)": "checkpoint/test_adapters.py::"
         "test_what_peft_computes_of_weights_is_not_written_as_a_placeholder",
-    },
-    "cli/bench/scratch.py": {
-        "set --size to at most": "cli/bench/test_survey.py::test_the_last_five_percent_of_a_disk_are_left_alone",
     },
     "checkpoint/in_files.py": {
         "done tile by tile; use infinity.state_dict(model)": "checkpoint/test_tiles.py::"
@@ -100,6 +71,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/bench/compare.py": {
         "of infinity-bench (--json)": "cli/bench/test_survey.py::test_two_surveys_are_compared_job_by_job",
     },
+    "cli/bench/scratch.py": {
+        "set --size to at most": "cli/bench/test_survey.py::test_the_last_five_percent_of_a_disk_are_left_alone",
+    },
     "cli/bench/step.py": {
         "not known; give --rated-tb (the drive's TBW)": "cli/bench/test_step.py::"
         "test_the_command_tells_seconds_tokens_and_wear",
@@ -111,6 +85,28 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/command.py": {
         "torchrun --nproc-per-node <> -m infinity": "cli/test_command.py::"
         "test_a_rank_names_the_launcher_for_what_ranks_do_together",
+    },
+    "cli/convert.py": {
+        "give --force to replace it": "cli/test_convert.py::test_nothing_is_overwritten_without_force",
+    },
+    "cli/data.py": {
+        "give a larger --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
+        "or a smaller --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
+        "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
+    },
+    "cli/deepspeed/conversion.py": {
+        "take AdamW (optim adamw_torch | --optimizer adamw)": "cli/deepspeed/test_reading.py::"
+        "test_optimizers_that_compress_gradients_are_named_with_what_to_take",
+        "infinity finetune has constant, lin": "cli/deepspeed/test_reading.py::"
+        "test_a_schedule_that_is_not_there_is_named_with_those_that_are",
+    },
+    "cli/deepspeed/reading.py": {
+        "Write that to swap.yaml": "cli/deepspeed/test_reading.py::"
+        "test_where_nothing_says_where_states_rest_the_swap_configs_that_are_named_can_be_written",
+        "config; it names one: infinity convert <>": "cli/test_convert.py::"
+        "test_a_file_that_names_a_config_is_refused_with_a_command_that_converts_that",
+        "a swap config, which `infinity run` takes": "cli/test_convert.py::"
+        "test_a_swap_config_is_refused_and_infinity_run_takes_it",
     },
     "cli/deepspeed/report.py": {
         "# Made by `infinity convert <>`. Each value i": "cli/test_convert.py::"
@@ -140,38 +136,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "<>; <>, so --dtype is <> by default": "cli/doctor/test_with_torch.py::"
         "test_the_processor_and_the_default_dtype_by_its_flags_are_named",
     },
-    "cli/job.py": {
-        "after <>: from here on --schedule is that of <>": "cli/test_resume.py::"
-        "test_the_learning_rates_of_a_run_with_more_steps_are_those_of_its_new_end",
-        "first of nvme.paths in --config, <>: a run is res": "cli/test_resume.py::"
-        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
-        "directory of the run: --resume DIR, or --config ": "cli/test_resume.py::"
-        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
-        "go on from it with --from-checkpoint": "cli/test_resume.py::"
-        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
-        "that was not made by `infinity finetune`; resume it with ": "cli/test_resume.py::"
-        "test_a_run_of_another_program_is_resumed_by_that",
-    },
-    "cli/convert.py": {"give --force to replace it": "cli/test_convert.py::test_nothing_is_overwritten_without_force"},
-    "cli/data.py": {
-        "give a larger --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
-        "or a smaller --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
-        "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
-    },
-    "cli/deepspeed/conversion.py": {
-        "take AdamW (optim adamw_torch | --optimizer adamw)": "cli/deepspeed/test_reading.py::"
-        "test_optimizers_that_compress_gradients_are_named_with_what_to_take",
-        "infinity finetune has constant, lin": "cli/deepspeed/test_reading.py::"
-        "test_a_schedule_that_is_not_there_is_named_with_those_that_are",
-    },
-    "cli/deepspeed/reading.py": {
-        "Write that to swap.yaml": "cli/deepspeed/test_reading.py::"
-        "test_where_nothing_says_where_states_rest_the_swap_configs_that_are_named_can_be_written",
-        "config; it names one: infinity convert <>": "cli/test_convert.py::"
-        "test_a_file_that_names_a_config_is_refused_with_a_command_that_converts_that",
-        "a swap config, which `infinity run` takes": "cli/test_convert.py::"
-        "test_a_swap_config_is_refused_and_infinity_run_takes_it",
-    },
     "cli/fields.py": {
         "remove_columns('prompt')": "cli/test_fields.py::test_without_the_prompt_that_is_refused_the_row_is_read",
         "--loss-on all learns whole conversations": "cli/test_fields.py::"
@@ -199,6 +163,40 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "model's chat template (--raw gives it as it is": "cli/test_generate.py::"
         "test_a_prompt_is_a_users_message_where_there_is_a_chat_template",
     },
+    "cli/job.py": {
+        "after <>: from here on --schedule is that of <>": "cli/test_resume.py::"
+        "test_the_learning_rates_of_a_run_with_more_steps_are_those_of_its_new_end",
+        "first of nvme.paths in --config, <>: a run is res": "cli/test_resume.py::"
+        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
+        "directory of the run: --resume DIR, or --config ": "cli/test_resume.py::"
+        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
+        "go on from it with --from-checkpoint": "cli/test_resume.py::"
+        "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
+        "that was not made by `infinity finetune`; resume it with ": "cli/test_resume.py::"
+        "test_a_run_of_another_program_is_resumed_by_that",
+    },
+    "cli/limits.py": {
+        "give a smaller --sequence-length. A model with rot": "cli/test_limits.py::"
+        "test_a_model_with_rotary_positions_learns_more_of_them_where_its_config_says_so",
+    },
+    "cli/loggers.py": {
+        "warning: --logger <> could not <> (": "cli/test_meanwhile.py::test_a_logger_that_fails_does_not_end_the_run",
+    },
+    "cli/loop.py": {
+        "(<>): give a smaller --sequence-length or --batch-size, ": "cli/test_limits.py::"
+        "test_without_memory_for_a_pass_a_smaller_one_runs",
+        "(<>): give a smaller --sequence-length or --batch-size": "cli/test_limits.py::"
+        "test_positions_that_the_config_does_not_tell_are_named_too",
+        "rate never reaches --lr": "cli/test_finetune.py::test_a_warmup_as_long_as_the_run_is_said",
+    },
+    "cli/main.py": {
+        "--batch-size times --sequence-length is <> tokens in o": "cli/test_limits.py::"
+        "test_a_pass_of_too_many_tokens_is_done_in_several",
+        "<>. Use a smaller --batch-size or --sequence-len": "cli/test_limits.py::"
+        "test_without_memory_for_a_pass_a_smaller_one_runs",
+        "then the script: infinity run swap.yaml train.p": "cli/test_run_process.py::"
+        "test_in_this_process_the_logger_is_as_before",
+    },
     "cli/models.py": {
         "are: train adapters (--lora 16), freeze a par": "cli/test_frozen.py::"
         "test_it_says_nothing_where_all_is_trained",
@@ -218,18 +216,125 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_an_option_that_does_nothing_does_something_with_the_optimizers_that_are_named",
         "--no-loss-scale switches that off": "cli/test_resume.py::test_no_loss_scale_switches_it_off",
     },
+    "cli/options_file.py": {
+        "<>: <> is no option of infinity finetune<>": "cli/test_run_file.py::"
+        "test_an_option_that_a_message_proposes_is_one",
+    },
     "cli/pins.py": {
         "say which pins go: --folder FOLDER": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
         "or give `remove` the option --pinned": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
+    },
+    "cli/planning/here.py": {
+        "`infinity-bench --path DIRECTORY` measur": "cli/planning/test_main.py::"
+        "test_an_assumed_disk_is_measured_as_the_plan_says",
+    },
+    "cli/planning/main.py": {
+        "available yet: give --ranks 1, or --frozen bf": "cli/planning/test_main.py::"
+        "test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_the_message_says",
+    },
+    "cli/reading.py": {
+        "the first document of --data, with what is lea": "cli/test_examples.py::"
+        "test_verbose_shows_the_first_document_of_the_data",
     },
     "cli/records.py": {
         "with --loss-on all everything is": "cli/test_fields.py::"
         "test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_template_marks_otherwise",
         "or --loss-on all, to learn": "cli/test_examples.py::test_each_way_on_of_a_template_without_marks_is_one",
     },
+    "cli/run.py": {
+        "config comes first, infinity run CONFIG SCRIPT": "cli/test_run_process.py::"
+        "test_in_this_process_the_logger_is_as_before",
+        "there is no script <>: infinity run CONFIG SCRIPT [AR": "cli/test_run_process.py::"
+        "test_in_this_process_the_logger_is_as_before",
+    },
+    "cli/saved_steps.py": {
+        "keep fewer (--save-limit)": "cli/test_saved_steps.py::test_without_room_for_models_each_way_on_has_room",
+        "free. <>, or choose an --output on another": "cli/test_saved_steps.py::"
+        "test_without_room_for_models_each_way_on_has_room",
+        "the models of --save-every and --save-best": "cli/test_meanwhile.py::"
+        "test_what_another_run_has_left_is_not_mixed_with",
+        "<>, for the models of --save-every and --save-best, ": "cli/test_saved_steps.py::"
+        "test_a_place_that_cannot_be_written_is_named_before_the_run",
+        "--save-best needs --eval-steps: else the last st": "cli/test_saved_steps.py::"
+        "test_the_best_model_needs_evaluations_on_the_way",
+    },
+    "cli/separate.py": {
+        "parts them. Give --no-packing: each sequence ha": "cli/test_examples.py::"
+        "test_a_model_that_cannot_keep_examples_apart_trains_without_packing",
+    },
+    "cli/tracing.py": {
+        "--trace-steps needs --trace FILE": "cli/test_finetune.py::"
+        "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
+        "--trace <>: --output must be empty whe": "cli/test_finetune.py::"
+        "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
+    },
     "cli/verifying.py": {
         "or give --merge, whose output is compared": "cli/test_frozen.py::"
         "test_adapters_of_a_quantized_model_are_verified_merged_only",
+    },
+    "coordinator/exact.py": {
+        "`infinity checkpoint export` writes it whole": "runtime/test_ranks_together.py::"
+        "test_moments_of_several_ranks_are_refused_by_name_and_written_whole_as_the_error_says",
+    },
+    "coordinator/gathering.py": {
+        "Gather one module after the ": "runtime/test_gathered.py::"
+        "test_copies_that_do_not_fit_are_refused_with_the_number",
+        "or go through infinity.state_dict(model), which has": "runtime/test_gathered.py::"
+        "test_copies_that_do_not_fit_are_refused_with_the_number",
+        "change it in the same way on all ranks": "runtime/test_rank_writes.py::"
+        "test_ranks_that_write_different_things_write_nothing_and_the_same_things_all",
+        "model.resize_token_embeddings() needs no infinit": "runtime/test_errors.py::"
+        "test_what_is_resized_in_vain_in_gathered_is_resized_without_it",
+        "Change it before infinity.offload, or set frozen: bf16": "runtime/test_frozen.py::"
+        "test_encoded_weights_are_read_and_written_as_the_error_says_only",
+        "before the first step, or set commit_every: 0": "runtime/test_gathered.py::"
+        "test_frozen_weights_are_written_after_a_step_without_generations",
+    },
+    "coordinator/gradient_handle.py": {
+        "To keep its values, copy them in": "runtime/test_gathered_gradients.py::"
+        "test_a_handle_that_is_kept_says_that_its_gradient_is_gone",
+        "has its values, to read and to change; where weights": "runtime/test_gathered_gradients.py::"
+        "test_what_needs_a_copy_that_stays_raises_and_works_as_the_message_says",
+    },
+    "coordinator/lent_gradients.py": {
+        "grads=True) before scaler.unscale_()": "runtime/test_gathered_gradients.py::"
+        "test_unscaled_gradients_in_float16_are_refused_with_the_order",
+        "Enter it between backward() and zero_grad().": "runtime/test_gathered_gradients.py::"
+        "test_without_gradients_it_is_refused_by_name",
+    },
+    "coordinator/readers.py": {
+        "Make one optimizer for model.parameters(), and call its step()": "runtime/test_errors.py::"
+        "test_a_step_in_a_backward_pass_is_refused_and_one_after_it_does_the_same",
+        "before the pass. Leave the context first.": "runtime/test_gathered_gradients.py::"
+        "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
+        "optimizer.step() inside `with inf": "runtime/test_gathered.py::test_a_step_in_the_context_is_refused",
+    },
+    "coordinator/resuming.py": {
+        "`infinity checkpoint export` and infinity.offload_from_checkpoint": "runtime/test_loops.py::"
+        "test_states_of_another_form_are_moved_as_the_error_says",
+        "or infinity finetune --from-checkpoint": "cli/test_resume.py::"
+        "test_a_run_moves_to_other_disks_and_forms_as_a_portable_copy",
+    },
+    "coordinator/speculator.py": {
+        "Give the optimizer accumulation_steps=": "runtime/test_accumulation.py::test_with_accumulation_steps_likewise",
+        "but the last inside model.no_sync()": "runtime/test_accumulation.py::"
+        "test_with_no_sync_updates_begin_in_the_last_pass_of_the_first_step_on",
+    },
+    "coordinator/structure.py": {
+        "(after infinity.load_pretrained(defer=True))": "runtime/test_anew.py::"
+        "test_a_model_changed_after_it_was_loaded_has_the_bits_and_the_states_of_one_changed_before",
+        "or make the optimizer before the first forward": "runtime/test_anew.py::"
+        "test_following_the_advice_a_weight_is_computed_from_now_on",
+        "call merged.save_pretrained(directory) in the": "checkpoint/test_adapters.py::"
+        "test_a_model_merged_and_saved_in_gathered_has_the_logits_of_the_adapters",
+    },
+    "durable/commits.py": {
+        "call infinity.commit(model) where an it": "runtime/test_loop_tops.py::"
+        "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
+    },
+    "durable/resumed.py": {
+        "or call infinity.commit(model) where an it": "runtime/test_loop_tops.py::"
+        "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
     },
     "integrations/accelerate.py": {
         "infinity run --resume": "integrations/test_accelerate.py::"
@@ -237,11 +342,23 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "Begin the script with": "integrations/test_accelerate.py::"
         "test_resume_and_load_state_go_on_to_the_bits_of_the_uninterrupted_loop",
     },
+    "integrations/chunked_loss.py": {
+        "without labels, or infinity.use_chunked_loss(model, False)": "integrations/test_chunked_loss.py::"
+        "test_a_model_that_uses_its_logits_otherwise_keeps_its_loss",
+    },
     "integrations/deepspeed.py": {
         "--fsdp and --fsdp_config, or": "integrations/test_deepspeed.py::"
         "test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted",
         "-o swap.yaml` makes a swap config": "integrations/test_deepspeed.py::"
         "test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted",
+    },
+    "integrations/folders.py": {
+        "If they were removed, `infinity checkpoint unpin <> --all-go": "cli/test_pins.py::"
+        "test_unpin_all_gone_leaves_the_folders_that_are_there",
+    },
+    "integrations/launcher.py": {
+        "infinity run needs transformer": "integrations/test_launcher.py::"
+        "test_what_pip_is_told_to_install_is_a_version_that_works",
     },
     "integrations/left.py": {
         "`infinity checkpoint export ": "integrations/test_stopped.py::"
@@ -251,9 +368,32 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "Go on from the checkpoint folder": "integrations/test_trainer.py::"
         "test_the_launchers_folder_is_where_the_first_train_of_a_script_goes_on",
     },
+    "integrations/optimizers.py": {
+        "the swap config, with infinity.runtime.pins.pin(model, folder): su": "integrations/test_accelerate.py::"
+        "test_a_script_that_saves_a_state_dict_itself_goes_on_from_a_folder_that_it_pins_as_the_warning_says",
+    },
+    "integrations/run.py": {
+        "go on from it: <>. `infinity checkpoint remove --pinned <": "cli/test_pins.py::"
+        "test_remove_is_refused_while_folders_pin_and_leaves_none_that_looks_resumable",
+    },
     "integrations/said.py": {
         "For another loop: infinity.offload(model, config)": "integrations/test_own_modules.py::"
         "test_a_script_that_offloads_its_module_itself_is_not_told_that_nothing_was",
+    },
+    "integrations/strategy.py": {
+        "under `infinity run` a Lightning Trai": "integrations/test_lightning.py::"
+        "test_a_trainer_without_the_strategy_that_is_refused_trains",
+        "or infinity.AdamW(..., max_grad_norm": "integrations/test_lightning.py::"
+        "test_what_clips_in_fp16_or_after_it_trains_as_the_refusal_says",
+        "after `infinity plan --batch-size N` says that it fits": "integrations/test_lightning.py::"
+        "test_finding_a_batch_size_is_done_by_runs_of_their_own_as_the_error_says",
+        "call torch.nn.utils.clip_grad_value_ in": "integrations/test_lightning.py::"
+        "test_clipping_by_value_works_as_its_refusal_says",
+        "infinity.state_dict(model) goes through them one by one, after any": "integrations/test_lightning.py::"
+        "test_a_callback_of_ones_own_averages_weights",
+        "`infinity run` has a swap confi": "integrations/test_lightning.py::test_two_swap_configs_are_refused",
+        "it goes on: leave --resume out, and call tra": "integrations/test_lightning.py::"
+        "test_the_launchers_resume_names_ckpt_path",
     },
     "integrations/transformers.py": {
         "Leave the optimizer to trainer.train()": "integrations/test_trainer.py::"
@@ -288,69 +428,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "io/pins.py": {
         "checkpoint list` names those": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
     },
-    "optim/groups.py": {
-        "model.parameters() makes a new generator": "optim/test_groups.py::"
-        "test_what_is_no_list_of_parameters_is_refused",
-        "give its parameters, model.parameters()": "optim/test_groups.py::"
-        "test_what_is_no_list_of_parameters_is_refused",
-        "or a list of param groups": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
-        "which is no parameter: give": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
-    },
-    "cli/loop.py": {
-        "(<>): give a smaller --sequence-length or --batch-size, ": "cli/test_limits.py::"
-        "test_without_memory_for_a_pass_a_smaller_one_runs",
-        "(<>): give a smaller --sequence-length or --batch-size": "cli/test_limits.py::"
-        "test_positions_that_the_config_does_not_tell_are_named_too",
-        "rate never reaches --lr": "cli/test_finetune.py::test_a_warmup_as_long_as_the_run_is_said",
-    },
-    "cli/main.py": {
-        "--batch-size times --sequence-length is <> tokens in o": "cli/test_limits.py::"
-        "test_a_pass_of_too_many_tokens_is_done_in_several",
-        "<>. Use a smaller --batch-size or --sequence-len": "cli/test_limits.py::"
-        "test_without_memory_for_a_pass_a_smaller_one_runs",
-        "then the script: infinity run swap.yaml train.p": "cli/test_run_process.py::"
-        "test_in_this_process_the_logger_is_as_before",
-    },
-    "cli/run.py": {
-        "config comes first, infinity run CONFIG SCRIPT": "cli/test_run_process.py::"
-        "test_in_this_process_the_logger_is_as_before",
-        "there is no script <>: infinity run CONFIG SCRIPT [AR": "cli/test_run_process.py::"
-        "test_in_this_process_the_logger_is_as_before",
-    },
-    "coordinator/readers.py": {
-        "Make one optimizer for model.parameters(), and call its step()": "runtime/test_errors.py::"
-        "test_a_step_in_a_backward_pass_is_refused_and_one_after_it_does_the_same",
-        "before the pass. Leave the context first.": "runtime/test_gathered_gradients.py::"
-        "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
-        "optimizer.step() inside `with inf": "runtime/test_gathered.py::test_a_step_in_the_context_is_refused",
-    },
-    "integrations/chunked_loss.py": {
-        "without labels, or infinity.use_chunked_loss(model, False)": "integrations/test_chunked_loss.py::"
-        "test_a_model_that_uses_its_logits_otherwise_keeps_its_loss",
-    },
-    "integrations/folders.py": {
-        "If they were removed, `infinity checkpoint unpin <> --all-go": "cli/test_pins.py::"
-        "test_unpin_all_gone_leaves_the_folders_that_are_there",
-    },
-    "integrations/run.py": {
-        "go on from it: <>. `infinity checkpoint remove --pinned <": "cli/test_pins.py::"
-        "test_remove_is_refused_while_folders_pin_and_leaves_none_that_looks_resumable",
-    },
-    "integrations/strategy.py": {
-        "under `infinity run` a Lightning Trai": "integrations/test_lightning.py::"
-        "test_a_trainer_without_the_strategy_that_is_refused_trains",
-        "or infinity.AdamW(..., max_grad_norm": "integrations/test_lightning.py::"
-        "test_what_clips_in_fp16_or_after_it_trains_as_the_refusal_says",
-        "after `infinity plan --batch-size N` says that it fits": "integrations/test_lightning.py::"
-        "test_finding_a_batch_size_is_done_by_runs_of_their_own_as_the_error_says",
-        "call torch.nn.utils.clip_grad_value_ in": "integrations/test_lightning.py::"
-        "test_clipping_by_value_works_as_its_refusal_says",
-        "infinity.state_dict(model) goes through them one by one, after any": "integrations/test_lightning.py::"
-        "test_a_callback_of_ones_own_averages_weights",
-        "`infinity run` has a swap confi": "integrations/test_lightning.py::test_two_swap_configs_are_refused",
-        "it goes on: leave --resume out, and call tra": "integrations/test_lightning.py::"
-        "test_the_launchers_resume_names_ckpt_path",
-    },
     "io/rank_stores.py": {
         "the old one with `infinity checkpoint remove <>`.": "io/test_rank_stores.py::"
         "test_what_is_in_the_way_goes_with_the_command_that_is_named",
@@ -365,77 +442,98 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "too. Copy it with `cp --reflink=auto`, and rename": "cli/test_checkpoint.py::"
         "test_a_swap_file_with_another_name_is_not_written_to",
     },
-    "runtime/saved.py": {
-        "or from before infinity.gathered(..., write=True) c": "runtime/test_errors.py::"
-        "test_backward_after_step_on_old_weights_is_an_error",
+    "optim/groups.py": {
+        "is not offloaded: call infinity.offload(model, config) bef": "optim/test_groups.py::"
+        "test_tensors_that_are_refused_are_taken_when_they_are_offloaded",
+        "add it, then call infinity.offload(whole, config)": "runtime/test_anew.py::"
+        "test_a_head_around_an_offloaded_model_is_refused_and_trains_where_it_is_put_before",
+        "are in the store. infinity.commit(model) and commit_": "optim/test_groups.py::"
+        "test_instead_of_a_copy_of_the_optimizer_the_ways_that_its_error_names_have_its_states",
+        "model.parameters() makes a new generator": "optim/test_groups.py::"
+        "test_what_is_no_list_of_parameters_is_refused",
+        "give its parameters, model.parameters()": "optim/test_groups.py::"
+        "test_what_is_no_list_of_parameters_is_refused",
+        "or a list of param groups": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
+        "which is no parameter: give": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
     },
-    "runtime/tiles.py": {
-        "freeze the layer with layer.requires_grad_(False)": "runtime/test_tiles.py::"
-        "test_the_whole_weight_is_read_and_never_changed_in_vain",
-    },
-    "cli/limits.py": {
-        "give a smaller --sequence-length. A model with rot": "cli/test_limits.py::"
-        "test_a_model_with_rotary_positions_learns_more_of_them_where_its_config_says_so",
-    },
-    "cli/loggers.py": {
-        "warning: --logger <> could not <> (": "cli/test_meanwhile.py::test_a_logger_that_fails_does_not_end_the_run",
-    },
-    "cli/options_file.py": {
-        "<>: <> is no option of infinity finetune<>": "cli/test_run_file.py::"
-        "test_an_option_that_a_message_proposes_is_one",
-    },
-    "cli/planning/here.py": {
-        "`infinity-bench --path DIRECTORY` measur": "cli/planning/test_main.py::"
-        "test_an_assumed_disk_is_measured_as_the_plan_says",
-    },
-    "cli/planning/main.py": {
-        "available yet: give --ranks 1, or --frozen bf": "cli/planning/test_main.py::"
-        "test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_the_message_says",
-    },
-    "cli/reading.py": {
-        "the first document of --data, with what is lea": "cli/test_examples.py::"
-        "test_verbose_shows_the_first_document_of_the_data",
-    },
-    "cli/saved_steps.py": {
-        "keep fewer (--save-limit)": "cli/test_saved_steps.py::test_without_room_for_models_each_way_on_has_room",
-        "free. <>, or choose an --output on another": "cli/test_saved_steps.py::"
-        "test_without_room_for_models_each_way_on_has_room",
-        "the models of --save-every and --save-best": "cli/test_meanwhile.py::"
-        "test_what_another_run_has_left_is_not_mixed_with",
-        "<>, for the models of --save-every and --save-best, ": "cli/test_saved_steps.py::"
-        "test_a_place_that_cannot_be_written_is_named_before_the_run",
-        "--save-best needs --eval-steps: else the last st": "cli/test_saved_steps.py::"
-        "test_the_best_model_needs_evaluations_on_the_way",
-    },
-    "cli/separate.py": {
-        "parts them. Give --no-packing: each sequence ha": "cli/test_examples.py::"
-        "test_a_model_that_cannot_keep_examples_apart_trains_without_packing",
-    },
-    "cli/tracing.py": {
-        "--trace-steps needs --trace FILE": "cli/test_finetune.py::"
-        "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
-        "--trace <>: --output must be empty whe": "cli/test_finetune.py::"
-        "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
-    },
-    "integrations/launcher.py": {
-        "infinity run needs transformer": "integrations/test_launcher.py::"
-        "test_what_pip_is_told_to_install_is_a_version_that_works",
-    },
-    "integrations/optimizers.py": {
-        "the swap config, with infinity.runtime.pins.pin(model, folder): su": "integrations/test_accelerate.py::"
-        "test_a_script_that_saves_a_state_dict_itself_goes_on_from_a_folder_that_it_pins_as_the_warning_says",
+    "optim/offloaded.py": {
+        "infinity run --resume FOLDER),": "integrations/test_accelerate.py::"
+        "test_resume_and_load_state_go_on_to_the_bits_of_the_uninterrupted_loop",
+        "with infinity.resume, or from a copy": "optim/test_groups.py::"
+        "test_instead_of_a_copy_of_the_optimizer_the_ways_that_its_error_names_have_its_states",
+        "moments and its step anew, call optimizer": "optim/test_adamw.py::"
+        "test_a_moment_that_is_set_is_refused_and_cleared_states_begin_anew_as_the_message_says",
+        "reads a copy of it, and a change": "optim/test_adamw.py::"
+        "test_a_moment_that_is_asked_for_in_state_is_read_as_the_message_says",
     },
     "optim/scaling.py": {
         "and leave scaler.unscale_() out": "runtime/test_loss_scaling.py::"
         "test_a_gradient_set_by_hand_after_unscaling_is_refused_and_one_that_is_scaled_is_taken",
     },
-    "durable/commits.py": {
-        "call infinity.commit(model) where an it": "runtime/test_loop_tops.py::"
-        "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
+    "runtime/anew.py": {
+        "the model, then call infinity.offload(model, config).": "runtime/test_anew.py::"
+        "test_after_a_step_the_error_names_the_order",
     },
-    "durable/resumed.py": {
-        "or call infinity.commit(model) where an it": "runtime/test_loop_tops.py::"
-        "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
+    "runtime/gathered.py": {
+        "before the pass, or after it": "runtime/test_gathered.py::"
+        "test_writing_in_a_forward_is_refused_and_after_it_works",
+        "write infinity.gathered(model, *several)": "runtime/test_gathered.py::"
+        "test_a_list_of_modules_is_refused_and_its_items_are_taken",
+        "Enter it between backward() and optim.step().": "runtime/test_gathered_gradients.py::"
+        "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
+    },
+    "runtime/guards.py": {
+        "To write it, use infinity.save_pretrained(model, directory)": "runtime/test_errors.py::"
+        "test_nothing_passes_placeholders_on",
+        "other.load_state_dict(model.state_dict())": "runtime/test_errors.py::test_nothing_passes_placeholders_on",
+    },
+    "runtime/hooks.py": {
+        "or call model.to(torch.bfloat16) before infinity.offload": "runtime/test_errors.py::"
+        "test_fp32_weights_under_autocast_are_refused_with_the_fix",
+    },
+    "runtime/offload.py": {
+        "with infinity.offload_from_checkpoint(model, '<>', confi": "checkpoint/test_pinned.py::"
+        "test_the_oldest_pin_becomes_a_portable_copy_of_its_bits",
+        "load the model anew, and offload that": "runtime/test_errors.py::test_offloading_twice_is_refused",
+        "Leave max_norm out, and before the forward": "runtime/test_gathered_writes.py::"
+        "test_an_embedding_with_max_norm_is_refused_and_what_the_error_says_does_the_same",
+    },
+    "runtime/saved.py": {
+        "or from before infinity.gathered(..., write=True) c": "runtime/test_errors.py::"
+        "test_backward_after_step_on_old_weights_is_an_error",
+    },
+    "runtime/tiles.py": {
+        "(after infinity.load_pretrained(path, config, defe": "checkpoint/test_tiles.py::"
+        "test_weights_of_a_tiled_model_are_read_again_when_it_is_offloaded_anew",
+        "Take model.parameters() again, after the optimizer is made.": "integrations/test_own_modules.py::"
+        "test_a_list_with_the_weight_of_a_layer_that_was_tiled_says_so_when_it_is_asked_for_gradients",
+        "freeze the layer with layer.requires_grad_(False)": "runtime/test_tiles.py::"
+        "test_the_whole_weight_is_read_and_never_changed_in_vain",
+    },
+    "runtime/track.py": {
+        "say which: infinity.track(..., model=model)": "runtime/test_loops.py::"
+        "test_where_there_are_no_models_or_several_track_says_what_to_give",
+        "call infinity.offload(model, config) before infinity.track(...)": "runtime/test_loops.py::"
+        "test_where_there_are_no_models_or_several_track_says_what_to_give",
+    },
+    "state/released.py": {
+        "forward, or in `with infinity.gathered(model, module):`, ": "runtime/test_released.py::"
+        "test_where_the_error_says_that_values_are_they_are",
+        "infinity.save_pretrained(model, directory) writes them": "runtime/test_released.py::"
+        "test_where_the_error_says_that_values_are_they_are",
+        "or loaded with infinity.load_pretrained(path, dtype=...). ": "runtime/test_errors.py::"
+        "test_a_conversion_is_done_before_the_model_is_offloaded_or_as_it_is_loaded",
+        "of infinity, such as infinity.AdamW(model.parameters()": "runtime/test_released.py::"
+        "test_a_weight_that_an_optimizer_of_torch_cannot_change_is_changed_by_one_of_infinity",
+        "elsewhere use `with infinity.gathered(model, module):`, ": "runtime/test_errors.py::"
+        "test_changing_a_weight_in_place_outside_the_forward_raises_whatever_is_on_the_device",
+        "Change it in `with infinity.gathered(model, module, wri": "runtime/test_nested.py::"
+        "test_a_forward_that_writes_to_a_released_weight_is_refused",
+        "other.load_state_dict(model.state_dict()). <>": "runtime/test_errors.py::test_nothing_passes_placeholders_on",
+    },
+    "units/parameters.py": {
+        "lost. Do it in `with infinity.gathered(model, module, wri": "runtime/test_errors.py::"
+        "test_changing_a_weight_in_place_in_a_forward_is_noticed",
     },
 }
 """By file: a part of the sentence, and the test that does it, below tests/."""

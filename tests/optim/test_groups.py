@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.cli.main import main
 from tests.conftest import weights_of
 from tests.optim.conftest import backward, require_next_step_is_good, require_unchanged_by
 
@@ -148,6 +150,50 @@ def test_a_copy_of_the_optimizer_is_refused(make: Callable[[Any], Any], small: n
     with pytest.raises(infinity.ReleasedParameterError, match="a copy or a pickle of infinity.AdamW would hold"):
         make(optim)
     require_next_step_is_good(small, optim)
+
+
+def test_instead_of_a_copy_of_the_optimizer_the_ways_that_its_error_names_have_its_states(
+    swap_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """And those of the error of a state_dict that another run saved."""
+    plain, config = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), swap_config(commit_every=1)
+    model = infinity.offload(copy.deepcopy(plain), config)
+    optim = infinity.AdamW(model.parameters(), lr=1e-2)
+    backward(model)
+    optim.step()
+    infinity.commit(model)
+    saved = optim.state_dict()
+    second = infinity.offload(copy.deepcopy(plain), config | {"nvme": {"paths": [str(tmp_path / "second")]}})
+    its_own = infinity.AdamW(second.parameters(), lr=1e-2)
+    with pytest.raises(
+        infinity.ModelError, match=r"with infinity\.resume, or from a copy with infinity\.offload_from_c"
+    ):
+        its_own.load_state_dict(saved)
+    require_next_step_is_good(second, its_own)
+    infinity.close(second)
+    infinity.close(model)
+    assert main(["checkpoint", "export", str(tmp_path / "swap"), "--output", str(tmp_path / "out")]) == 0
+    copied = config | {"nvme": {"paths": [str(tmp_path / "copied")]}}
+    for again in (
+        infinity.resume(copy.deepcopy(plain), config),
+        infinity.offload_from_checkpoint(copy.deepcopy(plain), tmp_path / "out", copied),
+    ):
+        optim = infinity.AdamW(again.parameters(), lr=1e-2)
+        optim.load_state_dict(saved)
+        assert [state["step"] for state in optim.state_dict()["state"].values()] == [1] * 4
+        require_next_step_is_good(again, optim)
+        infinity.close(again)
+
+
+def test_tensors_that_are_refused_are_taken_when_they_are_offloaded() -> None:
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(
+        infinity.ModelError, match=r"call infinity\.offload\(model, config\) before infinity\.AdamW\(model"
+    ):
+        infinity.AdamW(plain.parameters())
+    model = infinity.offload(plain, {"weights": "host", "optimizer": "host"})
+    require_next_step_is_good(model, infinity.AdamW(model.parameters()))
+    infinity.close(model)
 
 
 def test_what_was_put_into_the_groups_by_hand_is_found_at_the_step(small: nn.Module) -> None:

@@ -230,6 +230,37 @@ def test_after_a_step_the_error_names_the_order(load: Load, plain: tuple[Any, Ba
     with pytest.raises(ModelError, match=r"before the first optimizer.*defer=True"):
         infinity.AdamW(adapted(model).parameters(), lr=LR)
     assert infinity.statistics(model).steps == 3
+    model, config = load("in order", defer=True)
+    changed = adapted(resized(model))
+    infinity.offload(model, config)
+    assert trained(changed, plain[1], infinity.AdamW)[-1] > 0
+
+
+class WithHead(nn.Module):
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(128, 2)
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        return self.head(self.body(**batch).logits).square().mean()
+
+
+def test_a_head_around_an_offloaded_model_is_refused_and_trains_where_it_is_put_before(
+    load: Load, plain: tuple[Any, Batch]
+) -> None:
+    """As the error says."""
+    with pytest.raises(
+        ModelError, match=r"is not offloaded: call infinity\.offload.*put there before: give defer=True"
+    ):
+        infinity.AdamW(WithHead(load("after")[0]).parameters(), lr=LR)
+    model, config = load("before", defer=True)
+    whole = infinity.offload(WithHead(model), config)
+    optim, before = infinity.AdamW(whole.parameters(), lr=LR), weights_of(whole)
+    whole(**plain[1]).backward()
+    optim.step()
+    assert not torch.equal(weights_of(whole)["head.weight"], before["head.weight"])
+    assert not torch.equal(weights_of(whole)["body.lm_head.weight"], before["body.lm_head.weight"])
+    infinity.close(whole)
 
 
 def test_parameters_frozen_after_a_step_keep_their_states(load: Load, plain: tuple[Any, Batch]) -> None:

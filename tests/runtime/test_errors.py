@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import infinity
 from infinity import _native
@@ -202,9 +203,17 @@ def test_fp32_weights_under_autocast_are_refused_with_the_fix(offload: Any) -> N
     model = offload(model)
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(infinity.ModelError, match=r"dtype=torch\.bfloat16, or call model\.to\(torch\.bfloat16\)"),
+        pytest.raises(infinity.ModelError, match=r"or call model\.to\(torch\.bfloat16\) before infinity\.offload"),
     ):
         loss_of(model, batch)
+    infinity.close(model)
+    model = offload(llama()[0].to(torch.bfloat16))
+    optim = infinity.AdamW(model.parameters())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = loss_of(model, batch)
+    loss.backward()
+    optim.step()
+    assert loss.isfinite()
 
 
 def test_torchs_clip_grad_value_raises(trained: Any) -> None:
@@ -242,12 +251,21 @@ def test_autocast_with_bf16_weights_and_a_few_in_fp32_is_let_through(offload: An
         lambda model: copy.deepcopy(model),
         lambda model: copy.deepcopy(model.model.layers[1].mlp),
         lambda model: pickle.dumps(model),
+        lambda model: copy.deepcopy(model.lm_head.weight),
     ],
-    ids=["deepcopy", "a block's deepcopy", "pickle"],
+    ids=["deepcopy", "a block's deepcopy", "pickle", "a parameter's deepcopy"],
 )
-def test_nothing_passes_placeholders_on(use: Callable[[Any], Any], trained: Any) -> None:
-    with pytest.raises(infinity.ReleasedParameterError, match="placeholders"):
+def test_nothing_passes_placeholders_on(use: Callable[[Any], Any], trained: Any, tmp_path: Path) -> None:
+    """What the error says does the same."""
+    with pytest.raises(infinity.ReleasedParameterError, match="placeholder"):
         use(trained[0])
+    infinity.save_pretrained(trained[0], tmp_path / "saved")
+    others = llama()[0].bfloat16(), LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    others[0].load_state_dict(trained[0].state_dict())
+    with infinity.gathered(trained[0]):
+        for other in others:
+            for name, value in other.state_dict().items():
+                assert torch.equal(trained[0].state_dict()[name], value)
     assert_next_step_is_good(*trained)
 
 
@@ -259,6 +277,30 @@ def test_converting_the_model_raises_and_changes_nothing(convert: str, trained: 
         getattr(model, convert)()
     infinity.save_pretrained(model, tmp_path / "saved")
     assert_next_step_is_good(*trained)
+    with infinity.gathered(model, model.lm_head):
+        assert getattr(model.lm_head.weight.detach(), convert)().dtype != torch.bfloat16
+
+
+@pytest.mark.parametrize("convert", ["float", "half"])
+def test_a_conversion_is_done_before_the_model_is_offloaded_or_as_it_is_loaded(
+    convert: str, trained: Any, swap_config: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """As the error says."""
+    model, batch, _ = trained
+    with pytest.raises(infinity.ReleasedParameterError, match=r"before infinity\.offload, or loaded with infinity"):
+        getattr(model, convert)()
+    infinity.save_pretrained(model, tmp_path / "saved")
+    infinity.close(model)
+    dtype = {"float": torch.float32, "half": torch.float16}[convert]
+    loaded = infinity.load_pretrained(tmp_path / "saved", swap_config(), dtype=dtype)
+    weights = weights_of(loaded)
+    infinity.close(loaded)
+    other = getattr(LlamaForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16), convert)()
+    assert loss_of(infinity.offload(other, swap_config()), batch).isfinite()
+    for name, weight in weights_of(other).items():
+        assert weight.dtype == dtype
+        assert torch.equal(weight, weights[name])
+    infinity.close(other)
 
 
 def test_moving_to_the_same_place_is_harmless(trained: Any) -> None:
@@ -292,6 +334,17 @@ def test_a_parameter_that_is_resized_in_gathered_is_noticed(trained: Any) -> Non
     assert_next_step_is_good(*trained)
 
 
+def test_what_is_resized_in_vain_in_gathered_is_resized_without_it(offload: Any) -> None:
+    model, batch = llama(layers=2)
+    model = offload(model)
+    with pytest.raises(infinity.ModelError, match=r"resize_token_embeddings\(\) needs no infinity\.gathered"):  # noqa: SIM117
+        with infinity.gathered(model, model.lm_head, write=True):
+            model.lm_head.weight.data = torch.zeros(200, 64)
+    model.resize_token_embeddings(200)
+    step(model, batch, infinity.AdamW(model.parameters()))
+    assert weights_of(model)["lm_head.weight"].shape == (200, 64)
+
+
 def test_changing_a_weight_in_place_outside_the_forward_raises_whatever_is_on_the_device(trained: Any) -> None:
     model, batch, _ = trained
     loss_of(model, batch)
@@ -299,7 +352,14 @@ def test_changing_a_weight_in_place_outside_the_forward_raises_whatever_is_on_th
         for parameter in model.parameters():
             with pytest.raises(infinity.ReleasedParameterError, match="mul_ uses parameter"):
                 parameter.mul_(1.5)
+            with pytest.raises(infinity.ReleasedParameterError, match="`.data` of parameter"):
+                parameter.data.mul_(1.5)
     assert_next_step_is_good(*trained)
+    before = weights_of(model)["lm_head.weight"]
+    with infinity.gathered(model, model.lm_head, write=True), torch.no_grad():
+        model.lm_head.weight.mul_(2)
+        model.lm_head.weight.data.mul_(2)
+    assert torch.equal(weights_of(model)["lm_head.weight"], before * 4)
 
 
 def test_changing_a_weight_in_place_in_a_forward_is_noticed(offload: Any, computes_on: Any) -> None:
@@ -308,21 +368,35 @@ def test_changing_a_weight_in_place_in_a_forward_is_noticed(offload: Any, comput
     class Changing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+            self.blocks, self.changes = nn.ModuleList(nn.Linear(8, 8) for _ in range(2)), True
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.blocks[1](self.blocks[0](x))
-            with torch.no_grad():
-                self.blocks[1].weight.mul_(1.5)
+            if self.changes:
+                change(self)
             return x.sum()
+
+    def change(model: Any) -> None:
+        with torch.no_grad():
+            model.blocks[1].weight.mul_(1.5)
 
     model = offload(Changing())
     found = "the change would be lost"
     if computes_on is None:
         model(torch.randn(2, 8))
         found = "was changed outside infinity"
-    with pytest.raises(infinity.ModelError, match=f"'blocks.1.weight'.*{found}"):
+    with pytest.raises(infinity.ModelError, match=f"'blocks.1.weight'.*{found}.*`with infinity.gathered"):
         model(torch.randn(2, 8))
+    infinity.close(model)
+    model, plain = Changing(), Changing()
+    model.changes = plain.changes = False
+    plain.load_state_dict(model.state_dict())
+    model = offload(model)
+    for _ in range(2):
+        assert torch.equal(*(each(torch.ones(2, 8)) for each in (model, plain)))
+        with infinity.gathered(model, model.blocks[1], write=True):
+            change(model)
+        change(plain)
 
 
 def test_a_forked_worker_cannot_use_the_model(trained: Any) -> None:
@@ -461,8 +535,14 @@ def test_what_is_frozen_after_the_optimizer_was_made_is_unfrozen_by_add_param_gr
 
 
 def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
-    with pytest.raises(infinity.ModelError, match="offloaded already"):
-        infinity.offload(trained[0], swap_config())
+    """Closed or not, it has no values to offload again; a model that is made anew has."""
+    for close in (lambda: None, lambda: infinity.close(trained[0])):
+        close()
+        with pytest.raises(infinity.ModelError, match="is offloaded already.*load the model anew, and offload that"):
+            infinity.offload(trained[0], swap_config())
+    again = infinity.offload(llama()[0].bfloat16(), swap_config(memory=TIGHT))
+    assert step(again, trained[1], infinity.AdamW(again.parameters())) > 0
+    infinity.close(again)
 
 
 @pytest.mark.parametrize(

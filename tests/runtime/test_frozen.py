@@ -259,7 +259,7 @@ def test_a_disk_that_fails_or_lies_about_encoded_weights_is_named(codec: Any, ki
 TIGHT = {"device": "700KiB", "host": "512MiB"}
 
 
-def test_encoded_weights_are_read_and_not_written(offload: Offload) -> None:
+def test_encoded_weights_are_read_and_written_as_the_error_says_only(offload: Offload) -> None:
     model = offload(begun({}), frozen="nf4")
     before = weights_of(model)
     name = "base_model.model.model.layers.1.self_attn.k_proj.weight"
@@ -274,6 +274,17 @@ def test_encoded_weights_are_read_and_not_written(offload: Offload) -> None:
     assert torch.equal(after[name], before[name])
     assert not after["base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight"].any()
     require_no_leaks(model)
+    infinity.close(model)
+    for frozen in ("nf4", "bf16"):
+        model = begun({})
+        if frozen == "nf4":
+            torch.nn.init.zeros_(model.get_parameter(name))
+        offload(model, frozen=frozen)
+        if frozen == "bf16":
+            with infinity.gathered(model, write=True), torch.no_grad():
+                model.get_parameter(name).zero_()
+        assert not weights_of(model)[name].any()
+        infinity.close(model)
 
 
 def test_a_device_that_cannot_decode_loses_no_memory(

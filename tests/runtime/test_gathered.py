@@ -249,7 +249,7 @@ def test_an_inner_context_reads_what_an_outer_one_wrote(trained: Trained) -> Non
     assert not weights(model)["lm_head.weight"].any()
 
 
-def test_writing_in_a_forward_is_refused(offload: Any) -> None:
+def test_writing_in_a_forward_is_refused_and_after_it_works(offload: Any) -> None:
     class Writing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -259,8 +259,34 @@ def test_writing_in_a_forward_is_refused(offload: Any) -> None:
             with infinity.gathered(self, self.blocks[1], write=True):
                 return x
 
-    with pytest.raises(infinity.ModelError, match="in a forward or backward pass"):
-        offload(Writing())(torch.ones(1, 8))
+    model = offload(Writing())
+    with pytest.raises(infinity.ModelError, match="in a forward or backward pass.*before the pass, or after it"):
+        model(torch.ones(1, 8))
+    with infinity.gathered(model, model.blocks[1], write=True):
+        model.blocks[1].weight.data.fill_(0.5)
+    assert bool((weights(model)["blocks.1.weight"] == 0.5).all())
+
+
+def test_a_list_of_modules_is_refused_and_its_items_are_taken(trained: Trained) -> None:
+    model, _, _ = trained
+    several = [model.lm_head, model.model.norm]
+    with pytest.raises(infinity.ConfigError, match=r"not list; write infinity\.gathered\(model, \*several\)"):
+        infinity.gathered(model, several)  # type: ignore[arg-type]
+    expected = weights(model)
+    with infinity.gathered(model, *several):
+        assert torch.equal(model.lm_head.weight.data, expected["lm_head.weight"])
+        assert torch.equal(model.model.norm.weight.data, expected["model.norm.weight"])
+
+
+def test_frozen_weights_are_written_after_a_step_without_generations(offload: Any) -> None:
+    """As the error says that they share one copy."""
+    model, batch = llama()
+    model.lm_head.weight.requires_grad_(False)
+    model = offload(model.bfloat16().train(), memory=TIGHT, commit_every=0)
+    step(model, batch, infinity.AdamW(model.parameters(), lr=1e-2))
+    with infinity.gathered(model, model.lm_head, write=True):
+        model.lm_head.weight.data.fill_(0.5)
+    assert bool((weights(model)["lm_head.weight"] == 0.5).all())
 
 
 def test_frozen_weights_that_generations_share_are_not_written(offload: Any) -> None:
@@ -288,3 +314,8 @@ def test_copies_that_do_not_fit_are_refused_with_the_number(trained: Trained, mo
         context.__enter__()
     with pytest.raises(infinity.ReleasedParameterError):
         trained[0].lm_head.weight.norm()
+    expected = weights(trained[0])
+    for name, module in trained[0].named_modules():
+        if name.endswith("norm"):
+            with infinity.gathered(trained[0], module):
+                assert torch.equal(module.weight.data, expected[f"{name}.weight"])

@@ -18,6 +18,7 @@ from torch import nn
 
 import infinity
 from infinity import _native
+from infinity.cli.main import main
 from infinity.errors import ConfigError, ModelError, ResumeError, StoreNotEmptyError, SwapIOError
 from infinity.io import durable
 from infinity.io.directory import SWAP_NAME, generations_in
@@ -367,6 +368,34 @@ def test_a_resume_that_fails_or_does_nothing_removes_nothing(tmp_path: Path) -> 
     assert list(generations_in(tmp_path / "swap")) == [4, 3, 2]
     assert trained(swap, 1, step=2) == 2
     assert list(generations_in(tmp_path / "swap")) == [3, 2]
+
+
+def test_states_of_another_form_are_moved_as_the_error_says(tmp_path: Path) -> None:
+    swap, out = config(tmp_path / "swap"), tmp_path / "out"
+    trained(swap, 2)
+    with pytest.raises(
+        ResumeError, match=r"another form: moments.*`infinity checkpoint export` and infinity\.offload_f"
+    ):
+        infinity.resume(fresh(), swap | {"moments": "bf16"})
+    assert main(["checkpoint", "export", str(tmp_path / "swap"), "--output", str(out)]) == 0
+    model = infinity.offload_from_checkpoint(fresh(), out, config(tmp_path / "other", moments="bf16"))
+    infinity.AdamW(model.parameters())
+    assert infinity.track(model=model) == 2
+    infinity.close(model)
+    assert trained(swap, 1) == 2
+
+
+def test_where_there_are_no_models_or_several_track_says_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no model is offloaded: call infinity\.offload\(model, config\) before"):
+        infinity.track()
+    models = [infinity.offload(fresh(), config(tmp_path / name)) for name in ("one", "two")]
+    with pytest.raises(
+        ModelError, match=r"there are 2 offloaded models; say which: infinity\.track\(\.\.\., model=model"
+    ):
+        infinity.track(counter=Counter())
+    for model in models:
+        assert infinity.track(counter=Counter(), model=model) == 0
+        infinity.close(model)
 
 
 @pytest.mark.parametrize("checksums", [True, False])

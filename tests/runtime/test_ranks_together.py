@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import infinity
 from infinity import _native
+from infinity.cli.main import main
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, PeerError, PlanError, ResumeError
 from infinity.io.rank_stores import steps_of
@@ -191,13 +192,30 @@ def values_of_gradients(folder: str) -> None:
         optim.step()
         optim.zero_grad()
     assert [each.shape for each in own] == [parameter.shape] * 2
-    with pytest.raises(NotAvailableError, match="infinity checkpoint export"):
-        optim.read_state(parameter, "exp_avg")
     infinity.close(model)
 
 
 def test_values_of_gradients_are_refused_by_name(tmp_path: Path) -> None:
     run(2, values_of_gradients, str(tmp_path))
+
+
+def values_of_moments(folder: str) -> None:
+    model = offloaded(folder, TIERS[3] | {"commit_every": 1})
+    optim = infinity.AdamW(model.parameters())
+    model(batch(0, dist.get_rank(), torch.float32)).backward()
+    optim.step()
+    with pytest.raises(
+        NotAvailableError, match="in slices on several ranks. `infinity checkpoint export` writes it wh"
+    ):
+        optim.read_state(model.head.weight, "exp_avg")
+    infinity.close(model)
+
+
+def test_moments_of_several_ranks_are_refused_by_name_and_written_whole_as_the_error_says(tmp_path: Path) -> None:
+    run(2, values_of_moments, str(tmp_path / "swap"))
+    assert main(["checkpoint", "export", str(tmp_path / "swap"), "--output", str(tmp_path / "out")]) == 0
+    (states,) = (tmp_path / "out" / "optimizer").glob("*.safetensors")
+    assert load_file(states)["head.weight.exp_avg"].shape == Blocks(torch.float32).head.weight.shape
 
 
 def saved(folder: str) -> Any:

@@ -6,11 +6,13 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrize
@@ -21,6 +23,7 @@ from torch.utils.dlpack import to_dlpack
 import infinity
 from infinity.coordinator import registry
 from infinity.state.released import ReleasedParameter
+from tests.conftest import weights_of
 
 Use = Callable[[nn.Parameter], Any]
 
@@ -312,6 +315,32 @@ def test_in_the_forward_a_weight_is_brought_when_it_is_read(mode: str, reader: R
             for mine, theirs in zip(tree_leaves(seen), tree_leaves(expected), strict=True):
                 same = torch.equal if isinstance(mine, torch.Tensor) else np.array_equal
                 assert same(mine, theirs), way
+
+
+def test_where_the_error_says_that_values_are_they_are(reader: Reader, tmp_path: Path) -> None:
+    weight = reader.blocks[5].weight
+    with pytest.raises(infinity.ReleasedParameterError, match=r"inside the model's forward, or in `with infinity.gath"):
+        weight.norm()
+    reader.use = nn.Parameter.norm
+    assert reader(torch.ones(2, WIDTH)) == reader.values.norm()
+    with infinity.gathered(reader, reader.blocks[5]):
+        assert weight.norm() == reader.values.norm()
+    assert torch.equal(dict(infinity.state_dict(reader))["blocks.5.weight"], reader.values)
+    infinity.save_pretrained(reader, tmp_path / "saved")
+    assert torch.equal(load_file(tmp_path / "saved" / "model.safetensors")["blocks.5.weight"], reader.values)
+
+
+def test_a_weight_that_an_optimizer_of_torch_cannot_change_is_changed_by_one_of_infinity(reader: Reader) -> None:
+    """As the error says, and in infinity.gathered."""
+    reader.use = lambda weight: (torch.ones(2, WIDTH) @ weight).square().sum()
+    reader(torch.ones(2, WIDTH)).backward()
+    with pytest.raises(infinity.ReleasedParameterError, match=r"such as infinity\.AdamW\(model\.parameters\(\)\)"):
+        nn.init.normal_(reader.blocks[5].weight)
+    infinity.AdamW(reader.parameters(), lr=1e-2).step()
+    assert not torch.equal(weights_of(reader)["blocks.5.weight"], reader.values)
+    with infinity.gathered(reader, reader.blocks[5], write=True):
+        nn.init.ones_(reader.blocks[5].weight)
+    assert bool((weights_of(reader)["blocks.5.weight"] == 1).all())
 
 
 def test_metadata_is_that_of_the_values(reader: Reader) -> None:
