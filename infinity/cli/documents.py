@@ -32,6 +32,7 @@ _LINES = (".jsonl", ".ndjson")
 _LIST = ".json"
 """A list of rows. It is read where it is named; in a directory such a file may be anything."""
 _LIST_BYTES_MAX = 1 << 30
+_PIECE_BYTES = 1 << 20
 _OTHER_FORMATS = {
     (".feather",): "Give .parquet or .jsonl instead; pandas writes both",
     (".gz", ".bz2", ".xz"): "Unpack it and give what is in it, or name it as what it is, such as .jsonl.gz or .txt.gz",
@@ -241,12 +242,23 @@ def _text_pieces(path: Path) -> Text:
         raise _unreadable(path, error) from error
 
 
+def _at_most(nbytes: int, file: IO[bytes]) -> bytes | None:
+    """What is in a file; None where that is more. Piece by piece: read(nbytes) takes that much memory first."""
+    pieces: list[bytes] = []
+    while piece := file.read(_PIECE_BYTES):
+        nbytes -= len(piece)
+        if nbytes < 0:
+            return None
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
 def _list(path: Path) -> list[Any]:
     """The rows of a .json file. Raises ConfigError."""
     try:
         with _opened(path) as file:
-            content = file.read(_LIST_BYTES_MAX + 1) if path.stat().st_size <= _LIST_BYTES_MAX else None
-        if content is None or len(content) > _LIST_BYTES_MAX:
+            content = _at_most(_LIST_BYTES_MAX, file)
+        if content is None:
             raise ConfigError(
                 f"{printable(path)}: the file is larger than {_LIST_BYTES_MAX >> 20} MiB, and would be in memory "
                 "whole: give .jsonl instead, one object a line"

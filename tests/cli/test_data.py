@@ -285,6 +285,17 @@ def test_a_packed_file_is_read_as_what_is_in_it(packer: Any, ending: str, pack: 
         pack(packed)
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
+def test_a_list_that_is_too_long_for_memory_is_refused_however_short_its_file_is(
+    name: str, pack: Pack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(documents, "_LIST_BYTES_MAX", 1 << 20)
+    rows = json.dumps([{"text": "the fox"}] * 60_000).encode()
+    (tmp_path / name).write_bytes(gzip.compress(rows) if name.endswith("gz") else rows)
+    with pytest.raises(ConfigError, match="larger than 1 MiB.*give .jsonl instead"):
+        pack(tmp_path / name)
+
+
 def test_a_packed_file_without_a_name_for_what_is_in_it_can_be_named(pack: Pack, tmp_path: Path) -> None:
     (tmp_path / "a.gz").write_bytes(gzip.compress(b'{"text": "the fox"}'))
     with pytest.raises(ConfigError, match=r"or name it as what it is, such as \.jsonl\.gz"):
