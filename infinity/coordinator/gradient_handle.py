@@ -136,8 +136,8 @@ class GradientHandle(torch.Tensor):
         holder = self._held()
         if not holder.gradients.has(self._place):
             raise ReleasedParameterError(
-                f"the gradient of '{self._place.spec.name}' is gone, dropped by zero_grad() or replaced by another "
-                "backward. To keep its values, copy them in `with infinity.gathered(model, module, grads=True):`"
+                f"the gradient of '{self._place.spec.name}' is gone: zero_grad(), or an assignment to .grad, dropped "
+                "it. To keep its values, copy them in `with infinity.gathered(model, module, grads=True):` before that"
             )
         return holder
 
