@@ -168,8 +168,10 @@ class Coordinator(Stepping):
     def _set_by_hand(self, place: Place) -> None:
         """A gradient is set, changed or cleared by hand: no update goes on with what was there."""
         if self.units[place.unit.index].speculative is not None:
-            advice = "Set overlap: before_forward if that is usual."
-            self._speculator.undo("a gradient was set, changed or cleared by hand", advice)
+            self._undo_speculation("a gradient was set, changed or cleared by hand")
+
+    def _undo_speculation(self, cause: str) -> None:
+        self._speculator.undo(cause, "Set overlap: before_forward if that is usual.")
 
     @transition
     def arrive(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> bool:
@@ -254,8 +256,7 @@ class Coordinator(Stepping):
     def zero_grad(self, parameters: Iterable[tuple[nn.Parameter, Place]]) -> None:
         """Forget gradients, and what was begun with them; `.grad` becomes None."""
         if self.updates.speculative:
-            advice = "Set overlap: before_forward if that is usual."
-            self._speculator.undo("the gradients were dropped without a step", advice)
+            self._undo_speculation("the gradients were dropped without a step")
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
             for parameter, place in parameters:
                 if place.group.trainable:
