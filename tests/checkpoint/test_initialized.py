@@ -64,9 +64,10 @@ def deferred_of(path: Path, swap_config: Any, **options: Any) -> Any:
 
 
 @pytest.fixture
-def reported(caplog: pytest.LogCaptureFixture) -> Any:
-    """What transformers says while a model is loaded."""
+def reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What transformers says while a model is loaded, once: with CI in the environment its logger propagates, too."""
     reporter = logging.getLogger("transformers")
+    monkeypatch.setattr(reporter, "propagate", False)
     hf.logging.set_verbosity_warning()
     reporter.addHandler(caplog.handler)
     yield lambda: [each.getMessage() for each in caplog.records if each.name.startswith("transformers")]
