@@ -7,7 +7,7 @@ the rates of a machine say.
 |----------------------------------------------------------------|-------------------------------------------------|
 | plan/ (make_plan)                                              | the disks' free bytes (planning.py)             |
 | units/: all but parameters                                     | parameters, the timeline's clock (rooms.py)     |
-| coordinator/speculator, progress                               | hooks and coordinator around them (training.py) |
+| units/speculator, progress                               | hooks and coordinator around them (training.py) |
 | tiers/: all, with arena, slab, slots, queues, window, homes    | an accelerator: streams and copies (gpu.py)     |
 | io/arena, store                                                | the store's files (resources.py)                |
 |                                                                | csrc/device, the thread pool (native.py)        |

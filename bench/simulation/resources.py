@@ -15,6 +15,7 @@ from infinity import _native
 from infinity.config import NvmeConfig
 from infinity.io.store import SwapStore
 from infinity.plan.plan import Plan
+from infinity.ranks.world import Alone
 from infinity.tiers import resources
 from infinity.tiers.resources import Resources
 from simulation.disk import Disk
@@ -50,4 +51,4 @@ def open_resources(plan: Plan, disk: Disk, pool: Pool, pipeline: object, gpu: Gp
             patches.enter_context(mock.patch.object(resources, name, value))
         patches.enter_context(mock.patch.object(_native, "ThreadPool", return_value=pool))
         patches.enter_context(mock.patch.object(_native, "UpdatePipeline", return_value=pipeline))
-        return Resources(plan, NvmeConfig(), torch.device("cpu") if gpu is None else gpu.device)
+        return Resources(plan, NvmeConfig(), torch.device("cpu") if gpu is None else gpu.device, world=Alone())

@@ -6,19 +6,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from infinity.coordinator.progress import Progress
-from infinity.coordinator.speculator import Speculator
 from infinity.plan.plan import Plan
 from infinity.plan.rates import Machine
+from infinity.ranks.world import Alone
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit
 from infinity.tiers.slots import open_slots
 from infinity.units.arrivals import Passes
-from infinity.units.gradients import Gradients, UnitGradients, open_gradients
+from infinity.units.gradients import LocalGradients, UnitGradients, groups_of
 from infinity.units.health import Health
+from infinity.units.progress import Progress
 from infinity.units.room import Room
 from infinity.units.shadows import Shadows
 from infinity.units.speculation import Speculation
+from infinity.units.speculator import Speculator
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
 from infinity.units.weights import Weights
@@ -111,7 +112,7 @@ class Commits:
     def step_begins(self) -> None:
         return
 
-    def retire_if_all_have(self) -> None:
+    def retire_early(self) -> None:
         return
 
 
@@ -130,9 +131,8 @@ class Rooms:
         sizes = [units[index].weight_bytes for index in sorted(plan.placement.weights.in_ram)]
         native: Any = self.pipeline
         self.shadows = Shadows(self.resources.resting, native, plan.budgets.shadow_bytes, sizes)
-        self.health = Health()
-        gradients = [UnitGradients(unit, open_gradients(unit, self.resources)) for unit in units]
-        self.gradients = Gradients(gradients, self.resources.landing)
+        self.health = Health(Alone())
+        gradients = [UnitGradients(unit, groups_of(unit, self.resources)) for unit in units]
         self.units = [self._unit(unit, of_unit) for unit, of_unit in zip(units, gradients, strict=True)]
         self.passes = Passes([each.arrivals for each in gradients])
         self.updates = Updates(self.resources, self.shadows)
@@ -141,7 +141,10 @@ class Rooms:
         shards = [plan.peers.cut.of(unit) for unit in units]
         timeline: Any = self.timeline
         self.progress = Progress(self.resources, self.updates, commits, self.health, timeline)
-        self.speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress, shards)
+        self.speculator = Speculator(
+            self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards
+        )
+        self.gradients = LocalGradients(gradients, self.resources.landing, self.speculator.gradients_land)
         self.room = Room(self.units, self.resources, self.updates, timeline, open_slots(self.resources))
 
     def _unit(self, unit: Unit, gradients: UnitGradients) -> OffloadedUnit:

@@ -55,7 +55,7 @@ def save_adapters(model: Any, target: Path) -> None:
         coordinator.require_usable()
         coordinator.room.require_untouched()
     with _with_values(model, roots) as state:
-        coordinator.once(f"saving adapters to {target}", lambda: _write(model, target, state))
+        coordinator.world.once(f"saving adapters to {target}", lambda: _write(model, target, state))
 
 
 def _write(model: Any, target: Path, state: Tensors) -> None:

@@ -35,21 +35,21 @@ from infinity.checkpoint.quantized import (
     unquantized,
 )
 from infinity.config import SwapConfig, load_config
-from infinity.coordinator.same_values import Source
-from infinity.coordinator.together import meeting
 from infinity.durable import rng
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import generations_in
-from infinity.io.rank_stores import counts_in, rank_path, steps_of
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.anew import remember_readers
 from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload
 from infinity.runtime.pins import generation_of
 from infinity.runtime.tiles import by_rows, readers, tile_as
+from infinity.sharded.stores import counts_in, rank_path, steps_of
+from infinity.sharded.together import meeting
 from infinity.state.frozen import remember
 from infinity.state.moments import OptimizerName
+from infinity.state.values import Source
 
 logger = logging.getLogger(__name__)
 

@@ -28,10 +28,12 @@ from infinity.checkpoint.generation import newest_whole, opened, stores_in
 from infinity.checkpoint.tiled_run import tile_as_run
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
-from infinity.coordinator.together import Tell, meeting
 from infinity.errors import PlanError, ResumeError
 from infinity.io.directory import generations_in
-from infinity.io.rank_stores import (
+from infinity.ranks.ranks import rank_and_world
+from infinity.runtime import offload
+from infinity.runtime.track import commit
+from infinity.sharded.stores import (
     counts_in,
     rank_path,
     ranks_said,
@@ -39,9 +41,7 @@ from infinity.io.rank_stores import (
     require_none_pinned,
     steps_of,
 )
-from infinity.ranks.ranks import rank_and_world
-from infinity.runtime import offload
-from infinity.runtime.track import commit
+from infinity.sharded.together import Tell, meeting
 from infinity.state.moments import OptimizerName
 
 logger = logging.getLogger(__name__)

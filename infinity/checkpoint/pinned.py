@@ -51,31 +51,31 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
     coordinator, place, freed = registry.coordinator_of(model), folder_path(folder), list[Path]()
     kept = pinning.generations_of(coordinator)
     pinning.agree(coordinator)
-    while not all(coordinator.each(f"looking for a free pin for {place}", lambda: kept.has_free_pin(place))):
+    while not all(coordinator.world.each(f"looking for a free pin for {place}", lambda: kept.has_free_pin(place))):
         others = [pin.folder for pin in kept.pin_list if pin.folder != str(place)]
         if not others:
-            coordinator.each(f"looking for a pin of {place}", lambda: kept.require_free_pin(place))
+            coordinator.world.each(f"looking for a pin of {place}", lambda: kept.require_free_pin(place))
             raise AssertionError("no pin is free, and none is taken")
-        oldest = kept.pin_of(Path(coordinator.meet("looking for the oldest pin", others)[0][0]))
-        if any(coordinator.each(f"looking at {oldest.folder}", partial(kept.is_over, oldest))):
+        oldest = kept.pin_of(Path(coordinator.world.tell("looking for the oldest pin", others)[0][0]))
+        if any(coordinator.world.each(f"looking at {oldest.folder}", partial(kept.is_over, oldest))):
             # what the folder holds now is not of that generation, and is not to be touched
-            coordinator.each(f"letting go of {oldest.folder}", partial(kept.unpin, Path(oldest.folder)))
+            coordinator.world.each(f"letting go of {oldest.folder}", partial(kept.unpin, Path(oldest.folder)))
             continue
         _make_portable(coordinator, oldest, max_shard_size)
         freed.append(Path(oldest.folder))
-    coordinator.once(f"beginning {place}", lambda: remove_marker(place))
+    coordinator.world.once(f"beginning {place}", lambda: remove_marker(place))
     return freed
 
 
 def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> None:
     what = f"the portable copy of {pin}"
-    digests = coordinator.each(what, lambda: pin.digest)
+    digests = coordinator.world.each(what, lambda: pin.digest)
     folder = Path(pin.folder)
-    times = coordinator.each(f"looking at {folder}", lambda: _times(folder))[0]
-    coordinator.led(what, lambda: _copy(coordinator, pin, digests, max_shard_size))
+    times = coordinator.world.each(f"looking at {folder}", lambda: _times(folder))[0]
+    coordinator.world.once_slow(what, lambda: _copy(coordinator, pin, digests, max_shard_size))
     pinning.mark_portable(coordinator, folder, COPY_NAME)
     # trainers remove the folder with the oldest time first
-    coordinator.once(f"ending {what}", lambda: os.utime(folder, ns=(times[0], times[1])))
+    coordinator.world.once(f"ending {what}", lambda: os.utime(folder, ns=(times[0], times[1])))
 
 
 def _times(folder: Path) -> list[int]:
@@ -89,7 +89,7 @@ def _times(folder: Path) -> list[int]:
 def _copy(coordinator: Coordinator, pin: Pin, digests: Sequence[str], max_shard_size: str) -> None:
     folder = Path(pin.folder)
     store = coordinator.resources.require_store().directories[0].path
-    unpin = f"infinity checkpoint unpin {store if coordinator.world == 1 else store.parent}"
+    unpin = f"infinity checkpoint unpin {store if coordinator.world.size == 1 else store.parent}"
     if not folder.is_dir():
         raise PlanError(
             f"all pins are taken, and the oldest is of {pin}, which is gone: it cannot become a portable copy there. "
@@ -103,7 +103,7 @@ def _copy(coordinator: Coordinator, pin: Pin, digests: Sequence[str], max_shard_
 @contextmanager
 def _stores_of(coordinator: Coordinator) -> Iterator[Sequence[SwapStore]]:
     """The stores of all ranks, for reading."""
-    mine, ranks = coordinator.resources.require_store(), coordinator.world
+    mine, ranks = coordinator.resources.require_store(), coordinator.world.size
     if ranks == 1:
         yield [mine]
         return

@@ -77,7 +77,7 @@ def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
         def take_part() -> None:
             gathered = parts.values()
             try:
-                if coordinator.leads:
+                if coordinator.world.leads:
                     places.append(written.enter_context(written_aside(target, "saving to")))
                     with failing(target, "saving to"):
                         _write_into(places[0], parts, gathered, max_shard_size)
@@ -89,8 +89,8 @@ def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
             with failing(target, "saving to"):
                 _put(places[0], target)
 
-        coordinator.each(f"saving to {target}", take_part)
-        coordinator.led(f"syncing {target}", put)
+        coordinator.world.each(f"saving to {target}", take_part)
+        coordinator.world.once_slow(f"syncing {target}", put)
 
 
 def _write_into(aside: Path, parts: Parts, values: Iterator[list[Piece]], max_shard_size: str) -> None:

@@ -8,9 +8,9 @@ from infinity.config import SwapConfig
 from infinity.errors import ManifestError
 from infinity.io.directory import generations_in, pinned_in
 from infinity.io.manifest import read_manifest
-from infinity.io.rank_stores import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.tiles import tile_as
+from infinity.sharded.stores import rank_path
 from infinity.state.records import parse_body
 
 

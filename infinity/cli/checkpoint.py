@@ -26,9 +26,9 @@ from infinity.errors import (
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, pinned_in, remove_store
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
-from infinity.io.rank_stores import counts_in, is_rank_path, parts_of, rank_paths, remove_rank_stores, steps_of
 from infinity.io.store import SwapStore
 from infinity.io.whole import Damage, extents_of, verify
+from infinity.sharded.stores import counts_in, is_rank_path, parts_of, rank_paths, remove_rank_stores, steps_of
 from infinity.sizes import format_bytes
 
 _BUFFER_BYTES = 32 << 20

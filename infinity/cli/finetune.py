@@ -30,7 +30,6 @@ from infinity.cli.stopping import stop_when_asked
 from infinity.cli.tokenizer import load_tokenizer
 from infinity.cli.world import World, follow, joined, lead, meeting, told
 from infinity.config import SwapConfig, load_config
-from infinity.coordinator.together import Tell
 from infinity.errors import (
     ConfigError,
     InfinityError,
@@ -41,10 +40,11 @@ from infinity.errors import (
     printable,
 )
 from infinity.io.headers import header_in
-from infinity.io.rank_stores import rank_path
 from infinity.runtime.offload import close
 from infinity.runtime.statistics import statistics
 from infinity.runtime.track import commit
+from infinity.sharded.stores import rank_path
+from infinity.sharded.together import Tell
 
 
 def finetune(options: argparse.Namespace) -> int:

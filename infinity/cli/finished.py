@@ -24,9 +24,9 @@ from infinity.errors import InfinityError, ResumeError, printable
 from infinity.io import durable
 from infinity.io.directory import FINISHED_NAME, generations_in, remove_store_of
 from infinity.io.headers import members_of
-from infinity.io.rank_stores import remove_rank_stores, stores_of
 from infinity.io.schema import Count, Name, Record, first_problem
 from infinity.io.store import now
+from infinity.sharded.stores import remove_rank_stores, stores_of
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from infinity.io.directory import SwapDirectory
 from infinity.io.headers import header_in
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import Pin, Pins, digest_of, folder_path, is_gone, read_pins, said
-from infinity.io.rank_stores import parts_of, rank_of, stores_of
+from infinity.sharded.stores import parts_of, rank_of, stores_of
 
 
 def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> int:

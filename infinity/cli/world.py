@@ -12,11 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from infinity.coordinator import registry, together
-from infinity.coordinator.together import Tell
+from infinity.coordinator import registry
 from infinity.errors import ConfigError, InfinityError
-from infinity.io.rank_stores import ranks_said
 from infinity.ranks.ranks import rank_and_world
+from infinity.sharded import together
+from infinity.sharded.stores import ranks_said
+from infinity.sharded.together import Tell
 
 _WAIT_S = 24 * 3600.0
 """Seconds that ranks wait for one that is alive, and reads the text or writes the result. One that died is noticed."""
@@ -51,7 +52,7 @@ ALONE = World()
 def told(model: nn.Module, what: str, value: Any) -> list[Any]:
     """What each rank tells, in the order of the ranks; JSON. All ranks call, outside of forward and backward. Raises
     PeerError."""
-    return registry.coordinator_of(model).meet(what, value)
+    return registry.coordinator_of(model).world.tell(what, value)
 
 
 def lead(model: nn.Module, act: str, *arguments: str) -> None:

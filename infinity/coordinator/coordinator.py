@@ -14,12 +14,11 @@ from torch import nn
 from infinity.base.fork import in_forked_child
 from infinity.base.interrupt import whole
 from infinity.coordinator.parts import Optimizer
-from infinity.coordinator.same_values import SameOnAllRanks
 from infinity.coordinator.stepping import Stepping, transition
-from infinity.errors import InfinityError, NotAvailableError, PeerError, ReleasedParameterError, SwapTimeoutError
+from infinity.errors import PeerError, ReleasedParameterError, SwapTimeoutError
+from infinity.sharded.opening import open_comparison
 from infinity.state.released import way_out
 from infinity.state.unit import Place
-from infinity.units.shared import SharedGradients
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
 
@@ -117,10 +116,9 @@ class Coordinator(Stepping):
                 (`passed`). 0: an ordinary pass.
         """
         self.readers.backward_begins()
-        self._forget_cleared()
+        self.gradients.drop_cleared(self.places)
         self.passes.begin(spanning=spanning)
-        if self.shared is not None:
-            self.shared.take_completed()  # of a pass that an exception ended
+        self.gradients.begin_pass()
         self.progress.carry_on()
         if self.health.failure is None and not self.health.closed:
             self._speculator.backward_begins(self.room.order, self.optimizers.sole, self.steps + 1)
@@ -132,9 +130,9 @@ class Coordinator(Stepping):
         self.progress.carry_on()
         left = self.room.hold(indices)
         with self.health.failing(SwapTimeoutError, PeerError):
-            if self.shared is not None and not self.passes.spanning:
-                self.shared.left(left)
-                self._landed(self.shared)
+            if not self.passes.spanning:
+                self.gradients.left(left)
+                self._completed(self.gradients.take_completed())
             self.gradients.backward_begins(indices, self.staying)
         for index in indices:
             self._bring(self.units[index])
@@ -157,11 +155,7 @@ class Coordinator(Stepping):
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed,
         NotAvailableError where there are several ranks: the others would not know of it."""
-        if self.shared is not None:
-            raise NotAvailableError(
-                f"the gradient of '{place.spec.name}' was set by hand, which is not available yet with several ranks: "
-                "let backward bring it, or use one process"
-            )
+        self.gradients.require_settable(place)
         self._set_by_hand(place)
         self._land(place, gradient, accumulate=accumulate)
 
@@ -186,19 +180,16 @@ class Coordinator(Stepping):
         unit = self.units[place.unit.index]
         self.commits.tracking.gradients_came()
         with self.health.failing(SwapTimeoutError, PeerError):
-            if self.shared is None:
-                self._gradients_land(unit.index)
+            self.gradients.about_to_land(unit.index)
             with self.timeline.stall("gradient", unit.name):
                 more = self.passes.spanning > 1
                 self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate, more=more)
 
     @transition
     def complete(self, index: int) -> None:
-        """Unit `index` has all its gradients, as far as can be told: they leave the device, its update may begin. Where
-        there are several ranks it begins once those of all have come (`_landed`)."""
-        self.units[index].gradients.send()
-        if self.shared is None:
-            self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
+        """Unit `index` has all its gradients, as far as can be told: they leave the device, and its update may begin
+        once they have come from everywhere."""
+        self._completed(self.gradients.complete(index))
 
     @transition
     def passed(self, indices: Sequence[int], *, complete: Collection[int]) -> None:
@@ -208,16 +199,10 @@ class Coordinator(Stepping):
             complete: those of them that have the gradients of all micro-batches now.
         """
         with self.health.failing(SwapTimeoutError, PeerError):
-            if self.shared is not None:
-                for index in indices:
-                    self.shared.left((index,), complete=index in complete)
-                self._landed(self.shared)
-                return
-        for index in complete:
-            self.complete(index)
+            self._completed(self.gradients.passed(indices, complete))
 
-    def _landed(self, shared: SharedGradients) -> None:
-        for index in shared.take_completed():
+    def _completed(self, indices: Iterable[int]) -> None:
+        for index in indices:
             self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
 
     @transition
@@ -225,13 +210,12 @@ class Coordinator(Stepping):
         """A backward pass is over, and with `outermost` all those it ran in."""
         left = self.room.hold(())
         with self.health.failing(SwapTimeoutError, PeerError):
-            if self.shared is not None:
-                if not self.passes.spanning:
-                    self.shared.left(left)
-                if outermost:
-                    self.shared.pass_ended()
-                    self._show(self.shared.agreement.present)
-                self._landed(self.shared)
+            if not self.passes.spanning:
+                self.gradients.left(left)
+            if outermost:
+                self.gradients.pass_ended()
+                self._show(self.gradients.elsewhere)
+            self._completed(self.gradients.take_completed())
         if outermost:
             self.passes.end()
         self.gradients.send()
@@ -322,20 +306,18 @@ class Coordinator(Stepping):
         self._commit()
 
     def share_buffers(self, buffers: Mapping[str, torch.Tensor], *, fresh: bool) -> None:
-        """Where there are several ranks: the buffers of a model that begins anew become those of rank 0. All call.
-        Args: fresh: they are not those of a generation."""
-        if self.resources.exchange is None or not fresh:
-            return
-        same = SameOnAllRanks(self.resources.exchange)
-        same.take("comparing buffers", buffers)
-        if self.leads:
-            same.say()
+        """The buffers of a model that begins anew become those of rank 0. All call. Args: fresh: they are not those of
+        a generation."""
+        if fresh:
+            comparison = open_comparison(self.world)
+            comparison.take("comparing buffers", buffers)
+            comparison.say()
 
     @transition
     def end_iteration(self) -> None:
         """The loop is at the end of an iteration: the generation that was begun, if one was, is made now. All ranks
         call. Raises as finish_commit."""
-        if any(self.meet("the end of an iteration", self.commits.under_way)):
+        if any(self.world.tell("the end of an iteration", self.commits.under_way)):
             self._commit(begun_only=True)
 
     def _commit(self, *, begun_only: bool = False) -> None:
@@ -344,10 +326,8 @@ class Coordinator(Stepping):
             self.progress.settle()
             if self.commits.under_way or not begun_only:  # else this rank has made it already
                 self.commits.commit(self.steps)
-            if self.shared is not None:
-                self.commits.heard(self.meet("committing", self.commits.told()), self.steps + 1)
-                if self.commits.newest != self.steps:
-                    raise InfinityError(f"generation {self.steps} was not made: the ranks committed different steps")
+            self.commits.agree("committing", self.steps + 1)
+            self.commits.require_made(self.steps)
 
     def _come_to_rest(self) -> None:
         self.progress.finish_updates()
@@ -364,8 +344,7 @@ class Coordinator(Stepping):
             with self.progress.committing():
                 self.commits.write_begins()
             gave_way = self.progress.make_way()
-            if self.shared is not None:  # what older generations occupy is written to
-                self.commits.heard(self.meet("writing weights", self.commits.told()), self.steps + 1)
+            self.commits.agree("writing weights", self.steps + 1)  # what older generations occupy is written to
             try:
                 yield
             finally:
@@ -456,8 +435,8 @@ class Coordinator(Stepping):
         if self.health.closed or in_forked_child():
             return
         broken = broken or sys.exc_info()[0] is not None
-        if broken and self.resources.exchange is not None:
-            self.resources.exchange.fail(sys.exc_info()[1] or getattr(sys, "last_value", None) or SystemExit())
+        if broken:
+            self.world.fail(sys.exc_info()[1] or getattr(sys, "last_value", None) or SystemExit())
         self.readers.forget_dead()
         alone = self._who_is_missing() if discard else None
         if alone is not None:
@@ -480,7 +459,7 @@ class Coordinator(Stepping):
     def _who_is_missing(self) -> PeerError | None:
         """None where all ranks are about to remove their generations."""
         try:
-            self.meet("closing the model with discard=True", None)
+            self.world.tell("closing the model with discard=True", None)
         except PeerError as error:
             return error
         return None

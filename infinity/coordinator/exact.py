@@ -52,7 +52,7 @@ def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torc
         NotAvailableError: there are several ranks, and this one has a slice of it.
         SwapIOError: the store could not be read.
     """
-    if coordinator.shared is not None:
+    if not coordinator.shards[place.unit.index].whole:
         raise NotAvailableError(
             f"{moment} of '{place.spec.name}' lies in slices on several ranks. `infinity checkpoint export` writes it "
             "whole, from a generation of the run."

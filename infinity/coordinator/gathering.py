@@ -25,11 +25,11 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.exact import read_part
 from infinity.coordinator.ingest import residual_of, write_parts
 from infinity.coordinator.lent_gradients import LentGradients
-from infinity.coordinator.same_values import sum_of_bits
 from infinity.errors import InfinityError, ModelError, PlanError
 from infinity.plan.machine import available_device_bytes
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import residual_itemsize
+from infinity.state.values import sum_of_bits
 from infinity.tiers.slots import Slot
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
@@ -196,7 +196,7 @@ def _require_same_everywhere(coordinator: Coordinator, wanted: Named) -> None:
         parameters = [[coordinator.units[index].parameters[name] for name in names] for index, names in wanted.items()]
         return [[sum_of_bits(parameter) for parameter in of_unit] for of_unit in parameters]
 
-    told = coordinator.each("writing weights", given)
+    told = coordinator.world.each("writing weights", given)
     for rank, theirs in enumerate(told):
         if theirs == told[0]:
             continue

@@ -14,11 +14,11 @@ import torch
 from infinity import _native
 from infinity.base.mapped import read_ahead
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.same_values import SameOnAllRanks, Source
 from infinity.errors import ModelError, SwapIOError, SwapTimeoutError
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
+from infinity.sharded.opening import open_comparison
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.codec import encode
 from infinity.state.dtypes import native_name, residual_itemsize
@@ -26,6 +26,7 @@ from infinity.state.frozen import given
 from infinity.state.int8 import blocks_of, put_scales_back
 from infinity.state.moments import Moment
 from infinity.state.unit import Group, ParameterSpec
+from infinity.state.values import Source
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
 from infinity.units.unit import OffloadedUnit
@@ -49,16 +50,12 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
         ModelError: `source` gave another shape, or a parameter has no values (meta device).
         PeerError: another rank's file has other values.
     """
-    same = None if coordinator.resources.exchange is None else SameOnAllRanks(coordinator.resources.exchange)
+    comparison = open_comparison(coordinator.world)
     with _Writes(coordinator.resources) as writes:
         for unit in coordinator.units:
-            values = source
-            if same is not None:
-                values = same.values_of(unit, source, in_memory)
-            _ingest_unit(coordinator, unit, values, writes)
+            _ingest_unit(coordinator, unit, comparison.values_of(unit, source, in_memory), writes)
             unit.views.adopt(coordinator.resources.torch_device)
-    if same is not None and coordinator.leads:
-        same.say()
+    comparison.say()
 
 
 class _Writes:

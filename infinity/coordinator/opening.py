@@ -15,23 +15,24 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import ingest
 from infinity.coordinator.parts import Optimizer
-from infinity.coordinator.same_values import Source
-from infinity.coordinator.together import Together, come_together, meeting
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Optimizers
-from infinity.errors import DeviceRoomError, ModelError, NotAvailableError
+from infinity.errors import DeviceRoomError, ModelError
 from infinity.io.headers import header_in
-from infinity.io.rank_stores import rank_path
 from infinity.plan.frequency import Frequency
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.plan.problem import ALONE, Peers
 from infinity.ranks.ranks import rank_and_world
+from infinity.sharded.opening import open_maker
+from infinity.sharded.stores import rank_path
+from infinity.sharded.together import Together, come_together, meeting
 from infinity.state.description import describe
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
+from infinity.state.values import Source
 from infinity.tiers.resources import Resources
 
 logger = logging.getLogger(__name__)
@@ -65,17 +66,12 @@ def open_coordinator(
         ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: as Resources, and as `fill`.
         NotAvailableError, PeerError: as come_together; or another rank failed.
     """
-
-    def look() -> Discovery:
+    together = come_together(config, device)
+    with together.telling():
         found = discover(model, config.moments, config.frozen)
         _require_free(found)
-        return found
-
-    goes_on_from = replaces or ("the generations of these ranks" if resume else "nothing")
-    together, found = come_together(config, device, optimizer, look, goes_on_from)
-    with together.telling():
-        if together.peers.together:
-            _require_plain(found)
+        goes_on_from = replaces or ("the generations of these ranks" if resume else "nothing")
+        together = together.agreed(config, device, optimizer, found.units, goes_on_from)
 
         def plan_of(commits: Frequency | None) -> Plan:
             peers = together.peers
@@ -86,7 +82,7 @@ def open_coordinator(
         try:
             plan = plan_of(None)
         except DeviceRoomError as error:
-            together.meet("planning")
+            together.world.tell("planning", None)
             raise error.among(together.peers) from None
         commits = together.commits(plan.placement.commits)
         if commits != plan.placement.commits:
@@ -123,10 +119,11 @@ def _open(
     else:
         together.begin_anew(config.nvme, replaces=replaces)
     nvme = together.nvme(config.nvme)
-    resources = Resources(plan, nvme, device, faults, resume=resume, exchange=together.exchange, run=together.run)
+    resources = Resources(plan, nvme, device, faults, resume=resume, world=together.world, run=together.run)
     try:
         optimizers = Optimizers[Optimizer]()
-        commits = Commits(resources, optimizers, record, read_buffers)
+        maker = open_maker(resources.world, resources.generations)
+        commits = Commits(resources, optimizers, maker, record, read_buffers)
         coordinator = Coordinator(found.units, found.parameters, resources, optimizers, commits)
     except BaseException:
         resources.close()
@@ -205,15 +202,6 @@ def pins_in_store(
 def from_source(source: Source | None, in_memory: Callable[[str], bool]) -> Callable[[Coordinator], None]:
     """Values come from `source`, or from the parameters themselves. Args: as ingest."""
     return lambda coordinator: ingest(coordinator, source, in_memory)
-
-
-def _require_plain(found: Discovery) -> None:
-    """Raises NotAvailableError where ranks would share encoded weights."""
-    if any(unit.encoded_bytes for unit in found.units):
-        raise NotAvailableError(
-            "frozen weights in 4 or 8 bits with several ranks are not available yet: set frozen: bf16, or start one "
-            "process without torchrun"
-        )
 
 
 def _require_free(found: Discovery) -> None:

@@ -13,26 +13,24 @@ from torch import nn
 from infinity.base.interrupt import whole
 from infinity.base.timeline import Timeline
 from infinity.coordinator.gradient_handle import GradientHandle
-from infinity.coordinator.progress import Progress
 from infinity.coordinator.put_back import Masters
 from infinity.coordinator.readers import Readers
-from infinity.coordinator.speculator import Speculator
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Checkpointed, Optimizers
-from infinity.errors import NotAvailableError
 from infinity.plan.plan import Plan
+from infinity.sharded.opening import open_gradients, open_pool
 from infinity.state.released import Lender, released_class
 from infinity.state.shard import Shard
 from infinity.state.unit import Place, Unit
-from infinity.tiers.gathered import open_pool
 from infinity.tiers.resources import Resources
 from infinity.units.arrivals import Passes
-from infinity.units.gradients import Gradients, UnitGradients, open_gradients
+from infinity.units.gradients import UnitGradients, groups_of
 from infinity.units.health import Health
+from infinity.units.progress import Progress
 from infinity.units.room import Room
 from infinity.units.shadows import Shadows
-from infinity.units.shared import SharedGradients
 from infinity.units.speculation import Predictable, Speculation, Timed
+from infinity.units.speculator import Speculator
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
 
@@ -67,7 +65,8 @@ class Parts(Lender):
     ) -> None:
         self.resources = resources
         self.timeline = Timeline()
-        self.health = Health(resources.exchange)
+        self.world = resources.world
+        self.health = Health(self.world)
         self.readers = Readers()
         self.optimizers = optimizers
         self.commits = commits
@@ -87,13 +86,7 @@ class Parts(Lender):
         self.staying = frozenset(unit.index for unit in units if unit.stays)
         shards = [resources.plan.peers.cut.of(unit) for unit in units]
         released, shadows = released_class(self), _open_shadows(shards, resources)
-        gradients = [UnitGradients(each.unit, open_gradients(each.local, resources)) for each in shards]
-        self.shared: SharedGradients | None = None
-        if resources.exchange is not None:
-            self.shared = SharedGradients(
-                shards, gradients, resources.exchange, resources.between_ranks, self._gradients_land
-            )
-        self.gradients = Gradients(gradients, resources.landing) if self.shared is None else self.shared
+        gradients = [UnitGradients(each.unit, groups_of(each.local, resources)) for each in shards]
         self.units = [
             OffloadedUnit(each.unit, each.local, named, homes, of_unit, released, self.timeline, self.health, shadows)
             for each, named, homes, of_unit in zip(shards, parameters, resources.units, gradients, strict=True)
@@ -105,16 +98,10 @@ class Parts(Lender):
         self.speculation = Speculation(resources.plan.placement.updates.overlap, timed)
         self.room = Room(self.units, resources, self.updates, self.timeline, open_pool(resources, shards))
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
-        self._speculator = Speculator(self.speculation, self.updates, self.passes, commits, self.progress, shards)
-
-    def _gradients_land(self, index: int) -> None:
-        """Gradients of a unit are about to land: no update may read those that are there."""
-        unit = self.units[index]
-        if unit.update is None:
-            return
-        unit.apply_update()
-        if unit.speculative is not None:
-            self._speculator.undo_for_a_gradient()
+        self._speculator = Speculator(
+            self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards
+        )
+        self.gradients = open_gradients(resources, shards, gradients, self._speculator.gradients_land)
 
     @property
     def plan(self) -> Plan:
@@ -149,7 +136,7 @@ class Parts(Lender):
         Args:
             frozen: of others that it had in fp32, what gives their values.
         """
-        if self.plan.peers.cut.count == 1:  # a rank has but a part of each master
+        if all(shard.whole for shard in self.shards):  # else a rank has but a part of each master
             self.saved_wide, self.saved_from = frozenset(names), frozen
 
     def rewrote(self, names: Iterable[str]) -> None:
@@ -174,17 +161,10 @@ class Parts(Lender):
             NotAvailableError: there are several ranks, and this one has a slice of it.
             DeviceError, SwapIOError: it was lost on its way.
         """
-        if self.shared is not None:
-            raise NotAvailableError(
-                f"the gradient of '{place.spec.name}' lies in slices on several ranks, and its values are not "
-                "available yet. What works is p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2 and a "
-                "multiplication by a number. A hook of the parameter (register_hook, before the backward) is given the "
-                "gradient of this rank's own batch."
-            )
         with self._lock:
             self.health.require_open()
             self.units[place.unit.index].apply_update()  # which reads what is brought to RAM here
-            return self.gradients.of(place).value(place.spec)
+            return self.gradients.value(place)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         return self._owners[id(parameter)][1]

@@ -13,8 +13,8 @@ from infinity.errors import ConfigError, InfinityError, PeerError, ResumeError
 from infinity.io.generations import Generations
 from infinity.io.headers import header_in
 from infinity.io.pins import Marker, begin_folder, read_pins, require_marker, said
-from infinity.io.rank_stores import rank_path, ranks_said
 from infinity.ranks.ranks import rank_and_world
+from infinity.sharded.stores import rank_path, ranks_said
 
 
 @whole
@@ -29,40 +29,35 @@ def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
         coordinator.require_usable()
         kept = generations_of(coordinator)
         agree(coordinator)
-        coordinator.each(f"looking for a free pin for {folder}", lambda: kept.require_free_pin(folder))
+        coordinator.world.each(f"looking for a free pin for {folder}", lambda: kept.require_free_pin(folder))
         coordinator.commit()
-        if coordinator.resources.exchange is None:
-            kept.pin(coordinator.steps, folder, into)
-        else:
-            _pin_together(coordinator, kept, folder, into)
+        _pin(coordinator, kept, folder, into)
         return coordinator.steps
 
 
-def _pin_together(coordinator: Coordinator, kept: Generations, folder: Path, into: Path | None) -> None:
-    """Generations.pin of all ranks: each has its pin before rank 0 writes the marker."""
-    coordinator.once(f"beginning {folder}", lambda: begin_folder(folder, into))
+def _pin(coordinator: Coordinator, kept: Generations, folder: Path, into: Path | None) -> None:
+    """Each rank has its pin before rank 0 writes the marker."""
+    world = coordinator.world
+    world.once(f"beginning {folder}", lambda: begin_folder(folder, into))
     try:
-        digests = coordinator.each(f"pinning {folder}", lambda: kept.hold(coordinator.steps, folder))
+        digests = world.each(f"pinning {folder}", lambda: kept.hold(coordinator.steps, folder))
     except PeerError:
         raise
     except Exception:  # some ranks may have the new pin, others the one before: neither counts
         with suppress(InfinityError):  # what cannot be let go here goes once the ranks compare their pins
-            coordinator.each(f"letting go of {folder}", lambda: kept.unpin(folder))
+            world.each(f"letting go of {folder}", lambda: kept.unpin(folder))
         raise
-    coordinator.once(f"finishing {folder}", lambda: kept.mark(folder, into, digests))
+    world.once(f"finishing {folder}", lambda: kept.mark(folder, into, digests))
     if into is None:
-        coordinator.each(f"remembering {folder}", lambda: kept.finish(folder))
+        world.each(f"remembering {folder}", lambda: kept.finish(folder))
 
 
 def agree(coordinator: Coordinator) -> None:
-    """Where there are several ranks: what one of them has unpinned, all let go. All ranks call. Raises SwapIOError,
-    PeerError."""
-    if coordinator.resources.exchange is None:
-        return
+    """What one rank has unpinned, all let go. All ranks call. Raises SwapIOError, PeerError."""
     with coordinator.locked():
         kept = generations_of(coordinator)
-        told = coordinator.meet("comparing the pins", [pin.folder for pin in kept.pin_list])
-        coordinator.each("letting pins go", lambda: kept.keep_pins(set.intersection(*map(set, told))))
+        told = coordinator.world.tell("comparing the pins", [pin.folder for pin in kept.pin_list])
+        coordinator.world.each("letting pins go", lambda: kept.keep_pins(set.intersection(*map(set, told))))
 
 
 @whole
@@ -79,8 +74,8 @@ def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
     Generations.unpin."""
     with coordinator.locked():
         kept = generations_of(coordinator)
-        coordinator.once(f"marking {folder}", lambda: kept.mark_portable(folder, name))
-        coordinator.each(f"letting go of {folder}", lambda: coordinator.leads or kept.unpin(folder))
+        coordinator.world.once(f"marking {folder}", lambda: kept.mark_portable(folder, name))
+        coordinator.world.each(f"letting go of {folder}", lambda: coordinator.world.leads or kept.unpin(folder))
 
 
 def pinned(coordinator: Coordinator) -> dict[Path, int]:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.coordinator.same_values import sum_of_bits
 from infinity.plan.machine import available_device_bytes
+from infinity.state.values import sum_of_bits
 
 logger = logging.getLogger(__name__)
 

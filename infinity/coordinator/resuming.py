@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from torch import nn
@@ -10,14 +9,12 @@ from torch import nn
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers, rng
 from infinity.durable.commits import facts_of
-from infinity.errors import ManifestError, ResumeError
-from infinity.io.generations import Generations
+from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest
 from infinity.io.store import wait_all
-from infinity.io.whole import Agreed, common, require_one
+from infinity.io.whole import Eligible
+from infinity.sharded.recovery import recover
 from infinity.state.records import Body, parse_body
-
-logger = logging.getLogger(__name__)
 
 
 def from_generation(model: nn.Module, step: int | None, digest: str | None = None) -> Callable[[Coordinator], None]:
@@ -43,13 +40,11 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
         raise AssertionError("resuming without generations")
     memory = resources.staging.view()
 
-    def recover(agreed: Agreed | None) -> Manifest:
-        return generations.recover(memory, step, _check, digest, agreed)
+    def attempt(eligible: Eligible) -> Manifest:
+        return generations.recover(memory, step, _check, digest, eligible)
 
-    if resources.exchange is None:
-        manifest = recover(None)
-    else:
-        manifest = _recover_together(coordinator, generations, recover, step, pinned=digest is not None)
+    place = resources.require_store().directories[0].path.parent
+    manifest = recover(coordinator.world, generations, place, attempt, step, pinned=digest is not None)
     expected = facts_of(resources)
     if manifest.facts != expected:
         differ = ", ".join(
@@ -69,60 +64,6 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
         home.read()
     coordinator.room.adopt()
     return go_on_from(coordinator, manifest)
-
-
-def _recover_together(
-    coordinator: Coordinator,
-    generations: Generations,
-    recover: Callable[[Agreed], Manifest],
-    step: int | None,
-    *,
-    pinned: bool,
-) -> Manifest:
-    """Recover the newest generation that is whole on every rank, or that of `step`.
-
-    Args:
-        pinned: recover the one that a checkpoint folder pins, which `recover` knows.
-
-    Raises:
-        ResumeError: there is none, on all ranks.
-        PeerError: another rank failed.
-    """
-    place = coordinator.resources.require_store().directories[0].path.parent
-    mine = {way.name: way for way in generations.ways(None if pinned else step)}
-    told = coordinator.meet("resuming", [[[*way.name, way.kept] for way in mine.values()], generations.pins_found()])
-    names = common([[((number, life), kept) for number, life, kept in found] for found, _ in told])
-    folders = set.intersection(*(set(pins) for _, pins in told))
-    if not pinned:
-        require_one(names, step, place)
-    problems = []
-    for each in [None] if pinned else names:
-        problem = ""
-        try:
-            manifest = recover(Agreed(names, folders, None if each is None else mine[each]))
-        except ResumeError as error:
-            if _is_unreadable(error):
-                raise
-            problem = str(error)
-        failed = coordinator.meet(f"resuming {'a pinned generation' if each is None else f'step {each[0]}'}", problem)
-        if not any(failed):
-            return manifest
-        where = "" if each is None else f"step {each[0]} on "
-        problems += [f"{where}rank {rank}: {why}" for rank, why in enumerate(failed) if why]
-        logger.warning("%s", problems[-1])
-    have = "; ".join(
-        f"rank {rank}: {', '.join(str(number) for number, *_ in found) or 'none'}"
-        for rank, (found, _) in enumerate(told)
-    )
-    which = "" if step is None else f" of step {step}"
-    missing = f"there is no generation{which} that every rank has a part of ({have})"
-    raise ResumeError(f"nothing to resume in {place}: {'; '.join(problems) or missing}")
-
-
-def _is_unreadable(error: ResumeError) -> bool:
-    """Whether the generation may be whole and cannot be read now (whole.py: require_readable): it must not be given
-    up."""
-    return isinstance(error.__cause__, ManifestError) and isinstance(error.__cause__.__cause__, OSError)
 
 
 def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:

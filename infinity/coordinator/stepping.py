@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.parts import Parts
 from infinity.errors import (
-    ConfigError,
     InfinityError,
-    ModelError,
     PeerError,
-    PlanError,
-    ResumeError,
     SwapIOError,
     SwapTimeoutError,
 )
 from infinity.state.request import GroupUpdate
 from infinity.state.unit import Place
-
-_SIGN_OF_LIFE_S = 10.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,10 +38,6 @@ def transition(
             return method(self, *args, **kwargs)
 
     return whole(run)
-
-
-_TOLD = {each.__name__: each for each in (ConfigError, ModelError, PlanError, ResumeError)}
-"""Errors that are of the same class on every rank."""
 
 
 class Stepping(Parts):
@@ -102,92 +91,23 @@ class Stepping(Parts):
             self.resources.idle.begins()
             self.gradients.synchronize()
         self._rest_for_step()
-        if self.shared is None:
-            return skip
-        self._forget_cleared()
+        self.gradients.drop_cleared(self.places)
         with self.health.failing(PeerError), self.timeline.stall("gradient"):
-            decided = self.shared.agreement.make({**facts, "the step": self.steps + 1}, skip, self.commits.told())
+            decided = self.gradients.decide({**facts, "the step": self.steps + 1}, skip, self.commits.told())
         with self.progress.committing():
             self.commits.heard(decided.told, self.steps + 1)
             self.progress.settle()
-        self._show(self.shared.agreement.present)
+        self._show(self.gradients.elsewhere)
         return decided.skip
-
-    def _forget_cleared(self) -> None:
-        """Where there are several ranks: what was set to None by hand is not wanted any more."""
-        if self.shared is None:
-            return
-        present = self.shared.agreement.present
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, place in self.places():
-                if place.group.trainable and parameter.grad is None and place.spec.name in present:
-                    self.gradients.of(place).drop(place.spec.name)
 
     def _show(self, names: Set[str]) -> None:
         """Parameters that have a gradient on any rank have one here."""
+        if not names:
+            return
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, place in self.places():
                 if place.group.trainable and place.spec.name in names and parameter.grad is None:
                     parameter.grad = self.handle(parameter, place)
-
-    def meet(self, what: str, told: Any) -> list[Any]:
-        """Wait until all ranks are here, where there are several, and hear what each of them tells, in JSON. Raises
-        PeerError."""
-        exchange = self.resources.exchange
-        return [told] if exchange is None else exchange.tell(what, told)
-
-    def each(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        """Do something on all ranks, which all call. Returns what `act` returned on each, which JSON can hold. An error
-        of one rank is raised on all, and the ranks can go on.
-
-        Raises:
-            InfinityError: one that names the rank where `act` failed, of the class that `act` raised there where that
-                is ConfigError, ModelError, PlanError or ResumeError; here what it raised.
-            PeerError: a rank is not there any more, or is at something else.
-        """
-        failed, mine = None, None
-        try:
-            mine = act()
-        except Exception as error:
-            if self.resources.exchange is None or isinstance(error, PeerError):
-                raise
-            failed = error
-        told = self.meet(what, [type(failed).__name__, str(failed), mine])
-        if failed is not None:
-            raise failed
-        for rank, (kind, problem, _) in enumerate(told):
-            if kind != "NoneType":
-                raise _TOLD.get(kind, InfinityError)(f"rank {rank}: {problem}")
-        return [found for *_, found in told]
-
-    def once(self, what: str, act: Callable[[], None]) -> None:
-        """Have rank 0 do something once for all ranks, which all call. Raises as each()."""
-        self.each(what, act if self.leads else lambda: None)
-
-    def led(self, what: str, act: Callable[[], None]) -> None:
-        """As once(), of what may take longer than ranks wait for each other."""
-        if self.resources.exchange is None:
-            act()
-            return
-        with ThreadPoolExecutor(1, "infinity-led") as apart:
-            doing = apart.submit(act) if self.leads else None
-
-            def is_done() -> bool:
-                return doing is None or not wait([doing], _SIGN_OF_LIFE_S).not_done
-
-            while not self.meet(what, is_done())[0]:
-                pass
-            self.each(what, lambda: None if doing is None else doing.result())
-
-    @property
-    def leads(self) -> bool:
-        """Whether this process does what is done once for all ranks."""
-        return self.plan.peers.cut.index == 0
-
-    @property
-    def world(self) -> int:
-        """Ranks, each with its share of a batch."""
-        return self.plan.peers.cut.count
 
     def _rest_for_step(self) -> None:
         with self.progress.committing():
@@ -228,8 +148,7 @@ class Stepping(Parts):
         self.masters.forget()
         self._speculator.step_decided(begun, wrong, by_unit, self.optimizers.sole)
         with self.health.failing(SwapTimeoutError, PeerError):
-            for unit in begun if self.shared is None else everywhere:
-                self.room.update_decided(unit)
+            self.room.updates_decided(begun, everywhere)
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:

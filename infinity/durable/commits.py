@@ -17,6 +17,7 @@ from typing import Any
 
 from infinity.base.interrupt import interrupts_deferred
 from infinity.durable import rng
+from infinity.durable.maker import Maker
 from infinity.durable.optimizers import Optimizers
 from infinity.durable.pace import Pace
 from infinity.durable.resumed import Resumed
@@ -69,6 +70,7 @@ class Commits:
         resumed: in a resumed run, before its first step.
 
     Args:
+        maker: makes them.
         model: what a reader of the states must know of the model.
         buffers: gives the model's persistent buffers.
     """
@@ -77,6 +79,7 @@ class Commits:
         self,
         resources: Resources,
         optimizers: Optimizers[Any],
+        maker: Maker,
         model: ModelRecord,
         buffers: Callable[[], dict[str, Any]],
     ) -> None:
@@ -84,7 +87,8 @@ class Commits:
         self._optimizers = optimizers
         self._model = model.model_dump()
         self._buffers = buffers
-        self._pace = Pace(resources.plan.placement.commits, led=resources.exchange is not None)
+        self._maker = maker
+        self._pace = Pace(resources.plan.placement.commits, led=maker.led)
         self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written since the newest generation was begun, by no step
@@ -209,9 +213,8 @@ class Commits:
 
     def write_begins(self) -> None:
         """Something other than a step is about to write: if the loop came to its top, the commit has the states of
-        before. Of several ranks each would decide that by itself: there it gives way."""
-        alone = self._resources.exchange is None
-        if self._commit is not None and not self.frozen and self.tracking.at_top and alone:
+        before. Where that is not known of all ranks, it gives way."""
+        if self._commit is not None and not self.frozen and self.tracking.at_top and self._maker.decides_alone:
             self._freeze(before_forward=False)
 
     def _freeze(self, *, before_forward: bool) -> None:
@@ -273,41 +276,35 @@ class Commits:
             raise ConfigError(f"generation {step} could not be made: {error}") from error
 
     def _finish(self, commit: Commit) -> None:
-        generations = self._resources.generations
-        if generations is None or commit.sync is None:
+        if commit.sync is None:
             raise AssertionError("a commit that was not begun")
         body = commit.body if commit.body is not None else self._body_now(before_forward=False)
         commit.sync.result()
-        exchange = self._resources.exchange
-        make = generations.make if exchange is None else generations.prepare
-        make(commit.step, facts_of(self._resources), body)
-        if exchange is not None:
-            exchange.say(commit.step)
+        self._maker.make(commit.step, facts_of(self._resources), body)
 
-    # -- several ranks ------------------------------------------------------------------------------------------------
+    # -- others who make them -----------------------------------------------------------------------------------------
 
     def told(self) -> list[int]:
-        """What the other ranks are told before each step and after each commit that is asked for: how often this rank
-        would commit, and the steps of its generations."""
-        generations = self._resources.generations
-        return [self._pace.every, *(() if generations is None else generations.steps)]
+        """As Maker.told."""
+        return self._maker.told(self._pace)
 
     def heard(self, told: Sequence[Sequence[int]], following: int) -> None:
-        """All ranks have told: those generations exist that all of them have, and the others go. Nothing is under
-        way. Args: following: the next step."""
-        generations = self._resources.generations
-        if generations is not None:
-            self._pace.lead(max(every for every, *_ in told), following)
-            generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
+        """As Maker.heard."""
+        self._maker.heard(told, self._pace, following)
 
-    def retire_if_all_have(self) -> None:
-        """Let older generations go before the ranks meet for a step, where all have made the newest, as the headers of
-        their operations say: then updates that speculate have copies to write to."""
-        exchange, generations = self._resources.exchange, self._resources.generations
-        if exchange is None or generations is None or generations.newest is None:
-            return
-        if all(step == generations.newest for step in exchange.heard):
-            generations.retire(generations.steps)
+    def agree(self, what: str, following: int) -> None:
+        """As Maker.agree."""
+        self._maker.agree(what, self._pace, following)
+
+    def require_made(self, step: int) -> None:
+        """As Maker.require_made."""
+        self._maker.require_made(step)
+
+    def retire_early(self) -> None:
+        """As Maker.retire_early."""
+        self._maker.retire_early()
+
+    # -- what goes into them ------------------------------------------------------------------------------------------
 
     def _body_now(self, *, before_forward: bool) -> dict[str, Any]:
         """Args: before_forward: a training forward follows at once."""
@@ -360,9 +357,8 @@ class Commits:
 
     @property
     def _made_before_writes(self) -> bool:
-        """States were written since the generation of this step was made, and it cannot be made again: while some of
-        several ranks had it again, and others did not, none would be whole."""
-        return self._touched and self._resources.exchange is not None
+        """States were written since the generation of this step was made, and it cannot be made again."""
+        return self._touched and not self._maker.makes_again
 
     def require_possible(self, step: int) -> None:
         """Raises NotAvailableError: the newest generation is of this step, and several ranks cannot make it again."""
@@ -424,10 +420,5 @@ def facts_of(resources: Resources) -> dict[str, Any]:
         "moments": sorted({states.moments for states in groups}),
         "stored": list(resources.plan.placement.form.stored),
         **({"frozen": codecs} if codecs else {}),
-        **_rank_of(resources),
+        **resources.facts,
     }
-
-
-def _rank_of(resources: Resources) -> dict[str, Any]:
-    cut = resources.plan.peers.cut
-    return {} if resources.exchange is None else {"rank": cut.index, "ranks": cut.count, "slice_numel": cut.numel}

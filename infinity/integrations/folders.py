@@ -114,7 +114,7 @@ class Saving:
             agree(registry.coordinator_of(model))
             name_vanished(model)
             for freed in make_room_for_pin(model, folder):
-                if registry.coordinator_of(model).leads:
+                if registry.coordinator_of(model).world.leads:
                     logger.warning("infinity: %s holds a portable copy of its optimizer states now", freed)
         else:
             logger.warning(
@@ -134,8 +134,8 @@ class Saving:
         """Everything else of the folder is written."""
         if self._pins:
             coordinator = registry.coordinator_of(self._model)
-            coordinator.meet(f"writing {self._folder}", None)  # all ranks have
-            coordinator.led(f"syncing {self._folder}", self._sync)
+            coordinator.world.tell(f"writing {self._folder}", None)  # all ranks have
+            coordinator.world.once_slow(f"syncing {self._folder}", self._sync)
             pin(self._model, self._folder)
             self._pins = False
 

@@ -52,4 +52,4 @@ def _is_ours(module: nn.Module) -> bool:
 
 def ranks_of(model: nn.Module) -> int:
     """How many ranks train a model together; 1 for one that is not offloaded."""
-    return registry.coordinator_of(model).world if registry.is_offloaded(model) else 1
+    return registry.coordinator_of(model).world.size if registry.is_offloaded(model) else 1

@@ -470,15 +470,15 @@ def _close_what_ended_well(model: nn.Module) -> None:
             logger.info("infinity: the ranks cannot compare their pins at the end: %s", error)
     name_vanished(model)
     folders = folders_of(model)
-    if folders and coordinator.leads:
+    if folders and coordinator.world.leads:
         store = coordinator.resources.require_store()
         place = store.directories[0].path
-        place = place if coordinator.world == 1 else place.parent
+        place = place if coordinator.world.size == 1 else place.parent
         logger.warning(
             "infinity: the store in %s, %s, stays for the checkpoint folders that go on from it: %s. "
             "`infinity checkpoint remove --pinned %s` removes it when none of them is to be resumed",
             place,
-            format_bytes(coordinator.world * store.nbytes),
+            format_bytes(coordinator.world.size * store.nbytes),
             ", ".join(map(str, folders)),
             parts_said(place),
         )

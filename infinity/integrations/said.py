@@ -20,7 +20,7 @@ def say(model: nn.Module, *, trained: bool) -> None:
     """A model was offloaded."""
     coordinator = registry.coordinator_of(model)
     plan = coordinator.plan
-    if not coordinator.leads:
+    if not coordinator.world.leads:
         return
     units = [each.unit for each in coordinator.units]
     numel = sum(unit.numel for unit in units)
@@ -30,7 +30,7 @@ def say(model: nn.Module, *, trained: bool) -> None:
         "infinity: %s, %s%s: weights rest on %s%s; it takes %s of device and %s of host memory",
         printable(type(model).__name__),
         f"trained: {trained_of(part, numel)}" if trained else f"only evaluated: {numel:,} parameters",
-        f", cut over {coordinator.world} ranks" if coordinator.world > 1 else "",
+        f", cut over {coordinator.world.size} ranks" if coordinator.world.size > 1 else "",
         plan.placement.weights.tier,
         states,
         format_bytes(plan.device_bytes),

@@ -34,9 +34,9 @@ from infinity.errors import ManifestError, PlanError, ResumeError, SwapIOError
 from infinity.io import durable
 from infinity.io.directory import StoreDirectory, pinned_in
 from infinity.io.manifest import ExtentRecord, Manifest, manifest_bytes, read_kept, require_known, write_manifest
-from infinity.io.pins import Pin, Pins, begin_folder, digest_of, is_gone, said
+from infinity.io.pins import Pin, Pins, digest_of, is_gone, said
 from infinity.io.store import Extent, SwapStore, now
-from infinity.io.whole import Agreed, Way, name_of, newest_whole, require_readable, ways
+from infinity.io.whole import ANY, Eligible, Way, name_of, newest_whole, require_readable, ways
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Generations:
         step: int | None = None,
         check: Callable[[Manifest], None] = lambda _: None,
         digest: str | None = None,
-        agreed: Agreed | None = None,
+        eligible: Eligible = ANY,
     ) -> Manifest:
         """Find the newest generation that is whole, and make its values the newest values of the extents.
 
@@ -215,7 +215,7 @@ class Generations:
             step: take the generation of this step instead of the newest.
             check: raises ManifestError for a manifest that cannot be used.
             digest: take the pinned generation of this digest.
-            agreed: what all ranks have; None: this process is alone.
+            eligible: what the run may go on from.
 
         Raises:
             NewerVersionError: a newer infinity wrote one of the manifests, even one that is not asked for.
@@ -242,12 +242,11 @@ class Generations:
         before = [extent.copy for extent in self._extents]
         try:
             self._pins.load()
-            staying, pinned = self._staying_pins(agreed)
-            only = agreed.way if agreed else None
-            manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest, only)
+            staying, pinned = self._staying_pins(eligible)
+            manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest, eligible.way)
             self._store.write_rebuilt_headers(self._extents)
-            chosen = step is not None or digest is not None or agreed is not None  # else the newest that is whole is
-            self._keep_with(manifest, found, agreed, "is newer" if chosen else "is damaged")
+            newest = step is None and digest is None and eligible.way is None
+            self._keep_with(manifest, found, eligible, "is damaged" if newest else "is newer")
         except BaseException:
             for extent, copy in zip(self._extents, before, strict=True):
                 extent.turn_to(copy)
@@ -260,7 +259,7 @@ class Generations:
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         return manifest
 
-    def _staying_pins(self, agreed: Agreed | None) -> tuple[list[Pin], dict[str, list[int]]]:
+    def _staying_pins(self, eligible: Eligible) -> tuple[list[Pin], dict[str, list[int]]]:
         """The pins that a resumed run keeps, and the copies that they name.
 
         Raises:
@@ -268,7 +267,7 @@ class Generations:
         """
         staying, pinned = list[Pin](), dict[str, list[int]]()
         for pin in self._pins.entries:
-            if self._pins.over(pin) or (agreed is not None and pin.folder not in agreed.folders):
+            if self._pins.over(pin) or pin.folder not in eligible.folders:
                 continue
             staying.append(pin)
             path = self._directory.path / pin.manifest_name
@@ -311,7 +310,7 @@ class Generations:
                 problem = f"places {record.state} of unit '{record.unit}' at an offset that is not its own"
                 raise ManifestError(path, problem)
 
-    def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], agreed: Agreed | None, newer: str) -> None:
+    def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], eligible: Eligible, newer: str) -> None:
         """Keep the resumed generation and older ones. Newer ones, and older ones beyond `keep` or that another rank
         lacks, which a crash may have left, are given up. Args: newer: why newer ones are."""
         self._kept = {chosen.step: [extent.copy for extent in self._extents]}
@@ -324,7 +323,7 @@ class Generations:
                 if isinstance(manifest, ManifestError):
                     raise manifest
                 self._require_fitting(manifest, found[number])
-                if len(self._kept) < self._keep and (agreed is None or name_of(manifest) in agreed.names):
+                if len(self._kept) < self._keep and name_of(manifest) in eligible.names:
                     self._kept[number] = [record.slot for record in manifest.extents]
                     continue
             except ManifestError as error:
@@ -388,31 +387,17 @@ class Generations:
             "of those whose folder is gone. Nothing was written."
         )
 
-    def pin(self, step: int, folder: Path, into: Path | None = None) -> None:
-        """Have a folder pin generation `step`, durably, and write its marker: what a process that trains alone does.
-        What the folder pinned before goes.
+    def hold(self, step: int, folder: Path) -> str:
+        """Have a folder pin generation `step`, durably. The folder has no marker (begin_folder). Returns the digest of
+        the generation.
 
         Args:
             folder: absolute, links resolved (folder_path).
-            into: where the folder's files are written, if the folder gets its name later; made if missing.
 
         Raises:
-            PlanError: as require_free_pin.
             ResumeError: there is no such generation.
-            SwapIOError: the folder has no marker, and is pinned or not. Try again, or unpin it.
-            InfinityError: the folder cannot be made.
+            SwapIOError: the folder is pinned or not. Try again, or unpin it.
         """
-        self.require_free_pin(folder)
-        self.settle()
-        self._require_kept(step)
-        begin_folder(folder, into)
-        self.mark(folder, into, [self.hold(step, folder)])
-        if into is None:
-            self.finish(folder)
-
-    def hold(self, step: int, folder: Path) -> str:
-        """Have a folder pin generation `step`, durably. The folder has no marker (begin_folder). Returns the digest of
-        the generation. Raises as pin()."""
         self.settle()
         self._require_kept(step)
         manifest = manifest_bytes(self._directory.generation_path(step))

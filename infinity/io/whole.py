@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -74,19 +74,29 @@ class Damage:
         )
 
 
+class _All:
+    """Whatever there is."""
+
+    def __contains__(self, one: object) -> bool:
+        return True
+
+
 @dataclass(frozen=True)
-class Agreed:
-    """What all ranks have of what one may go on from.
+class Eligible:
+    """What one may go on from: by default, whatever is there.
 
     Attributes:
         names: the generations.
-        folders: those that every rank has a pin of; other pins are let go.
-        way: to the generation that all go on from; None where a checkpoint folder says which.
+        folders: those whose pins count; other pins are let go.
+        way: to the generation to go on from; None where that is the newest, or a checkpoint folder says which.
     """
 
-    names: Collection[Name]
-    folders: Collection[str]
-    way: Way | None
+    names: Container[Name] = _All()
+    folders: Container[str] = _All()
+    way: Way | None = None
+
+
+ANY = Eligible()
 
 
 def newest_whole(

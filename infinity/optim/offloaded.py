@@ -105,7 +105,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults, **options)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(_State)
-        self._inverse_scale = inverse_of(float(self.coordinator.world))
+        self._inverse_scale = inverse_of(float(self.coordinator.world.size))
         self.coordinator.enter(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         reason, self._skip_reason = coordinator.begin_step(self._facts(), self._skip_reason), ""
         active = self._active()
         scale = loss_scale(self, ((each.place.spec.name, each.handle) for each in active))
-        inverse = scale.inverse * inverse_of(float(coordinator.world))
+        inverse = scale.inverse * inverse_of(float(coordinator.world.size))
         total, clipped, bad = self._sum_squares(active)
         self.last_grad_norm = math.sqrt(total) * inverse if not (bad or reason) else float("nan")
         if bad or reason or scale.overflowed:

@@ -131,7 +131,7 @@ def expected(
 
 
 def _from_copies(problem: Problem, unit: UnitBytes, used: Uses) -> float:
-    """Of a unit's fetches, how many come from the copies that the ranks keep (tiers/gathered.py): all but the first
+    """Of a unit's fetches, how many come from the copies that the ranks keep (sharded/slots.py): all but the first
     after an update."""
     if not problem.secondary_bytes or unit.unit.stays:
         return 0

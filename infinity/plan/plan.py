@@ -81,6 +81,11 @@ class Plan:
     peers: Peers = ALONE
 
     @property
+    def needs_store(self) -> bool:
+        """Whether there is a swap file. A rank that has a slice of nothing still has manifests of every generation."""
+        return bool(self.layout.swap.nbytes or (self.peers.together and self.placement.commit_every))
+
+    @property
     def device_bytes(self) -> int:
         """What the plan takes of the device's budget. Where the device has no memory of its own, weights in RAM are
         used where they are."""

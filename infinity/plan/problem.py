@@ -87,6 +87,12 @@ class Peers:
     memory: tuple[int, int] | None = None
     near: Cut | None = None
 
+    @property
+    def facts(self) -> dict[str, int]:
+        """What a run that resumes states of this rank must agree on."""
+        cut = self.cut
+        return {"rank": cut.index, "ranks": cut.count, "slice_numel": cut.numel} if self.together else {}
+
 
 ALONE = Peers(Cut(1, 0), 1, together=False)
 

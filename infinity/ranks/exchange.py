@@ -152,6 +152,11 @@ class Exchange:
     # What any thread may call.
 
     @property
+    def rank(self) -> int:
+        """This process."""
+        return self._ranks.rank
+
+    @property
     def world(self) -> int:
         """Ranks."""
         return self._ranks.world

@@ -28,11 +28,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.coordinator.same_values import Source
 from infinity.errors import ModelError
 from infinity.state.codec import decode
 from infinity.state.frozen import forget, given, pass_on
 from infinity.state.released import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
+from infinity.state.values import Source
 
 Read = Callable[[], torch.Tensor]
 

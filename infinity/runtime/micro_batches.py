@@ -268,7 +268,7 @@ class MicroBatches:
         """All ranks do alike: as few micro-batches at a time as fit each of them."""
         kept_bytes = 0 if self.chain is None else self.chain.kept_bytes
         fit = max(self._room_bytes() // max(kept_bytes, 1), 1)
-        told = self._coordinator.meet("the stages of the model", [self.why_ordinary, _told(self.chain), fit])
+        told = self._coordinator.world.tell("the stages of the model", [self.why_ordinary, _told(self.chain), fit])
         self.fit = min(fit for *_, fit in told)
         if len(told) == 1:
             return

@@ -21,7 +21,6 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.opening import from_source, open_coordinator, plan_for
 from infinity.coordinator.pinning import digest_here, require_none_pinned
 from infinity.coordinator.resuming import from_generation
-from infinity.coordinator.same_values import Source
 from infinity.coordinator.structure import Structure
 from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError, printable
 from infinity.runtime.anew import Handle, Resize, remember_handles, remember_readers, take_back
@@ -47,6 +46,7 @@ from infinity.state.frozen import pass_on
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.released import nan_placeholder
 from infinity.state.request import require_accumulation_steps
+from infinity.state.values import Source
 
 logger = logging.getLogger(__name__)
 

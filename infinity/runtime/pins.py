@@ -11,8 +11,8 @@ from torch import nn
 
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import pinning, registry
-from infinity.coordinator.together import meeting
 from infinity.io.pins import Marker, folder_path
+from infinity.sharded.together import meeting
 
 
 def pin(model: nn.Module, folder: str | Path, *, into: str | Path | None = None) -> int:

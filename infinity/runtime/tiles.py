@@ -29,11 +29,11 @@ from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.coordinator import registry
-from infinity.coordinator.same_values import Source
 from infinity.errors import ConfigError, ModelError, StaleWeightsError
 from infinity.runtime.deferred import Reader, RowsReader, is_a_deferred, name_of_deferred, rows_of_deferred
 from infinity.state.tiles import Tile, rows_of, tile_name
 from infinity.state.unit import ELEMENT_ALIGNMENT
+from infinity.state.values import Source
 
 _WIDE_BYTES = 16 << 20
 """Of 16-bit weights, so much is in fp32 at a time for the gradient of the input."""

@@ -77,6 +77,11 @@ class Shard:
     unit: Unit
     cut: Cut
 
+    @property
+    def whole(self) -> bool:
+        """There is one rank, which has all of the unit."""
+        return self.cut.count == 1
+
     @cached_property
     def slices(self) -> tuple[tuple[Range, ...], ...]:
         """By group, the slice of each rank."""
@@ -90,7 +95,7 @@ class Shard:
     def local(self) -> Unit:
         """This rank's slice as a unit of its own, with the groups of the whole, in their order; one of which the rank
         has nothing has 0 elements."""
-        if self.cut.count == 1:
+        if self.whole:
             return self.unit
         groups, weight_offset = [], 0
         for index, group in enumerate(self.unit.groups):
@@ -118,7 +123,7 @@ class Shard:
 
     def localize(self, wanted: Mapping[int, GroupUpdate]) -> dict[int, GroupUpdate]:
         """What this rank does of an update of the unit: nothing to a group of which no segment meets its slice."""
-        if self.cut.count == 1:
+        if self.whole:
             return dict(wanted)
         found = {}
         for index, update in wanted.items():

@@ -22,7 +22,7 @@ from infinity.io.generations import Generations
 from infinity.io.store import Extent, Mode, SwapStore
 from infinity.plan.layout import StateLayout, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.ranks.exchange import Exchange
+from infinity.ranks.world import World
 from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Unit
 from infinity.tiers.decoding import open_decoding
@@ -40,6 +40,8 @@ class Resources:
     """Opened in order: engine → store → arena → homes → threads → device. Closed in reverse.
 
     Attributes:
+        world: the ranks; closing this leaves them.
+        facts: what a run that resumes states of this rank must agree on.
         torch_device: where models compute.
         device: None where they compute in host memory.
         idle: what the device idles.
@@ -59,12 +61,13 @@ class Resources:
         faults: Sequence[_native.Fault] = (),
         *,
         resume: bool = False,
-        exchange: Exchange | None = None,
+        world: World,
         run: str = "",
     ) -> None:
         self.plan = plan
-        self.exchange = exchange
-        self._quiet = exchange is None
+        self.world = world
+        self.facts = plan.peers.facts
+        self._quiet = False
         accelerator = open_accelerator(device)
         self.torch_device = torch_device(accelerator)
         self.device: DeviceTier | None = None
@@ -74,7 +77,7 @@ class Resources:
         self.generations: Generations | None = None
         arena, staging = plan.layout.arena, plan.budgets.staging
         try:
-            if plan.layout.swap.nbytes or (exchange is not None and plan.placement.commit_every):
+            if plan.needs_store:
                 self.store = self._open_store(nvme, run, resume=resume)
             node = self._numa_node(accelerator)
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
@@ -234,8 +237,7 @@ class Resources:
         """Stop the threads and remove the swap file, unless it has generations that are not to be discarded.
         Idempotent."""
         try:
-            if self.exchange is not None:
-                self._quiet = self.exchange.close()
+            self._quiet = self.world.close()
         finally:
             self._close(discard=discard)
 

@@ -18,9 +18,12 @@ what reads them is chained to that, or asks `settle`.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import nn
 
 from infinity import _native
 from infinity.errors import PlanError
@@ -288,7 +291,7 @@ class GroupGradients:
             self._forget()
 
 
-def open_gradients(unit: Unit, resources: Resources) -> dict[int, GroupGradients]:
+def groups_of(unit: Unit, resources: Resources) -> dict[int, GroupGradients]:
     """The gradients of a unit's trainable groups, by index."""
     return {
         index: GroupGradients(
@@ -348,17 +351,135 @@ class UnitGradients:
             group.backward_begins()
 
 
-class Gradients:
-    """The gradients of every trainable parameter.
+class Landed(Protocol):
+    """The gradients of one group, as optimizers and handles see them.
+
+    Attributes:
+        mean: what a gradient is to be multiplied by, where those of several ranks were added.
+    """
+
+    mean: float
+
+    @property
+    def present(self) -> Set[str]: ...
+
+    def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool, more: bool = False) -> None: ...
+
+    def partials(self, spec: ParameterSpec) -> Sequence[float]: ...
+
+    def sum_squares(self, spec: ParameterSpec) -> float: ...
+
+    def drop(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is known before a step.
+
+    Attributes:
+        skip: why the step is to change nothing, by this process or another rank; "" where none wants that.
+        told: what each rank told of its generations, in the order of the ranks.
+    """
+
+    skip: str
+    told: Sequence[Sequence[int]]
+
+
+Named = Callable[[], Iterable[tuple[nn.Parameter, Place]]]
+"""Gives the parameters of the model, and their places."""
+
+
+class Gradients(Protocol):
+    """The gradients of every trainable parameter, from the backward passes to the step: those of this process
+    (`LocalGradients`), or of all ranks (sharded/gradients.py). All ranks make the same calls."""
+
+    @property
+    def elsewhere(self) -> Set[str]:
+        """Names of the parameters that have a gradient on any rank, where others may have some that this one lacks."""
+
+    def of(self, place: Place) -> Landed: ...
+
+    def has(self, place: Place) -> bool: ...
+
+    def value(self, place: Place) -> torch.Tensor:
+        """As GroupGradients.value. Raises NotAvailableError: this process has a slice of it."""
+
+    def require_settable(self, place: Place) -> None:
+        """Raises NotAvailableError: the gradient cannot be set by hand."""
+
+    def begin_pass(self) -> None:
+        """An outermost backward pass begins."""
+
+    def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
+        """The backward of `units` begins: the gradients of others leave for the store, but for those of `staying`."""
+
+    def left(self, units: Iterable[int]) -> None:
+        """The backward of these units is over. Raises PeerError."""
+
+    def about_to_land(self, index: int) -> None:
+        """Backward brings a gradient of a unit."""
+
+    def complete(self, index: int) -> Iterable[int]:
+        """A unit has all its gradients, as far as can be told: they leave the device. Yields the units whose gradients
+        are complete everywhere, as they become so."""
+
+    def passed(self, indices: Iterable[int], complete: Collection[int]) -> Iterable[int]:
+        """The backward of a micro-batch has passed these units, of which `complete` have the gradients of all
+        micro-batches now. Yields as `complete`. Raises PeerError."""
+
+    def take_completed(self) -> Sequence[int]:
+        """The units of which all gradients of a pass have landed from everywhere. Each is told once."""
+
+    def pass_ended(self) -> None:
+        """The outermost backward pass is over. Raises PeerError."""
+
+    def send(self) -> None:
+        """The backward is over: start the way of everything that came from the device."""
+
+    def synchronize(self) -> None:
+        """Wait for what is on its way from the device, from other ranks, and to the store.
+
+        Raises:
+            DeviceError, SwapIOError, PeerError: gradients were lost.
+        """
+
+    def drop_cleared(self, named: Named) -> None:
+        """Parameters whose `.grad` was set to None by hand: their gradients are not wanted any more."""
+
+    def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
+        """Before a step, when all gradients have landed.
+
+        Args:
+            facts: what must be the same on all ranks, by what to call it; JSON.
+            skip: why this process wants the step to change nothing; "" where it does not.
+            told: of this process's generations.
+
+        Raises:
+            PeerError: facts differ, or which parameters have a gradient; a rank failed.
+        """
+
+    def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
+        """The sum over `places`, and the first name whose part is not finite ('' when all are)."""
+
+
+class LocalGradients:
+    """Of one process (Gradients).
 
     Args:
         units: in the order of their indices.
         window: that some land in, where some spill.
+        before: called with the index of a unit before gradients of it land: from then on nothing may read those that
+            are there.
     """
 
-    def __init__(self, units: Sequence[UnitGradients], window: LandingWindow | None) -> None:
+    elsewhere: Set[str] = frozenset()
+
+    def __init__(
+        self, units: Sequence[UnitGradients], window: LandingWindow | None, before: Callable[[int], None]
+    ) -> None:
         self._units = units
         self._window = window
+        self._before = before
 
     def of(self, place: Place) -> GroupGradients:
         return self._units[place.unit.index].groups[place.group_index]
@@ -366,8 +487,16 @@ class Gradients:
     def has(self, place: Place) -> bool:
         return place.spec.name in self.of(place).present
 
+    def value(self, place: Place) -> torch.Tensor:
+        return self.of(place).value(place.spec)
+
+    def require_settable(self, place: Place) -> None:
+        return
+
+    def begin_pass(self) -> None:
+        return
+
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
-        """The backward of `units` begins: the gradients of others leave for the store, but for those of `staying`."""
         if self._window is None:
             return
         for index, unit in enumerate(self._units):
@@ -376,29 +505,53 @@ class Gradients:
         for index in units:
             self._units[index].backward_begins()
 
+    def left(self, units: Iterable[int]) -> None:
+        return
+
+    def about_to_land(self, index: int) -> None:
+        self._before(index)
+
+    def complete(self, index: int) -> Iterable[int]:
+        self._units[index].send()
+        return (index,)
+
+    def passed(self, indices: Iterable[int], complete: Collection[int]) -> Iterator[int]:
+        for index in complete:
+            yield from self.complete(index)
+
+    def take_completed(self) -> Sequence[int]:
+        return ()
+
+    def pass_ended(self) -> None:
+        return
+
     def send(self) -> None:
-        """The backward is over: start the way of everything that came from the device."""
         for unit in self._units:
             unit.send()
 
     def synchronize(self) -> None:
-        """Wait for what is on its way from the device, and to the store.
-
-        Raises:
-            DeviceError, SwapIOError: gradients were lost.
-        """
         for unit in self._units:
             for group in unit.groups.values():
                 group.settle()
         if self._window is not None:
             self._window.clear()
 
+    def drop_cleared(self, named: Named) -> None:
+        return
+
+    def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
+        return Decision(skip, [told])
+
     def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
-        """The sum over `places`, and the first name whose part is not finite ('' when all are)."""
-        every: list[float] = []
-        for place in places:
-            parts = self.of(place).partials(place.spec)
-            if not all(part < float("inf") for part in parts):
-                return float("nan"), place.spec.name
-            every += parts
-        return total_of(every), ""
+        return sum_of((self.of(place), place.spec) for place in places)
+
+
+def sum_of(parts: Iterable[tuple[Landed, ParameterSpec]]) -> tuple[float, str]:
+    """As Gradients.sum_squares."""
+    every: list[float] = []
+    for group, spec in parts:
+        found = group.partials(spec)
+        if not all(part < float("inf") for part in found):
+            return float("nan"), spec.name
+        every += found
+    return total_of(every), ""

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from infinity.base.fork import refuse_in_forked_child
 from infinity.errors import InfinityError, PeerError
-from infinity.ranks.exchange import Exchange
+from infinity.ranks.world import World
 
 
 class Health:
@@ -17,11 +17,11 @@ class Health:
         failure: None while there is none.
 
     Args:
-        exchange: the other ranks, who are told of the failure.
+        world: the ranks, who are told of the failure.
     """
 
-    def __init__(self, exchange: Exchange | None = None) -> None:
-        self._exchange = exchange
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._why_closed = "was closed (infinity.close); load it again to go on"
         self.failure: InfinityError | None = None
         self.closed = False
@@ -29,8 +29,7 @@ class Health:
     def fail(self, error: InfinityError) -> None:
         """From now on every call raises."""
         self.failure = self.failure or error
-        if self._exchange is not None:
-            self._exchange.fail(error)
+        self._world.fail(error)
 
     def supersede(self) -> None:
         """The model is offloaded anew, and this is closed."""

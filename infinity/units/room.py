@@ -356,6 +356,11 @@ class Room:
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
+    def updates_decided(self, begun: Sequence[OffloadedUnit], everywhere: Sequence[OffloadedUnit]) -> None:
+        """Args: begun: the units of which this process updates something; everywhere: those of which any rank does."""
+        for unit in everywhere if self._slots.agreed else begun:
+            self.update_decided(unit)
+
     def update_decided(self, unit: OffloadedUnit) -> None:
         """A unit's update is decided: its weights of before are void, and the slot stays only where the update uses
         it. With several ranks the update may be one of other ranks' slices alone."""

@@ -24,7 +24,7 @@ from infinity.cli import finetune, finished, loop, output, report
 from infinity.cli.main import main
 from infinity.errors import InfinityError
 from infinity.io.directory import FINISHED_NAME
-from infinity.io.rank_stores import counts_in, steps_of
+from infinity.sharded.stores import counts_in, steps_of
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.models import VOCABULARY
 from tests.processes import Forked

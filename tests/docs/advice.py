@@ -315,7 +315,13 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "or infinity finetune --from-checkpoint": "cli/test_resume.py::"
         "test_a_run_moves_to_other_disks_and_forms_as_a_portable_copy",
     },
-    "coordinator/speculator.py": {
+    "sharded/stores.py": {
+        "the old one with `infinity checkpoint remove <>`.": "sharded/test_stores.py::"
+        "test_what_is_in_the_way_goes_with_the_command_that_is_named",
+        "<>. Let them go with `infinity checkpoint unpin <> --folder": "runtime/test_rank_pins.py::"
+        "test_the_commands_know_what_ranks_pin",
+    },
+    "units/speculator.py": {
         "Give the optimizer accumulation_steps=": "runtime/test_accumulation.py::test_with_accumulation_steps_likewise",
         "but the last inside model.no_sync()": "runtime/test_accumulation.py::"
         "test_with_no_sync_updates_begin_in_the_last_pass_of_the_first_step_on",
@@ -427,12 +433,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
     },
     "io/pins.py": {
         "checkpoint list` names those": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
-    },
-    "io/rank_stores.py": {
-        "the old one with `infinity checkpoint remove <>`.": "io/test_rank_stores.py::"
-        "test_what_is_in_the_way_goes_with_the_command_that_is_named",
-        "<>. Let them go with `infinity checkpoint unpin <> --folder": "runtime/test_rank_pins.py::"
-        "test_the_commands_know_what_ranks_pin",
     },
     "io/store.py": {
         "if it does, move the run with `infinity checkpoint export`": "cli/test_resume.py::"

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infinity.durable.commits import Commit, Commits, facts_of
+from infinity.durable.maker import Own
 from infinity.durable.resumed import Resumed
 from infinity.errors import ConfigError, InfinityError, SwapIOError
 from infinity.plan.frequency import Frequency
 from infinity.plan.problem import ALONE, Peers
+from infinity.sharded.maker import Shared
 from infinity.sizes import PAGE_BYTES
 from infinity.state.records import ModelRecord
 from infinity.state.shard import Cut
@@ -76,11 +78,14 @@ class Run:
             require_store=lambda: self.store,
             homes=lambda: self.homes,
             units=[],
-            exchange=self.exchange if several else None,
+            facts={},
         )
+        kept: Any = below.generations
+        world: Any = SimpleNamespace(exchange=self.exchange)
+        maker = Shared(world, kept) if several else Own(kept)
         optimizers: Any = self.optimizers
         model = ModelRecord(class_name="A", config=None, generation_config=None, groups=[], parameters=[])
-        self.commits = Commits(below, optimizers, model, dict)
+        self.commits = Commits(below, optimizers, maker, model, dict)
 
     @property
     def made(self) -> list[int]:
@@ -366,10 +371,10 @@ def test_facts_say_what_a_run_that_resumes_must_agree_on() -> None:
     states = [SimpleNamespace(master=master, moments="fp32") for master in ("weight", "split16", "weight")]
     weights = WeightsHome(None, (), 0)
     units = [SimpleNamespace(states=dict(enumerate(states)), weights=weights)]
-    below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY), exchange=None)
+    below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY), facts=ALONE.facts)
     facts = {"master": ["split16", "weight"], "moments": ["fp32"], "stored": ["exp_avg"]}
     assert facts_of(below) == facts
-    below.exchange, below.plan.peers = object(), Peers(Cut(3, 1), 3)
+    below.facts = Peers(Cut(3, 1), 3).facts
     assert facts_of(below) == facts | {"rank": 1, "ranks": 3, "slice_numel": 65536}
 
 
@@ -390,11 +395,11 @@ def test_older_generations_go_before_a_step_only_where_all_say_that_they_have_th
     heard: list[int], retired: list[list[int]]
 ) -> None:
     run = Run(several=True)
-    run.commits.retire_if_all_have()
+    run.commits.retire_early()
     run.begin()
     run.commits.finish()
     run.exchange.heard = heard
-    run.commits.retire_if_all_have()
+    run.commits.retire_early()
     assert run.generations.retired == retired
 
 
@@ -402,5 +407,5 @@ def test_a_process_that_trains_alone_hears_nothing() -> None:
     run = Run()
     run.begin()
     run.commits.finish()
-    run.commits.retire_if_all_have()
+    run.commits.retire_early()
     assert run.generations.retired == []

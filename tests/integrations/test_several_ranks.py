@@ -19,7 +19,7 @@ from infinity.coordinator import registry
 from infinity.errors import ConfigError, NotAvailableError, PeerError
 from infinity.integrations.launcher import installed
 from infinity.integrations.ranks import ranks_of
-from infinity.io.rank_stores import counts_in
+from infinity.sharded.stores import counts_in
 from tests.integrations.conftest import Launch
 from tests.integrations.training import SAVING, trainer
 from tests.ranks.workers import ended, run

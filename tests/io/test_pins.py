@@ -129,7 +129,10 @@ class Kept:
 
     def pin(self, name: object, step: int | None = None) -> Path:
         folder = self.folder(name)
-        self.kept.pin(self.step if step is None else step, folder)
+        self.kept.require_free_pin(folder)
+        begin_folder(folder)
+        self.kept.mark(folder, None, [self.kept.hold(self.step if step is None else step, folder)])
+        self.kept.finish(folder)
         return folder
 
     def require_whole(self) -> None:
@@ -358,7 +361,7 @@ def test_a_generation_that_is_not_there_cannot_be_pinned(kept: Kept) -> None:
     kept.next(1)
     with pytest.raises(ResumeError, match="no generation 1 to pin"):
         kept.pin("x", step=1)
-    assert not kept.folder("x").exists()
+    assert read_marker(kept.folder("x")) is None
 
 
 def test_a_pinned_generation_whose_manifest_is_damaged_is_named_and_holds_no_copies(

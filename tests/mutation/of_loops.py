@@ -21,7 +21,7 @@ OF_LOOPS = [
     Mutant(
         "a write behind the loop's top finds the commit frozen",
         "infinity/durable/commits.py",
-        "not self.frozen and self.tracking.at_top and alone:",
+        "not self.frozen and self.tracking.at_top and self._maker.decides_alone:",
         "False:",
         (_LOOPS, "-k", "around_its_item"),
     ),

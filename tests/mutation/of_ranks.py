@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
 
-_SHARED = "tests/units/test_shared.py"
+_SHARED = "tests/sharded/test_gradients.py"
 _SEVERAL = "tests/durable/test_commits.py"
-_STORES = "tests/io/test_rank_stores.py"
+_STORES = "tests/sharded/test_stores.py"
 _GENERATIONS = "tests/runtime/test_rank_generations.py"
 _PINS = "tests/runtime/test_rank_pins.py"
 _GROUPS = "tests/runtime/test_gather_groups.py"
@@ -16,7 +16,7 @@ _WRITES = "tests/runtime/test_rank_writes.py"
 OF_RANKS = [
     Mutant(
         "owners add rank by rank",
-        "infinity/units/outbox.py",
+        "infinity/sharded/outbox.py",
         "                    flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n",
         "                    at = at or (shard.cut.count - 1) * nbytes\n"
         "                    flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)\n"
@@ -25,21 +25,21 @@ OF_RANKS = [
     ),
     Mutant(
         "what a rank has no gradient of is zero",
-        "infinity/units/outbox.py",
+        "infinity/sharded/outbox.py",
         "            _zero_the_rest(box, shard, group_index)\n",
         "",
         (_SHARED, "-k", "sums_of_one_process"),
     ),
     Mutant(
         "a second piece is added",
-        "infinity/units/outbox.py",
+        "infinity/sharded/outbox.py",
         "            flat.add_(values)\n",
         "            flat.copy_(values)\n",
         (_SHARED, "-k", "sums_of_one_process"),
     ),
     Mutant(
         "an interrupt while a gradient comes leaves it to be landed",
-        "infinity/units/outbox.py",
+        "infinity/sharded/outbox.py",
         "        for ticket in self._on_way[0].tickets:\n            ticket.result()\n"
         "        self._land(self._on_way[0])\n",
         "        first = self._on_way.popleft()\n        for ticket in first.tickets:\n            ticket.result()\n"
@@ -48,56 +48,56 @@ OF_RANKS = [
     ),
     Mutant(
         "a gradient that is dropped does not land later",
-        "infinity/units/shared.py",
+        "infinity/sharded/gradients.py",
         "        self._outbox.settle()  # what is under way would land later\n",
         "",
         (_SHARED, "-k", "dropped"),
     ),
     Mutant(
         "zeros of what no rank has are no gradient",
-        "infinity/units/shared.py",
+        "infinity/sharded/gradients.py",
         "        self._drop_zeros()\n",
         "",
         (_SHARED, "-k", "sums_of_one_process"),
     ),
     Mutant(
         "of several ranks a generation is prepared, and retired later",
-        "infinity/durable/commits.py",
-        "generations.make if exchange is None else generations.prepare\n",
-        "generations.make\n",
+        "infinity/sharded/maker.py",
+        "        self._generations.prepare(step, facts, body)\n",
+        "        self._generations.make(step, facts, body)\n",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "those generations exist that all ranks have",
-        "infinity/durable/commits.py",
-        "            generations.retire(set.intersection(*(set(steps) for _, *steps in told)))\n",
-        "            generations.retire(set.union(*(set(steps) for _, *steps in told)))\n",
+        "infinity/sharded/maker.py",
+        "            self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))\n",
+        "            self._generations.retire(set.union(*(set(steps) for _, *steps in told)))\n",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "ranks commit as rarely as any of them must",
-        "infinity/durable/commits.py",
-        "            self._pace.lead(max(every for every, *_ in told), following)\n",
+        "infinity/sharded/maker.py",
+        "            pace.lead(max(every for every, *_ in told), following)\n",
         "",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "a run of another number of ranks is not written over",
-        "infinity/io/rank_stores.py",
+        "infinity/sharded/stores.py",
         "            if generations_in(entry) or pinned_in(entry):\n",
         "            if False:\n",
         (_STORES, "-k", "in_the_way"),
     ),
     Mutant(
         "the newest step that is whole on all ranks, not on one",
-        "infinity/coordinator/resuming.py",
+        "infinity/sharded/recovery.py",
         "        if not any(failed):\n",
         "        if not problem:\n",
         (_GENERATIONS, "-k", "no_whole_generation and state"),
     ),
     Mutant(
         "ranks find a store of the same run, or all of them none",
-        "infinity/coordinator/together.py",
+        "infinity/sharded/together.py",
         "        if without:\n",
         "        if False:\n",
         (_GENERATIONS, "-k", "one_rank_lacks"),
@@ -112,7 +112,7 @@ OF_RANKS = [
     Mutant(
         "a folder is pinned where all ranks pin it",
         "infinity/io/generations.py",
-        " or (agreed is not None and pin.folder not in agreed.folders):\n",
+        " or pin.folder not in eligible.folders:\n",
         ":\n",
         (_PINS, "-k", "not_all_ranks_have"),
     ),
@@ -125,21 +125,21 @@ OF_RANKS = [
     ),
     Mutant(
         "copies of weights are of the last update",
-        "infinity/tiers/gathered.py",
+        "infinity/sharded/slots.py",
         "        if copy is not None and copy.version == version:\n",
         "        if copy is not None and copy.version >= 0:\n",
         (_GROUPS, "-k", "frozen_and_unused"),
     ),
     Mutant(
         "copies are filled by what comes from all ranks",
-        "infinity/tiers/gathered.py",
+        "infinity/sharded/slots.py",
         "                arrived=None if keep is None else partial(keep.fill, index, lease),\n",
         "",
         (_GROUPS, "-k", "frozen_and_unused"),
     ),
     Mutant(
         "auto keeps copies where all ranks have room for them",
-        "infinity/coordinator/together.py",
+        "infinity/sharded/together.py",
         " and 2 * most > least[1] else",
         " and False else",
         (_GROUPS, "-k", "have_no_room"),
@@ -160,28 +160,28 @@ OF_RANKS = [
     ),
     Mutant(
         "a generation goes early only where all ranks have made the newest",
-        "infinity/durable/commits.py",
-        "        if all(step == generations.newest for step in exchange.heard):\n",
-        "        if any(step == generations.newest for step in exchange.heard):\n",
+        "infinity/sharded/maker.py",
+        "        if all(step == generations.newest for step in self._world.exchange.heard):\n",
+        "        if any(step == generations.newest for step in self._world.exchange.heard):\n",
         ("tests/durable/test_commits.py",),
     ),
     Mutant(
         "no update reads gradients while those of other ranks are added to them",
-        "infinity/units/outbox.py",
+        "infinity/sharded/outbox.py",
         "        self._before(shard.unit.index)\n",
         "",
-        ("tests/units/test_shared.py", "tests/runtime/test_ranks.py"),
+        ("tests/sharded/test_gradients.py", "tests/runtime/test_ranks.py"),
     ),
     Mutant(
         "an update begins early once the gradients of all ranks have landed",
-        "infinity/coordinator/coordinator.py",
-        "        if self.shared is None:\n            self._speculator.complete(",
-        "        if True:\n            self._speculator.complete(",
+        "infinity/sharded/gradients.py",
+        "        self._units[index].send()\n        return ()\n",
+        "        self._units[index].send()\n        return (index,)\n",
         ("tests/runtime/test_ranks.py",),
     ),
     Mutant(
         "a slice is gathered from the memory that its new values rest in",
-        "infinity/tiers/gathered.py",
+        "infinity/sharded/slots.py",
         "        rests_in = new.memory or home.lease\n",
         "        rests_in = home.lease\n",
         ("tests/runtime/test_ranks.py",),
@@ -189,7 +189,7 @@ OF_RANKS = [
     Mutant(
         "the first speculation knows over how many ranks gradients are averaged",
         "infinity/optim/offloaded.py",
-        "        self._inverse_scale = inverse_of(float(self.coordinator.world))\n",
+        "        self._inverse_scale = inverse_of(float(self.coordinator.world.size))\n",
         "",
         ("tests/runtime/test_ranks.py", "-k", "on_every_rank"),
     ),
@@ -209,14 +209,14 @@ OF_RANKS = [
     ),
     Mutant(
         "values that ranks made in memory are those of rank 0",
-        "infinity/coordinator/same_values.py",
+        "infinity/sharded/same_values.py",
         "            values[name] = self.of_rank_0(name, values[name])\n",
         "            pass\n",
         (_BEGIN, "-k", "not_seeded"),
     ),
     Mutant(
         "ranks train on the files of one checkpoint",
-        "infinity/coordinator/same_values.py",
+        "infinity/sharded/same_values.py",
         "            if not in_memory(name):\n",
         "            if False:\n",
         (_BEGIN, "-k", "different_checkpoints"),
@@ -238,13 +238,13 @@ OF_RANKS = [
     Mutant(
         "a generation that ranks made is not made again after a write",
         "infinity/durable/commits.py",
-        "        return self._touched and self._resources.exchange is not None\n",
+        "        return self._touched and not self._maker.makes_again\n",
         "        return False\n",
         (_WRITES, "-k", "stays_as_it_was"),
     ),
     Mutant(
         "a gradient that one rank has dropped is named",
-        "infinity/units/shared.py",
+        "infinity/sharded/gradients.py",
         "            if facts and rank:\n",
         "            if False:\n",
         ("tests/runtime/test_ranks_together.py", "-k", "does_otherwise"),
@@ -258,7 +258,7 @@ OF_RANKS = [
     ),
     Mutant(
         "a rank without slices gathers as the others do",
-        "infinity/tiers/gathered.py",
+        "infinity/sharded/slots.py",
         "        if near is not None:  # the same on all ranks, of which some may have a slice of nothing\n",
         "        if near is not None and resources.plan.layout.arena.secondary:\n",
         (_GROUPS, "-k", "no_slice_of_anything"),

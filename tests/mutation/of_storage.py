@@ -156,8 +156,8 @@ OF_STORAGE = [
     Mutant(
         "a pin whose folder has no marker is let go",
         "infinity/io/generations.py",
-        "            if self._pins.over(pin) or (",
-        "            if (",
+        "            if self._pins.over(pin) or pin.folder not in",
+        "            if pin.folder not in",
         (*_PINS, "tests/runtime/test_pins.py"),
     ),
     Mutant(

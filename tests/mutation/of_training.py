@@ -94,10 +94,8 @@ OF_TRAINING = [
     Mutant(
         "the manifest after the fdatasync, not before",
         "infinity/durable/commits.py",
-        "        commit.sync.result()\n        exchange = self._resources.exchange\n        make = generations.make if "
-        "exchange is None else generations.prepare\n        make(commit.step, facts_of(self._resources), body)\n",
-        "        generations.make(commit.step, facts_of(self._resources), body)\n        commit.sync.result()\n"
-        "        exchange = None\n",
+        "        commit.sync.result()\n        self._maker.make(commit.step, facts_of(self._resources), body)\n",
+        "        self._maker.make(commit.step, facts_of(self._resources), body)\n        commit.sync.result()\n",
         (_RESUME, "-k", "failed_fdatasync"),
     ),
     Mutant(

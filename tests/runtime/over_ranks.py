@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.coordinator import together
 from infinity.runtime import micro_batches
+from infinity.sharded import together
 from tests.ranks.workers import run
 
 WIDTH, DEPTH, TOKENS = 96, 3, 8

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from infinity.coordinator import registry, together
+from infinity.coordinator import registry
 from infinity.errors import InfinityError
 from infinity.ranks.exchange import Exchange
 from infinity.ranks.operations import Gather
+from infinity.sharded import together
 from tests.ranks.workers import run
 from tests.runtime import over_ranks
 from tests.runtime.over_ranks import DEPTH, TIERS, batch, digest, offloaded, train

@@ -26,8 +26,8 @@ from infinity.io import durable
 from infinity.io.directory import generations_in
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import MARKER_NAME, PINS_NAME, digest_of, read_marker, read_pins
-from infinity.io.rank_stores import rank_paths
 from infinity.runtime.pins import pin, pinned, unpin
+from infinity.sharded.stores import rank_paths
 from tests import sampling
 from tests.ranks.workers import ended, run
 from tests.runtime.over_ranks import TIERS, Blocks, batch, digest, offloaded

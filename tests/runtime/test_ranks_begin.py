@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 import infinity
 from infinity.errors import ConfigError, InfinityError, ModelError, PeerError
-from infinity.io.rank_stores import rank_paths
+from infinity.sharded.stores import rank_paths
 from tests.models import llama
 from tests.ranks.workers import ended, run
 from tests.runtime.over_ranks import TIERS, Blocks, batch, digest, offloaded
@@ -186,9 +186,10 @@ def saved_slowly(folder: str) -> str:
 
     save._put = slowly
     save_config = {"nvme": {"paths": [f"{folder}/swap"], "deadline_s": 1}}
-    from infinity.coordinator import stepping, together
+    from infinity.ranks import world
+    from infinity.sharded import together
 
-    together._MARGIN_S, stepping._SIGN_OF_LIFE_S = 1.0, 0.5
+    together._MARGIN_S, world._SIGN_OF_LIFE_S = 1.0, 0.5
     model = infinity.offload(Blocks(torch.float32), {**TIERS[3], **MEMORY, **save_config}, device="cpu")
     infinity.save_pretrained(model, f"{folder}/out")
     infinity.close(model)

@@ -18,8 +18,8 @@ from infinity import _native
 from infinity.cli.main import main
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, PeerError, PlanError, ResumeError
-from infinity.io.rank_stores import steps_of
 from infinity.plan import planner
+from infinity.sharded.stores import steps_of
 from tests.ranks.workers import run
 from tests.runtime.over_ranks import (
     TIERS,
@@ -481,7 +481,7 @@ def one_cannot(folder: str) -> list[str]:
                 raise kind("there is none")
 
         try:
-            coordinator.each("looking for it", act)
+            coordinator.world.each("looking for it", act)
         except Exception as error:
             told.append(f"{type(error).__name__}: {error}")
     infinity.close(model)

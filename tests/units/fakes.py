@@ -12,6 +12,7 @@ from torch import nn
 from infinity.base.timeline import Timeline
 from infinity.io.arena import Space
 from infinity.io.store import Extent
+from infinity.ranks.world import Alone
 from infinity.sizes import PAGE_BYTES
 from infinity.state.released import released_class
 from infinity.state.request import GroupUpdate, SegmentRequest
@@ -197,7 +198,7 @@ def no_shadows(pipeline: Pipeline) -> Shadows:
 def offloaded(unit: Unit, homes: UnitHomes, shadows: Shadows, health: Health | None = None) -> OffloadedUnit:
     gradients: Any = Gradients(unit)
     made = OffloadedUnit(
-        unit, unit, parameters_of(unit), homes, gradients, RELEASED, Timeline(), health or Health(), shadows
+        unit, unit, parameters_of(unit), homes, gradients, RELEASED, Timeline(), health or Health(Alone()), shadows
     )
     made.views.adopt(torch.device("cpu"))
     return made

@@ -20,7 +20,7 @@ from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Place, Unit
 from infinity.tiers.downloads import Landing
 from infinity.tiers.window import LandingWindow
-from infinity.units.gradients import Gradients, GroupGradients, UnitGradients
+from infinity.units.gradients import GroupGradients, LocalGradients, UnitGradients
 from tests.sim.host import follow_the_host
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy
 from tests.sim.watch import watched
@@ -347,7 +347,7 @@ def test_what_is_not_finite_is_named(bad: float) -> None:
     group.land(SPECS[1], broken, accumulate=False)
     assert [group.sum_squares(spec) < float("inf") for spec in SPECS] == [True, False]
     assert not group.finite
-    gradients = Gradients([UnitGradients(UNIT, {0: group})], None)
+    gradients = LocalGradients([UnitGradients(UNIT, {0: group})], None, lambda _: None)
     places = [Place(UNIT, 0, spec) for spec in SPECS]
     assert gradients.sum_squares(places[:1]) == (SPECS[0].numel, "")
     assert gradients.sum_squares(places)[1] == SPECS[1].name
@@ -368,7 +368,7 @@ def spilling() -> SimpleNamespace:
         place = extent(unit.name, "grad", count=2, copies=1)
         groups.append(GroupGradients(unit, unit.groups[0], None, place, landing, None, pool()))
     of_units = [UnitGradients(unit, {0: group}) for unit, group in zip(units, groups, strict=True)]
-    gradients = Gradients(of_units, landing)
+    gradients = LocalGradients(of_units, landing, lambda _: None)
     return SimpleNamespace(store=native, landing=landing, units=units, groups=groups, all=gradients, of_units=of_units)
 
 

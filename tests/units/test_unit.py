@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from infinity.errors import SwapIOError
+from infinity.ranks.world import Alone
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.home import Home
 from infinity.units.health import Health
@@ -35,7 +36,7 @@ class UnitMachine(RuleBasedStateMachine):
         self.resting_bytes = (PAGES * in_ram + 2 * PAGES * states_in_ram) * PAGE_BYTES
         self.space = pages(6 * PAGES)
         self.shadows = Shadows(self.space, pipeline, self.resting_bytes, [])
-        self.health = Health()
+        self.health = Health(Alone())
         space = self.space
         self.homes = homes_of(unit_of(0, GROUPS), space if in_ram else None, space if states_in_ram else None)
         self.states = [home for home in self.homes.all_states() if home.in_memory]
@@ -240,7 +241,7 @@ def begun(unit: OffloadedUnit, *, speculative: bool = False) -> UpdateFuture:
 
 def small(*, in_ram: bool = False) -> tuple[OffloadedUnit, Health]:
     native: Any = Pipeline()
-    space, health = pages(2), Health()
+    space, health = pages(2), Health(Alone())
     shadows = Shadows(space, native, 0, [])
     homes = homes_of(unit_of(0), space if in_ram else None, kept=True)
     return offloaded(unit_of(0), homes, shadows, health), health

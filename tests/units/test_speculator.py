@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from infinity.coordinator.speculator import Speculator
 from infinity.errors import SwapIOError
 from infinity.units.speculation import Counts, Speculation
+from infinity.units.speculator import Speculator
 from infinity.units.update import UnitUpdate, WeightsPlace
 from tests.units.fakes import unit_of, wanted
 
@@ -35,10 +35,10 @@ class Model:
         self.unit: Any = SimpleNamespace(index=0, name="0", gradients=SimpleNamespace(finite=True), update=None)
         here: Any = self
         shards: Any = [SimpleNamespace(localize=lambda of_whole: of_whole and self.mine(of_whole))]
-        self.speculator = Speculator(self.speculation, here, here, here, here, shards)
+        self.speculator = Speculator(self.speculation, here, here, here, here, [self.unit], shards)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("carry_on", "finish_commit", "retire_if_all_have", "settle", "reclaim_shadows"):
+        if name in ("carry_on", "finish_commit", "retire_early", "settle", "reclaim_shadows"):
             return lambda: self.log.append(name)
         raise AttributeError(name)
 
@@ -85,7 +85,7 @@ def test_an_update_begins_when_nothing_it_writes_is_named_by_a_commit_that_is_no
     assert Model().complete(step) == [
         "carry_on",
         "finish_commit",
-        "retire_if_all_have",
+        "retire_early",
         "settle",
         ("speculate", 0, step, step == 4),
     ]
@@ -130,15 +130,15 @@ def test_what_does_not_fit_or_is_not_wanted_does_not_begin(but: dict[str, Any]) 
     model = Model()
     for name, value in but.items():
         setattr(model, name, value)
-    assert model.complete() == ["carry_on", "finish_commit", "retire_if_all_have", "settle"]
+    assert model.complete() == ["carry_on", "finish_commit", "retire_early", "settle"]
 
 
 def test_before_the_last_backward_states_are_read_that_no_speculative_update_needs() -> None:
     model = Model()
-    assert model.begin_backward() == ["retire_if_all_have", "reclaim_shadows", ("read ahead", [], 3)]
+    assert model.begin_backward() == ["retire_early", "reclaim_shadows", ("read ahead", [], 3)]
     model = Model()
     model.fits = False
-    assert model.begin_backward() == ["retire_if_all_have", "reclaim_shadows", ("read ahead", [2, 1], 3)]
+    assert model.begin_backward() == ["retire_early", "reclaim_shadows", ("read ahead", [2, 1], 3)]
     model = Model()
     model.speculator._speculation = Speculation("before_forward")
     assert model.begin_backward() == ["lend", ("read ahead", [2, 1], 3)]

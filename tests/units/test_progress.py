@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from infinity.base.timeline import Timeline
-from infinity.coordinator.progress import Progress
 from infinity.errors import InfinityError, SwapIOError
+from infinity.ranks.world import Alone
 from infinity.units.health import Health
+from infinity.units.progress import Progress
 from tests.tiers.fakes import Generations, few
 
 
@@ -34,7 +35,7 @@ class Model:
         self.waited = False
         self.failing: dict[str, BaseException] = {}
         self.generations = Generations() if keeps else None
-        self.health = Health()
+        self.health = Health(Alone())
         below: Any = SimpleNamespace(generations=self.generations)
         updates: Any = self
         commits: Any = self

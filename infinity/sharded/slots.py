@@ -30,7 +30,7 @@ from infinity.sizes import format_bytes
 from infinity.state.shard import Shard
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
-from infinity.tiers.slots import CopiedSlot, Fetch, NewWeights, Slot, SlotPool, Written, open_slots
+from infinity.tiers.slots import CopiedSlot, Fetch, NewWeights, Slot, Written
 
 logger = logging.getLogger(__name__)
 
@@ -212,10 +212,3 @@ class _GatherFetch(Fetch):
 
     def _give_up(self) -> None:
         return
-
-
-def open_pool(resources: Resources, shards: Sequence[Shard]) -> SlotPool:
-    """The pool that fits the device, and the ranks."""
-    if resources.exchange is None:
-        return open_slots(resources)
-    return GatheredSlots(resources, resources.exchange, shards)

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 
-from infinity.errors import PeerError
+from infinity.errors import NotAvailableError, PeerError
 from infinity.io.arena import Space
 from infinity.ranks.exchange import Exchange
+from infinity.sharded.outbox import Outbox, trained
 from infinity.state.shard import Shard
 from infinity.state.unit import ParameterSpec, Place
-from infinity.units.gradients import Gradients, GroupGradients, UnitGradients, total_of
-from infinity.units.outbox import Outbox, trained
+from infinity.units.gradients import (
+    Decision,
+    GroupGradients,
+    LocalGradients,
+    Named,
+    UnitGradients,
+    sum_of,
+    total_of,
+)
 
 PARTIAL_NUMEL = 64 << 10
 """Elements of a partial of a sum of squares (_native.sums_of_squares)."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What the ranks have told each other before a step.
-
-    Attributes:
-        skip: why the step is to change nothing, by this rank or another; "" where none wants that.
-        told: what each rank told of its generations, in the order of the ranks.
-    """
-
-    skip: str
-    told: list[list[int]]
 
 
 class Agreement:
@@ -245,16 +239,13 @@ class SharedGroup:
         self._agreement.went(name)
 
 
-class SharedGradients(Gradients):
-    """The gradients of a model whose units are cut over ranks.
+class SharedGradients:
+    """The gradients of a model whose units are cut over ranks (Gradients).
 
     Args:
         local: of this rank's slices, by unit.
         space: memory for gradients on their way (Outbox).
         before: as of Outbox.
-
-    Attributes:
-        agreement: what all ranks know of them.
     """
 
     def __init__(
@@ -265,7 +256,8 @@ class SharedGradients(Gradients):
         space: Space,
         before: Callable[[int], None],
     ) -> None:
-        super().__init__(local, None)
+        self._units = local
+        self._own = LocalGradients(local, None, before)
         self._outbox = Outbox(shards, local, exchange, space, before)
         self.agreement = Agreement(shards, local, exchange, self._outbox)
         self._groups = {
@@ -277,26 +269,61 @@ class SharedGradients(Gradients):
         }
         self._trained = [shard.unit.index for shard in shards if trained(shard)]
 
-    def of(self, place: Place) -> SharedGroup:  # type: ignore[override]
+    @property
+    def elsewhere(self) -> Set[str]:
+        return self.agreement.present
+
+    def of(self, place: Place) -> SharedGroup:
         return self._groups[place.unit.index, place.group_index]
 
-    def left(self, units: Iterable[int], *, complete: bool | None = None) -> None:
-        """The backward of other units begins, or of another micro-batch.
+    def has(self, place: Place) -> bool:
+        return place.spec.name in self.agreement.present
 
-        Args:
-            complete: whether these units have all gradients of the pass; None: where no piece is missing.
+    def value(self, place: Place) -> torch.Tensor:
+        raise NotAvailableError(
+            f"the gradient of '{place.spec.name}' lies in slices on several ranks, and its values are not "
+            "available yet. What works is p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2 and a "
+            "multiplication by a number. A hook of the parameter (register_hook, before the backward) is given the "
+            "gradient of this rank's own batch."
+        )
 
-        Raises:
-            PeerError: a rank failed.
-        """
+    def require_settable(self, place: Place) -> None:
+        raise NotAvailableError(
+            f"the gradient of '{place.spec.name}' was set by hand, which is not available yet with several ranks: "
+            "let backward bring it, or use one process"
+        )
+
+    def begin_pass(self) -> None:
+        self.take_completed()  # of a pass that an exception ended
+
+    def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
+        self._own.backward_begins(units, staying)
+
+    def left(self, units: Iterable[int]) -> None:
+        """Of these units what came is sent, and what has arrived of any lands. Raises PeerError."""
         for index in units:
-            all_came = self._units[index].arrivals.all_came
-            self._outbox.send(index, complete=all_came if complete is None else complete)
+            self._outbox.send(index, complete=self._units[index].arrivals.all_came)
         self._outbox.land()
 
+    def about_to_land(self, index: int) -> None:
+        return  # the outbox does it, when gradients of all ranks land
+
+    def complete(self, index: int) -> Sequence[int]:
+        self._units[index].send()
+        return ()
+
+    def passed(self, indices: Iterable[int], complete: Collection[int]) -> Sequence[int]:
+        for index in indices:
+            self._outbox.send(index, complete=index in complete)
+            self._outbox.land()
+        return self.take_completed()
+
+    def take_completed(self) -> Sequence[int]:
+        """As Outbox.take_completed."""
+        return self._outbox.take_completed()
+
     def pass_ended(self) -> None:
-        """The backward is over: what any rank has not sent of its gradients is sent. All ranks call. Raises
-        PeerError."""
+        """What any rank has not sent of its gradients is sent. All ranks call. Raises PeerError."""
         waiting = self._outbox.waiting
         late = self.agreement.share([index in waiting for index in self._trained])
         self._outbox.land()  # what was sent before they told each other has arrived
@@ -304,10 +331,21 @@ class SharedGradients(Gradients):
             if is_late:
                 self._outbox.send(index)
 
-    def take_completed(self) -> list[int]:
-        """As Outbox.take_completed."""
-        return self._outbox.take_completed()
+    def send(self) -> None:
+        self._own.send()
 
     def synchronize(self) -> None:
         self._outbox.settle()
-        super().synchronize()
+        self._own.synchronize()
+
+    def drop_cleared(self, named: Named) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, place in named():
+                if place.group.trainable and parameter.grad is None and self.has(place):
+                    self.of(place).drop(place.spec.name)
+
+    def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
+        return self.agreement.make(facts, skip, told)
+
+    def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
+        return sum_of((self.of(place), place.spec) for place in places)

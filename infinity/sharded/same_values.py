@@ -8,43 +8,61 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import torch
 
 from infinity.errors import ModelError, PeerError
-from infinity.ranks.exchange import Exchange
 from infinity.ranks.operations import Gather, Operation
+from infinity.ranks.world import Among
+from infinity.state.values import Source, sum_of_bits
 from infinity.units.unit import OffloadedUnit
 
 logger = logging.getLogger(__name__)
-
-Source = Callable[[str], torch.Tensor]
-"""Gives the value of a parameter by its name, on the CPU, of its shape, in any floating dtype."""
 
 _SAMPLE_NUMEL = 16 << 10
 """Of a large value in a file, so many elements of its beginning, middle and end are compared: not all ranks have to
 read all of it."""
 
 
-def sum_of_bits(tensor: torch.Tensor) -> int:
-    """Differs, nearly always, where a value differs."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[tensor.element_size()]
-    return 0 if tensor.is_meta else int(tensor.detach().contiguous().reshape(-1).view(bits).sum())
-
-
-class SameOnAllRanks:
+class Comparison(Protocol):
     """Compares tensors, all ranks in the same order."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self._taken: list[str] = []
-
-    def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source:
+    def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
         """The values of a unit's parameters, the same on all ranks. Args: as ingest.
 
         Raises:
             PeerError: values in files differ; names the parameter and the rank.
         """
+
+    def take(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Give tensors in memory the values of rank 0, in place."""
+
+    def say(self) -> None:
+        """Log what was taken of rank 0."""
+
+
+class NoComparison:
+    """Of one process (Comparison)."""
+
+    def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
+        return source
+
+    def take(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        return
+
+    def say(self) -> None:
+        return
+
+
+class SameOnAllRanks:
+    """Of several ranks (Comparison)."""
+
+    def __init__(self, world: Among) -> None:
+        self._world = world
+        self._taken: list[str] = []
+
+    def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source:
         names = [spec.name for group in unit.unit.groups for spec in group.specs]
         values = {name: unit.parameters[name].detach() if source is None else source(name) for name in names}
         marks = {name: [str(value.dtype), _mark(value, all_of_it=in_memory(name))] for name, value in values.items()}
@@ -59,14 +77,13 @@ class SameOnAllRanks:
         return values.__getitem__
 
     def take(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give tensors in memory the values of rank 0, in place."""
         marks = {name: [str(tensor.dtype), _mark(tensor, all_of_it=True)] for name, tensor in tensors.items()}
         for name in self._differing(what, marks):
             tensors[name].copy_(self.of_rank_0(name, tensors[name]))
 
     def _differing(self, what: str, marks: Mapping[str, object]) -> dict[str, int]:
         """Names of what is not the same everywhere, each with a rank that differs from rank 0; on all ranks alike."""
-        told = self._exchange.tell(what, marks)
+        told = self._world.tell(what, marks)
         first, found = told[0], dict[str, int]()
         for rank, each in enumerate(told):
             if each.keys() != first.keys():
@@ -87,14 +104,13 @@ class SameOnAllRanks:
             raise ModelError(f"'{name}' is on the meta device on some ranks: it has no values there")
         value = mine.detach().clone(memory_format=torch.contiguous_format)
         buffer = value.reshape(-1).view(torch.uint8)
-        slices = [buffer.numel(), *[0] * (self._exchange.world - 1)]
-        self._exchange.submit(Operation(Gather(buffer, slices, False), 0, f"the values of '{name}'")).result()
+        slices = [buffer.numel(), *[0] * (self._world.size - 1)]
+        self._world.exchange.submit(Operation(Gather(buffer, slices, False), 0, f"the values of '{name}'")).result()
         self._taken.append(name)
         return value
 
     def say(self) -> None:
-        """Log what was taken of rank 0."""
-        if self._taken:
+        if self._taken and self._world.leads:
             more = f" and {len(self._taken) - 1} more" if len(self._taken) > 1 else ""
             logger.warning(
                 "the ranks had made '%s'%s with other values: all of them begin with those of rank 0, as with "

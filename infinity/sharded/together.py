@@ -17,7 +17,15 @@ from infinity.config import NvmeConfig, SwapConfig
 from infinity.errors import DeviceRoomError, NotAvailableError, ResumeError
 from infinity.io import durable
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
-from infinity.io.rank_stores import (
+from infinity.io.store import new_run
+from infinity.plan.frequency import Frequency, rarest
+from infinity.plan.planner import limits_of
+from infinity.plan.problem import ALONE, Peers, secondary_bytes
+from infinity.ranks.exchange import Exchange
+from infinity.ranks.ranks import Ranks, require_ranks_met
+from infinity.ranks.world import Alone, Among, World
+from infinity.sharded.gradients import require_same
+from infinity.sharded.stores import (
     clear_leftovers,
     clear_others,
     rank_path,
@@ -26,18 +34,10 @@ from infinity.io.rank_stores import (
     require_none_pinned,
     run_and_steps_in,
 )
-from infinity.io.store import new_run
-from infinity.plan.frequency import Frequency, rarest
-from infinity.plan.planner import limits_of
-from infinity.plan.problem import ALONE, Peers, secondary_bytes
-from infinity.ranks.exchange import Exchange
-from infinity.ranks.ranks import Ranks, require_ranks_met
-from infinity.state.discover import Discovery
 from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
 from infinity.state.unit import Unit
 from infinity.tiers.resources import make_directory
-from infinity.units.shared import require_same
 
 _SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep", "pins")
 """Keys of the swap config that all ranks must have the same values of."""
@@ -59,18 +59,18 @@ def meeting(deadline_s: float) -> Iterator[Tell]:
     Raises:
         PeerError: another rank failed.
     """
-    ranks = Ranks.of_world(deadline_s=deadline_s + _MARGIN_S)
-    if ranks is None:
-        yield lambda _, told: [told]
-        return
-    exchange = Exchange(ranks)
+    world = _world_of(Ranks.of_world(deadline_s=deadline_s + _MARGIN_S))
     try:
-        yield exchange.tell
+        yield world.tell
     except BaseException as error:
-        exchange.fail(error)
+        world.fail(error)
         raise
     finally:
-        exchange.close()
+        world.close()
+
+
+def _world_of(ranks: Ranks | None) -> World:
+    return Alone() if ranks is None else Among(Exchange(ranks))
 
 
 @dataclass(frozen=True)
@@ -78,12 +78,11 @@ class Together:
     """This process, among others or alone.
 
     Attributes:
-        exchange: None where it is alone.
         run: the id of the run that all ranks begin, if they begin one; "" where this process is alone.
         is_first: of the ranks on this machine.
     """
 
-    exchange: Exchange | None
+    world: World
     peers: Peers
     run: str = ""
     is_first: bool = True
@@ -94,15 +93,54 @@ class Together:
         try:
             yield
         except BaseException as error:
-            if self.exchange is not None:
-                if not isinstance(error, DeviceRoomError):  # which all ranks have
-                    self.exchange.fail(error)
-                self.exchange.close()
+            if not isinstance(error, DeviceRoomError):  # which all ranks have
+                self.world.fail(error)
+            self.world.close()
             raise
+
+    def agreed(
+        self,
+        config: SwapConfig,
+        device: torch.device,
+        optimizer: OptimizerName,
+        units: Sequence[Unit],
+        goes_on_from: str,
+    ) -> Together:
+        """With what all plans have in common: the form of the states, and the memory that each rank may take, which is
+        that of the rank that has the least. All ranks call.
+
+        Raises:
+            NotAvailableError: several ranks cannot do this yet.
+            PeerError: a rank has another model or config, or failed; names it.
+        """
+        peers = self.peers
+        if not peers.together:
+            return self
+        facts = {
+            "the model": _digest(units),
+            "the optimizer to make room for": optimizer,
+            "what the run goes on from": goes_on_from,
+            **{key: getattr(config, key) for key in _SAME},
+        }
+        limits = limits_of(config, device, peers)
+        copies = 0 if peers.near is None else secondary_bytes(units, peers.near)
+        told = [facts, new_run(), limits.device, limits.host, copies]
+        runs, least, most = list[str](), [limits.device, limits.host], 0
+        for rank, (theirs, run, *memory, theirs_copies) in enumerate(self.world.tell("offloading the model", told)):
+            require_same(theirs, facts, rank, "Give all ranks the same model and swap config.")
+            runs.append(run)
+            least, most = list(map(min, least, memory)), max(most, theirs_copies)
+        if any(unit.encoded_bytes for unit in units):
+            raise NotAvailableError(
+                "frozen weights in 4 or 8 bits with several ranks are not available yet: set frozen: bf16, or start "
+                "one process without torchrun"
+            )
+        near = None if config.ranks.gather == "auto" and 2 * most > least[1] else peers.near
+        return replace(self, peers=replace(peers, memory=(least[0], least[1]), near=near), run=runs[0])
 
     def nvme(self, config: NvmeConfig) -> NvmeConfig:
         """Each rank has a store of its own, in a directory of its own in each of nvme.paths. Raises ConfigError."""
-        if self.exchange is None:
+        if not self.peers.together:
             return config
         for path in config.paths:
             make_directory(path)
@@ -126,25 +164,20 @@ class Together:
         elif any((path / HEADER_NAME).exists() for path in mine):
             require_none_pinned(mine[0])
             remove_rank_stores([[path for path in mine if path.exists()]])
-        self.meet("removing what is left in the stores")
+        self.world.tell("removing what is left in the stores", None)
         if not replaces and self.is_first:
             clear_others([path.expanduser().absolute() for path in config.paths], self.peers.cut.count)
-        self.meet("opening the stores")
+        self.world.tell("opening the stores", None)
 
     def _remove_what_no_rank_can_resume(self, mine: Sequence[Path]) -> None:
         """Where every rank has a store of one run, and each manifest is missing on some rank, no generation was ever
         made: the manifests go."""
-        if self.exchange is None:
+        if not self.peers.together:
             return
         run, steps = run_and_steps_in(mine)
-        told = self.exchange.tell("making the stores", (run, steps))
+        told = self.world.tell("making the stores", (run, steps))
         if run and all(its == run for its, _ in told) and not _common(told):
             remove_generations(mine[0])
-
-    def meet(self, what: str) -> None:
-        """All ranks come here, or hear of the one that failed (PeerError)."""
-        if self.exchange is not None:
-            self.exchange.tell(what, None)
 
     def stores_are_open(self, config: NvmeConfig, *, resume: bool) -> None:
         """What an earlier run said of its end is not true of the one that has begun here; and where a run goes on, what
@@ -152,7 +185,7 @@ class Together:
         if not self.is_first:
             return
         paths = [path.expanduser().absolute() for path in config.paths]
-        for path in paths if self.exchange is not None else ():
+        for path in paths if self.peers.together else ():
             durable.remove(path / FINISHED_NAME)
         if resume:
             clear_leftovers(paths, self.peers.cut.count)
@@ -164,9 +197,9 @@ class Together:
             ResumeError: the ranks have no stores of one run, with a generation that all of them have; on every rank.
             PeerError: another rank failed.
         """
-        if self.exchange is None:
+        if not self.peers.together:
             return
-        told = self.exchange.tell("looking for the stores", run_and_steps_in(self._own(config)))
+        told = self.world.tell("looking for the stores", run_and_steps_in(self._own(config)))
         where = ", ".join(map(str, config.paths))
         without = [rank for rank, (run, _) in enumerate(told) if not run]
         if without:
@@ -193,9 +226,9 @@ class Together:
 
     def commits(self, mine: Frequency) -> Frequency:
         """How often all ranks commit. All ranks call. Raises PeerError."""
-        if self.exchange is None:
+        if not self.peers.together:
             return mine
-        told = self.exchange.tell("planning", [mine.every, mine.reason, mine.at_most])
+        told = self.world.tell("planning", [mine.every, mine.reason, mine.at_most])
         return rarest([Frequency(*each) for each in told])
 
 
@@ -204,67 +237,28 @@ def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
     return set.intersection(*(set(steps) for _, steps in told))
 
 
-def come_together(
-    config: SwapConfig,
-    device: torch.device,
-    optimizer: OptimizerName,
-    look: Callable[[], Discovery],
-    goes_on_from: str,
-) -> tuple[Together, Discovery]:
-    """Find the other ranks, if there are any, and agree on what all plans have in common: the form of the states, and
-    the memory that each rank may take, which is that of the rank that has the least. All ranks call.
-
-    Args:
-        look: finds the units of the model. The other ranks are told of what it raises.
+def come_together(config: SwapConfig, device: torch.device) -> Together:
+    """Find the other ranks, if there are any. All ranks call.
 
     Raises:
         NotAvailableError: several ranks cannot do this yet.
         ConfigError: torchrun started several processes, and they have not met.
-        PeerError: a rank has another model or config, or failed; names it.
+        PeerError: a rank failed; names it.
     """
     require_ranks_met()
     ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.nvme.deadline_s + _MARGIN_S)
+    world = _world_of(ranks)
     if ranks is None:
-        return Together(None, ALONE), look()
+        return Together(world, ALONE)
     near = Cut(ranks.gather.size, ranks.gather.position) if ranks.gather.size < ranks.world else None
     peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world, near=near)
-    together = Together(Exchange(ranks), peers, is_first=ranks.local_rank == 0)
+    together = Together(world, peers, is_first=ranks.local_rank == 0)
     with together.telling():
         if device.type != "cpu":
             raise NotAvailableError(
                 "a model on a GPU with several ranks is not available yet; use device='cpu', or one process"
             )
-        found = look()
-        return _agreed(together, config, device, optimizer, found.units, goes_on_from), found
-
-
-def _agreed(
-    together: Together,
-    config: SwapConfig,
-    device: torch.device,
-    optimizer: OptimizerName,
-    units: Sequence[Unit],
-    goes_on_from: str,
-) -> Together:
-    exchange, peers = together.exchange, together.peers
-    if exchange is None:
-        return together
-    facts = {
-        "the model": _digest(units),
-        "the optimizer to make room for": optimizer,
-        "what the run goes on from": goes_on_from,
-        **{key: getattr(config, key) for key in _SAME},
-    }
-    limits = limits_of(config, device, peers)
-    copies = 0 if peers.near is None else secondary_bytes(units, peers.near)
-    told = [facts, new_run(), limits.device, limits.host, copies]
-    runs, least, most = list[str](), [limits.device, limits.host], 0
-    for rank, (theirs, run, *memory, theirs_copies) in enumerate(exchange.tell("offloading the model", told)):
-        require_same(theirs, facts, rank, "Give all ranks the same model and swap config.")
-        runs.append(run)
-        least, most = list(map(min, least, memory)), max(most, theirs_copies)
-    near = None if config.ranks.gather == "auto" and 2 * most > least[1] else peers.near
-    return replace(together, peers=replace(peers, memory=(least[0], least[1]), near=near), run=runs[0])
+    return together
 
 
 def _digest(units: Sequence[Unit]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from infinity.coordinator.progress import Progress
 from infinity.durable.commits import Commits
 from infinity.state.request import is_clipped
 from infinity.state.shard import Shard
 from infinity.units.arrivals import Passes
+from infinity.units.progress import Progress
 from infinity.units.speculation import Predictable, Speculation
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest
@@ -20,7 +20,7 @@ class Speculator:
     no collective, and what was begun for nothing is known when the step is decided, together.
 
     Args:
-        shards: by unit.
+        units, shards: in the order of their indices.
     """
 
     def __init__(
@@ -30,6 +30,7 @@ class Speculator:
         passes: Passes,
         commits: Commits,
         progress: Progress,
+        units: Sequence[OffloadedUnit],
         shards: Sequence[Shard],
     ) -> None:
         self._speculation = speculation
@@ -37,6 +38,7 @@ class Speculator:
         self._passes = passes
         self._commits = commits
         self._progress = progress
+        self._units = units
         self._shards = shards
 
     def complete(self, unit: OffloadedUnit, optimizer: Predictable | None, step: int) -> None:
@@ -50,7 +52,7 @@ class Speculator:
             return
         self._progress.carry_on()
         self._progress.finish_commit()  # what the new generation names must not be written to before it is durable
-        self._commits.retire_if_all_have()
+        self._commits.retire_early()
         self._progress.settle()
         if self._updates.can_speculate(unit):
             wanted = self._shards[unit.index].localize(optimizer.expected_update(unit.index))
@@ -78,7 +80,7 @@ class Speculator:
         if self._passes.is_last(optimizer.accumulation_steps):
             speculates = self._speculation.worth_it
             if speculates:
-                self._commits.retire_if_all_have()
+                self._commits.retire_early()
                 self._updates.reclaim_shadows()
             else:
                 self._updates.shadows.lend()
@@ -91,12 +93,19 @@ class Speculator:
         self._speculation.warn(cause, advice)
         self.drop()
 
-    def undo_for_a_gradient(self) -> None:
-        """Speculation was wrong: another piece of a gradient came. Raises as `undo`."""
-        self.undo(
-            "a gradient came for a unit whose update had begun",
-            "Give the optimizer accumulation_steps=, or run all backward passes but the last inside model.no_sync().",
-        )
+    def gradients_land(self, index: int) -> None:
+        """Gradients of a unit are about to land: no update may read those that are there. Speculation with them was
+        wrong. Raises as `undo`."""
+        unit = self._units[index]
+        if unit.update is None:
+            return
+        unit.apply_update()
+        if unit.speculative is not None:
+            self.undo(
+                "a gradient came for a unit whose update had begun",
+                "Give the optimizer accumulation_steps=, or run all backward passes but the last inside "
+                "model.no_sync().",
+            )
 
     def drop(self) -> None:
         """Take speculation back. Raises SwapIOError: the device failed."""

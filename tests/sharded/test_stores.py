@@ -12,7 +12,8 @@ from infinity.config import NvmeConfig
 from infinity.errors import StoreLockedError, StoreNotEmptyError
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
-from infinity.io.rank_stores import (
+from infinity.io.store import Extent, Mode, SwapStore
+from infinity.sharded.stores import (
     clear_leftovers,
     clear_others,
     counts_in,
@@ -21,7 +22,6 @@ from infinity.io.rank_stores import (
     remove_generations,
     run_and_steps_in,
 )
-from infinity.io.store import Extent, Mode, SwapStore
 from infinity.sizes import PAGE_BYTES
 
 

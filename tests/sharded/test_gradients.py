@@ -17,12 +17,12 @@ from infinity import _native
 from infinity.errors import PeerError, SwapIOError
 from infinity.io.arena import PinnedArena
 from infinity.ranks.operations import AllToAll, Operation
+from infinity.sharded.gradients import PARTIAL_NUMEL, SharedGradients
+from infinity.sharded.outbox import trained
 from infinity.sizes import round_up
 from infinity.state.shard import Cut, Shard
 from infinity.state.unit import ELEMENT_ALIGNMENT, Group, ParameterSpec, Place, Unit
 from infinity.units.gradients import GroupGradients, UnitGradients
-from infinity.units.outbox import trained
-from infinity.units.shared import PARTIAL_NUMEL, SharedGradients
 from tests import sampling
 
 SIZES = ((100_000, 70_000, 50_000), (300,), (131_072, 65_536))

@@ -1,0 +1,1 @@
+"""What several ranks change of a model: shared homes, gradients of all ranks, agreed fetches, generations of all."""

@@ -1,0 +1,54 @@
+"""Generations of several ranks: one exists once every rank has made its part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from infinity.durable.pace import Pace
+from infinity.errors import InfinityError
+from infinity.io.generations import Generations
+from infinity.ranks.world import Among
+
+
+class Shared:
+    """This rank's part of the generations (durable/maker.py: Maker)."""
+
+    led = True
+    decides_alone = False
+    makes_again = False  # while some ranks had it again, and others did not, it would be whole on none
+
+    def __init__(self, world: Among, generations: Generations | None) -> None:
+        self._world = world
+        self._generations = generations
+
+    def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
+        if self._generations is None:
+            raise AssertionError("a commit without generations")
+        self._generations.prepare(step, facts, body)
+        self._world.exchange.say(step)
+
+    def told(self, pace: Pace) -> list[int]:
+        return [pace.every, *(() if self._generations is None else self._generations.steps)]
+
+    def heard(self, told: Sequence[Sequence[int]], pace: Pace, following: int) -> None:
+        """Those generations exist that all ranks have, and the others go."""
+        if self._generations is not None:
+            pace.lead(max(every for every, *_ in told), following)
+            self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
+
+    def agree(self, what: str, pace: Pace, following: int) -> None:
+        self.heard(self._world.tell(what, self.told(pace)), pace, following)
+
+    def require_made(self, step: int) -> None:
+        if self._generations is None or self._generations.newest != step:
+            raise InfinityError(f"generation {step} was not made: the ranks committed different steps")
+
+    def retire_early(self) -> None:
+        """Before the ranks meet for a step: where all have made the newest, as the headers of their operations say,
+        updates that speculate get copies to write to."""
+        generations = self._generations
+        if generations is None or generations.newest is None:
+            return
+        if all(step == generations.newest for step in self._world.exchange.heard):
+            generations.retire(generations.steps)

@@ -1,0 +1,42 @@
+"""What several ranks change of a model, opened for the world that it is in: here alone is asked whether there are
+others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from infinity.durable.maker import Maker, Own
+from infinity.io.generations import Generations
+from infinity.ranks.world import Among, World
+from infinity.sharded.gradients import SharedGradients
+from infinity.sharded.maker import Shared
+from infinity.sharded.same_values import Comparison, NoComparison, SameOnAllRanks
+from infinity.sharded.slots import GatheredSlots
+from infinity.state.shard import Shard
+from infinity.tiers.resources import Resources
+from infinity.tiers.slots import SlotPool, open_slots
+from infinity.units.gradients import Gradients, LocalGradients, UnitGradients
+
+
+def open_pool(resources: Resources, shards: Sequence[Shard]) -> SlotPool:
+    """The pool that fits the device, and the ranks."""
+    world = resources.world
+    return GatheredSlots(resources, world.exchange, shards) if isinstance(world, Among) else open_slots(resources)
+
+
+def open_gradients(
+    resources: Resources, shards: Sequence[Shard], local: Sequence[UnitGradients], before: Callable[[int], None]
+) -> Gradients:
+    """Args: local: of this rank's slices, by unit; before: as of LocalGradients, and Outbox."""
+    world = resources.world
+    if isinstance(world, Among):
+        return SharedGradients(shards, local, world.exchange, resources.between_ranks, before)
+    return LocalGradients(local, resources.landing, before)
+
+
+def open_maker(world: World, generations: Generations | None) -> Maker:
+    return Shared(world, generations) if isinstance(world, Among) else Own(generations)
+
+
+def open_comparison(world: World) -> Comparison:
+    return SameOnAllRanks(world) if isinstance(world, Among) else NoComparison()

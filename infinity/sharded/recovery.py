@@ -1,0 +1,73 @@
+"""The newest generation that is whole on every rank, as a run goes on from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from infinity.errors import ManifestError, ResumeError
+from infinity.io.generations import Generations
+from infinity.io.manifest import Manifest
+from infinity.io.whole import ANY, Eligible, common, require_one
+from infinity.ranks.world import Alone, World
+
+logger = logging.getLogger(__name__)
+
+
+def recover(
+    world: World,
+    generations: Generations,
+    place: Path,
+    attempt: Callable[[Eligible], Manifest],
+    step: int | None,
+    *,
+    pinned: bool,
+) -> Manifest:
+    """Recover the newest generation that is whole on every rank, or that of `step`.
+
+    Args:
+        place: of nvme.paths the first, for messages.
+        attempt: recovers one of these generations.
+        pinned: recover the one that a checkpoint folder pins, which `attempt` knows.
+
+    Raises:
+        ResumeError: there is none, on all ranks.
+        PeerError: another rank failed.
+    """
+    if isinstance(world, Alone):
+        return attempt(ANY)
+    mine = {way.name: way for way in generations.ways(None if pinned else step)}
+    told = world.tell("resuming", [[[*way.name, way.kept] for way in mine.values()], generations.pins_found()])
+    names = common([[((number, life), kept) for number, life, kept in found] for found, _ in told])
+    folders = set.intersection(*(set(pins) for _, pins in told))
+    if not pinned:
+        require_one(names, step, place)
+    problems = []
+    for each in [None] if pinned else names:
+        problem = ""
+        try:
+            manifest = attempt(Eligible(names, folders, None if each is None else mine[each]))
+        except ResumeError as error:
+            if _is_unreadable(error):
+                raise
+            problem = str(error)
+        failed = world.tell(f"resuming {'a pinned generation' if each is None else f'step {each[0]}'}", problem)
+        if not any(failed):
+            return manifest
+        where = "" if each is None else f"step {each[0]} on "
+        problems += [f"{where}rank {rank}: {why}" for rank, why in enumerate(failed) if why]
+        logger.warning("%s", problems[-1])
+    have = "; ".join(
+        f"rank {rank}: {', '.join(str(number) for number, *_ in found) or 'none'}"
+        for rank, (found, _) in enumerate(told)
+    )
+    which = "" if step is None else f" of step {step}"
+    missing = f"there is no generation{which} that every rank has a part of ({have})"
+    raise ResumeError(f"nothing to resume in {place}: {'; '.join(problems) or missing}")
+
+
+def _is_unreadable(error: ResumeError) -> bool:
+    """Whether the generation may be whole and cannot be read now (whole.py: require_readable): it must not be given
+    up."""
+    return isinstance(error.__cause__, ManifestError) and isinstance(error.__cause__.__cause__, OSError)

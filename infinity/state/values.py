@@ -1,0 +1,16 @@
+"""Values of parameters, by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Source = Callable[[str], torch.Tensor]
+"""Gives the value of a parameter by its name, on the CPU, of its shape, in any floating dtype."""
+
+
+def sum_of_bits(tensor: torch.Tensor) -> int:
+    """Differs, nearly always, where a value differs."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[tensor.element_size()]
+    return 0 if tensor.is_meta else int(tensor.detach().contiguous().reshape(-1).view(bits).sum())
