@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from tests import sampling
@@ -21,7 +20,9 @@ from tests.sim import test_schedules as schedules
 from tests.sim.queues import EAGER, LAZY
 
 Scenario = Callable[[Path], list[str]]
-SIMULATED, ON_THE_CPU, DEPTH = 20, 4, 8
+SIMULATED, ON_THE_CPU = 20, 4
+TIMES = (8, 2, 5, 3, 8, 1, 4, 6)
+"""By block: for a large one several small ones make room, so that it shows which goes first."""
 DEEP: dict[str, dict[str, Any]] = {
     "store": {"config": over_ranks.TIERS[3] | {"commit_every": 1}},
     "store, clipped": {"config": over_ranks.TIERS[3] | {"overlap": "before_forward"}, "max_grad_norm": 1e-3},
@@ -31,7 +32,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "weights in the store": {"config": over_ranks.TIERS[2], "model": {"frozen": True}},
     "int8, a step at a time": {"config": over_ranks.TIERS[3] | {"overlap": "off", "moments": "int8"}},
     "states in the store": {"config": over_ranks.TIERS[1] | {"commit_every": 2}, "model": {"recomputed": True}},
-    "weights in RAM": {"config": over_ranks.TIERS[0], "disturbed": True},
+    "weights in RAM": {"config": over_ranks.TIERS[0], "disturbed": True, "simulated": EAGER},
     "simulated": {"config": over_ranks.TIERS[3], "simulated": LAZY},
 }
 """Of more blocks than have room on the device."""
@@ -83,12 +84,11 @@ def _deep(options: dict[str, Any]) -> Scenario:
         _seed()
         given = dict(options)
         policy = given.pop("simulated", None)
-        fixed = {"update": {"threads": 1}, "overlap": "during_backward", "memory": {"device": "2MiB", "host": "64MiB"}}
+        fixed = {"update": {"threads": 1}, "overlap": "during_backward", "memory": {"device": "1MiB", "host": "64MiB"}}
         given["config"] = fixed | given["config"]
-        with logged() as log, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(over_ranks, "DEPTH", DEPTH)
-            with nullcontext() if policy is None else schedules.simulated(policy):
-                over_ranks.train(str(_swap(folder)), micro=2, ranks=1, steps=3, dtype="bfloat16", **given)
+        given["model"] = {"times": TIMES} | given.get("model", {})
+        with logged() as log, nullcontext() if policy is None else schedules.simulated(policy):
+            over_ranks.train(str(_swap(folder)), micro=2, ranks=1, steps=3, dtype="bfloat16", **given)
         return log.lines()
 
     return record
@@ -121,7 +121,9 @@ def _ranks(options: dict[str, Any]) -> Scenario:
 def on_rank(folder: str, options: dict[str, Any]) -> list[str]:
     _seed()
     given = dict(options)
-    config = given.pop("config") | {"update": {"threads": 1}, "overlap": "during_backward"}
+    fixed = {"update": {"threads": 1}, "overlap": "during_backward", "memory": {"device": "3MiB", "host": "256MiB"}}
+    config = given.pop("config") | fixed
+    given["model"] = {"times": TIMES} | given.get("model", {})
     with logged() as log:
         over_ranks.train(folder, config, 2, 2, steps=2, **given)
     return log.lines()

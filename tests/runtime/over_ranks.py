@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ WIDTH, DEPTH, TOKENS = 96, 3, 8
 
 
 class Block(nn.Module):
-    """A block of more than two slices of the smallest size that has whole partials."""
+    """A block of more than two slices of the smallest size that has whole partials, where `times` is 8.
 
-    def __init__(self, dtype: torch.dtype, *, recomputed: bool) -> None:
+    Args:
+        times: the width, what is inside is as wide.
+    """
+
+    def __init__(self, dtype: torch.dtype, times: int, *, recomputed: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH, dtype=dtype)
-        self.up = nn.Linear(WIDTH, 8 * WIDTH, dtype=dtype)
-        self.down = nn.Linear(8 * WIDTH, WIDTH, dtype=dtype)
+        self.up = nn.Linear(WIDTH, times * WIDTH, dtype=dtype)
+        self.down = nn.Linear(times * WIDTH, WIDTH, dtype=dtype)
         self.recomputed = recomputed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,6 +47,7 @@ class Blocks(nn.Module):
     """Blocks, an input of the first one's width, and a second head, which only some batches use.
 
     Args:
+        times: by block, as of Block; empty: some of the same size.
         frozen: the first block is.
         twice: the second block comes once more at the end.
 
@@ -53,6 +59,7 @@ class Blocks(nn.Module):
         self,
         dtype: torch.dtype,
         *,
+        times: Sequence[int] = (),
         recomputed: bool = False,
         frozen: bool = False,
         twice: bool = False,
@@ -61,7 +68,7 @@ class Blocks(nn.Module):
         super().__init__()
         self.twice, self.skips = twice, -1
         torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Block(dtype, recomputed=recomputed) for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(Block(dtype, each, recomputed=recomputed) for each in times or (8,) * DEPTH)
         self.head = nn.Linear(WIDTH, 1, dtype=dtype)
         self.other = nn.Linear(WIDTH, 1, dtype=dtype)
         if frozen:
