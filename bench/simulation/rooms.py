@@ -13,6 +13,7 @@ from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit
 from infinity.tiers.slots import open_slots
 from infinity.units.arrivals import Passes
+from infinity.units.fetch_policy import LocalFetches
 from infinity.units.gradients import LocalGradients, UnitGradients, groups_of
 from infinity.units.health import Health
 from infinity.units.progress import Progress
@@ -145,7 +146,7 @@ class Rooms:
             self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards
         )
         self.gradients = LocalGradients(gradients, self.resources.landing, self.speculator.gradients_land)
-        self.room = Room(self.units, self.resources, self.updates, timeline, open_slots(self.resources))
+        self.room = Room(self.units, self.resources, self.updates, timeline, open_slots(self.resources), LocalFetches())
 
     def _unit(self, unit: Unit, gradients: UnitGradients) -> OffloadedUnit:
         released: Any = None

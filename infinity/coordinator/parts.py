@@ -18,7 +18,7 @@ from infinity.coordinator.readers import Readers
 from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Checkpointed, Optimizers
 from infinity.plan.plan import Plan
-from infinity.sharded.opening import open_gradients, open_pool
+from infinity.sharded.opening import open_fetches, open_gradients, open_pool
 from infinity.state.released import Lender, released_class
 from infinity.state.shard import Shard
 from infinity.state.unit import Place, Unit
@@ -96,7 +96,8 @@ class Parts(Lender):
         self.updates = Updates(resources, shadows)
         timed = None if resources.device is None else Timed()
         self.speculation = Speculation(resources.plan.placement.updates.overlap, timed)
-        self.room = Room(self.units, resources, self.updates, self.timeline, open_pool(resources, shards))
+        pool, fetches = open_pool(resources, shards), open_fetches(resources)
+        self.room = Room(self.units, resources, self.updates, self.timeline, pool, fetches)
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
         self._speculator = Speculator(
             self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from infinity.durable.maker import Maker, Own
 from infinity.io.generations import Generations
 from infinity.ranks.world import Among, World
+from infinity.sharded.fetches import AgreedFetches
 from infinity.sharded.gradients import SharedGradients
 from infinity.sharded.maker import Shared
 from infinity.sharded.same_values import Comparison, NoComparison, SameOnAllRanks
@@ -15,6 +16,7 @@ from infinity.sharded.slots import GatheredSlots
 from infinity.state.shard import Shard
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import SlotPool, open_slots
+from infinity.units.fetch_policy import FetchPolicy, LocalFetches
 from infinity.units.gradients import Gradients, LocalGradients, UnitGradients
 
 
@@ -22,6 +24,12 @@ def open_pool(resources: Resources, shards: Sequence[Shard]) -> SlotPool:
     """The pool that fits the device, and the ranks."""
     world = resources.world
     return GatheredSlots(resources, world.exchange, shards) if isinstance(world, Among) else open_slots(resources)
+
+
+def open_fetches(resources: Resources) -> FetchPolicy:
+    """What decides which units may come and go."""
+    several = isinstance(resources.world, Among)
+    return AgreedFetches(resources.plan.budgets.slot_bytes) if several else LocalFetches()
 
 
 def open_gradients(

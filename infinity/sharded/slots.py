@@ -42,8 +42,6 @@ class GatheredSlots:
         shards: by unit.
     """
 
-    agreed = True
-
     def __init__(self, resources: Resources, exchange: Exchange, shards: Sequence[Shard]) -> None:
         self._resources = resources
         self._exchange = exchange

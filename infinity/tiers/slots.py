@@ -197,13 +197,7 @@ class Fetch(ABC):
 
 
 class SlotPool(Protocol):
-    """Where slots come from. `start` returns None when there is no room: evicting is units/room.py's business.
-
-    Attributes:
-        agreed: fetches are collectives: which begin, and in which order, must follow from the visits alone.
-    """
-
-    agreed: bool
+    """Where slots come from. `start` returns None when there is no room: evicting is units/room.py's business."""
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         """
@@ -239,8 +233,6 @@ class HostSlots:
 
     The arena's free space is the budget: everything else in it was leased before.
     """
-
-    agreed = False
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
@@ -361,8 +353,6 @@ class SlabSlots:
     alike get the same addresses again and again, and do not break up each other's space. Units that stay have a slab
     of their own, and come elsewhere only while somebody holds views of what was there.
     """
-
-    agreed = False
 
     def __init__(self, resources: Resources, device: DeviceTier) -> None:
         self._resources = resources

@@ -19,6 +19,7 @@ from infinity.sizes import format_bytes
 from infinity.state.released import in_backward
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import Slot, SlotPool
+from infinity.units.fetch_policy import FetchPolicy
 from infinity.units.trace import Trace, side_by_side, to_prefetch, update_order, victims
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
@@ -31,6 +32,9 @@ class Room:
     Invariant: `_present` are the units that are not RELEASED, `_fetching` those that are FETCHING, `_held` those that
     are held.
 
+    Args:
+        policy: tells which units may come and go, as far as that does not follow from the visits.
+
     Attributes:
         units: in the order of their indices.
     """
@@ -42,6 +46,7 @@ class Room:
         updates: Updates,
         timeline: Timeline,
         slots: SlotPool,
+        policy: FetchPolicy,
     ) -> None:
         self.units = units
         self._resources = resources
@@ -49,6 +54,7 @@ class Room:
         self._timeline = timeline
         self._at: dict[int, OffloadedUnit] = {}  # by the storage of the slot (its `_cdata`)
         self._slots = slots
+        self._policy = policy
         self._viewed: list[Slot] = []  # given up, and somebody still holds views of them
         self._present: dict[int, OffloadedUnit] = {}
         self._fetching: dict[int, OffloadedUnit] = {}
@@ -173,20 +179,15 @@ class Room:
         upcoming = to_prefetch(near, lambda index: self.units[index].weights.residency is Residency.RELEASED)
         for distance, index in upcoming:
             unit = self.units[index]
-            if self._may_come(unit) and not self._start(unit, distance):
+            if self._policy.may_come(unit) and not self._start(unit, distance):
                 return
 
     def _prefetch_staying(self) -> None:
         """The units that stay come first: one that came late would lie amid the others, and split the room."""
         for index in self._staying:
             unit = self.units[index]
-            if unit.weights.residency is Residency.RELEASED and self._may_come(unit):
+            if unit.weights.residency is Residency.RELEASED and self._policy.may_come(unit):
                 self._start(unit, 0)
-
-    def _may_come(self, unit: OffloadedUnit) -> bool:
-        """Whether a prefetch would wait for nothing. Where fetches are agreed on, how far an update is must not
-        matter: the fetch waits for it elsewhere."""
-        return self._slots.agreed or unit.can_be_fetched()
 
     def _room_bytes(self, index: int) -> int:
         unit = self.units[index]
@@ -216,7 +217,7 @@ class Room:
                 return False
             self.finish_fetches()
         while True:
-            fits = not self._slots.agreed or self._fits(unit)
+            fits = self._policy.fits(unit, self._present.values())
             weights, under_way = unit.homes.weights, unit.weights_under_way()
             with profiled("fetch", unit.name):
                 fetch = self._slots.start(weights, under_way, unit.weights.version) if fits else None
@@ -229,18 +230,14 @@ class Room:
                 return False
             self._evict(victim)
 
-    def _fits(self, unit: OffloadedUnit) -> bool:
-        """Whether there is room by the bytes of the units that are present, whatever memory is free."""
-        taken = sum(other.unit.weight_bytes for other in self._in_order())
-        return taken + unit.unit.weight_bytes <= self._resources.plan.budgets.slot_bytes
-
     def _start_or_raise(self, unit: OffloadedUnit) -> None:
         if self._start(unit, None):
             return
         busy = [other for other in self._in_order() if self._takes_room(other)]
-        if not self._slots.agreed and self._make_room(unit):
+        rearranges = self._policy.rearranges
+        if rearranges and self._make_room(unit):
             return
-        if self._let_held_go() and (self._start(unit, None) or (not self._slots.agreed and self._move_others(unit))):
+        if self._let_held_go() and (self._start(unit, None) or (rearranges and self._move_others(unit))):
             return
         budgets = self._resources.plan.budgets
         needed = unit.unit.weight_bytes + sum(other.unit.weight_bytes for other in busy)
@@ -321,15 +318,9 @@ class Room:
         return next((unit for unit in units if self._may_go(unit, prefetch=prefetch)), None)
 
     def _may_go(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
-        """Args: prefetch: that waits for no update, and makes room for what is needed now, not for another prefetch."""
-        weights = unit.weights
-        if weights.in_use or unit.unit.stays or not self._takes_room(unit) or unit.reads_slot():
+        if unit.weights.in_use or unit.unit.stays or not self._takes_room(unit) or unit.reads_slot():
             return False
-        if self._slots.agreed:  # how far updates are, and what refers to a slot, may differ between the ranks
-            return not (prefetch and weights.residency is Residency.FETCHING) and not unit.views.saved_by_autograd()
-        if prefetch and (weights.residency is Residency.FETCHING or not unit.at_rest):
-            return False
-        return not weights.referred_to()
+        return self._policy.may_evict(unit, prefetch=prefetch)
 
     def _evict(self, unit: OffloadedUnit) -> None:
         with profiled("release", unit.name):
@@ -358,17 +349,17 @@ class Room:
 
     def updates_decided(self, begun: Sequence[OffloadedUnit], everywhere: Sequence[OffloadedUnit]) -> None:
         """Args: begun: the units of which this process updates something; everywhere: those of which any rank does."""
-        for unit in everywhere if self._slots.agreed else begun:
+        for unit in self._policy.rewritten(begun, everywhere):
             self.update_decided(unit)
 
     def update_decided(self, unit: OffloadedUnit) -> None:
         """A unit's update is decided: its weights of before are void, and the slot stays only where the update uses
-        it. With several ranks the update may be one of other ranks' slices alone."""
+        it."""
         unit.weights.bump()
         update, slot = unit.decided, unit.weights.slot
         if slot is None or unit.weights.residency is not Residency.RESIDENT:
             return
-        if self._slots.agreed:
+        if self._policy.voids_slot(unit):
             self._evict(unit)
             return
         if update is None:

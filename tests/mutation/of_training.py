@@ -233,8 +233,8 @@ OF_TRAINING = [
     ),
     Mutant(
         "a unit that somebody holds views of does not go",
-        "infinity/units/room.py",
-        "        return not weights.referred_to()\n",
+        "infinity/units/fetch_policy.py",
+        "        return not unit.weights.referred_to()\n",
         "        return True\n",
         ("tests/units/test_room.py", "-k", "does_not_go"),
     ),

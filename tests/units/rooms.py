@@ -11,6 +11,7 @@ from infinity.base.timeline import Timeline
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.slots import Written
+from infinity.units.fetch_policy import FetchPolicy, LocalFetches
 from infinity.units.room import Room
 from infinity.units.unit import OffloadedUnit
 from tests.tiers.fakes import pages
@@ -28,8 +29,6 @@ from tests.units.fakes import (
 
 class Pool:
     """Slots of so many pages together, as a SlotPool."""
-
-    agreed = False
 
     def __init__(self, budget: int, *, at_home: bool = True) -> None:
         self.budget = self.free_pages = budget
@@ -94,16 +93,21 @@ INDEX = st.integers(0, len(SIZES) - 1)
 
 
 def alone(
-    budget: int = BUDGET, sizes: Sequence[int] = SIZES, *, in_place: bool = True, in_ram: Sequence[int] = ()
+    budget: int = BUDGET,
+    sizes: Sequence[int] = SIZES,
+    *,
+    in_place: bool = True,
+    in_ram: Sequence[int] = (),
+    policy: FetchPolicy | None = None,
 ) -> tuple[Room, Pool]:
-    """A room of units that are in the store, but for those that rest in RAM."""
+    """A room of units that are in the store, but for those that rest in RAM. Args: policy: None: of one process."""
     below, pool = resources(slot_pages=budget, in_place=in_place), Pool(budget, at_home=in_place)
     shadows = no_shadows(below.pipeline)
     made = [unit_of(index, (count,), stays=index == STAYS) for index, count in enumerate(sizes)]
     space = pages(sum(sizes))
     units = [offloaded(unit, homes_of(unit, space if unit.index in in_ram else None), shadows) for unit in made]
     updates: Any = NoUpdates(units)
-    return Room(units, below, updates, Timeline(), pool), pool
+    return Room(units, below, updates, Timeline(), pool, policy or LocalFetches()), pool
 
 
 def brought(room: Room, *indices: int) -> None:
