@@ -20,10 +20,11 @@ from dataclasses import dataclass
 
 from infinity.plan.budgets import Budgets
 from infinity.plan.placement import Placement
+from infinity.plan.policy import long_from_top, unusual_from_top, worth_speculating
 from infinity.plan.problem import Problem, UnitBytes
 from infinity.plan.speculation import may_speculate
 from infinity.plan.traffic import gradient_traffic, traffic
-from infinity.plan.visits import Fetched, Walk, in_order, long_bytes, usual_bytes
+from infinity.plan.visits import Fetched, Walk, in_order
 from infinity.state.discover import HookSite
 
 
@@ -148,7 +149,7 @@ def uses_of(
     """By the index of each unit: a step is visited, visit by visit, until it is like the one before."""
     limits = problem.limits
     slotted = [unit for unit in problem.units if _takes_slot(problem, placement, unit)]
-    speculating = frozenset[int]() if clips and placement.updates.overlap == "auto" else speculates(problem, placement)
+    speculating = speculates(problem, placement, clips=clips)
     # In a slot that is the device's, or that several ranks fill together, an update leaves nothing that is of use.
     in_place = limits.in_place and not limits.shares
     # So it is with encoded weights in RAM, whose slot is a copy.
@@ -190,10 +191,7 @@ def _from_top(problem: Problem, sizes: Collection[int], slot_bytes: int) -> Call
     """Which slots come from the top of the room, by their bytes (tiers/slots.py)."""
     if problem.limits.shares:
         return None
-    usual, long = usual_bytes(sizes), long_bytes(slot_bytes)
-    if problem.limits.in_place:
-        return lambda nbytes: nbytes > long
-    return lambda nbytes: nbytes != usual
+    return long_from_top(slot_bytes) if problem.limits.in_place else unusual_from_top(sizes)
 
 
 def _takes_slot(problem: Problem, placement: Placement, unit: UnitBytes) -> bool:
@@ -201,18 +199,18 @@ def _takes_slot(problem: Problem, placement: Placement, unit: UnitBytes) -> bool
     return unit.whole.weight_bytes > 0 and not (at_home and not unit.encoded)
 
 
-def speculates(problem: Problem, placement: Placement) -> frozenset[int]:
-    """The units whose updates begin during the backward pass, while the steps decide as they are expected to."""
+def speculates(problem: Problem, placement: Placement, *, clips: bool) -> frozenset[int]:
+    """The units whose updates begin during the backward pass, while the steps decide as they are expected to, or all
+    clip."""
     updates = placement.updates
-    if updates.overlap in ("off", "before_forward"):
+    if not worth_speculating(updates.overlap, wrong=float(clips)):
         return frozenset()
     moved = frozenset(
         unit.index
         for unit in problem.units
         if unit.state
         and unit.index not in placement.optimizer.in_ram
-        and unit.index in placement.gradients.in_ram
-        and may_speculate(unit, placement.weights.in_ram)
+        and may_speculate(unit, placement.weights.in_ram, placement.gradients.in_ram)
         and (placement.commit_every == 1 or unit.index in updates.spare_units)
     )
     return moved | updates.in_ram

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from infinity.plan import policy
 from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
 from infinity.plan.problem import Problem, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
@@ -47,12 +48,12 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
         room: bytes of host memory that nothing else wants.
     """
     config = problem.config
-    if config.overlap in ("off", "before_forward"):
+    if not policy.worth_speculating(config.overlap, wrong=0):
         return Reserved(UpdateTiming(config.overlap))
     moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
     if not moved:
         return _none("the gradients spill" if _moved(problem, placed) else "the states are in RAM")
-    moved = [unit for unit in moved if may_speculate(unit, placed.weights.in_ram)]
+    moved = [unit for unit in moved if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
     if not moved:
         return _none("weights rest in RAM beside frozen ones")
     reason, spare, checksums = "", frozenset[int](), 0
@@ -130,8 +131,7 @@ def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> 
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
         return []
     resting = [unit for unit in problem.units if unit.state and unit.index in placed.optimizer.in_ram]
-    resting = [unit for unit in resting if may_speculate(unit, placed.weights.in_ram)]
-    return [unit for unit in reversed(resting) if unit.index in gradients.in_ram]
+    return [unit for unit in reversed(resting) if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
 
 
 def wanted_in_ram(problem: Problem, placed: Placed, gradients: GradientPlacement) -> int:
@@ -139,10 +139,13 @@ def wanted_in_ram(problem: Problem, placed: Placed, gradients: GradientPlacement
     return sum(_shadow_bytes(unit, placed) for unit in _resting(problem, placed, gradients))
 
 
-def may_speculate(unit: UnitBytes, weights_in_ram: Collection[int]) -> bool:
-    """Whether the update of a unit can speculate. Its new weights come to rest in other memory than the old ones, and
-    where a part of the unit is frozen nothing would bring that part there."""
-    return unit.unit.trained_whole or unit.index not in weights_in_ram
+def may_speculate(unit: UnitBytes, weights_in_ram: Collection[int], gradients_in_ram: Collection[int]) -> bool:
+    """The policy's answer for a placement."""
+    return policy.may_speculate(
+        trained_whole=unit.unit.trained_whole,
+        weights_in_ram=unit.index in weights_in_ram,
+        gradients_in_ram=unit.index in gradients_in_ram,
+    )
 
 
 def _none(reason: str) -> Reserved:
@@ -176,9 +179,11 @@ def _reach(problem: Problem, swap_bytes: int, room: int) -> int:
 def shadow_wanted(problem: Problem, placed: Placed) -> int:
     """Host memory for shadows that comes before more states are cached there; 0 where the two do not compete."""
     config = problem.config
-    if config.overlap in ("off", "before_forward") or config.optimizer != "auto" or placed.optimizer.tier != "nvme":
+    if not policy.worth_speculating(config.overlap, wrong=0):
         return 0
-    moved = [unit for unit in _moved(problem, placed) if may_speculate(unit, placed.weights.in_ram)]
+    if config.optimizer != "auto" or placed.optimizer.tier != "nvme":
+        return 0
+    moved = [unit for unit in _moved(problem, placed) if may_speculate(unit, placed.weights.in_ram, problem.trained)]
     weights = [unit.weight for unit in moved if unit.index in placed.weights.in_ram]
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 

@@ -1,17 +1,17 @@
 """A step, visit by visit: which units are fetched while it goes, and which have a slot at its end.
 
-This is what units/room.py does, without its clock: at each visit the unit that is used comes, and then those that are
-used next, as far as there is room; the unit with the farthest next use makes it.
+This is what units/room.py does, without its clock and with the same policy: at each visit the unit that is used comes,
+and then those that are used next, as far as there is room.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from infinity.io.arena import Lease, Space
+from infinity.plan.policy import to_prefetch, victims
+from infinity.plan.trace import Trace
 from infinity.state.discover import HookSite
 
 _STEPS_MAX = 16
@@ -30,18 +30,6 @@ class Fetched:
     forwards: float = 0
     backwards: float = 0
     at_end: float = 0
-
-
-def long_bytes(room: int) -> int:
-    """In host memory longer slots than this come from the top of the room, so that long and short ones do not break up
-    each other's space."""
-    return room // 4
-
-
-def usual_bytes(sizes: Iterable[int]) -> int:
-    """On a device slots of another size than this, which most units have, come from the top."""
-    counts = Counter(sizes)
-    return max(counts, key=lambda nbytes: (counts[nbytes], nbytes), default=0)
 
 
 def in_order(units: Sequence[int], sites: Sequence[HookSite]) -> list[int]:
@@ -74,12 +62,10 @@ class Walk:
         room: int,
         from_top: Callable[[int], bool] | None,
     ) -> None:
-        self._visits = visits
+        self._visits = [visit for at, visit in enumerate(visits) if at == 0 or visits[at - 1][0] != visit[0]]
         self._sizes = sizes
         self._room = room
-        self._uses: dict[int, list[int]] = {}
-        for at, (index, _) in enumerate(visits):
-            self._uses.setdefault(index, []).append(at)
+        self._trace = Trace([index for index, _ in self._visits])
         self._slots = _Slots(room, from_top)
         self._fetched: dict[int, Fetched] = {}
 
@@ -87,50 +73,45 @@ class Walk:
         """What a step fetches once it is like the one before. Args: void: units whose slots end with each step."""
         steps: list[dict[int, Fetched]] = []
         while len(steps) < _STEPS_MAX:
-            self._fetched = {index: Fetched() for index in self._sizes}
-            for at, (index, forward) in enumerate(self._visits):
-                if index not in self._slots.there:
-                    self._fetch(index, forward, at, index, beyond=-1)
-                self._fetch_ahead(at, index)
-            for index in self._slots.there:
-                self._fetched[index].at_end = 1
+            fetched = self._step()
             for index in [each for each in self._slots.there if each in void]:
                 self._slots.leave(index)
-            if steps and self._fetched == steps[-1]:
-                return self._fetched
-            steps.append(self._fetched)
+            if steps and fetched == steps[-1]:
+                return fetched
+            steps.append(fetched)
         return {index: _mean([step[index] for step in steps[_STEPS_MAX // 2 :]]) for index in self._sizes}
 
+    def _step(self) -> dict[int, Fetched]:
+        self._fetched = {index: Fetched() for index in self._sizes}
+        for at, (index, forward) in enumerate(self._visits):
+            self._trace.visit(index)
+            if index not in self._slots.there:
+                self._fetch(index, forward=forward, distance=None)
+            self._fetch_ahead(at, index)
+        self._trace.close()
+        for index in self._slots.there:
+            self._fetched[index].at_end = 1
+        return self._fetched
+
     def _fetch_ahead(self, at: int, used: int) -> None:
-        wanted, left, there = {used}, self._room - self._sizes[used], self._slots.there
+        there = self._slots.there
         if len(there) == len(self._sizes):
             return
-        for later in range(at + 1, len(self._visits)):
-            index, forward = self._visits[later]
-            if index not in wanted:
-                wanted.add(index)
-                left -= self._sizes[index]
-                if left < 0:
-                    return
-            if index not in there and not self._fetch(index, forward, at, used, beyond=later):
+        upcoming = to_prefetch(
+            self._trace, self._sizes.__getitem__, self._room, [used], lambda index: index not in there
+        )
+        for distance, index in upcoming:
+            if not self._fetch(index, forward=self._visits[at + 1 + distance][1], distance=distance):
                 return
 
-    def _fetch(self, index: int, forward: bool, at: int, used: int, *, beyond: int) -> bool:
-        """Fetch a unit at a visit, that of the unit `used`. What else is used later than the visit `beyond` makes
-        room."""
-        slots, uses, count = self._slots, self._uses, len(self._visits)
+    def _fetch(self, index: int, *, forward: bool, distance: int | None) -> bool:
+        """Fetch a unit; what is used later than `distance` visits from now makes room (anything, when None)."""
+        slots = self._slots
         while not slots.try_enter(index, self._sizes[index]):
-            farthest, gone = beyond, -1
-            for other in slots.there:
-                if other == used:
-                    continue
-                later = bisect_right(uses[other], at)
-                use = uses[other][later] if later < len(uses[other]) else uses[other][0] + count
-                if use > farthest:
-                    farthest, gone = use, other
-            if gone < 0:
+            victim = next(victims(slots.there, self._trace, distance), None)
+            if victim is None:
                 return False
-            slots.leave(gone)
+            slots.leave(victim)
         fetched = self._fetched[index]
         fetched.forwards += forward
         fetched.backwards += not forward

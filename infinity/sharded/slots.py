@@ -23,7 +23,7 @@ import torch
 
 from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.io.engine import Transfer
-from infinity.plan.visits import long_bytes
+from infinity.plan.policy import long_from_top
 from infinity.ranks.exchange import Exchange, Ticket
 from infinity.ranks.operations import Gather, Operation
 from infinity.sizes import format_bytes
@@ -46,7 +46,7 @@ class GatheredSlots:
         self._resources = resources
         self._exchange = exchange
         self._shards = {id(homes.weights): shard for homes, shard in zip(resources.units, shards, strict=True)}
-        self._long_bytes = long_bytes(resources.arena.free_bytes)
+        self._from_top = long_from_top(resources.arena.free_bytes)
         self._told = False
         self._copies: dict[int, _Copy] = {}
         near = resources.plan.peers.near
@@ -99,7 +99,7 @@ class GatheredSlots:
 
     def _lease(self, shard: Shard) -> Lease:
         nbytes = shard.unit.weight_bytes
-        lease = self._resources.arena.try_lease(nbytes, from_top=nbytes > self._long_bytes)
+        lease = self._resources.arena.try_lease(nbytes, from_top=self._from_top(nbytes))
         if lease is not None:
             return lease
         if not self._told:

@@ -13,7 +13,7 @@ from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
-from infinity.plan.visits import long_bytes, usual_bytes
+from infinity.plan.policy import long_from_top, unusual_from_top
 from infinity.tiers.decoding import Decoding, decode_on_device
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.downloads import WeightsCopy, WeightsQueue
@@ -236,7 +236,7 @@ class HostSlots:
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
-        self._long_bytes = long_bytes(resources.arena.free_bytes)
+        self._from_top = long_from_top(resources.arena.free_bytes)
         self._landed: list[_DecodeFetch] = []  # that have memory they were read into
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
@@ -245,7 +245,7 @@ class HostSlots:
             return _There(HostSlot(home.lease.tensor(), None))
         if decodes and self.waits(home):
             return None
-        lease = self._resources.arena.try_lease(home.slot_bytes, from_top=home.slot_bytes > self._long_bytes)
+        lease = self._resources.arena.try_lease(home.slot_bytes, from_top=self._from_top(home.slot_bytes))
         if lease is None:
             return None
         if not decodes:
@@ -359,7 +359,7 @@ class SlabSlots:
         self._device = device
         units = list(zip(resources.plan.layout.units, resources.units, strict=True))
         self._staying = [homes.weights for unit, homes in units if unit.unit.stays]
-        self._usual_bytes = usual_bytes(homes.weights.slot_bytes for unit, homes in units if not unit.unit.stays)
+        self._from_top = unusual_from_top(homes.weights.slot_bytes for unit, homes in units if not unit.unit.stays)
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         slab, lease = self._lease(home)
@@ -410,7 +410,7 @@ class SlabSlots:
             lease = staying.try_lease(home.slot_bytes)
             if lease is not None:
                 return staying, lease
-        return slots, slots.try_lease(home.slot_bytes, from_top=home.slot_bytes != self._usual_bytes)
+        return slots, slots.try_lease(home.slot_bytes, from_top=self._from_top(home.slot_bytes))
 
     def slot(self, home: WeightsHome, slab: Slab, lease: SlabLease, ready: Event) -> SlabSlot:
         return SlabSlot(slab, lease, ready, self._device.accelerator, self._device.weights, home.trained_bytes)

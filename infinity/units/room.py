@@ -15,12 +15,13 @@ from contextlib import suppress
 from infinity.base.ranges import profiled
 from infinity.base.timeline import Timeline
 from infinity.errors import InfinityError, PlanError
+from infinity.plan.policy import to_prefetch, update_order, victims
+from infinity.plan.trace import Trace
 from infinity.sizes import format_bytes
 from infinity.state.released import in_backward
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import Slot, SlotPool
 from infinity.units.fetch_policy import FetchPolicy
-from infinity.units.trace import Trace, side_by_side, to_prefetch, update_order, victims
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
 from infinity.units.weights import Residency
@@ -170,13 +171,13 @@ class Room:
         if len(self._present) == len(self.units):
             return
         self._prefetch_staying()
-        near = side_by_side(
-            self._trace.upcoming(),
+        upcoming = to_prefetch(
+            self._trace,
             self._room_bytes,
             self._resources.plan.budgets.slot_bytes,
             [*self._staying, *(unit.index for unit in (*self._present.values(), *self._held) if unit.weights.in_use)],
+            lambda index: self.units[index].weights.residency is Residency.RELEASED,
         )
-        upcoming = to_prefetch(near, lambda index: self.units[index].weights.residency is Residency.RELEASED)
         for distance, index in upcoming:
             unit = self.units[index]
             if self._policy.may_come(unit) and not self._start(unit, distance):
@@ -311,11 +312,8 @@ class Room:
 
     def _victim(self, distance: int | None) -> OffloadedUnit | None:
         """Args: distance: of the fetch that needs room, as for `_start`."""
-        prefetch = distance is not None
-        candidates = (index for index in sorted(self._present) if not (prefetch and index == self._trace.last))
-        ordered = victims(candidates, self._trace.next_use, -1 if distance is None else distance)
-        units = (self.units[index] for index in ordered)
-        return next((unit for unit in units if self._may_go(unit, prefetch=prefetch)), None)
+        units = (self.units[index] for index in victims(sorted(self._present), self._trace, distance))
+        return next((unit for unit in units if self._may_go(unit, prefetch=distance is not None)), None)
 
     def _may_go(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
         if unit.weights.in_use or unit.unit.stays or not self._takes_room(unit) or unit.reads_slot():

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from infinity.plan.placement import Overlap
+from infinity.plan.policy import worth_speculating
 from infinity.state.request import GroupUpdate
 
 logger = logging.getLogger(__name__)
 
 _MEMORY = 0.75  # of what was known before a step, the share that stays known after it
-_WRONG_MAX = 0.3  # a wrong speculation moves the states once for nothing
 _LEARNING = 10  # steps before any is timed: they learn the order of units, and a device compiles and allocates
 _TURN, _TURNS = 3, 4  # steps of one way before the other has its turn, and turns
 _GAIN = 0.97  # of the time with speculation: what is not below that is no reason to do without
@@ -122,9 +122,9 @@ class Speculation:
     @property
     def worth_it(self) -> bool:
         """Whether to speculate in this step."""
-        if self.mode == "auto":
-            return self._wrong <= _WRONG_MAX and (self._timed is None or self._timed.speculates)
-        return self.mode == "during_backward"
+        if not worth_speculating(self.mode, self._wrong):
+            return False
+        return self.mode != "auto" or self._timed is None or self._timed.speculates
 
     def _learn(self, *, wrong: bool) -> None:
         self._wrong = _MEMORY * self._wrong + (1 - _MEMORY) * wrong

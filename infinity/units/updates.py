@@ -9,6 +9,7 @@ from dataclasses import replace
 from infinity.base.interrupt import interrupts_deferred
 from infinity.base.ranges import profiled
 from infinity.errors import SwapIOError
+from infinity.plan.policy import may_keep_slot, may_speculate
 from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
@@ -18,8 +19,6 @@ from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest, UnitUpdate, UpdateState, UpdateTransfer, WeightsPlace, submit_update
 
 logger = logging.getLogger(__name__)
-
-_SLOT_SHARE = 4  # of the memory for fetched weights, what speculative updates may keep from being used for others: 1/4
 
 
 class Updates:
@@ -57,17 +56,17 @@ class Updates:
 
     def can_speculate(self, unit: OffloadedUnit) -> bool:
         """Whether a speculative update of a unit can leave everything as it is, and something is gained by it."""
-        if not unit.gradients.in_ram:
-            return False  # it would wait for their way to the store and back
         weights, states = unit.homes.weights, unit.homes.all_states()
+        at_home = weights.lease is not None
         if unit.update is not None or not states:
+            return False
+        if not may_speculate(
+            trained_whole=unit.local.trained_whole, weights_in_ram=at_home, gradients_in_ram=unit.gradients.in_ram
+        ):
             return False
         in_ram = [home for home in states if home.in_memory]
         if in_ram and unit.index not in self._resources.plan.placement.updates.in_ram:
             return False
-        at_home = weights.lease is not None
-        if at_home and not unit.local.trained_whole:
-            return False  # the other memory would have nothing of what is frozen
         if sum(home.nbytes for home in in_ram) + (weights.nbytes if at_home else 0) > self.shadows.free_bytes:
             return False
         in_store = [home for home in states if not home.in_memory]
@@ -129,7 +128,7 @@ class Updates:
         """Updates that read slots must leave enough of them for others."""
         self._readers = [other for other in self._readers if other.reads_slot()]
         kept = sum(other.unit.weight_bytes for other in self._readers)
-        return (kept + unit.unit.weight_bytes) * _SLOT_SHARE <= self._resources.plan.budgets.slot_bytes
+        return may_keep_slot(unit.unit.weight_bytes, kept, self._resources.plan.budgets.slot_bytes)
 
     def wait_for_readers(self) -> None:
         """Wait until no update reads a slot. A failure is told by whoever finishes the update, or undoes it."""

@@ -30,9 +30,9 @@ OF_TRAINING = [
     ),
     Mutant(
         "the unit of the last visit makes room for what is fetched ahead",
-        "infinity/units/room.py",
-        "if not (prefetch and index == self._trace.last))",
-        "if True)",
+        "infinity/plan/policy.py",
+        "index for index in present if index != trace.last)",
+        "index for index in present)",
         ("tests/plan/test_expected.py", "-k", "a_model_moves"),
     ),
     Mutant(
@@ -247,7 +247,7 @@ OF_TRAINING = [
     ),
     Mutant(
         "a prefetch leaves the room of nearer units whose updates are not computed",
-        "infinity/units/trace.py",
+        "infinity/plan/policy.py",
         "            room -= nbytes(index)\n",
         "            pass\n",
         ("tests/units/test_room.py", "-k", "leaves_the_room or how_far"),

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from infinity.plan.policy import to_prefetch, victims
 from infinity.units import room
-from infinity.units.trace import to_prefetch, victims
 from tests import sampling
 from tests.operations.__main__ import compare
 from tests.operations.scenarios import scenarios

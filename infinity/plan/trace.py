@@ -1,13 +1,9 @@
-"""The order in which units are used, learned from the last iteration, and what follows from it: which unit makes room,
-and which is fetched next.
-
-No clock and no free memory is asked, so that every rank decides alike.
-"""
+"""The order in which units are used, learned from the last iteration."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 
@@ -79,49 +75,3 @@ class Trace:
             return found - self._position
         first = self._find(unit, 0)
         return 2 * len(self._order) + 1 if first is None else len(self._order) - self._position + first
-
-
-def victims(candidates: Iterable[int], next_use: Callable[[int], int], beyond: int = -1) -> Iterator[int]:
-    """Units that may make room, the one with the farthest next use first; of equals the first in `candidates`.
-
-    Args:
-        candidates: units on the device, by index.
-        next_use: visits from now until a unit is used again.
-        beyond: only units whose next use is later than this many visits from now.
-    """
-    later = [(use, index) for index in candidates if (use := next_use(index)) > beyond]
-    return (index for _, index in sorted(later, key=lambda each: -each[0]))
-
-
-def to_prefetch(upcoming: Iterable[int], is_released: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
-    """(visits from now, unit) of the units to fetch ahead, nearest first."""
-    return ((distance, index) for distance, index in enumerate(upcoming) if is_released(index))
-
-
-def side_by_side(
-    upcoming: Iterable[int], nbytes: Callable[[int], int], room: int, there: Collection[int]
-) -> Iterator[int]:
-    """The units to come, nearest first, up to the first that has no room beside those before it.
-
-    Each of them has its room, be it on the device, on its way, or wanted by a unit whose update is still computed. So
-    which units follow does not depend on how far the updates are.
-
-    Args:
-        nbytes: what a unit takes of the room.
-        there: units that do not make room.
-    """
-    counted = set(there)
-    room -= sum(map(nbytes, counted))
-    for index in upcoming:
-        if index not in counted:
-            counted.add(index)
-            room -= nbytes(index)
-        if room < 0:
-            return
-        yield index
-
-
-def update_order(count: int, stays: Callable[[int], bool], trace: Trace) -> list[int]:
-    """All units by index, in the order in which the next training forward uses them: those that stay on the device
-    first, as they are brought when it begins."""
-    return sorted(range(count), key=lambda index: (not stays(index), trace.first_use(index)))
