@@ -147,7 +147,6 @@ def forecast(
     """Args: sites: which units each module needs. saves_bytes: as in the Forecast."""
     in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
     moved, usual = traffic(problem, *in_ram), expected(problem, placement, budgets, sites)
-    speculates = placement.updates.overlap == "auto"  # and waits for the norm where gradients are clipped
     return Forecast(
         passes=problem.passes,
         read_bytes=moved.read_bytes,
@@ -156,7 +155,7 @@ def forecast(
         rate=problem.disks.rate if layout.swap.nbytes else None,
         saves_bytes=saves_bytes,
         moved=usual,
-        moved_clipping=expected(problem, placement, budgets, sites, clips=True) if speculates else usual,
+        moved_clipping=expected(problem, placement, budgets, sites, clips=True),
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from operator import itemgetter
 
 from infinity.plan.placement import Overlap
 from infinity.plan.trace import Trace
@@ -21,37 +22,27 @@ _SLOT_SHARE = 4  # of the memory for fetched weights, what speculative updates m
 def to_prefetch(
     trace: Trace, nbytes: Callable[[int], int], room: int, there: Collection[int], is_released: Callable[[int], bool]
 ) -> Iterator[tuple[int, int]]:
-    """(visits from now, unit) of the units to fetch ahead, nearest first.
+    """(visits from now, unit) of the units to fetch ahead, nearest first, up to the first that has no room beside the
+    units that are used before it.
+
+    Each of those has its room, be it on the device, on its way, or wanted by a unit whose update is still computed. So
+    which units follow does not depend on how far the updates are.
 
     Args:
         nbytes: what a unit takes of the room.
         there: units that do not make room.
         is_released: is asked when the turn of a unit has come.
     """
-    near = side_by_side(trace.upcoming(), nbytes, room, there)
-    return ((distance, index) for distance, index in enumerate(near) if is_released(index))
-
-
-def side_by_side(
-    upcoming: Iterable[int], nbytes: Callable[[int], int], room: int, there: Collection[int]
-) -> Iterator[int]:
-    """The units to come, nearest first, up to the first that has no room beside those before it.
-
-    Each of them has its room, be it on the device, on its way, or wanted by a unit whose update is still computed. So
-    which units follow does not depend on how far the updates are.
-
-    Args:
-        nbytes, there: as in to_prefetch.
-    """
     counted = set(there)
     room -= sum(map(nbytes, counted))
-    for index in upcoming:
+    for distance, index in enumerate(trace.upcoming()):
         if index not in counted:
             counted.add(index)
             room -= nbytes(index)
         if room < 0:
             return
-        yield index
+        if is_released(index):
+            yield distance, index
 
 
 def long_from_top(room: int) -> Callable[[int], bool]:
@@ -79,12 +70,9 @@ def victims(present: Iterable[int], trace: Trace, distance: int | None) -> Itera
         distance: visits from now until the unit that needs room is used; only units that are used later make room, and
             not the unit of the last visit. None: it is used now, and each may go.
     """
-    if distance is None:
-        later = [(trace.next_use(index), index) for index in present]
-    else:
-        others = (index for index in present if index != trace.last)
-        later = [(use, index) for index in others if (use := trace.next_use(index)) > distance]
-    return (index for _, index in sorted(later, key=lambda each: -each[0]))
+    beyond, last = (-1, None) if distance is None else (distance, trace.last)
+    later = [(use, index) for index in present if index != last and (use := trace.next_use(index)) > beyond]
+    return (index for _, index in sorted(later, key=itemgetter(0), reverse=True))
 
 
 # -- when an update may begin ------------------------------------------------------------------------------------------

@@ -26,10 +26,6 @@ class Trace:
         for position, unit in enumerate(order):
             self._at.setdefault(unit, []).append(position)
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        return self._order
-
     def _find(self, unit: int, start: int) -> int | None:
         """The first position of a unit from `start` on."""
         positions = self._at.get(unit, ())
@@ -70,8 +66,8 @@ class Trace:
 
     def next_use(self, unit: int) -> int:
         """Visits from now until `unit` is used again, in the next iteration if need be."""
-        found = self._find(unit, self._position)
-        if found is not None:
-            return found - self._position
-        first = self._find(unit, 0)
-        return 2 * len(self._order) + 1 if first is None else len(self._order) - self._position + first
+        positions, count = self._at.get(unit), len(self._order)
+        if positions is None:
+            return 2 * count + 1
+        index = bisect_left(positions, self._position)
+        return (positions[index] if index < len(positions) else count + positions[0]) - self._position

@@ -31,8 +31,8 @@ OF_TRAINING = [
     Mutant(
         "the unit of the last visit makes room for what is fetched ahead",
         "infinity/plan/policy.py",
-        "index for index in present if index != trace.last)",
-        "index for index in present)",
+        " if index != last and ",
+        " if ",
         ("tests/plan/test_expected.py", "-k", "a_model_moves"),
     ),
     Mutant(

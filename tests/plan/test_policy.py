@@ -11,7 +11,6 @@ from infinity.plan.policy import (
     long_from_top,
     may_keep_slot,
     may_speculate,
-    side_by_side,
     to_prefetch,
     unusual_from_top,
     update_order,
@@ -56,17 +55,6 @@ def test_for_a_unit_that_is_used_now_each_may_go_and_for_a_prefetch_those_that_a
     assert list(victims([1, 2, 3, 0], trace, 1)) == [3]
 
 
-@few
-@given(ORDER, st.lists(UNITS, max_size=6), st.sets(UNITS), st.integers(1, 6))
-def test_the_nearest_released_unit_is_fetched_first(
-    order: list[int], visits: list[int], released: set[int], room: int
-) -> None:
-    trace = after(order, visits)
-    near = list(side_by_side(trace.upcoming(), lambda unit: 1, room, []))
-    expected = [(distance, unit) for distance, unit in enumerate(near) if unit in released]
-    assert list(to_prefetch(trace, lambda unit: 1, room, [], released.__contains__)) == expected
-
-
 def test_a_unit_that_was_released_meanwhile_is_seen() -> None:
     released = {0}
     coming = to_prefetch(Trace([0, 1]), lambda unit: 1, 2, [], released.__contains__)
@@ -79,16 +67,18 @@ SIZES = st.lists(st.integers(0, 3), min_size=COUNT, max_size=COUNT)
 
 
 @few
-@given(st.lists(UNITS), SIZES, st.integers(0, 9), st.sets(UNITS))
-def test_units_follow_as_long_as_all_that_come_before_fit_with_those_that_are_there(
-    upcoming: list[int], sizes: list[int], room: int, there: set[int]
+@given(ORDER, st.lists(UNITS, max_size=6), SIZES, st.integers(0, 9), st.sets(UNITS), st.sets(UNITS))
+def test_released_units_are_fetched_as_long_as_all_that_come_before_fit_with_those_that_are_there(
+    order: list[int], visits: list[int], sizes: list[int], room: int, there: set[int], released: set[int]
 ) -> None:
-    expected = []
-    for distance in range(len(upcoming)):
-        if sum(sizes[index] for index in there | set(upcoming[: distance + 1])) > room:
+    trace, expected = after(order, visits), []
+    upcoming = list(trace.upcoming())
+    for distance, unit in enumerate(upcoming):
+        if sum(sizes[each] for each in there | set(upcoming[: distance + 1])) > room:
             break
-        expected.append(upcoming[distance])
-    assert list(side_by_side(upcoming, sizes.__getitem__, room, there)) == expected
+        if unit in released:
+            expected.append((distance, unit))
+    assert list(to_prefetch(trace, sizes.__getitem__, room, there, released.__contains__)) == expected
 
 
 @few
