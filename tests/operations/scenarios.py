@@ -24,8 +24,8 @@ SIMULATED, ON_THE_CPU = 20, 4
 TIMES = (8, 2, 5, 3, 8, 1, 4, 6)
 """By block: for a large one several small ones make room, so that it shows which goes first."""
 DEEP: dict[str, dict[str, Any]] = {
-    "store": {"config": over_ranks.TIERS[3] | {"commit_every": 1}},
-    "store, clipped": {"config": over_ranks.TIERS[3] | {"overlap": "before_forward"}, "max_grad_norm": 1e-3},
+    "store": {"config": over_ranks.TIERS[3] | {"commit_every": 1, "overlap": "before_forward"}},
+    "store, clipped": {"config": over_ranks.TIERS[3], "max_grad_norm": 1e-3},
     "store, recomputed": {"config": over_ranks.TIERS[3], "model": {"recomputed": True}},
     "store, a block twice": {"config": over_ranks.TIERS[3], "model": {"twice": True}},
     "store, some gradients, evaluated": {"config": over_ranks.TIERS[3], "some": True, "disturbed": True},
