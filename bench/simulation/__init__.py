@@ -5,7 +5,7 @@ the rates of a machine say.
 
 | real: imported from infinity                                   | imitated here                                   |
 |----------------------------------------------------------------|-------------------------------------------------|
-| plan/ (make_plan)                                              | the disks' free bytes (planning.py)             |
+| plan/ (make_plan, the policy, the trace)                       | the disks' free bytes (planning.py)             |
 | units/: all but parameters                                     | parameters, the timeline's clock (rooms.py)     |
 | units/speculator, progress                               | hooks and coordinator around them (training.py) |
 | tiers/: all, with arena, slab, slots, queues, window, homes    | an accelerator: streams and copies (gpu.py)     |

@@ -68,8 +68,8 @@ def test_an_update_of_other_ranks_slices_alone_voids_a_slot(policy: FetchPolicy,
     assert residencies(room)[0] == left
 
 
-@pytest.mark.parametrize("policy", [agreed(3), LocalFetches()])
-def test_ranks_move_no_unit_that_is_in_use(policy: FetchPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("policy", "moves"), [(agreed(3), False), (LocalFetches(), True)])
+def test_ranks_move_no_unit_that_is_in_use(policy: FetchPolicy, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     room, _ = alone(budget=3, sizes=(2, 2), in_place=False, policy=policy)
     room.units[0].weights.use()
     brought(room, 0)
@@ -77,4 +77,23 @@ def test_ranks_move_no_unit_that_is_in_use(policy: FetchPolicy, monkeypatch: pyt
     monkeypatch.setattr(room, "_move_others", asked.append)
     with pytest.raises(infinity.PlanError):
         brought(room, 1)
-    assert bool(asked) == policy.rearranges
+    assert bool(asked) == moves
+
+
+@pytest.mark.parametrize("policy", [agreed(2), LocalFetches()])
+def test_a_unit_whose_parameters_autograd_saved_stays(policy: FetchPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, _ = alone(budget=2, sizes=(1, 1, 1), policy=policy)
+    room.begin_pass(training=False)
+    brought(room, 0)
+    monkeypatch.setattr(room.units[0].views, "saved_by_autograd", lambda: True)
+    brought(room, 1, 2)
+    assert residencies(room) == ["resident", "released", "resident"]
+
+
+@pytest.mark.parametrize("policy", [agreed(1), LocalFetches()])
+def test_a_unit_on_its_way_makes_room_for_what_is_needed_now_only(policy: FetchPolicy) -> None:
+    room, _ = alone(budget=1, sizes=(1, 1), policy=policy)
+    room.prefetch()
+    assert residencies(room) == ["fetching", "released"]
+    assert not policy.may_evict(room.units[0], prefetch=True)
+    assert policy.may_evict(room.units[0], prefetch=False)
