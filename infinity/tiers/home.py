@@ -66,17 +66,23 @@ class Home:
 
 @dataclass(eq=False)
 class WeightsHome:
-    """Where the weights of a unit rest, group by group: all in one lease, or each group in an extent.
+    """Where the weights of a unit rest, group by group.
+
+    Invariant: all groups rest in one lease, or each in an extent.
 
     Attributes:
         nbytes: of all groups, which lie one after the other.
         unit: whose weights they are; None: of nobody, and as in a slot.
     """
 
-    lease: Lease | None
     groups: tuple[Home, ...]
     nbytes: int
     unit: Unit | None = None
+
+    @property
+    def lease(self) -> Lease | None:
+        """The memory of all groups; None where they rest in the store."""
+        return self.groups[0].lease if self.groups else None
 
     @property
     def slot_bytes(self) -> int:
@@ -112,9 +118,9 @@ class WeightsHome:
 
     def move(self, lease: Lease) -> Lease:
         """The weights rest in other memory from now on. Returns the lease of before."""
-        if self.lease is None:
+        before = self.lease
+        if before is None:
             raise AssertionError("weights in the store have no other memory")
-        before, self.lease = self.lease, lease
         for home in self.groups:
             home.move(lease)
         return before

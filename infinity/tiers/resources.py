@@ -211,7 +211,7 @@ class Resources:
             extent = _extent(unit, index, "weight", each.weight)
             groups.append(Home(lease, begin, each.weight.nbytes, extent, dirty=lease is not None))
             begin += each.weight.nbytes
-        return WeightsHome(lease, tuple(groups), unit.home_bytes, unit)
+        return WeightsHome(tuple(groups), unit.home_bytes, unit)
 
     def _open_states(self, layout: UnitLayout, index: int, leases: Mapping[tuple[str, int], Lease]) -> GroupStates:
         unit, group, gradient = layout.unit, layout.groups[index], layout.gradients[index]

@@ -369,7 +369,7 @@ def test_a_loop_that_an_exception_left_commits_only_what_is_known_to_be_its_top(
 
 def test_facts_say_what_a_run_that_resumes_must_agree_on() -> None:
     states = [SimpleNamespace(master=master, moments="fp32") for master in ("weight", "split16", "weight")]
-    weights = WeightsHome(None, (), 0)
+    weights = WeightsHome((), 0)
     units = [SimpleNamespace(states=dict(enumerate(states)), weights=weights)]
     below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY), facts=ALONE.facts)
     facts = {"master": ["split16", "weight"], "moments": ["fp32"], "stored": ["exp_avg"]}

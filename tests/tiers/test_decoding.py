@@ -47,7 +47,7 @@ def test_a_device_decodes_to_the_bits_of_the_native_core(
         offset += round_up(shape.numel(), 256)
     group = Group(dtype, False, "fp32", tuple(specs), offset, 0, round_up(offset * dtype.itemsize, PAGE_BYTES), codec)
     unit = Unit(0, "unit", (group,), group.weight_bytes)
-    home = WeightsHome(None, (Home(None, 0, group.home_bytes, None),), unit.home_bytes, unit)
+    home = WeightsHome((Home(None, 0, group.home_bytes, None),), unit.home_bytes, unit)
     data = torch.zeros(group.home_bytes, dtype=torch.uint8)
     expected = {}
     for spec in specs:

@@ -44,7 +44,7 @@ def test_the_weights_of_all_groups_move_together() -> None:
     assert [set(bytes(home.view())) for home in weights.groups] == [{1}, {2}]
     assert weights.lease is after
     with pytest.raises(AssertionError, match="have no other memory"):
-        WeightsHome(None, (), 0).move(after)
+        WeightsHome((), 0).move(after)
 
 
 def test_states_are_in_the_store_only_when_all_of_them_are() -> None:

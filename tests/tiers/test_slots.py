@@ -255,12 +255,12 @@ def encoded_home(index: int, rig: Rig, stored: bool) -> WeightsHome:
     unit = Unit(index, str(index), (group,), group.weight_bytes)
     if stored:
         place = extent(unit.name, "weight", count=unit.home_bytes // PAGE_BYTES)
-        return WeightsHome(None, (Home(None, 0, unit.home_bytes, place),), unit.home_bytes, unit)
+        return WeightsHome((Home(None, 0, unit.home_bytes, place),), unit.home_bytes, unit)
     lease = rig.arena.lease(unit.home_bytes, "weights")
     for part, (begin, nbytes) in parts_of("int8", spec.shape).items():
         data = lease.tensor()[begin : begin + nbytes]
         _ = data.fill_(index + 1) if part == "codes" else data.view(torch.bfloat16).fill_(0.5)
-    return WeightsHome(lease, (Home(lease, 0, unit.home_bytes, None),), unit.home_bytes, unit)
+    return WeightsHome((Home(lease, 0, unit.home_bytes, None),), unit.home_bytes, unit)
 
 
 @pytest.mark.parametrize("policy", [LAZY, EAGER, random_policy(0)], ids=str)

@@ -61,7 +61,7 @@ def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = No
         for index, group in enumerate(unit.groups)
     )
     return UnitHomes(
-        WeightsHome(lease, of_weights, unit.weight_bytes),
+        WeightsHome(of_weights, unit.weight_bytes),
         {
             index: GroupStates(
                 "weight", "fp32", None, home("exp_avg", index, states), home("exp_avg_sq", index, states), None, None
