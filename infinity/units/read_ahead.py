@@ -18,11 +18,11 @@ from infinity.units.update import read_update_ahead
 
 
 class ReadAhead:
-    """Invariant: `_units` are those with reads ahead; their states are in the store, and nothing writes them."""
+    """Invariant: `_jobs` are of units whose states are in the store, and nothing writes those."""
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
-        self._units: dict[int, OffloadedUnit] = {}
+        self._jobs: dict[OffloadedUnit, dict[int, _native.UpdateFuture]] = {}  # by group
 
     def begin(self, order: Iterable[OffloadedUnit], step: int) -> None:
         """Read the states of units, as far as the staging reaches; those that are in the store.
@@ -30,11 +30,11 @@ class ReadAhead:
         Args:
             order: units that no update is under way of, the one that is wanted first comes first.
         """
-        room = self._resources.pipeline.ahead_tiles_max - sum(map(self._tiles, self._units.values()))
+        room = self._resources.pipeline.ahead_tiles_max - sum(map(self._tiles, self._jobs))
         for unit in order:
             if room <= 0:
                 return
-            if not unit.ahead and unit.homes.states_in_store():
+            if unit not in self._jobs and unit.homes.states_in_store():
                 self._begin(unit, step)
                 room -= self._tiles(unit)
 
@@ -44,20 +44,18 @@ class ReadAhead:
 
     def _begin(self, unit: OffloadedUnit, step: int) -> None:
         with interrupts_deferred():
-            self._units[unit.index] = unit
+            jobs = self._jobs[unit] = {}
             for index in unit.homes.states:
-                unit.ahead[index] = read_update_ahead(self._resources, unit.local, unit.homes, index, step=step)
+                jobs[index] = read_update_ahead(self._resources, unit.local, unit.homes, index, step=step)
 
     def take(self, unit: OffloadedUnit, groups: Collection[int]) -> Mapping[int, _native.UpdateFuture]:
         """The jobs of a unit's `groups`, for the updates that take them over. Those of its others are dropped."""
-        self._units.pop(unit.index, None)
-        taken = dict(unit.ahead)
-        unit.ahead.clear()
+        taken = self._jobs.pop(unit, {})
         for index in taken.keys() - set(groups):
             self._resources.pipeline.cancel(taken[index])
         return taken
 
     def drop(self, but: Collection[int]) -> None:
         """Forget what was read for other units than these. A device that failed will tell whoever reads it next."""
-        for unit in [unit for unit in self._units.values() if unit.index not in but]:
+        for unit in [unit for unit in self._jobs if unit.index not in but]:
             self.take(unit, ())

@@ -3,7 +3,6 @@
 weights     where they are on the device (weights.py)
 views       what the parameters are at this moment (parameters.py)
 update      the update under way, None when there is none (update.py)
-ahead       reads for an update that has not begun, by group (read_ahead.py)
 gradients   what has arrived, and where it waits (gradients.py)
 homes       where all states rest (tiers/home.py)
 """
@@ -14,7 +13,6 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from infinity import _native
 from infinity.base.interrupt import interruptible, interrupts_deferred
 from infinity.base.timeline import Timeline
 from infinity.errors import SwapIOError
@@ -67,7 +65,6 @@ class OffloadedUnit:
         self.views = ParameterViews(unit, parameters, released)
         self.weights = Weights(unit, self.views, timeline)
         self.update: UnitUpdate | None = None
-        self.ahead: dict[int, _native.UpdateFuture] = {}
         self._timeline = timeline
         self._health = health
         self._shadows = shadows
