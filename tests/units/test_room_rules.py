@@ -44,7 +44,7 @@ class RoomMachine(RuleBasedStateMachine):
         """Whether nothing may send a unit away."""
         slot: Any = unit.weights.slot
         return (
-            self.uses[unit.index] > 0
+            unit.weights.uses > 0  # in a forward, or while others move
             or unit.index in self.held
             or unit.index == STAYS
             or (slot is not None and slot.viewed)
