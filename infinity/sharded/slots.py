@@ -28,9 +28,10 @@ from infinity.ranks.exchange import Exchange, Ticket
 from infinity.ranks.operations import Gather, Operation
 from infinity.sizes import format_bytes
 from infinity.state.shard import Shard
+from infinity.tiers.destination import Destination, Written
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
-from infinity.tiers.slots import CopiedSlot, Fetch, NewWeights, Slot, Written
+from infinity.tiers.slots import CopiedSlot, Fetch, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +114,9 @@ class GatheredSlots:
         return PinnedArena(nbytes).lease(nbytes, f"the weights of '{shard.unit.name}'")
 
     def _own(self, home: WeightsHome, index: int, mine: memoryview, after: Written) -> _FromRam | _FromStore:
-        new, group = after.get(index, NewWeights()), home.groups[index]
-        rests_in = new.memory or home.lease
+        group = home.groups[index]
+        new = after.get(index, Destination(group))
+        rests_in = new.rests_in
         if rests_in is not None:
             return _FromRam(rests_in.view(group.start, group.nbytes), mine, new.written)
         store = self._resources.require_store()

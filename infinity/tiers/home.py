@@ -139,17 +139,18 @@ class GroupStates:
     gradient: Lease | None
     spilled: Extent | None
 
-    def updated(self, moments: Collection[str] | None) -> tuple[Home | None, Home | None, Home | None]:
-        """Residual, exp_avg and exp_avg_sq: those that there are and that an update changes.
+    def updated(self, moments: Collection[str] | None) -> dict[str, Home]:
+        """The homes of the states that an update changes, by name.
 
         Args:
             moments: that the optimizer uses; None: all.
         """
-        uses = [moments is None or name in moments for name in ("exp_avg", "exp_avg_sq")]
-        return self.residual, self.exp_avg if uses[0] else None, self.exp_avg_sq if uses[1] else None
+        named = {"residual": self.residual, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        uses = named if moments is None else {"residual", *moments}
+        return {name: home for name, home in named.items() if home is not None and name in uses}
 
     def homes(self) -> list[Home]:
-        return [home for home in (self.residual, self.exp_avg, self.exp_avg_sq) if home is not None]
+        return list(self.updated(None).values())
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,10 @@ class UnitHomes:
         yield from (home for home in self.weights.groups if home.nbytes)
         for states in self.states.values():
             yield from states.homes()
+
+    def updated(self, group: int, moments: Collection[str] | None) -> dict[str, Home]:
+        """The homes of what an update of a group changes, by the name of the state. Args: as GroupStates.updated."""
+        return {"weight": self.weights.groups[group]} | self.states[group].updated(moments)
 
     def all_states(self) -> list[Home]:
         """The homes of the optimizer states."""

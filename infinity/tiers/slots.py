@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -15,32 +15,13 @@ from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
 from infinity.plan.policy import long_from_top, unusual_from_top
 from infinity.tiers.decoding import Decoding, decode_on_device
+from infinity.tiers.destination import Destination, Written
 from infinity.tiers.device import DeviceTier
 from infinity.tiers.downloads import WeightsCopy, WeightsQueue
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
 from infinity.tiers.slab import Slab, SlabLease, Uses
 from infinity.tiers.uploads import StoredRange
-
-
-class NewWeights(NamedTuple):
-    """New weights of a group that a decided update makes.
-
-    Attributes:
-        copy: of the store, that they are written to; None where they are not, or where there are none.
-        written: when they are where they go; None where there are none.
-        memory: that the weights of the unit rest in once the update is applied, where that is not their home now.
-    """
-
-    copy: int | None = None
-    written: Transfer | None = None
-    memory: Lease | None = None
-
-
-Written = Mapping[int, NewWeights]
-"""Of groups, by index."""
-
-_OLD = NewWeights()
 
 
 def _references(tensor: torch.Tensor) -> int:
@@ -299,7 +280,7 @@ def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> 
     """What lies in a slot as it does at home."""
     reads = []
     for index, group in home.plain():
-        new = after.get(index, _OLD)
+        new = after.get(index, Destination(group))
         reads.append(
             store.read(group.stored(), lease.view(group.start, group.nbytes), copy=new.copy, after=new.written)
         )
@@ -428,7 +409,7 @@ class SlabSlots:
 def _ranges(home: WeightsHome, after: Written) -> list[StoredRange]:
     ranges = []
     for index, group in home.plain():
-        new = after.get(index, _OLD)
+        new = after.get(index, Destination(group))
         ranges.append(StoredRange(group.stored(), group.start, group.nbytes, new.copy, new.written))
     begin = 0
     for _, kept in home.encoded():

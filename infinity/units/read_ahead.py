@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from infinity import _native
 from infinity.base.interrupt import interrupts_deferred
 from infinity.tiers.resources import Resources
+from infinity.units.jobs import read_update_ahead
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update import read_update_ahead
 
 
 class ReadAhead:
@@ -46,7 +46,7 @@ class ReadAhead:
         with interrupts_deferred():
             jobs = self._jobs[unit] = {}
             for index in unit.homes.states:
-                jobs[index] = read_update_ahead(self._resources, unit.local, unit.homes, index, step=step)
+                jobs[index] = read_update_ahead(self._resources, unit, index, step=step)
 
     def take(self, unit: OffloadedUnit, groups: Collection[int]) -> Mapping[int, _native.UpdateFuture]:
         """The jobs of a unit's `groups`, for the updates that take them over. Those of its others are dropped."""

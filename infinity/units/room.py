@@ -362,13 +362,13 @@ class Room:
             return
         if update is None:
             return
-        moves = update.place.moves_home
+        moves = update.moves_weights
         if moves and self._is_viewed(slot):
             update.keep_memory()
         if moves or not slot.at_home:
             self._evict(unit)
         else:
-            unit.weights.begin_update(writes_slot=not update.place.speculative)
+            unit.weights.begin_update(writes_slot=not update.speculated)
 
     def _is_viewed(self, slot: Slot) -> bool:
         """Whether somebody holds views of the slot's memory: through it, or an earlier slot of the same weights."""

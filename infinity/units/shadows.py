@@ -13,32 +13,13 @@ short. The unit whose shadow does not fit does not speculate then, and its updat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from infinity import _native
 from infinity.base.interrupt import interrupts_deferred
 from infinity.io.arena import Lease, Space
 from infinity.sizes import PAGE_BYTES, round_up
-from infinity.tiers.home import Home
-
-
-@dataclass(frozen=True)
-class Shadow:
-    """Other memory for what of a unit rests in RAM.
-
-    Attributes:
-        weights: for the new weights of all groups; None where they rest in the store.
-        states: for the new values of optimizer states, by their homes.
-    """
-
-    weights: Lease | None
-    states: Mapping[Home, Lease]
-
-    def leases(self) -> Iterator[Lease]:
-        if self.weights is not None:
-            yield self.weights
-        yield from self.states.values()
+from infinity.tiers.home import Home, WeightsHome
 
 
 class Shadows:
@@ -57,18 +38,21 @@ class Shadows:
         self._lent: list[Lease] = []
         self.free_bytes = nbytes
 
-    def try_shadow(self, weights_bytes: int, states: Sequence[Home]) -> Shadow | None:
-        """A shadow of these states in RAM, and of weights; None where there is no memory for it.
+    def try_shadow(self, weights: WeightsHome | None, states: Sequence[Home]) -> Mapping[Home, Lease] | None:
+        """A shadow of weights and of these states in RAM, by home; None where there is no memory for it. The weights of
+        all groups have one lease.
 
         Args:
-            weights_bytes: 0 where the weights rest in the store.
+            weights: None where they rest in the store.
         """
-        sizes = [round_up(nbytes, PAGE_BYTES) for nbytes in (weights_bytes, *(home.nbytes for home in states))]
+        nbytes = 0 if weights is None else weights.nbytes
+        sizes = [round_up(each, PAGE_BYTES) for each in (nbytes, *(home.nbytes for home in states))]
         lease = self.try_lease(sum(sizes))
         if lease is None:
             return None
-        weights, *others = lease.split(sizes)
-        return Shadow(weights if weights_bytes else None, dict(zip(states, others, strict=True)))
+        new_weights, *others = lease.split(sizes)
+        groups = () if weights is None else weights.groups
+        return {**dict.fromkeys(groups, new_weights), **dict(zip(states, others, strict=True))}
 
     def try_lease(self, nbytes: int) -> Lease | None:
         """Memory for new values; None where there is none."""

@@ -129,6 +129,6 @@ class Speculator:
         optimizer: Predictable | None,
     ) -> None:
         """Learn from a step. Args: begun: the units with an update of it."""
-        right = {unit.index for unit in begun if unit.update is not None and unit.update.place.speculative}
+        right = {unit.index for unit in begun if unit.update is not None and unit.update.speculated}
         clipped = is_clipped(requests, 1.0 if optimizer is None else optimizer.expected_scale)
         self._speculation.step_decided(right, wrong, requests.keys(), clipped=clipped)

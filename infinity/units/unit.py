@@ -19,12 +19,12 @@ from infinity.errors import SwapIOError
 from infinity.io.store import wait_all
 from infinity.state.released import ReleasedParameter
 from infinity.state.unit import Unit
+from infinity.tiers.destination import Written
 from infinity.tiers.home import UnitHomes
-from infinity.tiers.slots import Written
 from infinity.units.gradients import UnitGradients
 from infinity.units.health import Health
 from infinity.units.parameters import ParameterViews
-from infinity.units.shadows import Shadow, Shadows
+from infinity.units.shadows import Shadows
 from infinity.units.update import Milestone, UnitUpdate, UpdateState
 from infinity.units.weights import Weights
 
@@ -104,8 +104,7 @@ class OffloadedUnit:
         if update.state is not UpdateState.DECIDED:
             return  # a signal's handler that came during the wait has applied it: infinity.commit, say
         with interrupts_deferred():
-            if update.place.shadow is not None:
-                self._take_over(update, update.place.shadow)
+            self._take_over(update)
             update.to(UpdateState.APPLIED)
 
     def await_slot(self) -> None:
@@ -125,12 +124,9 @@ class OffloadedUnit:
         if update.state is not UpdateState.APPLIED:
             return None
         with interrupts_deferred():
-            for transfer in update.transfers.values():
-                transfer.finish()
-            shadow = update.place.shadow
-            if update.viewed and shadow is not None and shadow.weights is not None:
-                self._shadows.give_back(shadow.weights)
-            update.release_copy(now=True)
+            for destination in update.each_destination():
+                destination.finish()
+            self._end(update)
             update.to(UpdateState.FINISHED)
             self.update = None
         return update
@@ -142,9 +138,12 @@ class OffloadedUnit:
             return
         update.to(UpdateState.UNDONE)
         self.update = None
-        if update.place.shadow is not None:
-            for lease in update.place.shadow.leases():
-                self._shadows.give_back(lease)
+        self._end(update)
+
+    def _end(self, update: UnitUpdate) -> None:
+        """Give back the memory that nothing rests in: of an update that was undone, or of weights that are viewed."""
+        for lease in update.shadows():
+            self._shadows.give_back(lease)
         update.release_copy(now=True)
 
     def _await(self, update: UnitUpdate, milestone: Milestone) -> None:
@@ -154,24 +153,21 @@ class OffloadedUnit:
                     update.wait(milestone)
             wait_all(update.until(milestone))
 
-    def _take_over(self, update: UnitUpdate, shadow: Shadow) -> None:
+    def _take_over(self, update: UnitUpdate) -> None:
         """The memory with the new values is their home now. Weights that are viewed are copied home instead, and their
         part of the shadow goes when they are written."""
-        for home, lease in shadow.states.items():
-            self._shadows.give_back(home.move(lease))
         weights = self.homes.weights
-        if shadow.weights is None:
-            return
-        if not update.viewed:
-            self._shadows.give_back(weights.move(shadow.weights))
-        elif weights.lease is None:
-            raise AssertionError("weights in the store have no other memory")
-        else:
-            weights.lease.view()[:] = shadow.weights.view()
+        for shadow, home in update.shadows().items():
+            if home not in weights.groups:
+                self._shadows.give_back(home.move(shadow))
+            elif update.viewed and weights.lease is not None:
+                weights.lease.view()[:] = shadow.view()
+            else:
+                self._shadows.give_back(weights.move(shadow))
 
     def weights_under_way(self) -> Written:
         """New weights of a decided update."""
-        return {} if self.decided is None else self.decided.written(self.homes.weights)
+        return {} if self.decided is None else self.decided.written()
 
     # -- what stands between the unit and its next use ----------------------------------------------------------------
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from infinity.base.interrupt import interrupts_deferred
 from infinity.base.ranges import profiled
 from infinity.errors import SwapIOError
+from infinity.io.arena import Lease
 from infinity.plan.policy import may_keep_slot, may_speculate
+from infinity.tiers.destination import destination
 from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
+from infinity.units.jobs import submit_update
 from infinity.units.read_ahead import ReadAhead
 from infinity.units.shadows import Shadows
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update import UnitRequest, UnitUpdate, UpdateState, UpdateTransfer, WeightsPlace, submit_update
+from infinity.units.update import UnitRequest, UnitUpdate, UpdateState, UpdateTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -83,22 +85,17 @@ class Updates:
         at_home = weights.lease is not None
         if at_home and len(wanted) < sum(group.numel > 0 for group in unit.local.groups):
             return False  # the other memory would have nothing of a group without gradients
-        updated = [home for group in wanted for home in unit.homes.states[group].updated(wanted[group].moments)]
-        states = [home for home in updated if home is not None and home.in_memory]
-        resting = [*states, *(weights.groups[group] for group in wanted if at_home)]
+        updated = [unit.homes.updated(group, wanted[group].moments) for group in wanted]
+        resting = [home for homes in updated for home in homes.values() if home.in_memory]
         if committed and not self._have_spare_copies(resting):
             return False
         with interrupts_deferred():
-            place = WeightsPlace(speculative=True)
-            if at_home or states:
-                shadow = self.shadows.try_shadow(weights.nbytes if at_home else 0, states)
-                if shadow is None:
-                    return False
-                place = replace(place, shadow=shadow)
-            if not at_home:
-                slot = unit.weights.host_memory() if self._may_keep_slot(unit) else None
-                place = replace(place, slot=slot, copy=self._copy_down(unit))
-            self._submit(unit, wanted, place, step, committed=committed)
+            states = [home for home in resting if home not in weights.groups]
+            shadow = self.shadows.try_shadow(weights if at_home else None, states) if resting else {}
+            if shadow is None:
+                return False
+            slot = unit.weights.host_memory() if self._may_keep_slot(unit) else None
+            self._submit(unit, wanted, slot, shadow, step, committed=committed)
         return True
 
     def reclaim_shadows(self) -> None:
@@ -182,10 +179,8 @@ class Updates:
         self.ahead.drop(but=requests)
         for unit in order:
             if unit.index in requests and unit.update is None:
-                at_home = unit.homes.weights.lease is not None
-                copy = None if at_home else self._copy_down(unit)
-                place = WeightsPlace(slot=unit.weights.host_memory(), copy=copy)
-                self._submit(unit, requests[unit.index], place, step, committed=committed)
+                slot = unit.weights.host_memory()
+                self._submit(unit, requests[unit.index], slot, None, step, committed=committed)
         return self.decided
 
     def _withdraw(self, updates: Mapping[int, UnitUpdate]) -> set[int]:
@@ -197,28 +192,53 @@ class Updates:
         return {index for index, taken_back in zip(updates, withdrawn, strict=True) if taken_back}
 
     def _submit(
-        self, unit: OffloadedUnit, wanted: UnitRequest, place: WeightsPlace, step: int, *, committed: bool
+        self,
+        unit: OffloadedUnit,
+        wanted: UnitRequest,
+        slot: Lease | None,
+        shadow: Mapping[Home, Lease] | None,
+        step: int,
+        *,
+        committed: bool,
     ) -> None:
-        update = UnitUpdate(unit.name, wanted, place, committed=committed)
+        """Begin the update of a unit.
+
+        Args:
+            slot: has the current weights, too, and the update may use it.
+            shadow: the update is speculative, and the new values of what rests in RAM go there; None: it is decided.
+        """
+        weights, speculative = unit.homes.weights, shadow is not None
+        copy = self._copy_down(unit) if weights.lease is None else None
+        current = slot if copy is None else copy.lease
+        beside = {} if current is None else dict.fromkeys(weights.groups, current)
+        beside.update(shadow or {})
+        destinations = {
+            index: {
+                state: destination(
+                    self._resources, home, beside.get(home), speculative=speculative, committed=committed
+                )
+                for state, home in unit.homes.updated(index, of_group.moments).items()
+            }
+            for index, of_group in wanted.items()
+        }
+        update = UnitUpdate(
+            unit.name,
+            wanted,
+            destinations,
+            committed=committed,
+            speculated=speculative,
+            uses_slot=slot is not None,
+            copy=copy,
+        )
         unit.begin_update(update)
         self._under_way[unit.index] = unit
-        if place.speculative and place.slot is not None:
+        if update.speculated and update.uses_slot:
             self._readers.append(unit)
         ahead = self.ahead.take(unit, wanted)
-        gradients = {index: unit.gradients.groups[index] for index in wanted}
         with profiled("update", unit.name):
-            for index, group_update in wanted.items():
+            for index in wanted:
                 update.transfers[index] = submit_update(
-                    self._resources,
-                    unit.local,
-                    unit.homes,
-                    index,
-                    group_update,
-                    gradients,
-                    place,
-                    step=step,
-                    committed=committed,
-                    ahead=ahead.get(index),
+                    self._resources, unit, update, index, step=step, ahead=ahead.get(index)
                 )
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ OF_RANKS = [
     Mutant(
         "a slice is gathered from the memory that its new values rest in",
         "infinity/sharded/slots.py",
-        "        rests_in = new.memory or home.lease\n",
+        "        rests_in = new.rests_in\n",
         "        rests_in = home.lease\n",
         ("tests/runtime/test_ranks.py",),
     ),

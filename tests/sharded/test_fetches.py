@@ -10,10 +10,11 @@ import pytest
 import infinity
 from infinity.sharded.fetches import AgreedFetches
 from infinity.sizes import PAGE_BYTES
+from infinity.tiers.destination import Destination
 from infinity.units.fetch_policy import FetchPolicy, LocalFetches
 from infinity.units.room import Room
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update import UnitUpdate, WeightsPlace
+from infinity.units.update import UnitUpdate
 from tests.tiers.fakes import UpdateFuture
 from tests.units.fakes import under_way, wanted
 from tests.units.rooms import alone, brought, residencies
@@ -26,7 +27,8 @@ def agreed(pages: int) -> FetchPolicy:
 def decided(room: Room) -> OffloadedUnit:
     """The first unit, whose update is not computed."""
     unit = room.units[0]
-    update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(), committed=False)
+    places = {0: {"weight": Destination(unit.homes.weights.groups[0])}}
+    update = UnitUpdate(unit.name, wanted(unit.unit), places, committed=False)
     update.transfers[0] = under_way(UpdateFuture())
     unit.begin_update(update)
     return unit

@@ -212,9 +212,9 @@ def wanted(unit: Unit, lr: float = 1.0) -> dict[int, GroupUpdate]:
     }
 
 
-def under_way(future: UpdateFuture, moves: Sequence[tuple[Home, int | None]] = ()) -> UpdateTransfer:
+def under_way(future: UpdateFuture) -> UpdateTransfer:
     native: Any = future
-    return UpdateTransfer(native, "a unit", "optimizer states", 1, None, tuple(moves))
+    return UpdateTransfer(native, "a unit", "optimizer states", 1)
 
 
 def slot_of(content: float, nbytes: int, *, at_home: bool = True) -> Slot:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from infinity.base.timeline import Timeline
 from infinity.sizes import PAGE_BYTES
+from infinity.tiers.destination import Written
 from infinity.tiers.home import WeightsHome
-from infinity.tiers.slots import Written
 from infinity.units.fetch_policy import FetchPolicy, LocalFetches
 from infinity.units.room import Room
 from infinity.units.unit import OffloadedUnit

@@ -13,9 +13,10 @@ from torch import nn
 import infinity
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
+from infinity.tiers.destination import Destination
 from infinity.units.room import Room
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update import UnitUpdate, WeightsPlace
+from infinity.units.update import UnitUpdate
 from infinity.units.weights import Residency
 from tests.tiers.fakes import UpdateFuture, few
 from tests.units.fakes import (
@@ -197,8 +198,7 @@ def test_who_needs_room_waits_for_updates_that_read_slots() -> None:
     room, _ = alone(budget=2, sizes=(2, 2))
     brought(room, 0)
     unit, future = room.units[0], UpdateFuture()
-    slot: Any = unit.weights.slot
-    update = UnitUpdate("0", wanted(unit.unit), WeightsPlace(slot, speculative=True), committed=False)
+    update = UnitUpdate("0", wanted(unit.unit), {}, committed=False, speculated=True, uses_slot=True)
     update.transfers[0] = under_way(future)
     unit.begin_update(update)
     brought(room, 1)
@@ -209,7 +209,9 @@ def test_who_needs_room_waits_for_updates_that_read_slots() -> None:
 def decided(room: Room, index: int = 0) -> OffloadedUnit:
     """A unit whose update was decided."""
     unit = room.units[index]
-    update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(), committed=False)
+    update = UnitUpdate(
+        unit.name, wanted(unit.unit), {0: {"weight": Destination(unit.homes.weights.groups[0])}}, committed=False
+    )
     update.transfers[0] = under_way(UpdateFuture())
     unit.begin_update(update)
     room.update_decided(unit)

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from infinity.errors import PlanError, SwapIOError
 from infinity.sizes import PAGE_BYTES
+from infinity.tiers.destination import Destination
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update import UnitUpdate, UpdateState, WeightsPlace
+from infinity.units.update import UnitUpdate, UpdateState
 from infinity.units.weights import Residency
 from tests.tiers.fakes import UpdateFuture, few
 from tests.units.fakes import (
@@ -192,9 +193,15 @@ class RoomMachine(RuleBasedStateMachine):
         unit = self.units[index]
         if unit.update is not None:
             return
-        slot: Any = unit.weights.slot if unit.weights.residency is Residency.RESIDENT else None
-        update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(slot, speculative=speculative), committed=False)
-        update.transfers[0] = under_way(UpdateFuture(), [(unit.homes.weights.groups[0], 1)])
+        update = UnitUpdate(
+            unit.name,
+            wanted(unit.unit),
+            {0: {"weight": Destination(unit.homes.weights.groups[0], copy=1)}},
+            committed=False,
+            speculated=speculative,
+            uses_slot=unit.weights.residency is Residency.RESIDENT,
+        )
+        update.transfers[0] = under_way(UpdateFuture())
         unit.begin_update(update)
         if not speculative and not self.uses[index] and index not in self.held:
             self.room.update_decided(unit)

@@ -101,19 +101,28 @@ def test_a_shadow_is_one_piece_of_which_each_home_gets_its_part() -> None:
     shadows = Shadows(space, native, 3 * PAGE_BYTES, [])
     states = homes.all_states()
     for _ in range(5):
-        shadow = shadows.try_shadow(unit.weight_bytes, states)
+        shadow = shadows.try_shadow(homes.weights, states)
         assert shadow is not None
-        assert shadow.weights is not None
-        leases = list(shadow.leases())
-        assert [lease.offset - leases[0].offset for lease in leases] == [0, PAGE_BYTES, 2 * PAGE_BYTES]
-        assert shadows.try_shadow(0, states[:1]) is None  # the plan has no more
-        shadows.give_back(homes.weights.move(shadow.weights))
-        for home, lease in shadow.states.items():
-            shadows.give_back(home.move(lease))
-    weightless = shadows.try_shadow(0, states)
+        assert list(shadow) == [*homes.weights.groups, *states]
+        begins = [lease.offset for lease in shadow.values()]
+        assert [begin - begins[0] for begin in begins] == [0, PAGE_BYTES, 2 * PAGE_BYTES]
+        assert shadows.try_shadow(None, states[:1]) is None  # the plan has no more
+        shadows.give_back(homes.weights.move(shadow[homes.weights.groups[0]]))
+        for home in states:
+            shadows.give_back(home.move(shadow[home]))
+    weightless = shadows.try_shadow(None, states)
     assert weightless is not None
-    assert weightless.weights is None
-    assert list(weightless.states) == states
+    assert list(weightless) == states
+
+
+def test_the_groups_of_a_unit_have_one_shadow_as_they_have_one_home() -> None:
+    native: Any = Pipeline()
+    weights = homes_of(unit_of(0, (1, 2)), pages(PAGES)).weights
+    shadow = shadows_of(native).try_shadow(weights, [])
+    assert shadow is not None
+    assert set(shadow) == set(weights.groups)
+    assert {lease.nbytes for lease in shadow.values()} == {3 * PAGE_BYTES}
+    assert len(set(shadow.values())) == 1
 
 
 def test_free_memory_in_pieces_is_no_shadow() -> None:
@@ -126,5 +135,5 @@ def test_free_memory_in_pieces_is_no_shadow() -> None:
         shadows.give_back(lease)
     states = homes_of(unit_of(0), states=pages(2)).all_states()
     assert shadows.free_bytes == 3 * PAGE_BYTES
-    assert shadows.try_shadow(0, states) is None
+    assert shadows.try_shadow(None, states) is None
     assert shadows.free_bytes == 3 * PAGE_BYTES

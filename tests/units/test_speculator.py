@@ -10,7 +10,7 @@ import pytest
 from infinity.errors import SwapIOError
 from infinity.units.speculation import Counts, Speculation
 from infinity.units.speculator import Speculator
-from infinity.units.update import UnitUpdate, WeightsPlace
+from infinity.units.update import UnitUpdate
 from tests.units.fakes import unit_of, wanted
 
 UNIT = unit_of(0)
@@ -153,7 +153,7 @@ def test_nothing_is_read_ahead_where_it_is_not_the_last_backward_or_nothing_over
 
 
 def speculated(model: Model, index: int, requested: Any) -> Any:
-    update = UnitUpdate(str(index), requested, WeightsPlace(speculative=True), committed=False)
+    update = UnitUpdate(str(index), requested, {}, committed=False, speculated=True)
     unit = SimpleNamespace(index=index, update=update)
     model.speculative.append(unit)
     return unit
@@ -170,7 +170,7 @@ def test_what_became_of_speculative_updates_is_learned() -> None:
     model = Model()
     optimizer: Any = model
     begun = [speculated(model, 0, wanted(UNIT))]
-    begun.append(SimpleNamespace(index=1, update=UnitUpdate("1", {}, WeightsPlace(), committed=False)))
+    begun.append(SimpleNamespace(index=1, update=UnitUpdate("1", {}, {}, committed=False)))
     model.speculator.step_decided(begun, {1}, {0: wanted(UNIT), 1: wanted(UNIT)}, optimizer)
     assert model.speculation.counts == Counts(early=1, undone=1, late=1)
     model.expected_scale = 0.5

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from infinity.errors import SwapIOError
+from infinity.io.arena import Lease
 from infinity.ranks.world import Alone
 from infinity.sizes import PAGE_BYTES
+from infinity.tiers.destination import Destination
 from infinity.tiers.home import Home
 from infinity.units.health import Health
 from infinity.units.shadows import Shadows
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update import UnitUpdate, UpdateState, WeightsPlace
+from infinity.units.update import UnitUpdate, UpdateState
 from tests.tiers.fakes import CANCELED, Failure, UpdateFuture, few, nobody_waits, pages
 from tests.units.fakes import Pipeline, homes_of, offloaded, under_way, unit_of, wanted
 
@@ -44,6 +46,7 @@ class UnitMachine(RuleBasedStateMachine):
             self._fill(home.lease, OLD)
         self.unit = offloaded(unit_of(0, GROUPS), self.homes, self.shadows, self.health)
         self.is_in_pieces = False
+        self.shadow: dict[Home, Lease] = {}
         self.gradients: Any = dict(self.unit.gradients.groups)
         self.futures: list[UpdateFuture] = []
         self._fill(self.homes.weights.lease, OLD)
@@ -69,22 +72,31 @@ class UnitMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.unit.update is None)
     @rule(speculative=st.booleans(), in_slot=st.booleans())
     def begin(self, speculative: bool, in_slot: bool) -> None:
-        shadow = None
+        self.shadow = {}
         if speculative and self.resting_bytes:
-            shadow = self.shadows.try_shadow(PAGES * PAGE_BYTES * self.in_ram, self.states)
+            shadow = self.shadows.try_shadow(self.homes.weights if self.in_ram else None, self.states)
             assert shadow is not None or self.is_in_pieces
-            speculative = shadow is not None
-            for lease in () if shadow is None else shadow.leases():
-                self._fill(lease, NEW)
-        slot = pages(PAGES).lease(PAGES * PAGE_BYTES, "a slot") if in_slot and not self.in_ram else None
-        update = UnitUpdate("0", wanted(self.unit.unit), WeightsPlace(slot, speculative, shadow), committed=False)
+            speculative, self.shadow = shadow is not None, dict(shadow or {})
+        for lease in self.shadow.values():
+            self._fill(lease, NEW)
+        update = UnitUpdate(
+            "0",
+            wanted(self.unit.unit),
+            {group: self._destinations(group) for group in range(len(GROUPS))},
+            committed=False,
+            speculated=speculative,
+            uses_slot=in_slot and not self.in_ram,
+        )
         self.futures = [UpdateFuture(), UpdateFuture()]
         self.before = [(home, self._copy(home)) for home in self.homes]
-        for group, future in enumerate(self.futures):
-            homes = [self.homes.weights.groups[group], *self.homes.states[group].homes()]
-            moves = [(home, None if home.in_memory else 1 - home.stored().copy) for home in homes]
-            update.transfers[group] = under_way(future, moves)
+        update.transfers = {group: under_way(future) for group, future in enumerate(self.futures)}
         self.unit.begin_update(update)
+
+    def _destinations(self, group: int) -> dict[str, Destination]:
+        return {
+            state: Destination(home, self.shadow.get(home), copy=None if home.in_memory else 1 - home.stored().copy)
+            for state, home in self.homes.updated(group, None).items()
+        }
 
     @staticmethod
     def _copy(home: Home) -> int | None:
@@ -137,7 +149,7 @@ class UnitMachine(RuleBasedStateMachine):
                 home.read()
             lease = self.homes.weights.lease
             for each in [lease, *(home.lease for home in self.states)]:
-                assert each is None or set(bytes(each.view())) == {OLD if update.place.shadow is None else NEW}
+                assert each is None or set(bytes(each.view())) == {NEW if self.shadow else OLD}
                 self._fill(each, OLD)
 
     def _told(self, act: Any) -> bool:
@@ -199,7 +211,7 @@ class UnitMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_in_ram_is_the_old_until_it_is_applied(self) -> None:
         lease = self.homes.weights.lease
-        applied = self._state() is UpdateState.APPLIED and self.update.place.shadow is not None
+        applied = self._state() is UpdateState.APPLIED and self.shadow
         for each in [lease, *(home.lease for home in self.states)]:
             assert each is None or set(bytes(each.view())) == {NEW if applied else OLD}
         assert all(home.lease is lease for home in self.homes.weights.groups)
@@ -207,7 +219,7 @@ class UnitMachine(RuleBasedStateMachine):
     @invariant()
     def the_bytes_of_the_shadows_add_up(self) -> None:
         update, used = self.unit.update, 0
-        if update is not None and update.place.shadow is not None:
+        if update is not None and self.shadow:
             used = self.resting_bytes
             if update.state is UpdateState.APPLIED:
                 used = PAGES * PAGE_BYTES if update.viewed else 0
@@ -233,8 +245,9 @@ TestUnit.settings = few
 
 def begun(unit: OffloadedUnit, *, speculative: bool = False) -> UpdateFuture:
     future = UpdateFuture()
-    update = UnitUpdate(unit.name, wanted(unit.unit), WeightsPlace(speculative=speculative), committed=False)
-    update.transfers[0] = under_way(future, [(unit.homes.weights.groups[0], 1)])
+    destinations = {0: {"weight": Destination(unit.homes.weights.groups[0], copy=1)}}
+    update = UnitUpdate(unit.name, wanted(unit.unit), destinations, committed=False, speculated=speculative)
+    update.transfers[0] = under_way(future)
     unit.begin_update(update)
     return future
 
@@ -265,7 +278,7 @@ def test_an_update_that_is_finished_while_somebody_waits_for_it_is_finished_once
     machine.begin(speculative=True, in_slot=False)
     machine.decide(viewed=False)
     unit, update, home = machine.unit, machine.update, machine.homes.weights.lease
-    shadow, waits = update.place.shadow, []
+    shadow, waits = machine.shadow, []
 
     def wait(milestone: Any) -> None:
         waits.append(milestone)
@@ -276,9 +289,8 @@ def test_an_update_that_is_finished_while_somebody_waits_for_it_is_finished_once
     getattr(unit, act)()
     assert unit.update is None
     assert update.state is UpdateState.FINISHED
-    assert shadow is not None
-    assert machine.homes.weights.lease is shadow.weights is not home
-    assert [home.lease for home in machine.states] == list(shadow.states.values())
+    assert machine.homes.weights.lease is shadow[machine.homes.weights.groups[0]] is not home
+    assert [home.lease for home in machine.states] == [shadow[home] for home in machine.states]
     assert machine.shadows.free_bytes == machine.resting_bytes
 
 
@@ -312,9 +324,8 @@ def test_a_fetch_is_told_in_which_memory_new_weights_will_rest() -> None:
     machine.begin(speculative=True, in_slot=False)
     assert machine.unit.weights_under_way() == {}
     machine.decide(viewed=False)
-    shadow = machine.update.place.shadow
-    assert shadow is not None
-    assert {new.memory for new in machine.unit.weights_under_way().values()} == {shadow.weights}
+    shadow = machine.shadow[machine.homes.weights.groups[0]]
+    assert {new.rests_in for new in machine.unit.weights_under_way().values()} == {shadow}
 
 
 def test_a_fetch_is_told_where_new_weights_go_and_when_they_are_there() -> None:

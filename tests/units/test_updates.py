@@ -166,7 +166,7 @@ class UpdatesMachine(RuleBasedStateMachine):
             assert unit.decided.wanted == requests[unit.index]
             assert unit.decided.committed == committed
             assert (unit.decided is speculated.get(unit.index)) == (unit.index in goes_on)
-            assert unit.decided.place.speculative == (unit.index in goes_on)
+            assert unit.decided.speculated == (unit.index in goes_on)
         later = [job for job in self.pipeline.jobs[:earlier] if not job.done()]
         assert later == [job for unit in decided if unit.index in goes_on for job in _jobs(unit.update) if job in later]
         assert not self.pipeline.ahead
@@ -186,7 +186,7 @@ class UpdatesMachine(RuleBasedStateMachine):
     @staticmethod
     def _written(unit: OffloadedUnit) -> list[Any]:
         assert unit.update is not None
-        return [move for transfer in unit.update.transfers.values() for move in transfer.moves]
+        return [(each.home, each.copy) for each in unit.update.each_destination()]
 
     def _finished(self, unit: OffloadedUnit, written: list[Any]) -> None:
         assert unit.update is None
@@ -243,9 +243,7 @@ class UpdatesMachine(RuleBasedStateMachine):
     def the_bytes_of_the_shadows_add_up(self) -> None:
         used = 0
         for unit in self.units:
-            shadow = None if unit.update is None else unit.update.place.shadow
-            homes = {unit.homes.weights.lease, *(home.lease for home in unit.homes.all_states())}
-            used += sum(lease.nbytes for lease in ([] if shadow is None else shadow.leases()) if lease not in homes)
+            used += 0 if unit.update is None else sum(lease.nbytes for lease in unit.update.shadows())
         assert self.shadows.free_bytes + used == SHADOW_PAGES * PAGE_BYTES
         assert self.space.free_bytes == self.shadows.free_bytes
 
@@ -328,7 +326,7 @@ def test_a_moment_that_the_optimizer_does_not_use_stays_where_it_is(machine: Upd
     assert machine.updates.speculate(unit, uses_one, 1, committed=False)
     before = {home: home.lease for home in unit.homes.all_states()}
     machine.updates.decide({4: uses_one}, machine.units, 1, committed=False)
-    assert unit.update is None or not unit.update.place.speculative  # nothing had begun
+    assert unit.update is None or not unit.update.speculated  # nothing had begun
     machine.updates.finish_all()
     assert machine.updates.speculate(unit, uses_one, 2, committed=False)
     for job in machine.pipeline.under_way:

@@ -1,0 +1,109 @@
+"""The jobs of the native pipeline: the update of a unit's group, and the reads for one that has not begun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from infinity import _native
+from infinity.base.timeline import JobTag
+from infinity.state.dtypes import native_name
+from infinity.tiers.resources import Resources
+from infinity.units.unit import OffloadedUnit
+from infinity.units.update import UnitUpdate, UpdateTransfer
+
+
+def submit_update(
+    resources: Resources,
+    unit: OffloadedUnit,
+    update: UnitUpdate,
+    group_index: int,
+    *,
+    step: int,
+    ahead: _native.UpdateFuture | None,
+) -> UpdateTransfer:
+    """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for
+    speculative ones: the newest is the next, once the unit that was begun is done. So what is left of them when the
+    step is decided lies all over the model, and the next forward meets it now and then instead of all at once. Groups
+    that move nothing to or from the store have an order of their own: they are computed while the others wait for the
+    disk.
+
+    Each waits for the gradients of all groups that are updated: of a unit that had begun with a small group while the
+    gradients of another were on their way, the rest would come after all later units.
+
+    Args:
+        step: the optimizer step, counted from 1.
+        ahead: what `read_update_ahead` gave for this group; it is taken over.
+    """
+    group, wanted = unit.local.groups[group_index], update.wanted[group_index]
+    destinations, gradients = update.destinations[group_index], unit.gradients.groups
+    streams = {state: destination.stream(resources) for state, destination in destinations.items()}
+    landings = [landing for index in update.wanted for landing in gradients[index].on_their_way()]
+    copies = [] if update.copy is None else [update.copy.landed]
+    future = resources.pipeline.submit(
+        numel=group.numel,
+        weight_dtype=native_name(group.dtype),
+        master=unit.homes.states[group_index].master,
+        moments=group.moments,
+        grad_dtype=native_name(gradients[group_index].dtype),
+        segments=wanted.native_segments(),
+        whole=any(destination.elsewhere for destination in destinations.values()),
+        arithmetic=wanted.arithmetic,
+        weight=streams["weight"],
+        residual=streams.get("residual"),
+        exp_avg=streams.get("exp_avg"),
+        exp_avg_sq=streams.get("exp_avg_sq"),
+        grad=gradients[group_index].stream(),
+        tag=JobTag(step, unit.index, group_index).pack(),
+        unit=unit.index,
+        speculative=update.speculated,
+        ahead=ahead,
+        after=[*landings, *copies],
+    )
+    return UpdateTransfer(future, unit.name, "optimizer states", step, _naming(resources, landings, copies))
+
+
+def _naming(
+    resources: Resources, landings: Sequence[_native.IOFuture], copies: Sequence[_native.IOFuture]
+) -> Callable[[_native.Failure], str]:
+    """The state whose transfer failed in an update. Of what it moves, spilled gradients alone are scratch.
+
+    Args:
+        landings, copies: of gradients and of weights, which the update waits for. A device is part of nothing else.
+    """
+
+    def failed(futures: Sequence[_native.IOFuture]) -> bool:
+        return any(each.done() and each.failure() is not None for each in futures)
+
+    def name(failure: _native.Failure) -> str:
+        if failure.kind == "device" and failed(landings):
+            return "grad"
+        if failure.kind == "device" and failed(copies):
+            return "weight"
+        scratch = resources.store is not None and resources.store.is_scratch(failure.path, failure.offset)
+        return "grad" if scratch else "optimizer states"
+
+    return name
+
+
+def read_update_ahead(
+    resources: Resources, unit: OffloadedUnit, group_index: int, *, step: int
+) -> _native.UpdateFuture:
+    """Begin to read what a group's update will read, whatever is decided. Its states are in the store. Weights are not
+    read ahead: the update finds them where they were fetched to, if they still are there.
+    """
+    group, states = unit.local.groups[group_index], unit.homes.states[group_index]
+    file = resources.require_store().file
+    streams = {
+        state: _native.StateStream(file=file, offset=home.stored().offset)
+        for state, home in states.updated(None).items()
+    }
+    return resources.pipeline.read_ahead(
+        numel=group.numel,
+        weight_dtype=native_name(group.dtype),
+        master=states.master,
+        moments=group.moments,
+        residual=streams.get("residual"),
+        exp_avg=streams.get("exp_avg"),
+        exp_avg_sq=streams.get("exp_avg_sq"),
+        tag=JobTag(step, unit.index, group_index).pack(),
+    )
