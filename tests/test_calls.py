@@ -35,8 +35,6 @@ PROTOCOLS = {
     "OffloadedOptimizer.names",
     "OffloadedOptimizer.take_up",
     "OffloadedOptimizer.take_up_hyperparameters",
-    # The window makes room for one group by sending another away, which must have landed before.
-    "GroupGradients._leaving",
     # What the guards opened for a call of state_dict is theirs to end, when the call died.
     "_Gathers.end_if_dead",
 }

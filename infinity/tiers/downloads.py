@@ -21,7 +21,7 @@ another in host memory, or converted, is copied to a bounce buffer first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -254,6 +254,64 @@ class GradientQueue(_Downward):
             if lease is not None:
                 return lease
             self._bounced[0][0].wait()
+
+
+class GroupDownload:
+    """The gradients of one group on their way down.
+
+    Attributes:
+        packed: what came last, in the ring; None: nothing since the last piece was sent.
+    """
+
+    def __init__(self, queue: GradientQueue, group: Group) -> None:
+        self._queue = queue
+        self._group = group
+        self.packed: Packed | None = None
+        self._on_way: list[Landing] = []  # what was sent before, in that order
+
+    def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> None:
+        """Another piece of the ring, once the one before was sent. Args: as GradientQueue.begin."""
+        self.packed = self._queue.begin(self._group, target, dtype, adds_up=adds_up)
+
+    def pack(self, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
+        """Put one gradient into the piece that was begun, which takes it."""
+        if self.packed is None:
+            raise AssertionError(f"no piece of the ring was begun for '{spec.name}'")
+        self._queue.pack(self.packed, spec, gradient, add=add)
+
+    def send(self) -> None:
+        """Start the way of what is in the ring."""
+        if self.packed is not None:
+            self._on_way.append(self._queue.send(self.packed))
+            self.packed = None
+
+    def on_their_way(self) -> list[_native.IOFuture]:
+        """What has to be waited for by who reads all that came."""
+        self.send()
+        return [landing.future for landing in self._on_way]
+
+    def sent(self, name: str) -> bool:
+        """Whether a gradient of this parameter was sent, and nobody has asked whether it has landed."""
+        return any(name in landing.names for landing in self._on_way)
+
+    def land(self) -> Iterator[Mapping[str, Sequence[float]]]:
+        """Wait until all have landed, one after the other. Yields and raises as Landing.sums."""
+        self.send()
+        while self._on_way:
+            yield self._on_way[0].sums()
+            del self._on_way[0]
+
+    def forget(self) -> None:
+        """None of them is needed any more: when this returns nothing is on its way."""
+        if self.packed is not None:
+            packed, self.packed = self.packed, None
+            if packed.landing is None:
+                self._queue.drop(packed)
+            else:  # it was sent to make room for another
+                self._on_way.append(packed.landing)
+        while self._on_way:  # what comes next must not be overtaken in the same memory
+            self._on_way[0].wait()
+            del self._on_way[0]
 
 
 @dataclass(frozen=True)

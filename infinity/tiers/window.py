@@ -15,13 +15,13 @@ A transfer that failed has lost the group's gradients: whoever needs them gets t
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 
 from infinity import _native
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.io.arena import Lease, Space
 from infinity.io.engine import Transfer
 from infinity.io.store import Extent, SwapStore
+from infinity.tiers.downloads import GroupDownload
 
 
 class _Where(enum.Enum):
@@ -95,18 +95,14 @@ class Spill:
     """The place in the store of one group's gradients, and its part of the window.
 
     Args:
-        leaving: called before they leave: gives the bytes in use, and what the write has to wait for.
+        down: their way from a device, which they have come before they leave; None: they land at once.
     """
 
-    def __init__(
-        self,
-        extent: Extent,
-        landing: LandingWindow,
-        leaving: Callable[[], tuple[int, _native.IOFuture | None]],
-    ) -> None:
+    def __init__(self, extent: Extent, landing: LandingWindow, down: GroupDownload | None) -> None:
         self._extent = extent
         self._landing = landing
-        self._leaving = leaving
+        self._down = down
+        self._used_bytes = extent.nbytes
         self._where = _Where.EMPTY
         self._lease: Lease | None = None
         self._transfer: Transfer | None = None
@@ -121,6 +117,10 @@ class Spill:
     def in_window(self) -> bool:
         """They take room there."""
         return self._lease is not None
+
+    def use(self, nbytes: int) -> None:
+        """So many bytes are in use from now on, of the memory that `bring` gives: the others do not leave with them."""
+        self._used_bytes = nbytes
 
     def announce(self) -> None:
         """They will be brought soon: begin to read what is in the store, if there is room at once."""
@@ -158,8 +158,9 @@ class Spill:
             self._wait()
             self._release(_Where.AWAY)
         elif self._where is _Where.HERE and self._lease is not None:
-            self._stored_bytes, landed = self._leaving()
-            view = self._lease.view(0, self._stored_bytes)
+            landings = [] if self._down is None else self._down.on_their_way()
+            self._stored_bytes = self._used_bytes
+            view, landed = self._lease.view(0, self._stored_bytes), landings[-1] if landings else None
             self._transfer = self._landing.store.write(self._extent, view, io_class="states", after=landed)
             self._move(_Where.LEAVING)
 

@@ -32,7 +32,7 @@ from infinity.io.store import Extent
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import native_name
 from infinity.state.unit import Group, ParameterSpec, Place, Unit
-from infinity.tiers.downloads import GradientQueue, Landing, Packed
+from infinity.tiers.downloads import GradientQueue, GroupDownload
 from infinity.tiers.resources import Resources
 from infinity.tiers.window import LandingWindow, Spill
 from infinity.units.arrivals import Arrivals
@@ -42,7 +42,7 @@ class GroupGradients:
     """The gradients of one trainable group.
 
     Invariant: an element of a parameter that is not in `present` is garbage and never read. `_sums` has Σ g² of what is
-    in `present`, in partials, but for what is in `_packed` or `_on_way`, which may not have landed.
+    in `present`, in partials, but for what is in `_down`, which may not have landed.
 
     Args:
         home: RAM they wait in; None: they spill.
@@ -63,14 +63,12 @@ class GroupGradients:
         self._unit = unit
         self._group = group
         self._home = home
-        self._spill = None if extent is None or window is None else Spill(extent, window, self._leaving)
+        self._down = None if queue is None else GroupDownload(queue, group)
+        self._spill = None if extent is None or window is None else Spill(extent, window, self._down)
         self._spilled = home is None
-        self._queue = queue
         self._pool = pool
-        self._packed: Packed | None = None  # what came last, in the queue's ring
-        self._on_way: list[Landing] = []  # what was sent before, in that order
         self.mean = 1.0
-        self.dtype = group.dtype
+        self._keep_as(group.dtype)
         self.present: set[str] = set()
         self._sums: dict[str, Sequence[float]] = {}
         self._accumulates = False
@@ -128,14 +126,14 @@ class GroupGradients:
             self._accumulates = True
         elif not self.present:
             # What comes from a device and spills moves fewer bytes in the dtype it comes in.
-            room = self._room_bytes if self._queue is None else self._home_bytes
+            room = self._room_bytes if self._down is None else self._home_bytes
             wide = (self._accumulates or more) and room >= self._fp32_bytes
-            self.dtype = torch.float32 if wide else self._group.dtype
+            self._keep_as(torch.float32 if wide else self._group.dtype)
             self._spilled = self._home is None or self._home.nbytes < self._group.numel * self.dtype.itemsize
             self._accumulates = False
         self.present.add(spec.name)
-        if self._queue is not None:
-            self._pack(self._queue, spec, gradient.detach(), add=adds, more=more)
+        if self._down is not None:
+            self._pack(self._down, spec, gradient.detach(), add=adds, more=more)
             return
         flat = gradient.detach().reshape(-1).contiguous()
         if self.dtype not in (torch.float32, flat.dtype):
@@ -150,32 +148,33 @@ class GroupGradients:
             first=spec.offset,
         )
 
-    def _pack(
-        self, queue: GradientQueue, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool, more: bool
-    ) -> None:
+    def _keep_as(self, dtype: torch.dtype) -> None:
+        """What is in their memory from now on has this dtype."""
+        self.dtype = dtype
+        if self._spill is not None:
+            self._spill.use(self._group.state_bytes(dtype.itemsize))
+
+    def _pack(self, down: GroupDownload, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool, more: bool) -> None:
         if not spec.numel:
             self._sums.pop(spec.name, None)
             return
-        if self._packed is not None and not self._packed.takes(spec, add=add):
-            self.send()
-        if not add and any(spec.name in landing.names for landing in self._on_way):
+        if down.packed is not None and not down.packed.takes(spec, add=add):
+            down.send()
+        if not add and down.sent(spec.name):
             self.settle()  # the native thread may still read the one that this one takes the place of
         self._sums.pop(spec.name, None)
-        if self._packed is None:
-            adds_up = more and not add and self.dtype == torch.float32
-            self._packed = queue.begin(self._group, self._view(), self.dtype, adds_up=adds_up)
-        queue.pack(self._packed, spec, gradient, add=add)
+        if down.packed is None:
+            down.begin(self._view(), self.dtype, adds_up=more and not add and self.dtype == torch.float32)
+        down.pack(spec, gradient, add=add)
 
     def send(self) -> None:
         """Start the way of what came from the device."""
-        if self._packed is not None and self._queue is not None:
-            self._on_way.append(self._queue.send(self._packed))
-            self._packed = None
+        if self._down is not None:
+            self._down.send()
 
     def on_their_way(self) -> list[_native.IOFuture]:
         """What an update that reads them has to wait for."""
-        self.send()
-        return [landing.future for landing in self._on_way]
+        return [] if self._down is None else self._down.on_their_way()
 
     def settle(self) -> None:
         """Wait until everything has landed.
@@ -183,11 +182,8 @@ class GroupGradients:
         Raises:
             DeviceError: it was lost on its way.
         """
-        self.send()
-        while self._on_way:
-            sums = self._on_way[0].sums()
+        for sums in () if self._down is None else self._down.land():
             self._sums.update({name: parts for name, parts in sums.items() if name in self.present})
-            del self._on_way[0]
 
     @property
     def _fp32_bytes(self) -> int:
@@ -218,12 +214,7 @@ class GroupGradients:
             self._spilled = True
             torch.frombuffer(self._view(), dtype=torch.uint8)[:nbytes].copy_(torch.frombuffer(there, dtype=torch.uint8))
         _native.widen_in_place(self._view(), native_name(self.dtype), self._group.numel)
-        self.dtype = torch.float32
-
-    def _leaving(self) -> tuple[int, _native.IOFuture | None]:
-        """They leave for the store: the bytes in use, and what has to be waited for."""
-        landings = self.on_their_way()
-        return self._group.state_bytes(self.dtype.itemsize), landings[-1] if landings else None
+        self._keep_as(torch.float32)
 
     def backward_begins(self) -> None:
         """The unit's backward is next: if some are in the store, they will be added to."""
@@ -242,15 +233,8 @@ class GroupGradients:
         self._forget()
 
     def _forget(self) -> None:
-        if self._packed is not None and self._queue is not None:
-            packed, self._packed = self._packed, None
-            if packed.landing is None:
-                self._queue.drop(packed)
-            else:  # it was sent to make room for another
-                self._on_way.append(packed.landing)
-        while self._on_way:  # what comes next must not be overtaken in the same memory
-            self._on_way[0].wait()
-            del self._on_way[0]
+        if self._down is not None:
+            self._down.forget()
         if self._spill is not None:
             self._spill.forget()
 

@@ -131,7 +131,7 @@ OF_SEAM = [
     ),
     Mutant(
         "a piece that was sent to make room is waited for when it is forgotten",
-        "infinity/units/gradients.py",
+        "infinity/tiers/downloads.py",
         "                self._on_way.append(packed.landing)\n",
         "                pass\n",
         ("tests/units/test_gradients.py",),
@@ -167,8 +167,8 @@ OF_SEAM = [
     Mutant(
         "only what is not in host memory adds up on the device",
         "infinity/units/gradients.py",
-        "adds_up = more and not add and",
-        "adds_up = more and",
+        "adds_up=more and not add and",
+        "adds_up=more and",
         ("tests/units/test_gradients.py",),
     ),
     Mutant(
@@ -236,7 +236,7 @@ OF_SEAM = [
     ),
     Mutant(
         "gradients that are forgotten are waited for",
-        "infinity/units/gradients.py",
+        "infinity/tiers/downloads.py",
         "            self._on_way[0].wait()\n            del",
         "            del",
         _SCHEDULES,

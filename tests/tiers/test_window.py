@@ -3,6 +3,7 @@ room; and who needs gradients that were lost is told."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +38,7 @@ class WindowMachine(RuleBasedStateMachine):
         self.lost: set[int] = set()
 
     def _spill(self, index: int, count: int) -> Spill:
-        return Spill(
-            extent(str(index), "grad", count=count, copies=1), self.landing, lambda: (count * PAGE_BYTES, None)
-        )
+        return Spill(extent(str(index), "grad", count=count, copies=1), self.landing, None)
 
     def _ended(self, extent: Any, failure: Failure | None) -> None:
         if failure is not None:
@@ -172,10 +171,22 @@ def window(count: int, *sizes: int) -> tuple[LandingWindow, Store, list[Spill]]:
     native: Any = store
     landing = LandingWindow(pages(count), native)
     spills = [
-        Spill(extent(str(index), "grad", count=size, copies=1), landing, lambda size=size: (size * PAGE_BYTES, None))
-        for index, size in enumerate(sizes)
+        Spill(extent(str(index), "grad", count=size, copies=1), landing, None) for index, size in enumerate(sizes)
     ]
     return landing, store, spills
+
+
+def test_what_is_in_use_leaves_once_the_last_of_it_has_landed() -> None:
+    landing, store, _ = window(2)
+    landings = [Future(), Future()]
+    down: Any = SimpleNamespace(on_their_way=lambda: landings)
+    spill = Spill(extent("0", "grad", count=2, copies=1), landing, down)
+    spill.bring()[:] = b"\1" * (2 * PAGE_BYTES)
+    spill.use(PAGE_BYTES)
+    spill.leave()
+    spill.gone()
+    assert store.stored["0.0.grad", 0] == b"\1" * PAGE_BYTES
+    assert [each.done() for each in landings] == [False, True]  # they land in the order in which they came
 
 
 def test_writes_that_were_begun_first_are_waited_for_first() -> None:

@@ -416,7 +416,8 @@ def test_what_was_sent_to_make_room_is_waited_for_when_it_is_forgotten(rig: Rig)
     one.land(SPECS[0], gradient(1.0), accumulate=False)
     one.land(SPECS[0], gradient(2.0), accumulate=True)
     other.land(SPECS[0], gradient(7.0), accumulate=False)  # the ring is full
-    packed = one._packed
+    assert one._down is not None
+    packed = one._down.packed
     assert packed is not None
     assert packed.landing is not None
     waited: list[bool] = []
