@@ -86,7 +86,6 @@ class Commits:
         self._resources = resources
         self._optimizers = optimizers
         self._model = model.model_dump()
-        self._buffers = buffers
         self._maker = maker
         self._pace = Pace(resources.plan.placement.commits, led=maker.led)
         self._commit: Commit | None = None
@@ -95,7 +94,7 @@ class Commits:
         self._waited = False  # a forward has begun since the commit was, and the loop was not at its top
         self._several_steps_an_item = False
         self._closing = False
-        self.tracking = Tracking(self._around)
+        self.tracking = Tracking(optimizers, buffers)
         self.resumed: Resumed | None = None
 
     def resume(self, step: int, body: Body) -> None:
@@ -347,9 +346,6 @@ class Commits:
             "rng_before_forward": resumed.body.rng_before_forward,
             "unsure": resumed.body.unsure,
         }
-
-    def _around(self) -> dict[str, Any]:
-        return {"optimizers": self._optimizers.checkpoint(), "buffers": self._buffers()}
 
     def touched(self) -> None:
         """States were written between two steps: the newest generation of this step has the old ones."""

@@ -34,12 +34,18 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
+class Checkpointing(Protocol):
+    """The optimizers of a run (durable/optimizers.py), which a loop changes between two steps."""
+
+    def checkpoint(self) -> list[dict[str, Any]]: ...
+
+
 @dataclass(frozen=True)
 class Noted:
     """A loop at one moment, in copies that nothing changes.
 
     Attributes:
-        states: of tracked objects, by name; `around`: what the loop does not see (Tracking.around).
+        states: of tracked objects, by name; `around`: what the loop does not see, of optimizers and the model.
         is_top: the loop was at its top.
         gradients: some had come that no step has used.
         graphs: there was a forward since the step whose backward may come.
@@ -56,12 +62,14 @@ class Noted:
 class Tracking:
     """The objects of one run, by name.
 
-    Attributes:
-        around: gives the hyperparameters of optimizers and the buffers of the model, which belong to the same moment.
+    Args:
+        optimizers: whose hyperparameters belong to the same moment.
+        buffers: gives the model's persistent buffers, which do, too.
     """
 
-    def __init__(self, around: Callable[[], dict[str, Any]]) -> None:
-        self.around = around
+    def __init__(self, optimizers: Checkpointing, buffers: Callable[[], dict[str, Any]]) -> None:
+        self._optimizers = optimizers
+        self._buffers = buffers
         self._gradients = False
         self.items: dict[str, Stateful] = {}
         self._between = False  # a step has ended, and no forward has begun for the item that a loader gave since
@@ -159,7 +167,7 @@ class Tracking:
 
     def _note(self, names: list[str]) -> Noted:
         states = {name: state_of(name, self.items[name]) for name in names}
-        around = document.copy_of(self.around())
+        around = document.copy_of({"optimizers": self._optimizers.checkpoint(), "buffers": self._buffers()})
         return Noted(
             rng.snapshot(),
             states,

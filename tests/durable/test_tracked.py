@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,10 +36,15 @@ class Loader(Counter):
             yield self.at
 
 
+def tracking_of(rates: list[int], buffers: dict[str, Any]) -> Tracking:
+    optimizers: Any = SimpleNamespace(checkpoint=lambda: rates)
+    return Tracking(optimizers, lambda: buffers)
+
+
 class Loop:
     def __init__(self, *, loader: bool) -> None:
-        self.around = {"lr": [0]}
-        self.tracking = Tracking(lambda: self.around)
+        self.rates, self.buffers = [0], {"mean": [0]}
+        self.tracking = tracking_of(self.rates, self.buffers)
         self.counter, self.loader = Counter(), Loader()
         self.tracking.add("counter", self.counter)
         if loader:
@@ -108,7 +114,7 @@ def test_what_making_an_iterator_draws_was_drawn_after_the_moment_that_is_noted(
         def __iter__(self) -> Iterator[int]:
             return iter(random.sample(range(9), 9))
 
-    tracking, loader = Tracking(dict), Shuffling()
+    tracking, loader = tracking_of([], {}), Shuffling()
     tracking.add("loader", loader)
     tracking.step_ended()
     before = random.getstate()[1]
@@ -123,12 +129,14 @@ def test_without_a_loader_random_numbers_are_those_of_the_steps_end_and_the_rest
     expected = random.getstate()[1]
     random.random()
     loop.counter.at += 10
-    loop.around["lr"].append(1)
+    for kept in (loop.rates, loop.buffers["mean"]):
+        kept.append(1)
     noted = loop.tracking.note()
     assert loop.states() == {"counter": 11}
     assert tuple(noted.rng["python"][1].tolist()) == expected
-    loop.around["lr"].append(2)
-    assert noted.around == {"lr": [0, 1]}
+    for kept in (loop.rates, loop.buffers["mean"]):
+        kept.append(2)
+    assert noted.around == {"optimizers": [0, 1], "buffers": {"mean": [0, 1]}}
 
 
 def test_an_iteration_that_is_said_to_have_ended_is_the_top() -> None:
