@@ -104,8 +104,8 @@ def count(workload: Workload, job: Job) -> dict[str, Any]:
     import torch
     from peers import worker_infinity
 
-    from infinity.state.released import ReleasedParameter, _name
     from infinity.units.parameters import ParameterViews
+    from infinity.units.released import ReleasedParameter, _name
 
     contender, meter = worker_infinity.setup(job), Meter()
     original, opening, closing = (

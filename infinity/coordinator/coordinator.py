@@ -17,8 +17,8 @@ from infinity.coordinator.parts import Optimizer
 from infinity.coordinator.stepping import Stepping, transition
 from infinity.errors import PeerError, ReleasedParameterError, SwapTimeoutError
 from infinity.sharded.opening import open_comparison
-from infinity.state.released import way_out
 from infinity.state.unit import Place
+from infinity.units.released import way_out
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
 
@@ -398,7 +398,7 @@ class Coordinator(Stepping):
 
     @contextmanager
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Iterator[None]:
-        """What released parameters ask (state/released.py: Lender)."""
+        """What released parameters ask (units/released.py: Lender)."""
         indices = list(dict.fromkeys(self._owners[id(parameter)][0] for parameter in parameters))
         if not self.readers.may_read:
             raise ReleasedParameterError(

@@ -19,7 +19,6 @@ from infinity.durable.commits import Commits
 from infinity.durable.optimizers import Checkpointed, Optimizers
 from infinity.plan.plan import Plan
 from infinity.sharded.opening import open_fetches, open_gradients, open_pool
-from infinity.state.released import Lender, released_class
 from infinity.state.shard import Shard
 from infinity.state.unit import Place, Unit
 from infinity.tiers.resources import Resources
@@ -27,6 +26,7 @@ from infinity.units.arrivals import Passes
 from infinity.units.gradients import UnitGradients, groups_of
 from infinity.units.health import Health
 from infinity.units.progress import Progress
+from infinity.units.released import Lender, released_class
 from infinity.units.room import Room
 from infinity.units.shadows import Shadows
 from infinity.units.speculation import Predictable, Speculation, Timed

@@ -3,7 +3,7 @@
 [Note: why offloading waits]
 A script that knows nothing of infinity loads a model, and then attaches adapters, freezes parameters, resizes the
 embeddings, converts the weights or copies the model. What rests where can be planned only after that. Until then a
-parameter is a placeholder of the released class (state/released.py), whose values come from the files of the
+parameter is a placeholder of the released class (units/released.py), whose values come from the files of the
 checkpoint:
 
     an operation reads it, without a graph     the values are read for as long as the operation runs
@@ -31,8 +31,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.errors import ModelError
 from infinity.state.codec import decode
 from infinity.state.frozen import forget, given, pass_on
-from infinity.state.released import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
 from infinity.state.values import Source
+from infinity.units.released import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
 
 Read = Callable[[], torch.Tensor]
 

@@ -32,8 +32,8 @@ from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.recomputed import free_recomputed
 from infinity.runtime.saved import Kept, SavedTensors
 from infinity.state.discover import HookSite
-from infinity.state.released import in_backward
 from infinity.state.unit import Place
+from infinity.units.released import in_backward
 
 
 class _Forward:

@@ -44,9 +44,9 @@ from infinity.runtime.tiles_to_fit import tile_to_fit
 from infinity.state.discover import Discovery, discover
 from infinity.state.frozen import pass_on
 from infinity.state.moments import STORED, OptimizerName
-from infinity.state.released import nan_placeholder
 from infinity.state.request import require_accumulation_steps
 from infinity.state.values import Source
+from infinity.units.released import nan_placeholder
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import torch
 
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ReleasedParameterError, StaleWeightsError
-from infinity.state.released import USE_GATHERED
+from infinity.units.released import USE_GATHERED
 
 
 class _Graph:

@@ -8,7 +8,7 @@ runs. A tile of a linear layer (state/tiles.py) is a unit of its own, and a bloc
 outside the blocks.
 
 Hooks are called with calls of modules. A weight that is read in another way (in a method of a block other than
-`forward`, or by `F.linear(x, other.weight)`) is fetched when it is read (state/released.py).
+`forward`, or by `F.linear(x, other.weight)`) is fetched when it is read (units/released.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What the parameters of a unit are at a moment: placeholders, views of a slot, or gathered copies.
 
-The class of a parameter says whether it may be read now (state/released.py). A unit is open, and its parameters may be
+The class of a parameter says whether it may be read now (units/released.py). A unit is open, and its parameters may be
 read, from the moment a forward, a backward or a gathering brings it until that ends or the unit is evicted.
 """
 
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.state.released import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
 from infinity.state.unit import Group, Unit
 from infinity.tiers.slots import Slot
+from infinity.units.released import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
 
 _TELLS_REFERENCES = hasattr(torch.Tensor, "_use_count")
 

@@ -18,10 +18,10 @@ from infinity.errors import InfinityError, PlanError
 from infinity.plan.policy import to_prefetch, update_order, victims
 from infinity.plan.trace import Trace
 from infinity.sizes import format_bytes
-from infinity.state.released import in_backward
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import Slot, SlotPool
 from infinity.units.fetch_policy import FetchPolicy
+from infinity.units.released import in_backward
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
 from infinity.units.weights import Residency

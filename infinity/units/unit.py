@@ -17,13 +17,13 @@ from infinity.base.interrupt import interruptible, interrupts_deferred
 from infinity.base.timeline import Timeline
 from infinity.errors import SwapIOError
 from infinity.io.store import wait_all
-from infinity.state.released import ReleasedParameter
 from infinity.state.unit import Unit
 from infinity.tiers.destination import Written
 from infinity.tiers.home import UnitHomes
 from infinity.units.gradients import UnitGradients
 from infinity.units.health import Health
 from infinity.units.parameters import ParameterViews
+from infinity.units.released import ReleasedParameter
 from infinity.units.shadows import Shadows
 from infinity.units.update import Milestone, UnitUpdate, UpdateState
 from infinity.units.weights import Weights

@@ -23,11 +23,11 @@ from infinity.base.interrupt import interruptible
 from infinity.base.timeline import Timeline
 from infinity.errors import SwapTimeoutError
 from infinity.io.arena import Lease
-from infinity.state.released import ordinary_tensors
 from infinity.state.unit import Unit
 from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.slots import Fetch, Slot
 from infinity.units.parameters import ParameterViews
+from infinity.units.released import ordinary_tensors
 
 
 class Residency(enum.Enum):

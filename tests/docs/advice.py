@@ -516,7 +516,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "call infinity.offload(model, config) before infinity.track(...)": "runtime/test_loops.py::"
         "test_where_there_are_no_models_or_several_track_says_what_to_give",
     },
-    "state/released.py": {
+    "units/released.py": {
         "forward, or in `with infinity.gathered(model, module):`, ": "runtime/test_released.py::"
         "test_where_the_error_says_that_values_are_they_are",
         "infinity.save_pretrained(model, directory) writes them": "runtime/test_released.py::"

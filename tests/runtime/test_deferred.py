@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.runtime.deferred import defer, defer_in_memory, is_deferred, values_of
-from infinity.state.released import ReleasedParameter
+from infinity.units.released import ReleasedParameter
 from tests.conftest import weights_of
 from tests.models import llama, loss_of
 

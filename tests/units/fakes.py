@@ -14,12 +14,12 @@ from infinity.io.arena import Space
 from infinity.io.store import Extent
 from infinity.ranks.world import Alone
 from infinity.sizes import PAGE_BYTES
-from infinity.state.released import released_class
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Group, ParameterSpec, Unit
 from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
 from infinity.units.arrivals import Arrivals
 from infinity.units.health import Health
+from infinity.units.released import released_class
 from infinity.units.shadows import Shadows
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UpdateTransfer

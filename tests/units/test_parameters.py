@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 from infinity.errors import ModelError
-from infinity.state.released import ReleasedParameter
 from infinity.units.parameters import ParameterViews
+from infinity.units.released import ReleasedParameter
 from tests.tiers.fakes import few
 from tests.units.fakes import RELEASED, Slot, parameters_of, slot_of, unit_of
 
