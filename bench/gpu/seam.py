@@ -15,9 +15,10 @@ from infinity.io.store import Extent
 from infinity.state.unit import Group, ParameterSpec
 from infinity.tiers.device import open_gate
 from infinity.tiers.downloads import GradientQueue, WeightsQueue
+from infinity.tiers.home import Home, WeightsHome
 from infinity.tiers.slab import Slab, SlabLease
 from infinity.tiers.slots import SlabSlot
-from infinity.tiers.uploads import StoredRange, UploadQueue
+from infinity.tiers.uploads import UploadQueue
 
 MIB = 1 << 20
 POISON = 0xEE
@@ -110,8 +111,8 @@ class Seam:
             raise AssertionError("no store")
         store: Any = self.store
         lease = self.lease(nbytes)
-        ranges = [StoredRange(Extent("weights", 0, "weight", (0,), nbytes), 0, nbytes)]
-        transfer, ready = self.uploads.from_store(lease, ranges, store)
+        home = WeightsHome((Home(None, 0, nbytes, Extent("weights", 0, "weight", (0,), nbytes)),), nbytes)
+        transfer, ready = self.uploads.from_store(lease, home, {}, store)
         return transfer, SlabSlot(self.slots, lease, ready, self.accelerator, self.weights)
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from infinity import _native
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
+from infinity.io.store import SwapStore
 from infinity.tiers.home import Home
-from infinity.tiers.resources import Resources
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,17 @@ class Destination:
             return True
         return self.copy is not None and (self.home.in_memory or self.copy != self.home.stored().copy)
 
-    def stream(self, resources: Resources) -> _native.StateStream:
+    def stream(self, store: SwapStore | None) -> _native.StateStream:
         """The state as the pipeline takes it."""
         memory, source = self._view(self.memory), self._view(self.source)
         if self.copy is None:
             return _native.StateStream(memory=memory, source=source)
+        if store is None:
+            raise AssertionError("a copy without a store")
         extent = self.home.stored()
         return _native.StateStream(
             memory=memory,
-            file=resources.require_store().file,
+            file=store.file,
             offset=extent.offset,
             write_offset=extent.offsets[self.copy],
             source=source,
@@ -91,27 +93,14 @@ Written = Mapping[int, Destination]
 """Where the new weights of groups go, by index, that a decided update makes."""
 
 
-def destination(
-    resources: Resources,
-    home: Home,
-    beside: Lease | None = None,
-    *,
-    speculative: bool,
-    committed: bool,
-) -> Destination:
+def destination(home: Home, beside: Lease | None, copy: int | None, *, speculative: bool) -> Destination:
     """The row of [Note: where new values go] for one state.
 
     Args:
         beside: memory for the state beside its home: a shadow where it rests in RAM, and where it rests in the store
             memory that has the current values, too.
-        committed: the step becomes a generation, so what is in RAM is written, too.
+        copy: that is written: as the attribute.
     """
-    copy = None
-    if committed or not home.in_memory:
-        extent = home.stored()
-        copy = resources.spare_copy(extent) if speculative else resources.destination(extent)
-        if copy is None:
-            raise AssertionError(f"no spare copy for {extent.state} of unit '{extent.unit}'")
     if not speculative:
         return Destination(home, home.lease or beside, copy=copy)
     if not home.in_memory:

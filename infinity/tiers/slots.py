@@ -21,7 +21,6 @@ from infinity.tiers.downloads import WeightsCopy, WeightsQueue
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
 from infinity.tiers.slab import Slab, SlabLease, Uses
-from infinity.tiers.uploads import StoredRange
 
 
 def _references(tensor: torch.Tensor) -> int:
@@ -355,8 +354,7 @@ class SlabSlots:
             if home.lease is not None:
                 ready = uploads.from_ram(lease, home.lease, encoded)
                 return _SlabFetch(self, home, slab, lease, encoded, [], ready)
-            ranges = _ranges(home, after)
-            transfer, ready = uploads.from_store(lease, ranges, self._resources.require_store(), encoded)
+            transfer, ready = uploads.from_store(lease, home, after, self._resources.require_store(), encoded)
         except BaseException:
             self.give_back(slab, lease, encoded)
             raise
@@ -404,18 +402,6 @@ class SlabSlots:
 
     def free(self, slot: Slot) -> None:
         slot.free()
-
-
-def _ranges(home: WeightsHome, after: Written) -> list[StoredRange]:
-    ranges = []
-    for index, group in home.plain():
-        new = after.get(index, Destination(group))
-        ranges.append(StoredRange(group.stored(), group.start, group.nbytes, new.copy, new.written))
-    begin = 0
-    for _, kept in home.encoded():
-        ranges.append(StoredRange(kept.stored(), begin, kept.nbytes, encoded=True))
-        begin += kept.nbytes
-    return ranges
 
 
 class _SlabFetch(Fetch):

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 from infinity import _native
 from infinity.base.accelerator import Accelerator, Event
 from infinity.io.arena import Lease, Space
 from infinity.io.engine import Transfer
-from infinity.io.store import Extent, SwapStore
+from infinity.io.store import SwapStore
+from infinity.tiers.destination import Destination, Written
+from infinity.tiers.home import WeightsHome
 from infinity.tiers.slab import SlabLease
-
-
-@dataclass(frozen=True)
-class StoredRange:
-    """Weights in the store, and where in a slot they go.
-
-    Attributes:
-        begin: byte of the slot, or of the memory for encoded weights.
-        copy: of the extent; None: the newest values.
-        written: they are on their way to the store.
-        encoded: they are decoded into the slot, later.
-    """
-
-    extent: Extent
-    begin: int
-    nbytes: int
-    copy: int | None = None
-    written: Transfer | None = None
-    encoded: bool = False
 
 
 class UploadQueue:
@@ -83,12 +64,13 @@ class UploadQueue:
         return ready
 
     def from_store(
-        self, into: SlabLease, ranges: Sequence[StoredRange], store: SwapStore, encoded: SlabLease | None = None
+        self, into: SlabLease, home: WeightsHome, after: Written, store: SwapStore, encoded: SlabLease | None = None
     ) -> tuple[Transfer, Event]:
         """Start reading weights, and copying what is read.
 
         Args:
-            encoded: memory for the ranges that are encoded.
+            after: where new ones go that are on their way.
+            encoded: memory for those that are encoded, one behind the other.
 
         Returns:
             A transfer, and an event that streams may wait for once the transfer is done. The transfer raises as
@@ -96,19 +78,19 @@ class UploadQueue:
         """
         ready = self._accelerator.event()
         leases = [into] if encoded is None else [into, encoded]
-        parts = []
-        for each in ranges:
-            address = leases[each.encoded].memory.data_ptr()
-            file, offset = store.place(each.extent, each.copy)
-            after = None if each.written is None else each.written.future
-            parts.append(_native.UploadPart(file, offset, each.nbytes, address + each.begin, after=after))
+        slot, address = (leases[at].memory.data_ptr() for at in (0, -1))
+        newest = (after.get(index, Destination(group)) for index, group in home.plain())
+        parts = [_part(store, weights, slot + weights.home.start) for weights in newest]
+        for _, kept in home.encoded():
+            parts.append(_part(store, Destination(kept), address))
+            address += kept.nbytes
         future = self._open().upload(
             parts,
             stream=self._accelerator.handle(self._stream),
             waits=[self._accelerator.handle(event) for lease in leases for event in lease.after],
             ready=self._accelerator.handle(ready),
         )
-        return store.transfer(future, ranges[0].extent), ready
+        return store.transfer(future, home.groups[0].stored()), ready
 
     def synchronize(self) -> None:
         """Wait until no copy reads homes in RAM: somebody is about to change them."""
@@ -135,3 +117,10 @@ class UploadQueue:
             events = [self._accelerator.handle(event) for event in self._events]
             self._native = _native.Uploads(self._engine, self._gate, landing.view(), self._piece_bytes, events)
         return self._native
+
+
+def _part(store: SwapStore, weights: Destination, address: int) -> _native.UploadPart:
+    """The newest values of a group, and where they go on the device."""
+    file, offset = store.place(weights.home.stored(), weights.copy)
+    after = None if weights.written is None else weights.written.future
+    return _native.UploadPart(file, offset, weights.home.nbytes, address, after=after)

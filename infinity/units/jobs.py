@@ -36,7 +36,7 @@ def submit_update(
     """
     group, wanted = unit.local.groups[group_index], update.wanted[group_index]
     destinations, gradients = update.destinations[group_index], unit.gradients.groups
-    streams = {state: destination.stream(resources) for state, destination in destinations.items()}
+    streams = {state: destination.stream(resources.store) for state, destination in destinations.items()}
     landings = [landing for index in update.wanted for landing in gradients[index].on_their_way()]
     copies = [] if update.copy is None else [update.copy.landed]
     future = resources.pipeline.submit(

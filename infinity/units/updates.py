@@ -215,7 +215,10 @@ class Updates:
         destinations = {
             index: {
                 state: destination(
-                    self._resources, home, beside.get(home), speculative=speculative, committed=committed
+                    home,
+                    beside.get(home),
+                    self._copy_to_write(home, speculative=speculative, committed=committed),
+                    speculative=speculative,
                 )
                 for state, home in unit.homes.updated(index, of_group.moments).items()
             }
@@ -240,6 +243,16 @@ class Updates:
                 update.transfers[index] = submit_update(
                     self._resources, unit, update, index, step=step, ahead=ahead.get(index)
                 )
+
+    def _copy_to_write(self, home: Home, *, speculative: bool, committed: bool) -> int | None:
+        """The copy in the store that new values are written to; None where they stay in RAM."""
+        if home.in_memory and not committed:
+            return None
+        extent = home.stored()
+        copy = self._resources.spare_copy(extent) if speculative else self._resources.destination(extent)
+        if copy is None:
+            raise AssertionError(f"no spare copy for {extent.state} of unit '{extent.unit}'")
+        return copy
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

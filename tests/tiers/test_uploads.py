@@ -13,8 +13,9 @@ from infinity import _native
 from infinity.errors import SwapIOError
 from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
+from infinity.tiers.destination import Destination
+from infinity.tiers.home import Home, WeightsHome
 from infinity.tiers.slab import SlabLease
-from infinity.tiers.uploads import StoredRange
 from tests.sim.queues import EAGER, LAZY, Copy, Policy, random_policy
 from tests.tiers.fakes import extent
 from tests.tiers.rig import PIECES, Rig, aligned
@@ -91,8 +92,13 @@ def test_closing_waits_until_no_copy_reads_a_home(rig: Callable[..., Rig]) -> No
 # -- from the store ----------------------------------------------------------------------------------------------------
 
 
-def stored(pages: int, begin: int = 0, unit: str = "a") -> StoredRange:
-    return StoredRange(extent(unit, "weight", count=pages, copies=1), begin, pages * PAGE_BYTES)
+def stored(*groups: int, unit: str = "a") -> WeightsHome:
+    """Groups of so many pages, all of them at the store's beginning."""
+    homes = [
+        Home(None, sum(groups[:index]) * PAGE_BYTES, pages * PAGE_BYTES, extent(unit, "weight", count=pages, copies=1))
+        for index, pages in enumerate(groups)
+    ]
+    return WeightsHome(tuple(homes), sum(groups) * PAGE_BYTES)
 
 
 @every_policy
@@ -104,7 +110,7 @@ def test_weights_in_the_store_arrive_in_pieces_behind_the_last_use_of_their_slot
     uploads = made.uploads()
     for _ in range(3):
         slot = slot_of(made, 8)  # the same bytes each time, of more pieces than there is landing memory for
-        transfer, ready = uploads.from_store(slot, [stored(5), stored(3, 5 * PAGE_BYTES)], store)
+        transfer, ready = uploads.from_store(slot, stored(5, 3), {}, store)
         transfer.result()
         sim.wait(sim.current(), ready)
         assert torch.equal(slot.memory, torch.cat([store.bytes[: 5 * PAGE_BYTES], store.bytes[: 3 * PAGE_BYTES]]))
@@ -119,7 +125,7 @@ def test_landing_memory_is_taken_by_the_first_upload_from_the_store(rig: Callabl
     uploads.from_ram(slot_of(made), home)
     assert made.arena.free_bytes == free - PAGE_BYTES
     for _ in range(3):
-        done, ready = uploads.from_store(slot_of(made), [stored(1)], store)
+        done, ready = uploads.from_store(slot_of(made), stored(1), {}, store)
         done.result()
         made.sim.synchronize(ready)
     assert made.arena.free_bytes == free - PAGE_BYTES - PIECES * PAGE_BYTES
@@ -135,7 +141,9 @@ def test_a_copy_of_new_weights_is_read_once_it_is_written(rig: Callable[..., Rig
     landed = landings.land(reached.handle, [])  # it takes a while until the device has got there, and longer to write
     written = store.transfer(store.engine.write(store.file, 2 * PAGE_BYTES, new.numpy(), after=landed), where)
     slot = slot_of(made, 2)
-    done, ready = made.uploads().from_store(slot, [StoredRange(where, 0, new.numel(), 1, written)], store)
+    home = Home(None, 0, new.numel(), where)
+    after = {0: Destination(home, copy=1, written=written)}
+    done, ready = made.uploads().from_store(slot, WeightsHome((home,), home.nbytes), after, store)
     done.result()
     made.sim.wait(made.sim.current(), ready)
     assert (slot.memory == 9).all()
@@ -146,11 +154,11 @@ def test_a_read_that_fails_names_the_unit_and_leaves_no_copy_behind(rig: Callabl
     made = rig()
     store = made.open_store(tmp_path, [_native.Fault(2, "error", errno.EIO, operation="read")])
     uploads, slot = made.uploads(), slot_of(made, 8)
-    done, _ = uploads.from_store(slot, [stored(8, unit="broken")], store)
+    done, _ = uploads.from_store(slot, stored(8, unit="broken"), {}, store)
     with pytest.raises(SwapIOError, match="unit 'broken'"):
         done.result()
     assert not made.sim.pending_copies()
-    again, ready = uploads.from_store(slot, [stored(8)], store)
+    again, ready = uploads.from_store(slot, stored(8), {}, store)
     again.result()
     made.sim.wait(made.sim.current(), ready)
     assert torch.equal(slot.memory, store.bytes[: 8 * PAGE_BYTES])

@@ -40,11 +40,10 @@ def update(
     destinations = {
         index: {
             state: destination(
-                resources(),
                 home,
                 current if state == "weight" else None,
+                None if home.in_memory else int(speculative),
                 speculative=speculative,
-                committed=False,
             )
             for state, home in unit.homes.updated(index, each.moments).items()
         }

@@ -351,6 +351,27 @@ def test_states_in_ram_that_the_step_commits_need_a_spare_copy(machine: UpdatesM
     assert machine.updates.speculate(unit, wanted(unit.unit), 1, committed=False)
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_states_in_ram_are_written_when_the_step_is_committed(machine: UpdatesMachine, committed: bool) -> None:
+    unit = machine.units[4]
+    for speculates in (True, False):
+        if speculates:
+            assert machine.updates.speculate(unit, wanted(unit.unit), 1, committed=committed)
+        else:
+            machine.updates.undo([unit])
+            machine.updates.decide({4: wanted(unit.unit)}, machine.units, 1, committed=committed)
+        assert unit.update is not None
+        for each in unit.update.each_destination():
+            writes = committed or not each.home.in_memory
+            assert each.copy == (int(speculates) if writes else None)
+
+
+def test_a_speculative_update_without_a_spare_copy_is_a_mistake(machine: UpdatesMachine) -> None:
+    machine.below.spare_copy = lambda extent: None
+    with pytest.raises(AssertionError, match="no spare copy for weight of unit '0'"):
+        machine.updates.speculate(machine.units[0], wanted(machine.units[0].unit), 1, committed=False)
+
+
 def test_a_part_of_a_unit_in_ram_is_not_speculated(machine: UpdatesMachine) -> None:
     unit = machine.units[3]
     part = {0: wanted(unit.unit)[0]}
