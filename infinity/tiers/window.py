@@ -113,11 +113,6 @@ class Spill:
     def nbytes(self) -> int:
         return self._extent.nbytes
 
-    @property
-    def in_window(self) -> bool:
-        """They take room there."""
-        return self._lease is not None
-
     def use(self, nbytes: int) -> None:
         """So many bytes are in use from now on, of the memory that `bring` gives: the others do not leave with them."""
         self._used_bytes = nbytes

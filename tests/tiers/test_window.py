@@ -97,7 +97,7 @@ class WindowMachine(RuleBasedStateMachine):
         self.spills[index].forget()
         self.lost.discard(index)
         self.content.pop(index, None)
-        assert not self.spills[index].in_window
+        assert self.spills[index]._lease is None
         self.spills[index]._require_whole()
 
     @rule(index=INDEX)
@@ -109,7 +109,7 @@ class WindowMachine(RuleBasedStateMachine):
             return
         assert index not in self.lost
         assert isinstance(stream, Stream)
-        assert not self.spills[index].in_window
+        assert self.spills[index]._lease is None
         if index in self.content:
             assert set(self.store.stored[f"{index}.0.grad", 0]) == {self.content[index]}
 
@@ -142,7 +142,7 @@ class WindowMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_window_has_what_is_here_and_what_is_on_its_way(self) -> None:
-        inside = [spill for spill in self.spills if spill.in_window]
+        inside = [spill for spill in self.spills if spill._lease is not None]
         assert self.space.free_bytes + sum(spill.nbytes for spill in inside) == self.nbytes
         assert {id(spill) for spill in inside} == {
             id(spill) for spill in self._in(_Where.HERE, _Where.COMING, _Where.LEAVING)
@@ -237,7 +237,7 @@ def test_what_was_only_read_is_not_written_again() -> None:
     spill.announce()
     spill.leave()
     assert not store.under_way
-    assert not spill.in_window
+    assert spill._lease is None
 
 
 def test_nothing_is_announced_where_there_is_no_room() -> None:
@@ -246,7 +246,7 @@ def test_nothing_is_announced_where_there_is_no_room() -> None:
     second.bring()
     first.announce()
     assert not store.under_way
-    assert not first.in_window
+    assert first._lease is None
 
 
 @pytest.mark.parametrize("coming", [False, True])
@@ -264,7 +264,7 @@ def test_memory_that_a_device_may_still_use_is_never_given_back(coming: bool) ->
     with pytest.raises(SwapTimeoutError):
         spill.bring()
     spill.forget()
-    assert not spill.in_window
+    assert spill._lease is None
     landing.clear()
     assert landing.space.free_bytes == PAGE_BYTES
 
