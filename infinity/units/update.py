@@ -156,12 +156,11 @@ class UnitUpdate:
         """Whether the update may write weights to the store from the slot they are used in."""
         return not self.is_speculative and self.uses_slot and not self.reached("weights")
 
-    def release_copy(self, *, now: bool = False) -> bool:
-        """Give back the copy of the weights, once the update is done with it, or now. Whether there is none."""
+    def release_copy(self, *, now: bool = False) -> None:
+        """Give back the copy of the weights, once the update is done with it, or now."""
         if self.copy is not None and (now or self.reached("computed" if self.is_speculative else "weights")):
             copy, self.copy = self.copy, None
             copy.release()
-        return self.copy is None
 
     def keep_memory(self) -> None:
         """Somebody holds views of the weights' memory: the new weights must go there when they are applied."""
