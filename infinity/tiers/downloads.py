@@ -264,25 +264,20 @@ class GroupDownload:
     """
 
     def __init__(self, queue: GradientQueue, group: Group) -> None:
-        self._queue = queue
+        self.queue = queue
         self._group = group
         self.packed: Packed | None = None
         self._on_way: list[Landing] = []  # what was sent before, in that order
 
-    def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> None:
+    def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> Packed:
         """Another piece of the ring, once the one before was sent. Args: as GradientQueue.begin."""
-        self.packed = self._queue.begin(self._group, target, dtype, adds_up=adds_up)
-
-    def pack(self, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
-        """Put one gradient into the piece that was begun, which takes it."""
-        if self.packed is None:
-            raise AssertionError(f"no piece of the ring was begun for '{spec.name}'")
-        self._queue.pack(self.packed, spec, gradient, add=add)
+        self.packed = self.queue.begin(self._group, target, dtype, adds_up=adds_up)
+        return self.packed
 
     def send(self) -> None:
         """Start the way of what is in the ring."""
         if self.packed is not None:
-            self._on_way.append(self._queue.send(self.packed))
+            self._on_way.append(self.queue.send(self.packed))
             self.packed = None
 
     def on_their_way(self) -> list[_native.IOFuture]:
@@ -306,7 +301,7 @@ class GroupDownload:
         if self.packed is not None:
             packed, self.packed = self.packed, None
             if packed.landing is None:
-                self._queue.drop(packed)
+                self.queue.drop(packed)
             else:  # it was sent to make room for another
                 self._on_way.append(packed.landing)
         while self._on_way:  # what comes next must not be overtaken in the same memory

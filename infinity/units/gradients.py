@@ -163,9 +163,9 @@ class GroupGradients:
         if not add and down.sent(spec.name):
             self.settle()  # the native thread may still read the one that this one takes the place of
         self._sums.pop(spec.name, None)
-        if down.packed is None:
-            down.begin(self._view(), self.dtype, adds_up=more and not add and self.dtype == torch.float32)
-        down.pack(spec, gradient, add=add)
+        adds_up = more and not add and self.dtype == torch.float32
+        packed = down.packed or down.begin(self._view(), self.dtype, adds_up=adds_up)
+        down.queue.pack(packed, spec, gradient, add=add)
 
     def send(self) -> None:
         """Start the way of what came from the device."""

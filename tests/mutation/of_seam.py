@@ -167,8 +167,8 @@ OF_SEAM = [
     Mutant(
         "only what is not in host memory adds up on the device",
         "infinity/units/gradients.py",
-        "adds_up=more and not add and",
-        "adds_up=more and",
+        "adds_up = more and not add and",
+        "adds_up = more and",
         ("tests/units/test_gradients.py",),
     ),
     Mutant(
