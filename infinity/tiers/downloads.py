@@ -178,7 +178,7 @@ class GradientQueue(_Downward):
         if packed.landing is None:
             direct = not packed.added and packed.dtype == packed.held
             try:
-                packed.landing = self._send_to_place(packed) if direct else self._send_to_bounce(packed)
+                packed.landing = self._copy_to(packed.target, packed) if direct else self._send_to_bounce(packed)
             except BaseException:
                 packed.uses.also(self._accelerator.record(self._stream))  # what was queued before it failed
                 raise
@@ -193,19 +193,10 @@ class GradientQueue(_Downward):
             before = () if packed.specs else packed.lease.after  # who packed has waited for that
             self._ring.give_back(packed.lease, [*before, *packed.uses.events()])
 
-    def _send_to_place(self, packed: Packed) -> Landing:
-        event = self._copy(packed, torch.frombuffer(packed.target, dtype=torch.uint8))
-        name = native_name(packed.dtype)
-        pieces = [
-            _native.LandingPiece(_range(packed.target, spec, packed.dtype), name, first=spec.offset)
-            for spec in packed.specs
-        ]
-        return self._land(packed, event, pieces)
-
     def _send_to_bounce(self, packed: Packed) -> Landing:
         lease = self._make_room(packed.lease.nbytes)
         try:
-            landing = self._land_over(packed, lease.view(0, packed.lease.nbytes))
+            landing = self._copy_to(lease.view(0, packed.lease.nbytes), packed)
         except BaseException:
             self._rest()
             lease.release()
@@ -213,21 +204,22 @@ class GradientQueue(_Downward):
         self._bounced.append((landing, lease))
         return landing
 
-    def _land_over(self, packed: Packed, bounce: memoryview) -> Landing:
-        event = self._copy(packed, torch.frombuffer(bounce, dtype=torch.uint8))
-        source_dtype = packed.held
+    def _copy_to(self, memory: memoryview, packed: Packed) -> Landing:
+        """Args: memory: the target, or a bounce buffer that a native thread takes the gradients from."""
+        event, bounces = self._copy(packed, torch.frombuffer(memory, dtype=torch.uint8)), memory is not packed.target
         pieces = [
             _native.LandingPiece(
                 _range(packed.target, spec, packed.dtype),
                 native_name(packed.dtype),
-                source=_range(bounce, spec, source_dtype),
-                source_dtype=native_name(source_dtype),
+                source=_range(memory, spec, packed.held) if bounces else None,
+                source_dtype=native_name(packed.held) if bounces else None,
                 add=spec.name in packed.added,
                 first=spec.offset,
             )
             for spec in packed.specs
         ]
-        return self._land(packed, event, pieces)
+        future = self._native.land(self._accelerator.handle(event), pieces)
+        return Landing(future, tuple(spec.name for spec in packed.specs), event)
 
     def _copy(self, packed: Packed, into: torch.Tensor) -> Event:
         """Copy what was packed, in as few copies as there are gaps."""
@@ -241,10 +233,6 @@ class GradientQueue(_Downward):
             )
             after = []
         return self._accelerator.record(self._stream) if event is None else event
-
-    def _land(self, packed: Packed, event: Event, pieces: list[_native.LandingPiece]) -> Landing:
-        future = self._native.land(self._accelerator.handle(event), pieces)
-        return Landing(future, tuple(spec.name for spec in packed.specs), event)
 
     def _make_room(self, nbytes: int) -> Lease:
         while True:
@@ -260,6 +248,7 @@ class GroupDownload:
     """The gradients of one group on their way down.
 
     Attributes:
+        queue: that all groups have.
         packed: what came last, in the ring; None: nothing since the last piece was sent.
     """
 

@@ -272,8 +272,8 @@ OF_SEAM = [
     Mutant(
         "gradients in the bounce buffer that no native thread took are waited for",
         "infinity/tiers/downloads.py",
-        "lease.view(0, packed.lease.nbytes))\n        except BaseException:\n            self._rest()\n",
-        "lease.view(0, packed.lease.nbytes))\n        except BaseException:\n",
+        "lease.view(0, packed.lease.nbytes), packed)\n        except BaseException:\n            self._rest()\n",
+        "lease.view(0, packed.lease.nbytes), packed)\n        except BaseException:\n",
         _DISTURBED,
     ),
     Mutant(
