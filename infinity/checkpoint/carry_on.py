@@ -17,13 +17,13 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.ingest import GivenMoment, MomentSource, fill_moments
 from infinity.coordinator.resuming import go_on_from
 from infinity.durable import buffers
+from infinity.durable.records import Body
 from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest
 from infinity.runtime.offload import close, offload_values
 from infinity.runtime.tiles import tile_as
 from infinity.state.int8 import blocks_of
 from infinity.state.moments import Moment, OptimizerName
-from infinity.state.records import Body
 from infinity.state.values import Source
 
 Model = TypeVar("Model", bound=nn.Module)

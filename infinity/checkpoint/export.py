@@ -22,10 +22,10 @@ from infinity.checkpoint.recorded import RecordedModel
 from infinity.checkpoint.save import write_weights
 from infinity.checkpoint.shards import Piece, write_index, write_shards
 from infinity.config import SwapConfig, load_config
+from infinity.durable.records import GroupRecord, ModelRecord, OptimizerRecord, ParameterRecord
 from infinity.errors import InfinityError, ManifestError, ResumeError
 from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of, scales_of
-from infinity.state.records import GroupRecord, ModelRecord, OptimizerRecord, ParameterRecord
 from infinity.state.tiles import Rows, rows_of
 from infinity.state.unit import ELEMENT_ALIGNMENT
 

@@ -12,6 +12,7 @@ import torch
 
 from infinity import _native
 from infinity.config import NvmeConfig
+from infinity.durable.records import GroupRecord, ModelRecord, ParameterRecord, parse_body
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import whole
 from infinity.io.engine import open_engine
@@ -24,7 +25,6 @@ from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.int8 import recut_int8
-from infinity.state.records import GroupRecord, ModelRecord, ParameterRecord, parse_body
 from infinity.state.shard import Cut, slices_of
 
 logger = logging.getLogger(__name__)

@@ -29,13 +29,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from infinity import files
 from infinity.checkpoint.shards import index_name
+from infinity.durable.records import parse_body
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import document
 from infinity.io.manifest import Manifest
 from infinity.io.schema import Name, validated
 from infinity.state.int8 import blocks_of
 from infinity.state.moments import STORED_AS
-from infinity.state.records import parse_body
 from infinity.state.tiles import Rows, rows_of
 
 logger = logging.getLogger(__name__)

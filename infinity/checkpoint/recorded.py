@@ -23,8 +23,8 @@ from torch.nn.modules import module as hooks
 
 from infinity.checkpoint.in_files import Tensors
 from infinity.checkpoint.save import revert_of, write_configs
+from infinity.durable.records import ModelRecord
 from infinity.errors import ManifestError
-from infinity.state.records import ModelRecord
 from infinity.state.tiles import rows_of
 
 logger = logging.getLogger(__name__)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from infinity.config import SwapConfig
+from infinity.durable.records import parse_body
 from infinity.errors import ManifestError
 from infinity.io.directory import generations_in, pinned_in
 from infinity.io.manifest import read_manifest
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.tiles import tile_as
 from infinity.sharded.stores import rank_path
-from infinity.state.records import parse_body
 
 
 def tile_as_run(model: nn.Module, config: SwapConfig) -> None:

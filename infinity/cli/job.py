@@ -17,13 +17,13 @@ from infinity.cli.options import option
 from infinity.cli.tokenizer import has_tokenizer
 from infinity.cli.world import World
 from infinity.config import SwapConfig, load_config
+from infinity.durable.records import parse_body
 from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import generations_in
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_manifest
 from infinity.sharded.stores import furthest_in, rank_path, ranks_said, steps_of
 from infinity.sharded.together import Tell
-from infinity.state.records import parse_body
 
 NAME = "finetune"
 """The name under which a run's options are tracked."""

@@ -17,6 +17,7 @@ from infinity.coordinator.ingest import ingest
 from infinity.coordinator.parts import Optimizer
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
+from infinity.durable.description import describe
 from infinity.durable.optimizers import Optimizers
 from infinity.errors import DeviceRoomError, ModelError
 from infinity.io.headers import header_in
@@ -28,7 +29,6 @@ from infinity.ranks.ranks import rank_and_world
 from infinity.sharded.opening import open_maker
 from infinity.sharded.stores import rank_path
 from infinity.sharded.together import Together, come_together, meeting
-from infinity.state.description import describe
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut

@@ -9,12 +9,12 @@ from torch import nn
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers, rng
 from infinity.durable.commits import facts_of
+from infinity.durable.records import Body, parse_body
 from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest
 from infinity.io.store import wait_all
 from infinity.io.whole import Eligible
 from infinity.sharded.recovery import recover
-from infinity.state.records import Body, parse_body
 
 
 def from_generation(model: nn.Module, step: int | None, digest: str | None = None) -> Callable[[Coordinator], None]:

@@ -20,13 +20,13 @@ from infinity.durable import rng
 from infinity.durable.maker import Maker
 from infinity.durable.optimizers import Optimizers
 from infinity.durable.pace import Pace
+from infinity.durable.records import Body, ModelRecord
 from infinity.durable.resumed import Resumed
 from infinity.durable.tracked import Noted, Tracking
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, SwapIOError
 from infinity.io import document
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
-from infinity.state.records import Body, ModelRecord
 from infinity.tiers.resources import Resources
 
 logger = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Generic, Protocol, TypeVar
 
+from infinity.durable.records import OptimizerRecord
 from infinity.durable.resumed import Resumed
 from infinity.errors import ModelError
-from infinity.state.records import OptimizerRecord
 
 
 class Checkpointed(Protocol):

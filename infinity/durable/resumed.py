@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from infinity.durable import rng
+from infinity.durable.records import Body, OptimizerRecord
 from infinity.durable.tracked import Stateful, is_data
 from infinity.errors import ResumeError, printable
-from infinity.state.records import Body, OptimizerRecord
 
 logger = logging.getLogger(__name__)
 

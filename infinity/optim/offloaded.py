@@ -18,13 +18,13 @@ from torch import nn
 from infinity.base.interrupt import whole
 from infinity.coordinator.exact import exact_moment
 from infinity.coordinator.gradient_handle import GradientHandle
+from infinity.durable.records import OptimizerRecord, record_optimizer
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ReleasedParameterError, ResumeError
 from infinity.optim.groups import NO_STATES, GroupedOptimizer
 from infinity.optim.handles import StateHandle, parts_of
 from infinity.optim.hyperparameters import max_grad_norm_of
 from infinity.optim.scaling import LossScale, forget_scale, inverse_of, loss_scale
 from infinity.state.moments import STORED_AS, Moment
-from infinity.state.records import OptimizerRecord, record_optimizer
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Place
 

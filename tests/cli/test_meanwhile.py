@@ -25,9 +25,9 @@ from infinity.cli.marked import Owner
 from infinity.cli.meanwhile import History, Sample
 from infinity.cli.progress import StepFacts
 from infinity.cli.saved_steps import SavedSteps
+from infinity.durable.records import parse_body
 from infinity.errors import InfinityError
 from infinity.io.manifest import read_manifest
-from infinity.state.records import parse_body
 from tests.cli.test_evaluation import _job, evaluated, evaluations
 from tests.cli.test_evaluation import job as job  # a run with dropout, evaluated after 5, 10 and 12 steps
 from tests.cli.test_finetune import arguments_of, run

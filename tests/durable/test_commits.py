@@ -12,13 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from infinity.durable.commits import Commit, Commits, facts_of
 from infinity.durable.maker import Own
+from infinity.durable.records import ModelRecord
 from infinity.durable.resumed import Resumed
 from infinity.errors import ConfigError, InfinityError, SwapIOError
 from infinity.plan.frequency import Frequency
 from infinity.plan.problem import ALONE, Peers
 from infinity.sharded.maker import Shared
 from infinity.sizes import PAGE_BYTES
-from infinity.state.records import ModelRecord
 from infinity.state.shard import Cut
 from infinity.tiers.home import Home, WeightsHome
 from tests.tiers.fakes import Failure, Future, Generations, Store, extent, few, pages, transfer

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from infinity.durable.optimizers import Optimizers
+from infinity.durable.records import OptimizerRecord
 from infinity.errors import ModelError, ResumeError
-from infinity.state.records import OptimizerRecord
 from tests.durable.test_resumed import record, resumed
 
 

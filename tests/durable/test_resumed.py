@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from infinity.durable import rng
+from infinity.durable.records import Body, ModelRecord, OptimizerRecord
 from infinity.durable.resumed import Resumed
 from infinity.errors import ResumeError
-from infinity.state.records import Body, ModelRecord, OptimizerRecord
 
 
 def record(lr: float = 0.1) -> OptimizerRecord:

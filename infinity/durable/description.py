@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from infinity import _native
+from infinity.durable.records import GroupRecord, ModelRecord, ParameterRecord
 from infinity.state.discover import Discovery
 from infinity.state.dtypes import master_format
-from infinity.state.records import GroupRecord, ModelRecord, ParameterRecord
 
 
 def describe(model: nn.Module, found: Discovery, master: _native.MasterName) -> ModelRecord:

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from infinity.durable import rng
+from infinity.durable.records import parse_body
 from infinity.errors import ManifestError
-from infinity.state.records import parse_body
 
 Change = Callable[[dict[str, Any]], None]
 
