@@ -21,7 +21,8 @@ import torch
 import infinity
 from gpu.record import Options, Record, run
 from infinity import _native
-from infinity.io.devices import describe_disk, describe_machine
+from infinity.cli.disk_facts import describe_disk
+from infinity.cli.machine_facts import describe_machine
 from infinity.plan.machine import available_host_bytes, usable_cores
 
 GIB = 1 << 30
@@ -99,7 +100,7 @@ def _disk(directory: Path) -> dict[str, Any]:
     place = directory / "direct-io"
     file = _native.File(str(place), create=True)
     try:
-        facts = asdict(describe_disk(directory, file=place)) | {"direct": file.direct}
+        facts = asdict(describe_disk(directory)) | {"direct": file.direct, "alignment": file.alignment}
     finally:
         file.close()
         place.unlink()

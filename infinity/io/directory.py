@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +25,7 @@ from infinity.errors import (
     printable,
 )
 from infinity.io import durable
-from infinity.io.devices import describe_disk
-from infinity.io.disk_kinds import MEMORY_FILESYSTEMS
+from infinity.io.disks import MEMORY_FILESYSTEMS, disk_under
 from infinity.io.manifest import read_header
 from infinity.io.pins import PINNED, PINS_NAME, read_pins, said
 
@@ -68,13 +68,12 @@ class StoreDirectory:
     @property
     def numa_node(self) -> int:
         """The NUMA node of the disk below; -1 where it has none."""
-        node = describe_disk(self.path).numa_node
+        node = disk_under(self.path).numa_node
         return -1 if node is None else node
 
     @property
     def free_bytes(self) -> int:
-        info = os.statvfs(self.path)
-        return info.f_bavail * info.f_frsize
+        return shutil.disk_usage(self.path).free
 
     def close(self, *, keep: bool = True) -> None:
         """Let the directory go. Idempotent."""
@@ -305,7 +304,7 @@ class SwapDirectory(StoreDirectory):
                 durable.remove(entry)
 
     def _warn_if_memory(self) -> None:
-        if describe_disk(self.path).filesystem in MEMORY_FILESYSTEMS:
+        if disk_under(self.path).filesystem in MEMORY_FILESYSTEMS:
             logger.warning(
                 "%s is on tmpfs, which is RAM: it works, but saves no memory. Name a directory on an SSD in "
                 "nvme.paths.",

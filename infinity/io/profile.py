@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from infinity import files
 from infinity.errors import printable
-from infinity.io.devices import disk_key
+from infinity.io.disks import disk_key
 from infinity.io.schema import Name, first_problem
 
 logger = logging.getLogger(__name__)

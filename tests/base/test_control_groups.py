@@ -8,7 +8,7 @@ import pytest
 
 from infinity.base.control_groups import memory_limits, processors_allowed
 from infinity.base.machine import available_host_bytes
-from tests.io.test_devices import write
+from tests.io.test_disks import write
 
 V1 = "4:cpuacct,cpu:/jobs\n3:memory:/jobs/one\n0::/"
 UNLIMITED_V1 = "9223372036854771712"

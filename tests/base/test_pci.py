@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infinity.base.pci import Link, PciGpu, gpus, link, numa_node
-from tests.io.test_devices import write
+from tests.io.test_disks import write
 
 
 def put(root: Path, address: str, **files: str) -> None:

@@ -18,7 +18,7 @@ from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.main import main
 from infinity.cli.optimizers import DTYPES
 from tests.cli.test_finetune import run
-from tests.io.test_devices import write
+from tests.io.test_disks import write
 
 AVX512 = "avx2 avx512f avx512bw"
 NOTHING_ON_X86 = "none of avx512_bf16, amx_bf16, avx512_fp16, amx_fp16"

@@ -16,6 +16,8 @@ from infinity.files import read_regular
 from infinity.strict import parse_json
 
 _FILE_BYTES_MAX = 16 << 20
+_VERSIONS = (1, VERSION)
+"""The jobs have the same form in all of them."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,9 @@ def load_survey(path: Path) -> SurveyFile:
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise BenchError(f"{path} is not a survey of infinity-bench (--json)")
     version = found.get("version")
-    if version != VERSION:
-        raise BenchError(f"{path} has version {quoted(version)} of the schema; this infinity reads {VERSION}")
+    if version not in _VERSIONS:
+        known = " and ".join(map(str, _VERSIONS))
+        raise BenchError(f"{path} has version {quoted(version)} of the schema; this infinity reads {known}")
     try:
         return SurveyFile.model_validate(found)
     except ValidationError as error:

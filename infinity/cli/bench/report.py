@@ -1,9 +1,9 @@
 """What a survey found, as tables for people, JSON for programs, and a swap config for infinity.
 
 [Note: the JSON]
-`schema` and `version` name it; a version only ever gains keys. Each job has fio's keys (jobname, "job options", read
-and write with io_bytes, bw_bytes, iops, clat_ns.percentile), so that what reads fio's output reads ours; cpu_s_per_gb,
-spread and runs are our own. Sizes are bytes, rates bytes per second, GB is 10^9.
+`schema` and `version` name it; a version only ever gains keys. Version 1 had more of `disk`. Each job has fio's keys
+(jobname, "job options", read and write with io_bytes, bw_bytes, iops, clat_ns.percentile), so that what reads fio's
+output reads ours; cpu_s_per_gb, spread and runs are our own. Sizes are bytes, rates bytes per second, GB is 10^9.
 """
 
 from __future__ import annotations
@@ -25,19 +25,28 @@ from infinity.cli.bench.sustained import Sustained
 from infinity.cli.bench.sweep import Choice, Point
 from infinity.cli.bench.versus import Comparison
 from infinity.cli.bench.workload import FIO_NAMES, PERCENTILES, Latencies, percentile
+from infinity.cli.disk_facts import DiskFacts
+from infinity.cli.endurance import Endurance
+from infinity.cli.machine_facts import MachineFacts
 from infinity.echo import one_line
-from infinity.io.devices import DiskFacts, MachineFacts
 from infinity.sizes import format_bytes
 
-SCHEMA, VERSION = "infinity-bench", 1
+SCHEMA, VERSION = "infinity-bench", 2
 
 
 @dataclass(frozen=True)
 class PathReport:
-    """One directory's disk: what it is and what was measured; None where it was not asked for."""
+    """One directory's disk: what it is and what was measured; None where it was not asked for.
+
+    Attributes:
+        alignment: bytes that infinity found direct I/O to ask of memory and of offsets; 1 without direct I/O.
+        endurance: None where the drive does not tell it.
+    """
 
     path: Path
     disk: DiskFacts
+    alignment: tuple[int, int]
+    endurance: Endurance | None
     points: Sequence[Point] = ()
     choice: Choice | None = None
     sustained: Sustained | None = None
@@ -84,27 +93,24 @@ def print_machine(console: Console, survey: Survey) -> None:
     console.print(table)
 
 
-def print_disk(console: Console, disk: DiskFacts) -> None:
+def print_disk(console: Console, disk: DiskFacts, alignment: tuple[int, int], endurance: Endurance | None) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2))
-    align = "not said by the kernel"
-    if disk.dio_offset_align is not None:
-        align = f"memory {disk.dio_memory_align} B, offset {disk.dio_offset_align} B"
     device = " + ".join(disk.members) or disk.device or "not known"
     table.add_row("path", cell(disk.path))
     table.add_row("file system", cell(f"{disk.filesystem} ({disk.mount_point}), {format_bytes(disk.free_bytes)} free"))
     table.add_row("device", cell(f"{device} {disk.model}".strip()))
-    table.add_row("direct I/O", align)
+    table.add_row("direct I/O", f"memory {alignment[0]} B, offset {alignment[1]} B")
     table.add_row("NUMA node", "none" if disk.numa_node is None else str(disk.numa_node))
     if disk.write_cache:
         table.add_row("write cache", disk.write_cache)
-    table.add_row("endurance", _endurance(disk))
+    table.add_row("endurance", _endurance(endurance))
     console.print(table)
 
 
-def _endurance(disk: DiskFacts) -> str:
-    if disk.endurance is None:
-        return "not readable (smartctl or nvme-cli as root can; virtual disks have none)"
-    return f"{disk.endurance.written_bytes / 1e12:.1f} TB written, {disk.endurance.percentage_used} % used"
+def _endurance(told: Endurance | None) -> str:
+    if told is None:
+        return "not readable (smartctl as root can; virtual disks have none)"
+    return f"{told.written_bytes / 1e12:.1f} TB written, {told.percentage_used} % used"
 
 
 def print_points(console: Console, points: Sequence[Point]) -> None:
@@ -226,6 +232,8 @@ def _path_json(report: PathReport) -> dict[str, Any]:
     return {
         "path": str(report.path),
         "disk": dataclasses.asdict(report.disk),
+        "alignment": report.alignment,
+        "endurance": None if report.endurance is None else dataclasses.asdict(report.endurance),
         "jobs": [_job_json(point) for point in report.points],
         "choice": None if report.choice is None else dataclasses.asdict(report.choice),
         "sustained": None if report.sustained is None else dataclasses.asdict(report.sustained),

@@ -16,13 +16,14 @@ import torch
 from rich.console import Console
 
 from infinity.checkpoint.load import load_config_of, require_directory_or_id
+from infinity.cli.endurance import endurance_of
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.replay import ReplayedStep, replay_step
 from infinity.errors import BenchError, ModelError
 from infinity.files import nearest
-from infinity.io.devices import describe_disk
 from infinity.io.directory import require_place
+from infinity.io.disks import disk_under
 from infinity.plan.plan import Plan
 from infinity.runtime.offload import close, offload
 from infinity.sizes import format_bytes
@@ -158,7 +159,8 @@ def _rated_tb(paths: list[Path]) -> float | None:
     """What all the drives are rated for, as far as their own counters tell."""
     rated: list[int] = []
     for path in paths:
-        endurance = describe_disk(nearest(path), endurance=True).endurance
+        members = disk_under(nearest(path)).members
+        endurance = endurance_of(members[0].name) if members else None
         if endurance is None or endurance.rated_bytes is None:
             return None
         rated.append(endurance.rated_bytes)

@@ -27,10 +27,12 @@ from infinity.cli.bench.sustained import Minute, Sustained, sustain
 from infinity.cli.bench.sweep import Choice, Point, Sweep, most_written
 from infinity.cli.bench.versus import COMPARED, Comparison, compare_with_fio
 from infinity.cli.bench.workload import WRITTEN_SHARE, Rig, Workload, verify
+from infinity.cli.disk_facts import describe_disk
+from infinity.cli.endurance import endurance_of
+from infinity.cli.machine_facts import describe_machine
 from infinity.echo import one_line
 from infinity.errors import BenchError, ConfigError
 from infinity.files import require_different
-from infinity.io.devices import describe_disk, describe_machine
 from infinity.io.profile import DiskProfile, save_profile
 from infinity.sizes import format_bytes, round_up
 
@@ -100,8 +102,9 @@ def _measure(path: Path, options: argparse.Namespace, engine: str, console: Cons
     fio_bytes = _fio_bytes(options, memory)
     _announce(path, options, file_bytes, fio_bytes, console)
     with Scratch(path, file_bytes) as scratch:
-        disk = describe_disk(path, file=Path(scratch.open_path), endurance=True)
-        print_disk(console, disk)
+        disk, alignment = describe_disk(path), scratch.file.alignment
+        endurance = endurance_of(disk.members[0]) if disk.members else None
+        print_disk(console, disk, alignment, endurance)
         if not scratch.file.direct:
             console.print("[yellow]no direct I/O here: the page cache is measured as well[/]")
         rig = Rig(scratch, memory)
@@ -128,7 +131,7 @@ def _measure(path: Path, options: argparse.Namespace, engine: str, console: Cons
     written = _written(points, sustained, file_bytes, memory)
     written += _written_beside_fio(options.rounds, fio_bytes) if options.vs_fio else 0
     console.print(f"written to this disk: about {format_bytes(written)}", highlight=False)
-    return PathReport(path, disk, points, choice, sustained, comparisons, written)
+    return PathReport(path, disk, alignment, endurance, points, choice, sustained, comparisons, written)
 
 
 def _announce(path: Path, options: argparse.Namespace, file_bytes: int, fio_bytes: int, console: Console) -> None:

@@ -87,7 +87,7 @@ class Core:
 
     def _mend(self, reason: str) -> str:
         """Of a kernel that refuses io_uring."""
-        from infinity.io.devices import describe_machine
+        from infinity.cli.machine_facts import describe_machine
 
         if "liburing" in reason:
             build = pip_install("infinity-offload", how="--force-reinstall --no-deps --no-binary infinity-offload")

@@ -10,15 +10,16 @@ from functools import cached_property
 from pathlib import Path
 
 from infinity import files
+from infinity.cli.disk_facts import DiskFacts, describe_disk
+from infinity.cli.disk_kinds import NETWORK_FILESYSTEMS
 from infinity.cli.doctor.apart import new_name
+from infinity.cli.doctor.direct import try_direct
 from infinity.cli.doctor.mends import restarted, written
 from infinity.cli.doctor.rows import Found, Probe, Probes
+from infinity.cli.endurance import endurance_of, smartctl
 from infinity.errors import ConfigError
-from infinity.io.devices import DiskFacts, describe_disk
-from infinity.io.direct import try_direct
 from infinity.io.directory import require_place
-from infinity.io.disk_kinds import MEMORY_FILESYSTEMS, NETWORK_FILESYSTEMS
-from infinity.io.endurance import ask_drive
+from infinity.io.disks import MEMORY_FILESYSTEMS
 from infinity.io.profile import profile_of
 from infinity.sizes import PAGE_BYTES, format_bytes
 
@@ -193,21 +194,17 @@ class Disk:
         facts = self._facts
         if facts.kind not in ("NVMe", "SATA", "SCSI", "USB", "rotating"):
             return Found("ok", f"{facts.kind or 'such'} disks tell none")
-        asked = ask_drive(facts.members[0])
-        if asked.endurance is None:
-            return self._not_told(asked.commands, facts)
-        said = f"{asked.endurance.percentage_used} % used, {asked.endurance.written_bytes / 1e12:.1f} TB written"
-        if asked.endurance.percentage_used >= _WORN_PERCENT:
+        if smartctl() is None:
+            return Found("unknown", "smartmontools is not installed", "sudo apt-get install smartmontools")
+        command, told = f"smartctl -a /dev/{facts.members[0]}", endurance_of(facts.members[0])
+        if told is None and os.geteuid() != 0:
+            return Found("unknown", "the drive tells it to root only", f"sudo {command}")
+        if told is None:
+            return Found("unknown", f"`{command}` does not tell it")
+        said = f"{told.percentage_used} % used, {told.written_bytes / 1e12:.1f} TB written"
+        if told.percentage_used >= _WORN_PERCENT:
             return Found("slower", f"{said}: the drive is near the end of its rated life, and fine-tuning writes a lot")
         return Found("ok", said)
-
-    def _not_told(self, commands: tuple[str, ...], facts: DiskFacts) -> Found:
-        if not commands:
-            package = "nvme-cli" if facts.kind == "NVMe" else "smartmontools"
-            return Found("unknown", f"{package} is not installed", f"sudo apt-get install {package}")
-        if os.geteuid() != 0:
-            return Found("unknown", "the drive tells it to root only", f"sudo {commands[0]}")
-        return Found("unknown", f"`{commands[0]}` does not tell it")
 
     @cached_property
     def _facts(self) -> DiskFacts:

@@ -135,9 +135,9 @@ def parse_list(text: str) -> set[int]:
 
 
 def _nodes_of(paths: Sequence[Path], root: Path) -> list[tuple[Path, int | None]]:
-    from infinity.io.devices import describe_disk
+    from infinity.io.disks import disk_under
 
-    return [(path, describe_disk(path, root=root).numa_node) for path in paths]
+    return [(path, disk_under(path, root).numa_node) for path in paths]
 
 
 def _names(nodes: Iterable[int]) -> str:

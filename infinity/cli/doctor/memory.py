@@ -51,7 +51,7 @@ def swap() -> Found:
 
 
 def huge_pages(root: Path = _ROOT) -> Found:
-    from infinity.io.devices import describe_machine
+    from infinity.cli.machine_facts import describe_machine
 
     setting = describe_machine(root).transparent_hugepage
     if setting in ("always", "madvise"):

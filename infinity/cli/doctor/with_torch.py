@@ -76,7 +76,7 @@ class WithTorch:
 
     def locked(self) -> Found:
         """The limit of locked memory beside what a run registers with io_uring."""
-        from infinity.io.devices import describe_machine
+        from infinity.cli.machine_facts import describe_machine
         from infinity.plan.machine import available_host_bytes
         from infinity.plan.planner import HOST_SHARE
 

@@ -67,9 +67,10 @@ def test_a_survey_prints_a_config_that_infinity_accepts(
 
 
 def check_json(survey: dict[str, Any], engine: str) -> None:
-    assert (survey["schema"], survey["version"]) == ("infinity-bench", 1)
+    assert (survey["schema"], survey["version"]) == ("infinity-bench", 2)
     (path,) = survey["paths"]
     assert path["disk"]["free_bytes"] > 0
+    assert len(path["alignment"]) == 2
     kinds = {job["jobname"].split("-")[0] for job in path["jobs"]}
     assert kinds == {"read", "overwrite", "first_write", "mixed"}
     for job in path["jobs"]:
@@ -102,6 +103,10 @@ def test_two_surveys_are_compared_job_by_job(tmp_path: Path, capsys: pytest.Capt
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
     out = capsys.readouterr().out
     assert "overwrite-1048576-1" in out
+    of_version_1 = json.loads((tmp_path / "a.json").read_text()) | {"version": 1}
+    (tmp_path / "a.json").write_text(json.dumps(of_version_1))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert "overwrite-1048576-1" in capsys.readouterr().out
     (tmp_path / "c.json").write_text("[]")
     assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 1
     assert "c.json is not a survey of infinity-bench (--json)" in capsys.readouterr().err

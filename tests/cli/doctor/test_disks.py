@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +14,11 @@ import pytest
 
 from infinity.cli.doctor import disks
 from infinity.cli.doctor.apart import look
+from infinity.cli.doctor.direct import DirectIO
 from infinity.cli.doctor.disks import Disk, age, disk
-from infinity.io.direct import DirectIO
-from infinity.io.endurance import Asked, Endurance
+from infinity.cli.endurance import Endurance
 from infinity.io.profile import DiskProfile, save_profile
-from tests.io.test_devices import nvme, place, write
+from tests.io.test_disks import mounts, nvme, place, write
 
 GIB = 1 << 30
 
@@ -36,8 +37,18 @@ def swap(tmp_path: Path) -> Path:
     return path
 
 
-def mounted(root: Path, at: Path, filesystem: str, options: str = "rw,relatime", source: str = "none") -> None:
-    write(root, {"proc/self/mountinfo": f"1 0 0:40 / {at} {options} - {filesystem} {source} rw"})
+Mounted = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def mounted(swap: Path, monkeypatch: pytest.MonkeyPatch) -> Mounted:
+    """Mount a file system at the directory; until then the system tells no mounts."""
+    mounts(monkeypatch)
+
+    def mount(filesystem: str, options: str = "rw,relatime", source: str = "none") -> None:
+        mounts(monkeypatch, (swap, filesystem, options, source))
+
+    return mount
 
 
 def as_user(monkeypatch: pytest.MonkeyPatch, *writable: Path) -> None:
@@ -105,10 +116,10 @@ def test_a_file_in_the_place_of_a_directory_is_missing(swap: Path) -> None:
     ],
 )
 def test_a_file_system_is_judged_by_its_kind_and_options(
-    filesystem: str, options: str, state: str, mend: str, root: Path, swap: Path
+    filesystem: str, options: str, state: str, mend: str, root: Path, swap: Path, mounted: Mounted
 ) -> None:
     if filesystem:
-        mounted(root, swap, filesystem, options)
+        mounted(filesystem, options)
     if filesystem == "overlay":
         write(root, {".dockerenv": ""})
     found = Disk(swap, root).filesystem()
@@ -117,21 +128,21 @@ def test_a_file_system_is_judged_by_its_kind_and_options(
 
 
 def test_a_file_system_that_is_mounted_for_reading_is_missing(
-    root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch, mounted: Mounted
 ) -> None:
-    mounted(root, swap, "ext4", "ro")
+    mounted("ext4", "ro")
     looks = Disk(swap, root)
     monkeypatch.setattr(Disk, "_is_read_only", True)
     assert looks.filesystem() == (
         "missing",
-        "ext4, mounted ro,rw: nothing can be written",
+        "ext4, mounted ro: nothing can be written",
         f"sudo mount -o remount,rw {swap}",
         "",
     )
 
 
-def test_options_that_name_servers_and_users_are_not_shown(root: Path, swap: Path) -> None:
-    mounted(root, swap, "cifs", "rw,username=anna,addr=10.0.0.1,password=secret", "//server/share")
+def test_options_that_name_servers_and_users_are_not_shown(root: Path, swap: Path, mounted: Mounted) -> None:
+    mounted("cifs", "rw,username=anna,addr=10.0.0.1,password=secret", "//server/share")
     said = Disk(swap, root).filesystem().finding
     assert "rw" in said
     for secret in ("anna", "10.0.0.1", "secret", "server"):
@@ -175,15 +186,15 @@ def test_a_device_that_the_system_does_not_tell_is_unknown(root: Path, swap: Pat
 def test_a_full_disk_is_slower_and_then_missing(
     free: int, state: str, root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    info = SimpleNamespace(f_blocks=1000 * GIB, f_frsize=1, f_bavail=free, f_flag=0)
+    info = SimpleNamespace(f_blocks=1000 * GIB, f_frsize=1, f_bavail=free, f_bfree=free, f_flag=0)
     looks = Disk(swap, root)
     monkeypatch.setattr(os, "statvfs", lambda path: info)
     assert looks.free().state == state
 
 
-def test_queues_are_told(root: Path, swap: Path) -> None:
+def test_queues_are_told(root: Path, swap: Path, mounted: Mounted) -> None:
     place(root, swap, nvme(root, "nvme0"))
-    mounted(root, swap, "ext4")
+    mounted("ext4")
     looks = Disk(swap, root)
     assert looks.scheduler() == ("ok", "none", "", "")
     assert looks.write_cache().finding == "write back: a commit waits for the device to flush it"
@@ -200,10 +211,10 @@ def test_a_scheduler_that_works_for_nothing_is_slower(root: Path, swap: Path) ->
     assert looks.trim().finding == "the device does not take it"
 
 
-def test_what_is_not_told_of_queues_is_no_fault(root: Path, swap: Path) -> None:
+def test_what_is_not_told_of_queues_is_no_fault(root: Path, swap: Path, mounted: Mounted) -> None:
     looks = Disk(swap, root)
     assert looks.scheduler().state == looks.write_cache().state == looks.trim().state == "ok"
-    mounted(root, swap, "ext4", "rw,discard")
+    mounted("ext4", "rw,discard")
     place(root, swap, nvme(root, "nvme0"))
     assert Disk(swap, root).trim().finding == "as files are removed"
 
@@ -214,9 +225,9 @@ def test_what_is_not_told_of_queues_is_no_fault(root: Path, swap: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "state", "said"),
     [
-        (DirectIO((512, 4096, 1 << 20), True, (512, 512)), "ok", "works in blocks of 512 B, 4 KiB, 1 MiB"),
-        (DirectIO((1 << 20,), False, (1, 1)), "slower", "works in blocks of 1 MiB, infinity needs 4 KiB"),
-        (DirectIO((), False, (1, 1)), "slower", "does not work here"),
+        (DirectIO((512, 4096, 1 << 20), True), "ok", "works in blocks of 512 B, 4 KiB, 1 MiB"),
+        (DirectIO((1 << 20,), False), "slower", "works in blocks of 1 MiB, infinity needs 4 KiB"),
+        (DirectIO((), False), "slower", "does not work here"),
     ],
 )
 def test_direct_io_needs_blocks_of_4_kib(
@@ -307,8 +318,9 @@ def asked(root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the drive tells, to whom: 'wear()' of an NVMe disk."""
     place(root, swap, nvme(root, "nvme0"))
 
-    def wear(answer: Asked, user: int = 0) -> Any:
-        monkeypatch.setattr(disks, "ask_drive", lambda device: answer)
+    def wear(told: Endurance | None, user: int = 0, program: str | None = "/usr/sbin/smartctl") -> Any:
+        monkeypatch.setattr(disks, "endurance_of", lambda device: told)
+        monkeypatch.setattr(disks, "smartctl", lambda: program)
         monkeypatch.setattr(os, "geteuid", lambda: user)
         return Disk(swap, root).wear()
 
@@ -317,23 +329,23 @@ def asked(root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.parametrize(("percent", "state"), [(3, "ok"), (89, "ok"), (90, "slower"), (255, "slower")])
 def test_a_worn_drive_is_slower(percent: int, state: str, asked: Any) -> None:
-    found = asked(Asked(Endurance(5 * 10**12, percent, None), ("nvme smart-log",)))
+    found = asked(Endurance(5 * 10**12, percent, None))
     assert found.state == state
     assert found.finding.startswith(f"{percent} % used, 5.0 TB written")
 
 
 @pytest.mark.parametrize(
-    ("commands", "user", "mend"),
+    ("program", "user", "mend"),
     [
-        ((), 1000, "sudo apt-get install nvme-cli"),
-        (("nvme smart-log -o json /dev/nvme0n1",), 1000, "sudo nvme smart-log -o json /dev/nvme0n1"),
-        (("nvme smart-log -o json /dev/nvme0n1",), 0, ""),
+        (None, 1000, "sudo apt-get install smartmontools"),
+        ("/usr/sbin/smartctl", 1000, "sudo smartctl -a /dev/nvme0n1"),
+        ("/usr/sbin/smartctl", 0, ""),
     ],
 )
 def test_wear_that_is_not_told_is_unknown_and_the_command_is_named(
-    commands: tuple[str, ...], user: int, mend: str, asked: Any
+    program: str | None, user: int, mend: str, asked: Any
 ) -> None:
-    found = asked(Asked(None, commands), user)
+    found = asked(None, user, program)
     assert (found.state, found.mend) == ("unknown", mend)
 
 

@@ -18,7 +18,7 @@ from infinity.config import SwapConfig
 from tests.base.test_pci import card, put
 from tests.bench.gpu import fake_cuda
 from tests.bench.gpu.fake_cuda import Fake
-from tests.io.test_devices import write
+from tests.io.test_disks import write
 
 ADDRESS = "0000:65:00.0"
 DEVICE = torch.device("cpu")

@@ -11,7 +11,7 @@ import pytest
 from infinity.cli.doctor import machine
 from infinity.cli.doctor.machine import binding, container, cores, node_processors, nodes, parse_list, places, shared
 from tests.base.test_pci import card
-from tests.io.test_devices import nvme, place, write
+from tests.io.test_disks import nvme, place, write
 
 
 def two_nodes(root: Path, memory: str = "0-1") -> None:

@@ -11,7 +11,7 @@ import pytest
 from infinity.cli.doctor.memory import huge_pages, ram, swap
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
-from tests.io.test_devices import write
+from tests.io.test_disks import write
 
 THP = "sys/kernel/mm/transparent_hugepage/enabled"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from infinity.cli.doctor.mends import container_kind, pip_install, python, restarted
-from tests.io.test_devices import write
+from tests.io.test_disks import write
 
 
 @pytest.mark.parametrize(

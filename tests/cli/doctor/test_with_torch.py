@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from infinity.base import accelerator
+from infinity.cli import machine_facts
 from infinity.cli.default_dtype import default_dtype
 from infinity.cli.doctor.rows import Found
 from infinity.cli.doctor.with_torch import WithTorch, with_torch
 from infinity.config import SwapConfig
-from infinity.io import devices
-from tests.io.test_devices import write
+from tests.io.test_disks import write
 
 CONFIG = SwapConfig.model_validate({"memory": {"host": "1GiB"}})
 GIB = 1 << 30
@@ -25,13 +25,13 @@ GIB = 1 << 30
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have the machine allow so much locked memory."""
-    there = devices.describe_machine()
+    there = machine_facts.describe_machine()
 
     def set_to(soft: int | None, hard: int | None, *, can_lock_any: bool = False) -> None:
         machine = dataclasses.replace(
             there, memlock_soft_bytes=soft, memlock_hard_bytes=hard, can_lock_any=can_lock_any
         )
-        monkeypatch.setattr(devices, "describe_machine", lambda root: machine)
+        monkeypatch.setattr(machine_facts, "describe_machine", lambda root: machine)
 
     return set_to
 

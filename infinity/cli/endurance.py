@@ -1,4 +1,4 @@
-"""The wear of a drive, as the drive itself tells it to smartctl or nvme-cli: /sys says nothing of it."""
+"""The wear of a drive, as the drive itself tells it to smartctl: /sys says nothing of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SMART_SECTOR_BYTES = 512
 _NVME_UNIT_BYTES = 512_000  # what NVMe's "data units" count
 _ENDURANCE_READABLE_PERCENT = 5  # below, the estimate is too coarse
 _SYSTEM_PROGRAMS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
-"""Where the programs are, and where the PATH of a user who is not root may not look."""
+"""Where the program is, and where the PATH of a user who is not root may not look."""
 _ASK_S = 5
 
 
@@ -35,42 +35,26 @@ class Endurance:
     rated_bytes: int | None
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What came of asking a drive for its wear.
-
-    Attributes:
-        endurance: None where no program told it.
-        commands: that were run, as a shell takes them; none where neither program is installed.
-    """
-
-    endurance: Endurance | None
-    commands: tuple[str, ...]
+def smartctl() -> str | None:
+    """The path of the program; None where it is not installed."""
+    return shutil.which("smartctl", path=os.pathsep.join([os.environ.get("PATH", os.defpath), *_SYSTEM_PROGRAMS]))
 
 
-def ask_drive(device: str) -> Asked:
-    """Ask each program that is installed until one tells; may take seconds, and may need root.
+def endurance_of(device: str) -> Endurance | None:
+    """The wear of a drive; None where no program tells it. Asking may take seconds, and may need root.
 
     Args:
         device: kernel name of the disk ('nvme0n1').
     """
-    path, asked = os.pathsep.join([os.environ.get("PATH", os.defpath), *_SYSTEM_PROGRAMS]), []
-    for command, parse in (
-        (["nvme", "smart-log", "-o", "json", f"/dev/{device}"], parse_nvme_smart_log),
-        (["smartctl", "-j", "-a", f"/dev/{device}"], parse_smartctl),
-    ):
-        program = shutil.which(command[0], path=path)
-        if program is None or (command[0] == "nvme" and not device.startswith("nvme")):
-            continue
-        asked.append(" ".join(command))
-        try:
-            done = subprocess.run([program, *command[1:]], capture_output=True, timeout=_ASK_S, check=False)
-            found = parse(json.loads(done.stdout))
-        except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
-            continue
-        if found is not None:
-            return Asked(found, tuple(asked))
-    return Asked(None, tuple(asked))
+    program = smartctl()
+    if program is None:
+        return None
+    try:
+        command = [program, "-j", "-a", f"/dev/{device}"]
+        done = subprocess.run(command, capture_output=True, timeout=_ASK_S, check=False)
+        return parse_smartctl(json.loads(done.stdout))
+    except (OSError, ValueError, RecursionError, subprocess.TimeoutExpired):
+        return None
 
 
 def parse_smartctl(report: object) -> Endurance | None:
@@ -83,14 +67,6 @@ def parse_smartctl(report: object) -> Endurance | None:
     left = number_in(_at(table.get("Wear_Leveling_Count"), "value"))
     written = _at(table.get("Total_LBAs_Written"), "raw", "value")
     return _wear(written, _SMART_SECTOR_BYTES, None if left is None else max(100 - left, 0))
-
-
-def parse_nvme_smart_log(report: object) -> Endurance | None:
-    """From `nvme smart-log -o json`; the names changed between versions."""
-    used = _at(report, "percentage_used")
-    return _wear(
-        _at(report, "data_units_written"), _NVME_UNIT_BYTES, _at(report, "percent_used") if used is None else used
-    )
 
 
 def _wear(units: object, unit_bytes: int, percent: object) -> Endurance | None:

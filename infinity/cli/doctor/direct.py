@@ -23,12 +23,10 @@ class DirectIO:
     Attributes:
         blocks: bytes of the blocks that were written and read back directly, ascending.
         used: whether infinity's swap files go around the page cache.
-        alignment: bytes that infinity found direct I/O to ask of memory and of offsets; 1 without it.
     """
 
     blocks: tuple[int, ...]
     used: bool
-    alignment: tuple[int, int]
 
 
 def try_direct(place: Path) -> DirectIO:
@@ -47,9 +45,9 @@ def try_direct(place: Path) -> DirectIO:
             file = _native.File(str(place))
         finally:
             os.unlink(place)
-        used, alignment = file.direct, file.alignment
+        used = file.direct
         file.close()
-        return DirectIO(tuple(block for block in _BLOCKS if _moves(descriptor, block)), used, alignment)
+        return DirectIO(tuple(block for block in _BLOCKS if _moves(descriptor, block)), used)
     finally:
         os.close(descriptor)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from infinity.base.small_files import flag_of, text_of
+from infinity.io.disks import MEMORY_FILESYSTEMS
 
 DiskKind: TypeAlias = Literal["NVMe", "SATA", "SCSI", "USB", "rotating", "card", "virtual", "network", "memory", ""]
 
-MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 NETWORK_FILESYSTEMS = (
     *("nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "afs", "gfs2", "ocfs2", "lustre", "beegfs"),
     *("gpfs", "glusterfs", "orangefs"),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.io.disk_kinds import kind_of
-from tests.io.test_devices import write
+from infinity.cli.disk_kinds import kind_of
+from tests.io.test_disks import write
 
 
 @pytest.mark.parametrize(

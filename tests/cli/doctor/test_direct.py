@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from infinity.io import direct
-from infinity.io.direct import try_direct
+from infinity.cli.doctor import direct
+from infinity.cli.doctor.direct import try_direct
 
 
 def test_it_is_tried_on_a_file_that_leaves_nothing_behind(tmp_path: Path) -> None:
