@@ -32,14 +32,16 @@ from infinity.errors import DamagedFileError, ManifestError, NewerVersionError
 from infinity.sizes import format_bytes
 
 _HEADER_BYTES_MAX = 512
-_VERSION_MAX = 1_000_000
+_HEADER = re.compile(
+    rb'{"infinity": "([a-z ]+)", "version": ([1-9][0-9]{0,5}), '
+    rb'"json_bytes": ([0-9]{1,18}), "data_bytes": ([0-9]{1,18}), "blake2b": "[0-9a-f]{64}"}\n'
+)
 _JSON_BYTES_MAX = 256 << 20
 _DATA_BYTES_MAX = 4 << 30
 _OBJECTS_MAX = 1_000_000
 _LISTS_MAX = 4_000_000
 """Lists in the JSON of a document. Larger documents are neither written nor read: parsed, they take many times their
 size."""
-_NUMBERS = ("version", "json_bytes", "data_bytes")
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -116,13 +118,8 @@ def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> An
     return parse(_bytes_of(path, kind, follow=follow), path, kind, version)
 
 
-def check(path: Path, kind: str, version: int = 1) -> None:
-    """Raises the errors of read(), except those of the value, which is not parsed."""
-    checked_bytes(path, kind, version)
-
-
 def checked_bytes(path: Path, kind: str, version: int = 1) -> bytes:
-    """All bytes of a document. Raises as check()."""
+    """All bytes of a document. Raises the errors of read(), except those of the value, which is not parsed."""
     data = _bytes_of(path, kind)
     _checked(data, path, kind, version)
     return data
@@ -188,18 +185,11 @@ def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int
 
 
 def _first_line(data: bytes, path: Path, kind: str) -> tuple[int, tuple[int, int, int]]:
-    """The length of the first line, and the numbers in it. Raises DamagedFileError."""
-    end = data.find(b"\n", 0, _HEADER_BYTES_MAX) + 1
-    try:
-        line = _value(data[:end], memoryview(b""), path)
-    except ManifestError:
-        line = None
-    if not isinstance(line, dict) or line.get("infinity") != kind:
+    """The length of the first line, and the numbers in it: version, json_bytes, data_bytes. Raises DamagedFileError."""
+    line = _HEADER.match(data)
+    if line is None or line[1] != kind.encode():
         raise DamagedFileError(path, f"is no {kind} of infinity, or its first line is damaged")
-    numbers = [value for name in _NUMBERS if type(value := line.get(name)) is int and value >= 0]
-    if len(numbers) < len(_NUMBERS) or not 0 < numbers[0] < _VERSION_MAX:
-        raise DamagedFileError(path, "has a damaged first line")
-    return end, (numbers[0], numbers[1], numbers[2])
+    return line.end(), (int(line[2]), int(line[3]), int(line[4]))
 
 
 def _digest(version: int, *parts: bytes | memoryview) -> str:

@@ -33,7 +33,14 @@ from typing import Any
 from infinity.errors import ManifestError, PlanError, ResumeError, SwapIOError
 from infinity.io import durable
 from infinity.io.directory import StoreDirectory, pinned_in
-from infinity.io.manifest import ExtentRecord, Manifest, manifest_bytes, read_kept, require_known, write_manifest
+from infinity.io.manifest import (
+    ExtentRecord,
+    Manifest,
+    manifest_bytes,
+    read_own,
+    require_known,
+    write_manifest,
+)
 from infinity.io.pins import Pin, Pins, digest_of, is_gone, said
 from infinity.io.store import Extent, SwapStore, now
 from infinity.io.whole import ANY, Eligible, Way, name_of, newest_whole, require_readable, ways
@@ -271,14 +278,12 @@ class Generations:
                 continue
             staying.append(pin)
             path = self._directory.path / pin.manifest_name
-            _, manifest = next(read_kept({pin.step: path}, self._store.run))
-            require_readable(manifest)
             try:
-                if isinstance(manifest, ManifestError):
-                    raise manifest
+                manifest = read_own(path, pin.step, self._store.run)
                 self._require_fitting(manifest, path)
                 pinned[pin.digest] = [record.slot for record in manifest.extents]
             except ManifestError as error:
+                require_readable(error)
                 logger.warning("nothing can go on from the checkpoint folder %s any more: %s", pin.folder, error)
         if len(pinned) > self._pins_max:
             raise ResumeError(
@@ -316,20 +321,19 @@ class Generations:
         self._kept = {chosen.step: [extent.copy for extent in self._extents]}
         self._given_up = {path: newer for number, path in found.items() if number > chosen.step}
         older = {number: path for number, path in found.items() if number < chosen.step}
-        for number, manifest in read_kept(older, self._store.run):
-            require_readable(manifest)
+        for number, path in older.items():
             why = "is older than those that are kept"
             try:
-                if isinstance(manifest, ManifestError):
-                    raise manifest
-                self._require_fitting(manifest, found[number])
+                manifest = read_own(path, number, self._store.run)
+                self._require_fitting(manifest, path)
                 if len(self._kept) < self._keep and name_of(manifest) in eligible.names:
                     self._kept[number] = [record.slot for record in manifest.extents]
                     continue
             except ManifestError as error:
+                require_readable(error)
                 logger.warning("%s", error)
                 why = "is damaged"
-            self._given_up[found[number]] = why  # its copies were written since, or will be
+            self._given_up[path] = why  # its copies were written since, or will be
         self._kept = dict(sorted(self._kept.items()))
 
     def settle(self) -> None:

@@ -5,17 +5,16 @@ Both come from disk, so they are parsed strictly before they are used: every fie
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import AfterValidator, Field, PlainValidator, ValidationError
+from pydantic import Field, PlainValidator, ValidationError
 
 from infinity.errors import ManifestError, NewerVersionError
 from infinity.io import document
-from infinity.io.schema import Bytes, Count, Name, Record, first_problem, require_unique, validated
+from infinity.io.schema import AbsolutePath, Bytes, Count, Name, Record, first_problem, require_unique, validated
 from infinity.sizes import PAGE_BYTES
 
 SUM_BLOCK_BYTES = 256 << 10
@@ -24,12 +23,6 @@ SUM_BYTES = 8
 _VERSION = 2
 """The version of manifests. Version 1 has the extents in rows or in columns, and may lack `store`."""
 _EXTENTS_MAX = 1 << 20
-
-
-def _directory(name: str) -> str:
-    if not os.path.isabs(name) or "\0" in name:
-        raise ValueError(f"{name!r} is no absolute path")
-    return name
 
 
 class StoreRecord(Record):
@@ -43,7 +36,7 @@ class StoreRecord(Record):
     """
 
     created: Name
-    members: Annotated[list[Annotated[Name, AfterValidator(_directory)]], Field(min_length=1, max_length=64)]
+    members: Annotated[list[AbsolutePath], Field(min_length=1, max_length=64)]
     shares: Annotated[list[Annotated[int, Field(ge=1, le=1024)]], Field(max_length=64)]
     stripe_bytes: Annotated[int, Field(gt=0, le=1 << 40, multiple_of=PAGE_BYTES)]
     nbytes: Bytes
@@ -189,7 +182,7 @@ def require_known(found: Iterable[Path]) -> None:
     """Raises NewerVersionError for a manifest that a newer infinity wrote."""
     for path in found:
         try:
-            document.check(path, "generation", _VERSION)
+            manifest_bytes(path)
         except NewerVersionError:
             raise
         except ManifestError:
@@ -235,16 +228,21 @@ def manifest_bytes(path: Path) -> bytes:
 
 
 def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tuple[int, Manifest | ManifestError]]:
-    """Each manifest in `found` (by step), or the error of reading it. With `run`, a manifest of another run is an
-    error."""
+    """Each manifest in `found` (by step), or the error of read_own."""
     for number, path in found.items():
         try:
-            manifest = read_manifest(path)
-            if manifest.step != number or run not in (None, manifest.run):
-                raise ManifestError(path, "belongs to another run or step")
-            yield number, manifest
+            yield number, read_own(path, number, run)
         except ManifestError as error:
             yield number, error
+
+
+def read_own(path: Path, step: int, run: str | None) -> Manifest:
+    """Raises the errors of read_manifest, and ManifestError for a manifest of another step, or of another run unless
+    `run` is None."""
+    manifest = read_manifest(path)
+    if manifest.step != step or run not in (None, manifest.run):
+        raise ManifestError(path, "belongs to another run or step")
+    return manifest
 
 
 def write_manifest(manifest: Manifest) -> list[bytes]:

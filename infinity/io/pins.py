@@ -41,7 +41,7 @@ from pydantic import AfterValidator, Field
 from infinity import files
 from infinity.errors import ConfigError, InfinityError, ManifestError, ResumeError, SwapIOError
 from infinity.io import document, durable
-from infinity.io.schema import Count, Name, Record, require_unique, validated
+from infinity.io.schema import AbsolutePath, Count, Name, Record, require_unique, validated
 from infinity.strict import parse_json
 
 logger = logging.getLogger(__name__)
@@ -53,18 +53,11 @@ _KIND = "pins"
 _MARKER_BYTES_MAX = 1 << 20
 
 
-def _absolute(name: str) -> str:
-    if not os.path.isabs(name) or "\0" in name:
-        raise ValueError(f"{name!r} is no absolute path")
-    return name
-
-
 def _apart(pins: list[Pin]) -> list[Pin]:
     require_unique((pin.folder for pin in pins), "the folder")
     return pins
 
 
-Path_ = Annotated[Name, AfterValidator(_absolute)]
 Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
 
 
@@ -77,7 +70,7 @@ class Pin(Record):
         finished: the folder was seen with its marker.
     """
 
-    folder: Path_
+    folder: AbsolutePath
     step: Count
     digest: Digest
     finished: bool
@@ -118,7 +111,7 @@ class Marker(Record):
     digest: Digest | None = None
     digests: Annotated[list[Digest], Field(default_factory=list)]
     portable: Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-]+\z")] | None = None
-    directories: list[Path_]
+    directories: list[AbsolutePath]
 
     @property
     def ranks(self) -> int:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,7 +24,6 @@ from infinity.io.schema import Name, first_problem
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
 _BYTES_MAX = 1 << 20
 _RATE_MAX = 1e15
 
@@ -56,7 +55,7 @@ class DiskProfile(BaseModel):
 class _Profiles(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    version: int = VERSION
+    version: Literal[1] = 1
     disks: dict[Name, DiskProfile] = Field(default_factory=dict)
 
 
@@ -83,11 +82,6 @@ def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
         problem = error.strerror if isinstance(error, OSError) else first_problem(error)
         logger.warning(
             "the disk profile %s is not readable (%s); run infinity-bench to make a new one", path, printable(problem)
-        )
-        return {}
-    if profiles.version != VERSION:
-        logger.warning(
-            "the disk profile %s has version %d; run infinity-bench to make a new one", path, profiles.version
         )
         return {}
     return profiles.disks

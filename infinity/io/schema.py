@@ -3,6 +3,7 @@ error says in one line what is wrong."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import Annotated, Any, TypeVar
 
@@ -17,6 +18,15 @@ COUNT_MAX = 1 << 48
 Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 Bytes = Annotated[int, Field(ge=0, le=BYTES_MAX, multiple_of=PAGE_BYTES)]
 Name = Annotated[str, Field(max_length=4096)]
+
+
+def _absolute(name: str) -> str:
+    if not os.path.isabs(name) or "\0" in name:
+        raise ValueError(f"{name!r} is no absolute path")
+    return name
+
+
+AbsolutePath = Annotated[Name, AfterValidator(_absolute)]
 
 
 def _as_files_have_it(text: str) -> str:

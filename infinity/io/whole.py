@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIOError
 from infinity.io.directory import HEADER_NAME, StoreDirectory
-from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, manifest_bytes, read_kept
+from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, manifest_bytes, read_own
 from infinity.io.pins import Pin, digest_of, read_pins, said
 from infinity.io.reading import read_all
 from infinity.io.store import Extent, SwapStore
@@ -125,17 +125,15 @@ def newest_whole(
     problems: list[str] = []
     candidates = _candidates(directory, store.run, step, digest) if only is None else [(only.step, only.path)]
     for number, path in candidates:
-        _, manifest = next(read_kept({number: path}, store.run))
-        require_readable(manifest)
         try:
-            if isinstance(manifest, ManifestError):
-                raise manifest
+            manifest = read_own(path, number, store.run)
             _require_of(store, manifest)
             _require_provable(store, manifest)
             used, extents = use(manifest, path)
             _require_undamaged(list(verify(store, extents, manifest, memory)))
             return used
         except ResumeError as error:
+            require_readable(error)
             problems.append(f"generation {number} cannot be used: {error}")
             logger.warning("%s", problems[-1])
     wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
@@ -207,13 +205,12 @@ def ways(directory: StoreDirectory, run: str, step: int | None) -> list[Way]:
         for number, path in places:
             if step not in (None, number):
                 continue
-            _, manifest = next(read_kept({number: path}, run))
-            require_readable(manifest)
-            if isinstance(manifest, ManifestError):
-                logger.warning("%s", manifest)
-                continue
-            name = name_of(manifest)
-            found.setdefault(name, Way(name, is_kept, path))
+            try:
+                name = name_of(read_own(path, number, run))
+                found.setdefault(name, Way(name, is_kept, path))
+            except ManifestError as error:
+                require_readable(error)
+                logger.warning("%s", error)
     return list(found.values())
 
 
@@ -238,15 +235,15 @@ def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
         )
 
 
-def require_readable(manifest: Manifest | ManifestError) -> None:
-    """Raises ResumeError for a manifest that exists and cannot be read now: the generation may be whole, and must not
-    be given up."""
-    if isinstance(manifest, ManifestError) and isinstance(manifest.__cause__, OSError):
-        if isinstance(manifest, DamagedFileError):
+def require_readable(error: ResumeError) -> None:
+    """Raises ResumeError where the error is that a manifest exists and cannot be read now: the generation may be whole,
+    and must not be given up."""
+    if isinstance(error, ManifestError) and isinstance(error.__cause__, OSError):
+        if isinstance(error, DamagedFileError):
             return  # the file is gone
         raise ResumeError(
-            f"{manifest}. Try again; where that does not help, remove the file to go on without that generation."
-        ) from manifest
+            f"{error}. Try again; where that does not help, remove the file to go on without that generation."
+        ) from error
 
 
 def _require_of(store: SwapStore, manifest: Manifest) -> None:

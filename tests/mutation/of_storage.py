@@ -192,8 +192,8 @@ OF_STORAGE = [
     Mutant(
         "a manifest that cannot be read now is not given up",
         "infinity/io/whole.py",
-        "        require_readable(manifest)\n        try:\n",
-        "        try:\n",
+        "            require_readable(error)\n            problems.append(",
+        "            problems.append(",
         _HEADERS,
     ),
     Mutant(
