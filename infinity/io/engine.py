@@ -29,9 +29,9 @@ class Transfer:
     """
 
     future: _native.IOFuture
-    unit: str
-    state: str
-    step: int
+    unit: str = ""
+    state: str = ""
+    step: int = 0
     state_of: Callable[[_native.Failure], str] | None = None
 
     def done(self) -> bool:
@@ -50,7 +50,7 @@ class Transfer:
         failure = self.future.failure()
         if failure is not None:
             state = self.state if self.state_of is None else self.state_of(failure)
-            raise error_of(failure, self.unit, state, self.step)
+            raise _error_of(failure, self.unit, state, self.step)
 
     def wait(self) -> None:
         """Wait until the request is done, whether it succeeded or failed."""
@@ -59,7 +59,7 @@ class Transfer:
             self.future.wait()
 
 
-def error_of(failure: _native.Failure, unit: str = "", state: str = "", step: int = 0) -> SwapIOError:
+def _error_of(failure: _native.Failure, unit: str, state: str, step: int) -> SwapIOError:
     """The exception for a failed request."""
     kinds = {"corruption": SwapCorruptionError, "timeout": SwapTimeoutError, "device": DeviceCopyError}
     return kinds.get(failure.kind, SwapIOError)(

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.errors import DamagedFileError, DirtyStoreError, ManifestError, NoStoreError, ResumeError
+from infinity.errors import DamagedFileError, DirtyStoreError, NoStoreError, ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from infinity.io.manifest import Header, Manifest, read_header, read_kept, require_known
 
@@ -44,8 +44,8 @@ def header_in(path: Path) -> FoundHeader:
         DamagedFileError: the header is damaged and cannot be rebuilt.
         ManifestError: it, or the manifest it would be rebuilt from, cannot be read or understood.
     """
-    (found,) = _own([path])
-    return FoundHeader(found) if isinstance(found, Header) else _rebuild(path, 0, found, None)
+    (found,) = _read_or_rebuilt([path])
+    return found
 
 
 def members_of(path: Path) -> list[Path]:
@@ -84,16 +84,18 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
             or the paths are not all directories of the store in its order.
         DirtyStoreError: the store was updated in place.
     """
+    found = _read_or_rebuilt(paths)
+    _require_one_store(paths, [each.header for each in found])
+    return found
+
+
+def _read_or_rebuilt(paths: Sequence[Path]) -> list[FoundHeader]:
     read = _own(paths)
     source = next((header for header in read if isinstance(header, Header)), None)
     found: list[FoundHeader] = []
     for index, (path, header) in enumerate(zip(paths, read, strict=True)):
-        if isinstance(header, Header):
-            found.append(FoundHeader(header))
-        else:
-            found.append(_rebuild(path, index, header, source))
-            source = source or found[-1].header
-    _require_one_store(paths, [each.header for each in found])
+        found.append(FoundHeader(header) if isinstance(header, Header) else _rebuild(path, index, header, source))
+        source = source or found[-1].header
     return found
 
 
@@ -141,16 +143,14 @@ def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header |
         header = source.model_copy(update={"member": member})
         return FoundHeader(header, f"{damage}; {_INSTEAD} the header of another part of the store")
     require_known(generations_in(path).values())
-    reasons = []  # newest generation first
+    reason = ""  # of the newest generation
     for number, manifest in read_kept(generations_in(path)):
-        if isinstance(manifest, ManifestError):
-            reasons.append(str(manifest))
-        elif manifest.store is None:
-            reasons.append(f"generation {number} was written by an older infinity, whose manifests hold no header")
-        else:
+        if isinstance(manifest, Manifest) and manifest.store is not None:
             header = Header(**dict(manifest.store), run=manifest.run, mode="generations", member=member)
             return FoundHeader(header, f"{damage}; {_INSTEAD} generation {number}")
-    reason = reasons[0] if reasons else "no generation is beside it"
+        old = f"generation {number} was written by an older infinity, whose manifests hold no header"
+        reason = reason or (old if isinstance(manifest, Manifest) else str(manifest))
+    reason = reason or "no generation is beside it"
     raise DamagedFileError(path / HEADER_NAME, f"{damage.problem}; it cannot be rebuilt: {reason}")
 
 

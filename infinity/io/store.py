@@ -19,7 +19,7 @@ from infinity.errors import ConfigError, ResumeError, SwapIOError, SwapTimeoutEr
 from infinity.files import require_different
 from infinity.io import durable
 from infinity.io.directory import HEADER_NAME, ReadDirectory, StoreDirectory, SwapDirectory, require_name
-from infinity.io.engine import Transfer, error_of
+from infinity.io.engine import Transfer
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Header, StoreRecord, write_header
 from infinity.io.profile import profile_of
@@ -121,17 +121,16 @@ class SwapStore:
                 else:
                     held.append(SwapDirectory(path, create=mode != "resume"))
                     self.directories.append(held[-1])
-            if mode in ("read", "share"):
+            if mode == "generations" or mode == "in place":
+                self._create(held, mode)
+            else:
                 self._reopen()
-            elif mode == "resume":
-                self._reopen()
+            if mode == "resume":
                 for directory in held:
                     directory.remove_asides()
                     directory.take_over()
                 if scratch_bytes:
                     self._preallocate()
-            elif mode == "generations" or mode == "in place":
-                self._create(held, mode)
             if checksums:
                 self.file.keep_checksums(self._file_bytes)
         except BaseException:
@@ -357,7 +356,7 @@ class SwapStore:
 
     def sync(self) -> Transfer:
         """Start making all writes that are complete durable."""
-        return Transfer(self.engine.sync(self.file), "", "", self._step)
+        return Transfer(self.engine.sync(self.file), step=self._step)
 
     @property
     def keeps(self) -> bool:
@@ -444,10 +443,10 @@ def _probe(engine: _native.IOEngine, file: _native.File) -> float:
     memory = _native.Arena(_PROBE_BYTES, huge_pages=False).view(0, _PROBE_BYTES)
     try:
         file.preallocate(_PROBE_BYTES)
-        _finish(engine.write(file, 0, memory))  # the first write to new blocks costs more than all later ones
+        Transfer(engine.write(file, 0, memory)).result()  # the first write to new blocks costs more than later ones
         began = time.perf_counter()
-        _finish(engine.write(file, 0, memory))
-        _finish(engine.read(file, 0, memory))
+        Transfer(engine.write(file, 0, memory)).result()
+        Transfer(engine.read(file, 0, memory)).result()
         seconds = time.perf_counter() - began
         os.truncate(file.path, 0)
     except OSError as error:
@@ -455,13 +454,6 @@ def _probe(engine: _native.IOEngine, file: _native.File) -> float:
             raise
         raise SwapIOError("measuring", path=file.path, nbytes=_PROBE_BYTES, errno=error.errno or 0) from error
     return 2 * _PROBE_BYTES / seconds
-
-
-def _finish(future: _native.IOFuture) -> None:
-    future.wait()
-    failure = future.failure()
-    if failure is not None:
-        raise error_of(failure)
 
 
 def wait_all(transfers: Iterable[Transfer]) -> None:
