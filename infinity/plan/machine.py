@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from infinity.base.accelerator import free_bytes
-from infinity.base.machine import available_host_bytes, last_cache_bytes, usable_cores
+from infinity.base.machine import available_host_bytes, usable_cores
 
-__all__ = ["available_device_bytes", "available_host_bytes", "last_cache_bytes", "usable_cores"]
+__all__ = ["available_device_bytes", "available_host_bytes", "usable_cores"]
 
 
 def available_device_bytes(device: torch.device) -> int:

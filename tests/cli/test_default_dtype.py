@@ -12,9 +12,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from infinity.base.machine import Processor
 from infinity.cli import default_dtype as defaults
 from infinity.cli.default_dtype import default_dtype, dtype_line
+from infinity.cli.machine_facts import Processor
 from infinity.cli.main import main
 from infinity.cli.optimizers import DTYPES
 from tests.cli.test_finetune import run

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from infinity.cli.machine_facts import describe_machine
+from infinity.cli.machine_facts import describe_machine, last_cache_bytes
 from tests.io.test_disks import write
 
 
@@ -60,3 +61,28 @@ def test_what_the_system_does_not_tell_is_left_open(tmp_path: Path) -> None:
 def test_an_odd_file_of_the_system_tells_nothing_and_is_no_error(odd: str, tmp_path: Path) -> None:
     write(tmp_path, {"proc/sys/kernel/io_uring_disabled": odd})
     assert describe_machine(tmp_path).io_uring_disabled is None
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3})
+
+
+def cache(root: Path, cpu: int, index: int, level: int, shared: str, size: str) -> None:
+    directory = root / f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+    directory.mkdir(parents=True)
+    for name, text in (("level", f"{level}"), ("shared_cpu_list", shared), ("size", size)):
+        (directory / name).write_text(f"{text}\n")
+
+
+def test_caches_of_the_last_level_count_once_each(two_cores: None, tmp_path: Path) -> None:
+    for cpu in (0, 1, 3):
+        cache(tmp_path, cpu, 2, 2, f"{cpu}", "2048K")
+        cache(tmp_path, cpu, 3, 3, "0-1" if cpu < 2 else "2-3", "32768K")
+    assert last_cache_bytes(tmp_path) == 64 << 20
+
+
+def test_a_system_that_does_not_tell_has_none(two_cores: None, tmp_path: Path) -> None:
+    assert last_cache_bytes(tmp_path) == 0
+    cache(tmp_path, 0, 3, 3, "0-3", "")
+    assert last_cache_bytes(tmp_path) == 0

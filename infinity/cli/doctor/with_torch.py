@@ -61,8 +61,8 @@ class WithTorch:
     def processor(self) -> Found:
         """The processor and, where it computes, the default of --dtype. A default of fp32 is a warning: it is slow."""
         from infinity.base.accelerator import current_device
-        from infinity.base.machine import processor
         from infinity.cli.default_dtype import default_dtype
+        from infinity.cli.machine_facts import processor
 
         model = processor(self._root).model or "a processor without a name"
         device = current_device().type
