@@ -30,7 +30,7 @@ from simulation.report import calibration_table, compared, gpu_table, plot, tabl
 from simulation.scenario import simulate, summary
 from simulation.shapes import SHAPES, task_of
 
-from infinity.plan.machines import MACHINES
+from infinity.cli.planning.machines import MACHINES
 
 MOMENTS = ("fp32", "int8")
 

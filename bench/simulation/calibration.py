@@ -25,7 +25,7 @@ from typing import Any
 from peers.contenders import setting_of
 from peers.workload import Workload
 
-from infinity.plan.rates import Machine
+from infinity.cli.planning.rates import Machine
 from simulation.scenario import simulate
 from simulation.shapes import Task, task_of
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from infinity.plan.rates import Machine
+from infinity.cli.planning.rates import Machine
 from simulation.clock import Clock, Future, when_all
 from simulation.fluid import TRANSFER, Activity, Fluid
 

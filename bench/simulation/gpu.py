@@ -14,7 +14,7 @@ import torch
 
 from infinity import _native
 from infinity.base.accelerator import GateTable
-from infinity.plan.rates import Machine
+from infinity.cli.planning.rates import Machine
 from simulation.clock import Clock, Future, when_all
 from simulation.fluid import TRANSFER, Activity, Fluid
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from gpu.stage_rows import MODELS, Model
 
-from infinity.plan.machines import MACHINES
-from infinity.plan.rates import Machine
+from infinity.cli.planning.machines import MACHINES
+from infinity.cli.planning.rates import Machine
 from simulation.scenario import simulate
 from simulation.shapes import task_of
 

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from infinity import _native
-from infinity.plan.rates import Machine
+from infinity.cli.planning.rates import Machine
 from infinity.state.unit import ParameterSpec
 from infinity.tiers.downloads import GradientQueue, Packed
 from simulation.clock import Clock, Future

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from infinity import _native
+from infinity.cli.planning.rates import ADAM_BYTES, Machine
 from infinity.plan.budgets import Staging
-from infinity.plan.rates import ADAM_BYTES, Machine
 from simulation.clock import Clock, Future, when_all
 from simulation.disk import Disk
 from simulation.fluid import Activity, Fluid

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from infinity.cli.planning.machines import SYSTEM_BYTES
+from infinity.cli.planning.rates import Machine
 from infinity.config import SwapConfig
 from infinity.plan.disk import Disks
-from infinity.plan.machines import SYSTEM_BYTES
 from infinity.plan.plan import Plan
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
-from infinity.plan.rates import Machine
 from infinity.sizes import PAGE_BYTES
 from simulation.shapes import Task
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.plan.rates import Machine
+from infinity.cli.planning.rates import Machine
 
 Row = Mapping[str, Any]
 _LEAD = 1.5

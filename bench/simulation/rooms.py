@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from infinity.cli.planning.rates import Machine
 from infinity.plan.plan import Plan
-from infinity.plan.rates import Machine
 from infinity.ranks.world import Alone
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit

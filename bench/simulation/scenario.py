@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from infinity.cli.planning.rates import Machine
 from infinity.errors import InfinityError
 from infinity.plan.plan import Plan
-from infinity.plan.rates import Machine
 from simulation import native
 from simulation.planning import plan_for
 from simulation.shapes import Task

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from infinity.cli.planning.rates import Machine
 from infinity.plan.plan import Plan
-from infinity.plan.rates import Machine
 from infinity.units.unit import OffloadedUnit
 from simulation.clock import Future
 from simulation.fluid import Activity

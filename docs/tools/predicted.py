@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.main import on_machine
 from infinity.cli.planning.model import Batch, adapt, build
 from infinity.cli.planning.presets import PRESETS
@@ -18,7 +19,6 @@ from infinity.cli.planning.scenario import Scenario
 from infinity.config import load_config
 from infinity.errors import PlanError
 from infinity.plan.disk import Disks
-from infinity.plan.machines import MACHINES
 
 PAGE = Path(__file__).parents[1] / "reference" / "predicted.md"
 GENERATED = "<!-- Written by docs/tools/predicted.py. Change the code it reads, then run `make docs`. -->\n\n"

@@ -26,8 +26,8 @@ from infinity.cli.options import (
     whole,
     word,
 )
+from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.presets import PRESETS
-from infinity.plan.machines import MACHINES
 from infinity.sizes import THREADS_MAX
 
 _RANK_MAX = 1 << 16

@@ -18,9 +18,9 @@ from infinity.base.accelerator import TorchAccelerator, free_bytes
 from infinity.cli.bench.adam import Format, run_adam
 from infinity.cli.doctor.gpu import measure
 from infinity.cli.machine_facts import last_cache_bytes
+from infinity.cli.planning.rates import Machine
 from infinity.plan.disk import profiles_of, room_bytes
 from infinity.plan.machine import available_host_bytes, usable_cores
-from infinity.plan.rates import Machine
 from infinity.state.codec import Codec, encode, encoded_bytes
 from infinity.state.frozen import FrozenName
 

@@ -15,16 +15,16 @@ from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import require_alone, require_file_place
 from infinity.cli.planning.here import machine_here
+from infinity.cli.planning.machines import MACHINES, SYSTEM_BYTES
 from infinity.cli.planning.model import Batch, adapt, build, widths
+from infinity.cli.planning.rates import Machine
 from infinity.cli.planning.report import as_json, duration, report
 from infinity.cli.planning.scenario import Scenario, as_yaml, with_changes
 from infinity.config import SwapConfig, load_config
 from infinity.echo import quoted
 from infinity.errors import ConfigError, PlanError
 from infinity.plan.disk import Disks, disks_of
-from infinity.plan.machines import MACHINES, SYSTEM_BYTES
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE
-from infinity.plan.rates import Machine
 
 DOES_NOT_FIT = 1
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.cli.planning.prediction import Work
 from infinity.cli.planning.presets import PRESETS
 from infinity.cli.planning.skeleton import Skeleton, skeleton
 from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, ModelError
-from infinity.plan.prediction import Work
 from infinity.state.codec import Codec
 from infinity.state.frozen import remember
 

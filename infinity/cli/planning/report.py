@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from infinity.cli.planning.rates import Machine
 from infinity.cli.planning.scenario import Alternative, Outcome, Scenario, as_yaml, compute_tokens
-from infinity.plan.rates import Machine
 from infinity.sizes import format_bytes
 
 LINKS = {

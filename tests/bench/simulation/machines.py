@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from peers.workload import Workload
 
-from infinity.plan.rates import Machine
+from infinity.cli.planning.rates import Machine
 
 SMALL = Workload(layers=8, hidden=512, intermediate=1408, heads=8, vocabulary=4096, batch=1, tokens=512, recompute=True)
 CPU = Machine(

@@ -10,7 +10,7 @@ from simulation.policies import POLICIES, policy
 from simulation.scenario import Outcome, bounds, simulate, summary
 from simulation.shapes import Task, task_of
 
-from infinity.plan.rates import Machine
+from infinity.cli.planning.rates import Machine
 from tests.bench.simulation.machines import CPU, GPU, SMALL
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.main import on_machine
 from infinity.cli.planning.model import Batch, build
 from infinity.cli.planning.scenario import Scenario
 from infinity.config import load_config
 from infinity.plan.disk import Disks
-from infinity.plan.machines import MACHINES
 
 
 def scenario_of(model: str, machine: str, **config: Any) -> Scenario:

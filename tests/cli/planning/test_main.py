@@ -18,13 +18,13 @@ from infinity.cli.bench import survey, sweep
 from infinity.cli.bench.main import main as bench
 from infinity.cli.main import main
 from infinity.cli.planning import here
+from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.model import Batch, adapt
 from infinity.cli.planning.scenario import GAIN_MIN, as_yaml, with_changes
 from infinity.config import load_config
 from infinity.errors import PlanError
 from infinity.io.profile import save_profile
 from infinity.plan.disk import Disks
-from infinity.plan.machines import MACHINES
 from tests.cli.planning.scenarios import scenario_of
 from tests.io.test_store import measured
 

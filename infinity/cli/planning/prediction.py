@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from infinity.cli.planning.rates import ADAM_BYTES, Machine
 from infinity.plan.expected import Moved
 from infinity.plan.plan import Plan
-from infinity.plan.rates import ADAM_BYTES, Machine
 
 OVERLAPPED = 1.08
 """Seconds of a step over those of its busiest resource, measured on the CPU: 1.05 to 1.15 (bench/results)."""

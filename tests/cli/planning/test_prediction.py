@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.cli.planning.machines import MACHINES
+from infinity.cli.planning.prediction import OVERLAPPED, Prediction, Work, predict
+from infinity.cli.planning.rates import Machine
 from infinity.config import load_config
 from infinity.plan.disk import Disks
-from infinity.plan.machines import MACHINES
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
-from infinity.plan.prediction import OVERLAPPED, Prediction, Work, predict
 from infinity.plan.problem import ALONE, Peers
-from infinity.plan.rates import Machine
 from infinity.state.discover import discover
 from infinity.state.shard import Cut
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from infinity.plan.rates import ADAM_BYTES, Machine
+from infinity.cli.planning.rates import ADAM_BYTES, Machine
 
 GB = 1e9
 GIB = 1 << 30
