@@ -465,7 +465,7 @@ class Generations:
         has lost its marker it stays without: what else is in it may be of another step."""
         pin = self.pin_of(folder)
         if self._pins.holds(pin):
-            self._pins.mark_portable(pin, name)
+            self._pins.mark(pin, folder, [], name)
         self.unpin(folder)
 
     def _write_pins(self, pins: Iterable[Pin]) -> None:

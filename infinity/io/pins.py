@@ -270,17 +270,18 @@ class Pins:
     def _seen(self, pin: Pin) -> Pin:
         return pin if pin.finished else pin.model_copy(update={"finished": self.holds(pin)})
 
-    def mark(self, pin: Pin, folder: Path, digests: Sequence[str]) -> None:
-        """Write the marker of a pin into a folder. Args: digests: of all ranks' generations. Raises SwapIOError."""
-        write_marker(folder, self._marker(pin, digests, None))
+    def mark(self, pin: Pin, folder: Path, digests: Sequence[str], portable: str | None = None) -> None:
+        """Write the marker of a pin into a folder.
 
-    def mark_portable(self, pin: Pin, name: str) -> None:
-        """Write into a pin's folder that it holds a portable copy, in the folder `name`. Raises SwapIOError."""
-        write_marker(Path(pin.folder), self._marker(pin, [], name))
+        Args:
+            digests: of all ranks' generations; [] where the folder holds a portable copy.
+            portable: the folder in it that holds the copy.
 
-    def _marker(self, pin: Pin, digests: Sequence[str], portable: str | None) -> Marker:
+        Raises:
+            SwapIOError: as write_marker.
+        """
         own = self._directories if self._ranks == 1 else [path.parent for path in self._directories]
-        return Marker(
+        marker = Marker(
             run=self._run,
             step=pin.step,
             digest=digests[0] if digests else None,
@@ -288,6 +289,7 @@ class Pins:
             portable=portable,
             directories=list(map(str, own)),
         )
+        write_marker(folder, marker)
 
     def unmark(self, pin: Pin) -> None:
         """Remove the marker of a pin's folder, unless it is of something else. Raises SwapIOError."""
