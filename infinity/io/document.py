@@ -59,20 +59,6 @@ _TORCH_DTYPES = {
 }
 _NUMPY_KINDS = "biuf"
 _NUMPY_DTYPE = re.compile(r"[<|][biuf](1|2|4|8|16)")
-_DATA = {"$", "at", "nbytes"}
-_FORMS = {
-    "float": {"$", "value"},
-    "counter": {"$", "items"},
-    "dict": {"$", "items"},
-    "tuple": {"$", "items"},
-    "bytes": _DATA,
-    "tensor": _DATA | {"dtype", "shape"},
-    "array": _DATA | {"dtype", "shape"},
-    "scalar": _DATA | {"dtype", "shape"},
-    "dtype": {"$", "name"},
-    "device": {"$", "name"},
-}
-"""The keys of each form."""
 _TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
@@ -295,18 +281,20 @@ class _Unpacker:
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
-        self._readers: dict[str, Callable[[dict[str, Any]], Any]] = {
-            "float": self._float,
-            "counter": lambda tagged: Counter(self._items(tagged)),
-            "dict": self._items,
-            "tuple": lambda tagged: tuple(self._list(tagged, "items")),
-            "bytes": lambda tagged: bytes(self._blob(tagged)),
-            "tensor": self._tensor,
-            "array": self._array,
-            "scalar": lambda tagged: self._array(tagged)[()],
-            "dtype": lambda tagged: _TORCH_DTYPES[tagged["name"]],
-            "device": lambda tagged: torch.device(str(tagged["name"])),
+        blob, array = ("at", "nbytes"), ("at", "nbytes", "dtype", "shape")
+        self._forms: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Any]]] = {
+            "float": (("value",), self._float),
+            "counter": (("items",), lambda tagged: Counter(self._items(tagged))),
+            "dict": (("items",), self._items),
+            "tuple": (("items",), lambda tagged: tuple(self._list(tagged, "items"))),
+            "bytes": (blob, lambda tagged: bytes(self._blob(tagged))),
+            "tensor": (array, self._tensor),
+            "array": (array, self._array),
+            "scalar": (array, lambda tagged: self._array(tagged)[()]),
+            "dtype": (("name",), lambda tagged: _TORCH_DTYPES[tagged["name"]]),
+            "device": (("name",), lambda tagged: torch.device(str(tagged["name"]))),
         }
+        """The keys of each form beside "$", and what makes the value of them."""
 
     def parse(self, text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=self._unpack, parse_constant=self._refuse)
@@ -318,11 +306,12 @@ class _Unpacker:
         if "$" not in value:
             return value
         kind = value["$"]
-        if not isinstance(kind, str) or kind not in self._readers:
+        if not isinstance(kind, str) or kind not in self._forms:
             raise ValueError(f"unknown form {kind!r}")
-        if value.keys() != _FORMS[kind]:
+        keys, made = self._forms[kind]
+        if value.keys() != {"$", *keys}:
             raise ValueError(f"{kind} with {sorted(value)}")
-        return self._readers[kind](value)
+        return made(value)
 
     @staticmethod
     def _refuse(constant: str) -> Any:
@@ -371,4 +360,4 @@ class _Unpacker:
         if not _NUMPY_DTYPE.fullmatch(name):
             raise ValueError(f"an array of {name}")
         dtype = np.dtype(name)
-        return np.frombuffer(bytes(data), dtype=dtype).reshape(self._shape(tagged, dtype.itemsize, len(data))).copy()
+        return np.frombuffer(bytearray(data), dtype=dtype).reshape(self._shape(tagged, dtype.itemsize, len(data)))
