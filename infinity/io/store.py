@@ -143,14 +143,14 @@ class SwapStore:
         for directory in reversed(held):  # the first one shows whether the others belong to a generation: it goes last
             directory.make_room()
         self._members = [_open(directory, create=True) for directory in self.directories]
-        self.shares = self._measure_shares()
-        self._stripe(STRIPE_BYTES)
+        shares = self._measure_shares()
+        self._stripe(shares, STRIPE_BYTES)
         self._reserve()
         self.run = self.run or new_run()
         self.record = StoreRecord(
             created=now(),
             members=[str(directory.path) for directory in self.directories],
-            shares=self.shares,
+            shares=shares,
             stripe_bytes=STRIPE_BYTES,
             nbytes=self.nbytes,
         )
@@ -163,12 +163,12 @@ class SwapStore:
 
     def _reopen(self) -> None:
         found = headers_of([directory.path for directory in self.directories])
-        self._unwritten = [each.header for each in found if each.rebuilt]
-        self.rebuilt = [each.rebuilt for each in found if each.rebuilt]
-        for each in found:
-            if each.rebuilt:
-                logger.warning("%s", each.rebuilt)
-        self.record, self.run, self.shares = found[0].header.store, found[0].header.run, found[0].header.shares
+        rebuilt = [each for each in found if each.rebuilt]
+        self._unwritten = [each.header for each in rebuilt]
+        self.rebuilt = [each.rebuilt for each in rebuilt]
+        for each in rebuilt:
+            logger.warning("%s", each.rebuilt)
+        self.record, self.run = found[0].header.store, found[0].header.run
         if self.record.nbytes != self.nbytes:
             raise ResumeError(
                 f"{self.directories[0].path} holds a store of {format_bytes(self.record.nbytes)}, and this model, "
@@ -182,7 +182,7 @@ class SwapStore:
                     "removed. Put the file back, or begin anew."
                 )
         self._members = [_open(directory, create=False) for directory in self.directories]
-        self._stripe(self.record.stripe_bytes)
+        self._stripe(self.record.shares, self.record.stripe_bytes)
         for index, directory in enumerate(self.directories):
             expected, size = self.file.member_bytes(index, self.nbytes), directory.swap_path.stat().st_size
             if size < expected:
@@ -228,10 +228,10 @@ class SwapStore:
             logger.info("wrote the rebuilt header %s", path)
             del self._unwritten[0]
 
-    def _stripe(self, stripe_bytes: int) -> None:
+    def _stripe(self, shares: Sequence[int], stripe_bytes: int) -> None:
         self.file = self._members[0]
         if len(self._members) > 1:
-            self.file = _native.File.striped(self._members, self.shares, stripe_bytes)
+            self.file = _native.File.striped(self._members, shares, stripe_bytes)
 
     def _measure_shares(self) -> list[int]:
         """How many stripes of a cycle each path holds: in proportion to its bandwidth, from its profile or a probe."""

@@ -73,7 +73,7 @@ def test_shares_are_small_numbers_in_proportion_to_the_rates(rates: list[float],
 
 def test_unmeasured_disks_are_measured_at_the_start(tmp_path: Path, engine: _native.IOEngine) -> None:
     store = SwapStore([tmp_path / "a", tmp_path / "b"], 8 << 20, engine)
-    assert len(store.shares) == 2
+    assert len(store.record.shares) == 2
     moved = engine.counters()["write_bytes_weights"]
     assert moved >= 2 * (64 << 20)
     zeros = _native.Arena(1 << 20).view(0, 1 << 20)
@@ -86,7 +86,7 @@ def test_unmeasured_disks_are_measured_at_the_start(tmp_path: Path, engine: _nat
 def test_a_profile_spares_the_measurement(tmp_path: Path, engine: _native.IOEngine) -> None:
     save_profile(tmp_path, measured(2e9, tmp_path))
     store = SwapStore([tmp_path / "a", tmp_path / "b"], 8 << 20, engine)
-    assert store.shares == [1, 1]
+    assert store.record.shares == [1, 1]
     assert engine.counters()["operations"] == 0
     store.close()
 

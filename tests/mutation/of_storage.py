@@ -170,9 +170,9 @@ OF_STORAGE = [
     Mutant(
         "a rebuilt header is written once a generation was whole, not before",
         "infinity/io/store.py",
-        '                logger.warning("%s", each.rebuilt)\n',
-        "                path = self.directories[each.header.member].header_path\n"
-        "                durable.write_file(path, write_header(each.header))\n",
+        '            logger.warning("%s", each.rebuilt)\n',
+        "            path = self.directories[each.header.member].header_path\n"
+        "            durable.write_file(path, write_header(each.header))\n",
         _HEADERS,
     ),
     Mutant(
