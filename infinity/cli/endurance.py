@@ -63,7 +63,7 @@ def parse_smartctl(report: object) -> Endurance | None:
     if log is not None:
         return _wear(_at(log, "data_units_written"), _NVME_UNIT_BYTES, _at(log, "percentage_used"))
     rows = _at(report, "ata_smart_attributes", "table")
-    table = {_at(row, "name"): row for row in rows} if isinstance(rows, list) else {}
+    table = {str(_at(row, "name")): row for row in rows} if isinstance(rows, list) else {}
     left = number_in(_at(table.get("Wear_Leveling_Count"), "value"))
     written = _at(table.get("Total_LBAs_Written"), "raw", "value")
     return _wear(written, _SMART_SECTOR_BYTES, None if left is None else max(100 - left, 0))

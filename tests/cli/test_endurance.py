@@ -78,6 +78,7 @@ def test_no_wear_is_made_up_where_none_is_told(does: str, programs: Path, monkey
         [],
         None,
         {"ata_smart_attributes": None},
+        {"ata_smart_attributes": {"table": [{"name": []}]}},
         {"ata_smart_attributes": {"table": [None, {"name": "Total_LBAs_Written"}]}},
         {"ata_smart_attributes": {"table": [{"name": "Total_LBAs_Written", "raw": {"value": 1}}]}},
         {"nvme_smart_health_information_log": {"data_units_written": None, "percentage_used": 1}},
