@@ -13,7 +13,7 @@ from infinity import files
 from infinity.cli.disk_facts import DiskFacts, describe_disk
 from infinity.cli.disk_kinds import NETWORK_FILESYSTEMS
 from infinity.cli.doctor.apart import new_name
-from infinity.cli.doctor.direct import try_direct
+from infinity.cli.doctor.direct import takes_direct
 from infinity.cli.doctor.mends import restarted, written
 from infinity.cli.doctor.rows import Found, Probe, Probes
 from infinity.cli.endurance import endurance_of, smartctl
@@ -137,15 +137,14 @@ class Disk:
     def direct(self) -> Found:
         """Whether transfers go around the page cache, tried on a file that is gone at once."""
         try:
-            found = try_direct(self.scratch)
+            works = takes_direct(self.scratch)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 return Found("unknown", f"a file cannot be made here: {error.strerror}")
             raise
-        blocks = ", ".join(map(_short, found.blocks))
-        if found.used and PAGE_BYTES in found.blocks:
-            return Found("ok", f"works in blocks of {blocks}")
-        said = f"works in blocks of {blocks}, infinity needs 4 KiB" if blocks else "does not work here"
+        if works:
+            return Found("ok", "works in blocks of 4 KiB")
+        said = "does not work here in blocks of 4 KiB"
         return Found("slower", f"{said}: transfers go through the page cache, which takes RAM and time")
 
     def measured(self) -> Found:
@@ -213,14 +212,6 @@ class Disk:
     @property
     def _is_read_only(self) -> bool:
         return bool(os.statvfs(self.there).f_flag & os.ST_RDONLY)
-
-
-def _short(block: int) -> str:
-    """1048576 → '1 MiB'."""
-    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if block % size == 0:
-            return f"{block // size} {unit}"
-    return f"{block} B"
 
 
 def age(measured: str, today: datetime.date | None = None) -> str:

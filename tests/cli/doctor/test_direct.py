@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from infinity import _native
 from infinity.cli.doctor import direct
-from infinity.cli.doctor.direct import try_direct
+from infinity.cli.doctor.direct import takes_direct
 
 
 def test_it_is_tried_on_a_file_that_leaves_nothing_behind(tmp_path: Path) -> None:
-    found = try_direct(tmp_path / "probe")
+    """It says of this disk what a swap file there does."""
+    found = takes_direct(tmp_path / "probe")
     assert list(tmp_path.iterdir()) == []
-    assert set(found.blocks) <= {512, 4096, 1 << 20}
-    assert found.used == (4096 in found.blocks)
+    file = _native.File(str(tmp_path / "swap"), create=True)
+    assert found == file.direct
+    file.close()
 
 
-def test_a_file_system_without_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = fcntl.fcntl
-
-    def refuse(descriptor: int, command: int, argument: int = 0) -> Any:
-        if command == fcntl.F_SETFL and argument & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(descriptor, command, argument)
-
-    monkeypatch.setattr(fcntl, "fcntl", refuse)
-    assert try_direct(tmp_path / "probe").blocks == ()
+def test_a_swap_file_that_goes_through_the_page_cache_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = _native.File
+    monkeypatch.setattr(_native, "File", lambda path: real(path, direct=False))
+    assert not takes_direct(tmp_path / "probe")
 
 
-def test_blocks_that_are_too_small_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.pwrite
+@pytest.mark.parametrize("odd", ["refused", "others"])
+def test_a_block_of_4_kib_that_is_refused_or_comes_back_as_another_does_not_count(
+    odd: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_native, "File", lambda path: SimpleNamespace(direct=True, close=lambda: None))
+    monkeypatch.setattr(direct.fcntl, "fcntl", lambda *_: 0)  # this disk may have no direct I/O
+    assert takes_direct(tmp_path / "probe")
 
     def refuse(descriptor: int, data: Any, offset: int) -> int:
-        if len(data) < 4096:
+        if odd == "refused":
             raise OSError(errno.EINVAL, "Invalid argument")
-        return real(descriptor, data, offset)
+        return real(descriptor, b"o" * len(data), offset)
 
+    real = os.pwrite
     monkeypatch.setattr(os, "pwrite", refuse)
-    assert 512 not in try_direct(tmp_path / "probe").blocks
+    assert not takes_direct(tmp_path / "probe")
 
 
 @pytest.mark.parametrize("call", ["pwrite", "unlink"])
@@ -56,7 +61,7 @@ def test_a_disk_that_fails_is_an_error_and_the_descriptor_is_closed(
 
     monkeypatch.setattr(direct.os, call, fail)
     with pytest.raises(OSError, match="Input/output error"):
-        try_direct(tmp_path / "probe")
+        takes_direct(tmp_path / "probe")
     monkeypatch.undo()
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
@@ -64,5 +69,5 @@ def test_a_disk_that_fails_is_an_error_and_the_descriptor_is_closed(
 def test_a_file_that_is_there_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "probe").write_text("mine")
     with pytest.raises(FileExistsError):
-        try_direct(tmp_path / "probe")
+        takes_direct(tmp_path / "probe")
     assert (tmp_path / "probe").read_text() == "mine"

@@ -14,7 +14,6 @@ import pytest
 
 from infinity.cli.doctor import disks
 from infinity.cli.doctor.apart import look
-from infinity.cli.doctor.direct import DirectIO
 from infinity.cli.doctor.disks import Disk, age, disk
 from infinity.cli.endurance import Endurance
 from infinity.io.profile import DiskProfile, save_profile
@@ -223,17 +222,16 @@ def test_what_is_not_told_of_queues_is_no_fault(root: Path, swap: Path, mounted:
 
 
 @pytest.mark.parametrize(
-    ("found", "state", "said"),
+    ("works", "state", "said"),
     [
-        (DirectIO((512, 4096, 1 << 20), True), "ok", "works in blocks of 512 B, 4 KiB, 1 MiB"),
-        (DirectIO((1 << 20,), False), "slower", "works in blocks of 1 MiB, infinity needs 4 KiB"),
-        (DirectIO((), False), "slower", "does not work here"),
+        (True, "ok", "works in blocks of 4 KiB"),
+        (False, "slower", "does not work here in blocks of 4 KiB: transfers go"),
     ],
 )
 def test_direct_io_needs_blocks_of_4_kib(
-    found: DirectIO, state: str, said: str, swap: Path, monkeypatch: pytest.MonkeyPatch
+    works: bool, state: str, said: str, swap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disks, "try_direct", lambda place: found)
+    monkeypatch.setattr(disks, "takes_direct", lambda place: works)
     got = Disk(swap).direct()
     assert got.state == state
     assert got.finding.startswith(said)
@@ -243,18 +241,18 @@ def test_direct_io_needs_blocks_of_4_kib(
 def test_direct_io_in_a_directory_that_is_not_ours_is_unknown(
     number: int, swap: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(place: Path) -> DirectIO:
+    def refuse(place: Path) -> bool:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(disks, "try_direct", refuse)
+    monkeypatch.setattr(disks, "takes_direct", refuse)
     assert Disk(swap).direct().state == "unknown"
 
 
 def test_a_disk_that_fails_is_an_unknown_row(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(place: Path) -> DirectIO:
+    def fail(place: Path) -> bool:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(disks, "try_direct", fail)
+    monkeypatch.setattr(disks, "takes_direct", fail)
     (row,) = [row for row in look([disk(swap)]) if row.what == "direct I/O"]
     assert (row.state, row.finding) == ("unknown", "OSError: [Errno 5] Input/output error")
 
