@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from infinity import _native
-from infinity.checkpoint.portable import Portable, master_name, moment_name, scales_name, stored_name
+from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import GivenMoment, MomentSource, fill_moments
+from infinity.coordinator.ingest import GivenMoment, fill_moments
 from infinity.coordinator.resuming import go_on_from
 from infinity.durable import buffers
 from infinity.durable.records import Body
@@ -22,7 +22,6 @@ from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest
 from infinity.runtime.offload import close, offload_values
 from infinity.runtime.tiles import tile_as
-from infinity.state.int8 import blocks_of
 from infinity.state.moments import Moment, OptimizerName
 from infinity.state.values import Source
 
@@ -87,11 +86,11 @@ class Copy(Protocol):
     @property
     def body(self) -> Body: ...
 
-    def has(self, name: str) -> bool:
-        """Whether the optimizer has a tensor of this name."""
+    def master(self, name: str) -> torch.Tensor | None:
+        """The fp32 master of a parameter; None where the weight says all. Raises ResumeError."""
 
-    def state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One of the optimizer's tensors, fp32. Raises ResumeError."""
+    def moment(self, name: str, state: Moment) -> GivenMoment | None:
+        """A moment of a parameter; None where it has not begun. Raises ResumeError."""
 
 
 def carry_on(
@@ -112,19 +111,18 @@ def carry_on(
         replaces: as open_coordinator.
         weights: gives the value of a parameter by its name, if the copy has no fp32 master of it.
     """
-    tile_as(model, shapes_in(copy))
+    tile_as(model, copy.body.model.shapes())
     _require_same_model(model, copy)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
 
     def source(name: str) -> torch.Tensor:
-        master = master_name(name)
-        return copy.state(master, shapes[name]) if copy.has(master) else weights(name)
+        master = copy.master(name)
+        return weights(name) if master is None else master
 
     offload_values(model, config, device, optimizer, accumulation_steps, faults, source, replaces=replaces)
     try:
         coordinator = registry.coordinator_of(model)
         _require_trained(coordinator, copy)
-        fill_moments(coordinator, _moments_of(copy, shapes))
+        fill_moments(coordinator, copy.moment)
         buffers.restore(model, copy.body.buffers)
         go_on_from(coordinator, copy.manifest)
     except BaseException:
@@ -133,17 +131,8 @@ def carry_on(
     return model
 
 
-def shapes_in(copy: Copy) -> dict[str, list[int]]:
-    """Of the parameters of the run."""
-    return {parameter.name: parameter.shape for parameter in copy.body.model.parameters}
-
-
 def _require_same_model(model: nn.Module, copy: Copy) -> None:
-    saved = {
-        name: tuple(parameter.shape)
-        for parameter in copy.body.model.parameters
-        for name in (parameter.name, *parameter.aliases)
-    }
+    saved = {name: tuple(shape) for name, shape in copy.body.model.shapes().items()}
     mine = {name: tuple(parameter.shape) for name, parameter in model.named_parameters(remove_duplicate=False)}
     for name in [*mine, *saved]:
         if saved.get(name) != mine.get(name):
@@ -162,26 +151,3 @@ def _require_trained(coordinator: Coordinator, copy: Copy) -> None:
                 raise ResumeError(
                     f"the run trained '{name}', which is frozen here; set requires_grad before offloading"
                 )
-
-
-def _moments_of(copy: Copy, shapes: Mapping[str, torch.Size]) -> MomentSource:
-    """Gives a moment of the copy, by the parameter's name and the store's name of the moment."""
-    begun = {
-        (name, stored_name(moment)): moment
-        for record in copy.body.optimizers
-        for name, progress in record.state.items()
-        for moment, there in progress.begun.items()
-        if there
-    }
-
-    def source(name: str, state: Moment) -> GivenMoment | None:
-        moment = begun.get((name, state))
-        if moment is None:
-            return None
-        scales = scales_name(name, moment)
-        return GivenMoment(
-            values=copy.state(moment_name(name, moment), shapes[name]),
-            scales=copy.state(scales, [blocks_of(shapes[name].numel())]) if copy.has(scales) else None,
-        )
-
-    return source

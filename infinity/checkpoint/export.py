@@ -6,26 +6,26 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from infinity import _native
 from infinity.checkpoint import portable
 from infinity.checkpoint.aside import put_in_place, written_aside
-from infinity.checkpoint.generation import StoredGeneration, StoredPart, chunks, dtype_of, newest_whole, opened
+from infinity.checkpoint.generation import MASTER, StoredGeneration, StoredState, dtype_of, newest_whole, opened
 from infinity.checkpoint.in_files import InFiles, Tensors
 from infinity.checkpoint.recorded import RecordedModel
 from infinity.checkpoint.save import write_weights
 from infinity.checkpoint.shards import Piece, write_index, write_shards
 from infinity.config import SwapConfig, load_config
-from infinity.durable.records import GroupRecord, ModelRecord, OptimizerRecord, ParameterRecord
-from infinity.errors import InfinityError, ManifestError, ResumeError
+from infinity.coordinator.ingest import GivenMoment
+from infinity.durable.records import OptimizerRecord
+from infinity.errors import InfinityError, ManifestError
 from infinity.io.schema import require_unique
-from infinity.state.int8 import blocks_of, scales_of
+from infinity.state.int8 import blocks_of
+from infinity.state.moments import Moment
 from infinity.state.tiles import Rows, rows_of
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
@@ -114,17 +114,13 @@ def write_copy(
 
 def copy_bytes(generation: StoredGeneration) -> int:
     """How much room a portable copy takes at most: what its tensors have, and what describes them."""
-    body = generation.body
-    optimizers = body.optimizers
-    tensors = [tensor for group in generation.trained_groups() for tensor in _tensors(generation, group, optimizers)]
+    body, states = generation.body, _States(generation).shapes
     weights = sum(group.numel * dtype_of(group).itemsize for group in body.model.groups)
-    states = sum(4 * tensor.numel for tensor in tensors)
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in body.buffers.values())
-    named = sum(len(name) for parameter in body.model.parameters for name in (parameter.name, *parameter.aliases))
-    named += sum(len(tensor.name) for tensor in tensors)
-    count = len(tensors) + len(body.model.parameters) + len(body.buffers)
+    others = sum(each.numel() * each.element_size() for each in (*states.values(), *body.buffers.values()))
+    names = [*body.model.names(), *states]
+    count = len(names) + len(body.buffers)
     state = portable.training_state_bytes(generation.manifest)
-    return weights + states + buffers + state + 2 * named + _DESCRIBED_BYTES * count + _SMALL_FILES_BYTES
+    return weights + others + state + 2 * sum(map(len, names)) + _DESCRIBED_BYTES * count + _SMALL_FILES_BYTES
 
 
 def _warn_without_optimizer(generation: StoredGeneration) -> None:
@@ -149,155 +145,68 @@ class _Parts:
 
     def __init__(self, generation: StoredGeneration, model: RecordedModel) -> None:
         self._generation = generation
-        self._in_files = InFiles(_shapes(generation.body.model), model.revert)
+        self._in_files = InFiles(generation.body.model.shapes(), model.revert)
         self._buffers: Tensors = generation.body.buffers
 
     def meta(self) -> Iterator[Tensors]:
-        groups = {(group.unit, group.group): group for group in self._generation.body.model.groups}
-        units: dict[str, Tensors] = {unit: {} for unit in self._generation.units}
-        for parameter in self._generation.body.model.parameters:
-            dtype = dtype_of(groups[parameter.unit, parameter.group])
-            units[parameter.unit][parameter.name] = _empty(parameter.shape, dtype)
-        for part in units.values():
+        for part in self._generation.shapes():
             yield self._in_files.meta(part)
         if self._buffers:
             yield self._in_files.meta({name: buffer.to("meta") for name, buffer in self._buffers.items()})
 
     def values(self) -> Iterator[list[Piece]]:
-        for unit in self._generation.units:
-            yield self._in_files.pieces(self._generation.weights(unit))
+        for part in self._generation.shapes():
+            yield self._in_files.pieces({name: self._generation.weight(name) for name in part})
         if self._buffers:
             yield self._in_files.pieces(dict(self._buffers))
 
 
-def _shapes(model: ModelRecord) -> dict[str, list[int]]:
-    return {parameter.name: parameter.shape for parameter in model.parameters}
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of the optimizer, to be written.
+class _States:
+    """The optimizer's tensors of a generation. A state of a tile is a part of the whole parameter's.
 
     Attributes:
-        state: its source: "master", or the store's name of a moment.
-        scales: whether the tensor is the scales of that moment's blocks.
-        part_of: where the parameter is a tile's, and the tensor that of the whole parameter.
+        shapes: of each tensor, on the meta device.
+
+    Raises:
+        ManifestError: two states would be the same tensor.
     """
 
-    name: str
-    parameter: ParameterRecord
-    state: str
-    scales: bool = False
-    part_of: Rows | None = None
+    def __init__(self, generation: StoredGeneration) -> None:
+        self._generation = generation
+        self._named: list[tuple[StoredState, Rows, str, str]] = []
+        self.shapes: Tensors = {}
+        rows, begins = rows_of(generation.body.model.shapes()), list[tuple[str, int]]()
+        # Blocks of a tile that begins amid one of the whole parameter's: their scales are taken anew from the values.
+        amid = {place.whole for place in rows.values() if place.first % ELEMENT_ALIGNMENT}
+        for state in generation.states():
+            parameter = state.parameter
+            place = rows.get(parameter.name) or Rows(parameter.name, 0, 0, tuple(parameter.shape))
+            name = portable.tensor_name(place.whole, state.name)
+            scales = portable.scales_name(name) if state.has_scales and place.whole not in amid else ""
+            self._named.append((state, place, name, scales))
+            sizes = {name: place.shape, scales: (blocks_of(math.prod(place.shape)),)}
+            for tensor, shape in ((each, shape) for each, shape in sizes.items() if each):
+                self.shapes[tensor] = torch.empty(shape, dtype=torch.float32, device="meta")
+                begins += [(tensor, place.first)] * bool(parameter.numel)
+        try:
+            require_unique(begins, "the optimizer's tensor")
+        except ValueError as error:
+            raise ManifestError(generation.source, f"has {error}") from None
 
-    @property
-    def shape(self) -> list[int]:
-        shape = self.parameter.shape if self.part_of is None else list(self.part_of.shape)
-        return [blocks_of(math.prod(shape))] if self.scales else shape
-
-    @property
-    def numel(self) -> int:
-        """Elements that the parameter has of the tensor."""
-        return blocks_of(self.parameter.numel) if self.scales else self.parameter.numel
-
-    @property
-    def first(self) -> int:
-        """The first of them."""
-        first = 0 if self.part_of is None else self.part_of.first
-        return blocks_of(first) if self.scales else first
+    def pieces(self) -> Iterator[Piece]:
+        for state, place, name, scales_name in self._named:
+            for at, values, scales in self._generation.values(state):
+                yield name, place.first + at, values
+                if scales_name:
+                    yield scales_name, blocks_of(place.first + at), scales
 
 
 def _write_states(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
-    optimizers = generation.body.optimizers
-    rows = rows_of(_shapes(generation.body.model))
-    wanted = [(group, _tensors(generation, group, optimizers, rows)) for group in generation.trained_groups()]
-    begins = ((tensor.name, tensor.first) for _, tensors in wanted for tensor in tensors if tensor.numel)
-    try:
-        require_unique(begins, "the optimizer's tensor")
-    except ValueError as error:
-        raise ManifestError(generation.source, f"has {error}") from None
-    shapes = {tensor.name: _empty(tensor.shape, torch.float32) for _, tensors in wanted for tensor in tensors}
-    pieces = (
-        piece
-        for group, tensors in wanted
-        for begin, numel in chunks(group.numel)
-        for piece in _pieces(generation, group, tensors, begin, numel)
-    )
-    placed = write_shards(directory, portable.OPTIMIZER, shapes, pieces, max_shard_size) if shapes else {}
-    described = [_describe(optimizer, rows) for optimizer in optimizers]
+    states = _States(generation)
+    shapes, rows = states.shapes, rows_of(generation.body.model.shapes())
+    placed = write_shards(directory, portable.OPTIMIZER, shapes, states.pieces(), max_shard_size) if shapes else {}
+    described = [_describe(optimizer, rows) for optimizer in generation.body.optimizers]
     write_index(directory, portable.OPTIMIZER, shapes, placed, {"optimizers": described})
-
-
-def _tensors(
-    generation: StoredGeneration,
-    group: GroupRecord,
-    optimizers: Sequence[OptimizerRecord],
-    rows: Mapping[str, Rows] | None = None,
-) -> list[_Tensor]:
-    """What is written of a group: masters that are not the weights, and moments that have begun.
-
-    Args:
-        rows: the parameters that are written as parts of whole ones; default: none.
-    """
-    found = []
-    in_parts = _in_blocks(rows or {})
-    for parameter in generation.parameters(group):
-        part_of = (rows or {}).get(parameter.name)
-        name = parameter.name if part_of is None else part_of.whole
-        if group.master in ("split16", "fp32"):
-            found.append(_Tensor(portable.master_name(name), parameter, "master", part_of=part_of))
-        for optimizer in optimizers:
-            progress = optimizer.state.get(parameter.name)
-            begun = [key for key, there in progress.begun.items() if there] if progress is not None else []
-            for moment in begun:
-                state = portable.stored_name(moment)
-                found.append(_Tensor(portable.moment_name(name, moment), parameter, state, part_of=part_of))
-                if group.moments == "int8" and (part_of is None or name in in_parts):
-                    scales = portable.scales_name(name, moment)
-                    found.append(_Tensor(scales, parameter, state, scales=True, part_of=part_of))
-    return found
-
-
-def _in_blocks(rows: Mapping[str, Rows]) -> set[str]:
-    """The whole parameters whose tiles begin where blocks of int8 moments do. The scales of others are left out: they
-    are taken anew from the values."""
-    amid = {place.whole for place in rows.values() if place.first % ELEMENT_ALIGNMENT}
-    return {place.whole for place in rows.values()} - amid
-
-
-def _pieces(
-    generation: StoredGeneration, group: GroupRecord, tensors: Sequence[_Tensor], begin: int, numel: int
-) -> Iterator[Piece]:
-    """The parts of these tensors that lie in elements [begin, begin + numel) of their group."""
-    here = [
-        tensor
-        for tensor in tensors
-        if tensor.parameter.offset < begin + numel and begin < tensor.parameter.offset + tensor.parameter.numel
-    ]
-    for state in sorted({tensor.state for tensor in here}):
-        values, scales = _decode(generation, group, state, begin, numel)
-        for tensor in here:
-            if tensor.state != state:
-                continue
-            offset = tensor.parameter.offset
-            first, last = max(begin, offset), min(begin + numel, offset + tensor.parameter.numel)
-            if tensor.scales:
-                blocks = slice(blocks_of(first - begin), blocks_of(last - begin))
-                yield tensor.name, tensor.first + blocks_of(first - offset), scales[blocks]
-            else:
-                yield tensor.name, tensor.first + first - offset, values[first - begin : last - begin]
-
-
-def _decode(
-    generation: StoredGeneration, group: GroupRecord, state: str, begin: int, numel: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A chunk of a state in fp32, and the scales of its blocks where it is an int8 moment."""
-    if state == "master":
-        return generation.master(group, begin, numel), torch.empty(0)
-    encoded = generation.moment(group, state, begin, numel)
-    values = torch.empty(numel)
-    _native.decode_moments(encoded.numpy(), group.moments, is_signed=state == "exp_avg", values=values.numpy())
-    return values, scales_of(encoded, numel) if group.moments == "int8" else torch.empty(0)
 
 
 class StoredCopy:
@@ -305,47 +214,34 @@ class StoredCopy:
 
     Args:
         directory: where the stores are, for messages.
-        part: of the generation, from which what is kept beside the states is taken.
+        rank: whose part of the generation has what is kept beside the states.
     """
 
-    def __init__(self, generation: StoredGeneration, directory: Path, part: StoredPart) -> None:
+    def __init__(self, generation: StoredGeneration, directory: Path, rank: int) -> None:
+        part = generation.of_rank(rank)
         self.directory = directory
         self.manifest, self.body = part.manifest, part.body
+        self.weight = generation.weight
         self._generation = generation
-        self._tensors = {
-            tensor.name: (group, tensor)
-            for group in generation.trained_groups()
-            for tensor in _tensors(generation, group, generation.body.optimizers)
-        }
+        self._states = {(each.parameter.name, each.state): each for each in generation.states()}
 
-    def has(self, name: str) -> bool:
-        """Whether the optimizer has a tensor of this name."""
-        return name in self._tensors
+    def master(self, name: str) -> torch.Tensor | None:
+        found = self._read(name, MASTER)
+        return None if found is None else found.values
 
-    def state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One of the optimizer's tensors, fp32.
+    def moment(self, name: str, state: Moment) -> GivenMoment | None:
+        return self._read(name, state)
 
-        Raises:
-            ResumeError: it is missing, or of another shape.
-            SwapIOError: the device failed.
-        """
-        group, tensor = self._tensors.get(name, (None, None))
-        if group is None or tensor is None or list(tensor.shape) != list(shape):
-            there = "missing" if tensor is None else tuple(tensor.shape)
-            raise ResumeError(f"{self.directory}: '{name}' is {there}, and {tuple(shape)} is needed")
-        found, end = torch.empty(math.prod(shape)), tensor.parameter.offset + tensor.parameter.numel
-        for begin, numel in chunks(group.numel):
-            if begin < end and tensor.parameter.offset < begin + numel:
-                for _, at, piece in _pieces(self._generation, group, [tensor], begin, numel):
-                    found[at : at + piece.numel()] = piece
-        return found.view(list(shape))
-
-    def weight(self, name: str) -> torch.Tensor:
-        """A weight, by its name. Raises ResumeError, SwapIOError."""
-        try:
-            return self._generation.weight(name)
-        except KeyError:
-            raise ResumeError(f"{self.directory} has no weight '{name}'") from None
+    def _read(self, name: str, state: str) -> GivenMoment | None:
+        found = self._states.get((name, state))
+        if found is None:
+            return None
+        numel = found.parameter.numel
+        values, scales = torch.empty(numel), torch.empty(blocks_of(numel))
+        for at, some, of_blocks in self._generation.values(found):
+            values[at : at + some.numel()] = some
+            scales[blocks_of(at) : blocks_of(at) + of_blocks.numel()] = of_blocks
+        return GivenMoment(values.view(found.parameter.shape), scales if found.has_scales else None)
 
 
 def _describe(optimizer: OptimizerRecord, rows: Mapping[str, Rows]) -> dict[str, Any]:
@@ -376,7 +272,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(list(shape), dtype=dtype, device="meta")

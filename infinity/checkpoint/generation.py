@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,13 +25,17 @@ from infinity.sharded.stores import furthest_in, rank_path
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize
-from infinity.state.int8 import recut_int8
+from infinity.state.int8 import blocks_of, recut_int8, scales_of
+from infinity.state.moments import STORED_AS
 from infinity.state.shard import Cut, slices_of
+from infinity.state.unit import ELEMENT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
 
 CHUNK_NUMEL = 4 * _native.CHUNK_NUMEL
-"""Elements of a state in memory at a time. In every format these begin at a multiple of 4 KiB."""
+"""Elements of a state in memory at a time. In every format chunks of the core begin at a multiple of 4 KiB."""
+MASTER = "master"
+"""The state of a weight whose fp32 master says more than the weight."""
 
 _VERIFY_BYTES = 16 << 20
 _STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
@@ -211,6 +216,25 @@ class StoredPart:
         return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
+class StoredState(NamedTuple):
+    """A state of a parameter beside its weight: its master, or a moment that has begun.
+
+    Attributes:
+        state: MASTER, or the store's name of the moment.
+        name: MASTER, or torch's name of the moment.
+    """
+
+    group: GroupRecord
+    parameter: ParameterRecord
+    state: str
+    name: str
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether it is an int8 moment."""
+        return self.state != MASTER and self.group.moments == "int8"
+
+
 class StoredGeneration:
     """The states of a generation, as its manifests name them.
 
@@ -224,12 +248,7 @@ class StoredGeneration:
     def __init__(self, parts: Sequence[StoredPart]) -> None:
         self._parts = parts
         self.source, self.manifest, self.body = parts[0].source, parts[0].manifest, parts[0].body
-        self._parameters: dict[tuple[str, int], list[ParameterRecord]] = {}
-        for parameter in self.body.model.parameters:
-            self._parameters.setdefault((parameter.unit, parameter.group), []).append(parameter)
-        self._units: dict[str, list[GroupRecord]] = {}
-        for group in self.body.model.groups:
-            self._units.setdefault(group.unit, []).append(group)
+        self._groups = {(group.unit, group.group): group for group in self.body.model.groups}
         for part in parts[1:]:
             its, mine = part.manifest, self.manifest
             same = (its.run, its.step, its.life) == (mine.run, mine.step, mine.life)
@@ -240,38 +259,22 @@ class StoredGeneration:
         """What a rank kept beside the states; where there was no such rank, what the first one did."""
         return self._parts[rank if rank < len(self._parts) else 0]
 
-    @property
-    def units(self) -> list[str]:
-        """In the order of the store."""
-        return list(self._units)
-
-    def trained_groups(self) -> list[GroupRecord]:
-        return [group for group in self.body.model.groups if group.trainable]
-
-    def parameters(self, group: GroupRecord) -> list[ParameterRecord]:
-        return self._parameters.get((group.unit, group.group), [])
-
-    def weights(self, unit: str) -> dict[str, torch.Tensor]:
-        """All weights of a unit, by parameter name. Raises SwapIOError."""
-        result = {}
-        for group in self._units[unit]:
-            if group.codec is not None:
-                result.update({each.name: self._decoded(group, each) for each in self.parameters(group)})
-                continue
-            dtype = dtype_of(group)
-            flat = self._read(group, "weight", dtype.itemsize, 0, group.numel).view(dtype)
-            for parameter in self.parameters(group):
-                part = flat[parameter.offset : parameter.offset + parameter.numel]
-                result[parameter.name] = part.view(parameter.shape)
-        return result
+    def shapes(self) -> Iterator[dict[str, torch.Tensor]]:
+        """For each unit, in the order of the store, its weights on the meta device, by parameter name."""
+        units: dict[str, dict[str, torch.Tensor]] = {group.unit: {} for group in self.body.model.groups}
+        for each in self.body.model.parameters:
+            dtype = dtype_of(self._groups[each.unit, each.group])
+            units[each.unit][each.name] = torch.empty(each.shape, dtype=dtype, device="meta")
+        yield from units.values()
 
     def weight(self, name: str) -> torch.Tensor:
         """The weight of a parameter, by any of its names. Raises KeyError, SwapIOError."""
-        group, parameter = self._named[name]
+        parameter = self._named[name]
+        group = self._groups[parameter.unit, parameter.group]
         if group.codec is not None:
             return self._decoded(group, parameter)
         dtype = dtype_of(group)
-        begin = parameter.offset // CHUNK_NUMEL * CHUNK_NUMEL
+        begin = parameter.offset // PAGE_BYTES * PAGE_BYTES
         flat = self._read(group, "weight", dtype.itemsize, begin, parameter.offset + parameter.numel - begin)
         return flat.view(dtype)[parameter.offset - begin :].view(parameter.shape)
 
@@ -285,20 +288,43 @@ class StoredGeneration:
         return decode(data, group.codec, torch.Size(parameter.shape), dtype_of(group))
 
     @cached_property
-    def _named(self) -> dict[str, tuple[GroupRecord, ParameterRecord]]:
-        return {
-            name: (group, parameter)
-            for group in self.body.model.groups
-            for parameter in self.parameters(group)
-            for name in (parameter.name, *parameter.aliases)
-        }
+    def _named(self) -> dict[str, ParameterRecord]:
+        return {name: each for each in self.body.model.parameters for name in (each.name, *each.aliases)}
 
-    def master(self, group: GroupRecord, begin: int, numel: int) -> torch.Tensor:
-        """Elements [begin, begin + numel) of a group's fp32 master, which must be split16 or fp32.
+    def states(self) -> Iterator[StoredState]:
+        """What there is beside the weights, in the order of the parameters."""
+        begun = self.body.begun()
+        for parameter in self.body.model.parameters:
+            group = self._groups[parameter.unit, parameter.group]
+            if group.trainable and group.master in ("split16", "fp32"):
+                yield StoredState(group, parameter, MASTER, MASTER)
+            for name in begun.get(parameter.name, ()):
+                yield StoredState(group, parameter, STORED_AS.get(name, name), name)
+
+    def values(self, of: StoredState) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """A state chunk by chunk: the index of an element, the fp32 values from that element on, and the scales of
+        their blocks where it has any.
 
         Raises:
             SwapIOError: the device failed, or its data is damaged.
         """
+        group, offset = of.group, of.parameter.offset
+        end = offset + of.parameter.numel
+        for begin in range(offset // _native.CHUNK_NUMEL * _native.CHUNK_NUMEL, end, CHUNK_NUMEL):
+            numel = min(CHUNK_NUMEL, round_up(end, ELEMENT_ALIGNMENT) - begin)
+            values, scales = torch.empty(numel, dtype=torch.float32), torch.empty(0)
+            if of.state == MASTER:
+                values = self._master(group, begin, numel)
+            else:
+                encoded = self._moment(group, of.state, begin, numel)
+                is_signed = of.state == "exp_avg"
+                _native.decode_moments(encoded.numpy(), group.moments, is_signed=is_signed, values=values.numpy())
+                scales = scales_of(encoded, numel) if of.has_scales else scales
+            first, last = max(offset - begin, 0), min(end - begin, numel)
+            yield begin + first - offset, values[first:last], scales[blocks_of(first) : blocks_of(last)]
+
+    def _master(self, group: GroupRecord, begin: int, numel: int) -> torch.Tensor:
+        """Elements [begin, begin + numel) of a group's fp32 master, which must be split16 or fp32."""
         itemsize = residual_itemsize(group.master)
         residual = self._read(group, "residual", itemsize, begin, numel)
         if group.master == "fp32":
@@ -308,9 +334,9 @@ class StoredGeneration:
         _native.decode_split16(weight.numpy(), residual.numpy(), values.numpy())
         return values
 
-    def moment(self, group: GroupRecord, state: str, begin: int, numel: int) -> torch.Tensor:
+    def _moment(self, group: GroupRecord, state: str, begin: int, numel: int) -> torch.Tensor:
         """Elements [begin, begin + numel) of "exp_avg" or "exp_avg_sq" as stored, uint8; `begin` is the first one of a
-        chunk. Raises SwapIOError."""
+        chunk of the core."""
         if group.moments != "int8":
             return self._read(group, state, _native.moment_bytes(group.moments, 1), begin, numel)
         if len(self._parts) == 1:
@@ -340,12 +366,6 @@ class StoredGeneration:
             first, last = max(first, begin), min(last, begin + numel)
             if first < last:
                 yield part, first, last
-
-
-def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """(first element, how many) of each chunk of a group."""
-    for begin in range(0, numel, CHUNK_NUMEL):
-        yield begin, min(CHUNK_NUMEL, numel - begin)
 
 
 def encoded_in(model: ModelRecord, group: GroupRecord) -> dict[str, tuple[int, int]]:

@@ -22,7 +22,7 @@ from torch import nn
 
 from infinity.base.accelerator import resolve
 from infinity.base.fork import in_this_process
-from infinity.checkpoint.carry_on import carry_on, shapes_in
+from infinity.checkpoint.carry_on import carry_on
 from infinity.checkpoint.initialized import Kept, keeping, of_another_size, put_back, reporting_later
 from infinity.checkpoint.other_ranks import resume as continue_run
 from infinity.checkpoint.portable import Portable
@@ -118,7 +118,7 @@ def load_pretrained(
         if place.resumes:
             continue_run(model, resolved, folder=place.folder, **how)
         elif copy is not None:
-            tile_as(model, shapes_in(copy))
+            tile_as(model, copy.body.model.shapes())
             carry_on(model, copy, by_rows(model, source), resolved, **how)
         else:
             _offload(model, source, resolved, **how)

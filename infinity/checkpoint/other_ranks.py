@@ -152,7 +152,7 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
         return None
     require_none_pinned(rank_path(paths[0], 0, count))
     generation = newest_whole(held.enter_context(opened(paths, config.nvme, count=count)), step)
-    source = _Source(count, paths, StoredCopy(generation, paths[0], generation.of_rank(rank)))
+    source = _Source(count, paths, StoredCopy(generation, paths[0], rank))
     told = tell("looking for what to go on from", str(source))
     if len(set(told)) > 1:
         raise ResumeError(

@@ -28,14 +28,16 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from infinity import files
+from infinity.checkpoint.generation import MASTER
 from infinity.checkpoint.shards import index_name
+from infinity.coordinator.ingest import GivenMoment
 from infinity.durable.records import parse_body
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import document
 from infinity.io.manifest import Manifest
 from infinity.io.schema import Name, validated
 from infinity.state.int8 import blocks_of
-from infinity.state.moments import STORED_AS
+from infinity.state.moments import STORED_AS, Moment
 from infinity.state.tiles import Rows, rows_of
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,6 @@ OPTIMIZER = "optimizer"
 STATE_NAME = "training-state.infinity"
 SUMS_NAME = "SHA256SUMS"
 _KIND = "training state"
-_SCALES = ".scales"
 _INDEX_BYTES_MAX = 64 << 20
 _INDEX_CONTAINERS_MAX, _INDEX_VALUES_MAX = 500_000, 4_000_000  # in Python's memory they are many times as large
 _HASHED_BYTES = 4 << 20
@@ -54,21 +55,14 @@ _THREADS_MAX = 4
 _SUM = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
-def stored_name(moment: str) -> str:
-    """The store's name of the moment that torch's optimizers call `moment`."""
-    return STORED_AS.get(moment, moment)
+def tensor_name(parameter: str, state: str) -> str:
+    """Args: state: MASTER (generation.py), or torch's name of a moment."""
+    return f"{parameter}.{state}"
 
 
-def master_name(parameter: str) -> str:
-    return f"{parameter}.master"
-
-
-def moment_name(parameter: str, moment: str) -> str:
-    return f"{parameter}.{moment}"
-
-
-def scales_name(parameter: str, moment: str) -> str:
-    return f"{parameter}.{moment}{_SCALES}"
+def scales_name(moment: str) -> str:
+    """Args: moment: the name of its tensor."""
+    return f"{moment}.scales"
 
 
 def write_training_state(directory: Path, manifest: Manifest) -> None:
@@ -134,7 +128,9 @@ class Portable:
         self.manifest = validated(Manifest, document.read(path, _KIND, follow=True), path)
         self.body = parse_body(self.manifest.body, path)
         self._files = _weight_map(directory / OPTIMIZER / index_name(OPTIMIZER))
-        self._rows = rows_of({parameter.name: parameter.shape for parameter in self.body.model.parameters})
+        self._shapes = self.body.model.shapes()
+        self._rows = rows_of(self._shapes)
+        self._begun = self.body.begun()
 
     def verify(self) -> None:
         """Read all of the copy and compare it with its checksums. A copy without checksums gets a warning.
@@ -181,35 +177,44 @@ class Portable:
             yield index_name("model")
             yield from sorted(set(self._shards.values()))
 
-    def has(self, name: str) -> bool:
-        """Whether the optimizer has a tensor of this name."""
-        return self._in_files(name)[0] in self._files
+    def master(self, name: str) -> torch.Tensor | None:
+        """The fp32 master of a parameter, mapped from its file: a page is read when it is used. None where the weight
+        says all.
 
-    def _in_files(self, name: str) -> tuple[str, Rows | None]:
-        """The file's name of one of the optimizer's tensors, and which rows of it that is, where it is a tile's."""
-        for dots in (1, 2):
-            parameter = name.rsplit(".", dots)[0]
-            if parameter in self._rows:
-                place = self._rows[parameter]
-                return place.whole + name.removeprefix(parameter), place
-        return name, None
+        Raises:
+            ResumeError: it is of another shape or dtype, or its file is damaged.
+        """
+        place = self._place(name)
+        tensor = tensor_name(place.whole, MASTER)
+        return self._part(name, tensor, place) if tensor in self._files else None
 
-    def state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One of the optimizer's tensors, fp32, mapped from its file: a page is read when it is used.
+    def moment(self, name: str, state: Moment) -> GivenMoment | None:
+        """A moment of a parameter, mapped like master(); None where it has not begun.
 
         Raises:
             ResumeError: it is missing, of another shape or dtype, or its file is damaged.
         """
-        name, place = self._in_files(name)
-        if place is not None:
-            if not name.endswith(_SCALES):
-                return self._state(name, place.shape)[place.begin : place.end]
-            first = blocks_of(place.first)
-            return self._state(name, [blocks_of(math.prod(place.shape))])[first : first + math.prod(shape)]
-        return self._state(name, shape)
+        moment = next((each for each in self._begun.get(name, ()) if STORED_AS.get(each) == state), None)
+        if moment is None:
+            return None
+        place = self._place(name)
+        tensor, scales = tensor_name(place.whole, moment), None
+        if scales_name(tensor) in self._files:
+            first, numel = blocks_of(place.first), blocks_of(math.prod(self._shapes[name]))
+            scales = self._state(scales_name(tensor), [blocks_of(math.prod(place.shape))])[first : first + numel]
+        return GivenMoment(self._part(name, tensor, place), scales)
+
+    def _place(self, name: str) -> Rows:
+        """The place of a parameter in the file's, which are whole ones."""
+        return self._rows.get(name) or Rows(name, 0, 0, tuple(self._shapes[name]))
+
+    def _part(self, name: str, tensor: str, place: Rows) -> torch.Tensor:
+        """What a tensor has of a parameter."""
+        shape = self._shapes[name]
+        return self._state(tensor, place.shape).view(-1)[place.first : place.first + math.prod(shape)].view(shape)
 
     def _state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """By the name in the files."""
+        """One of the optimizer's tensors, by its name in the files."""
         folder = self.directory / OPTIMIZER
         if name not in self._files:
             raise ResumeError(f"{folder} has no tensor '{name}': the copy is incomplete, export the run again")
@@ -222,7 +227,7 @@ class Portable:
         return value
 
     def weight(self, name: str) -> torch.Tensor:
-        """A weight, by its name in the files; mapped like state().
+        """A weight, by its name in the files; mapped like master().
 
         Raises:
             ResumeError: it is missing, or its file is damaged.

@@ -25,5 +25,5 @@ def tile_as_run(model: nn.Module, config: SwapConfig) -> None:
             body = parse_body(read_manifest(manifest).body, manifest)
         except ManifestError:
             continue
-        tile_as(model, {parameter.name: parameter.shape for parameter in body.model.parameters})
+        tile_as(model, body.model.shapes())
         return

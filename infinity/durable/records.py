@@ -125,6 +125,10 @@ class ModelRecord(Record):
             yield parameter.name
             yield from parameter.aliases
 
+    def shapes(self) -> dict[str, list[int]]:
+        """By all names of the parameters."""
+        return {name: each.shape for each in self.parameters for name in (each.name, *each.aliases)}
+
 
 class ParameterProgress(Record):
     """A parameter's optimizer steps, and which of its moments have begun, by torch's names."""
@@ -289,6 +293,10 @@ class Body(Record):
         for name in self.buffers.keys() & set(self.model.names()):
             raise ValueError(f"'{name}' is a parameter and a buffer")
         return self
+
+    def begun(self) -> dict[str, list[str]]:
+        """Torch's names of the moments that have begun, by parameter."""
+        return {name: list(each.begun) for optimizer in self.optimizers for name, each in optimizer.state.items()}
 
 
 def parse_body(value: dict[str, Any], source: object) -> Body:
