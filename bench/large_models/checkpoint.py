@@ -73,7 +73,7 @@ def make_checkpoint(work: Workload, directory: Path) -> None:
                 value.normal_(0.0, model.config.initializer_range, generator=generator)
             yield [(name, 0, value)]
 
-    write_weights(checkpoint, meta, values, sum(each.numel() for each in parameters.values()), _SHARD)
+    write_weights(checkpoint, meta(), values(), sum(each.numel() for each in parameters.values()), _SHARD)
     write_configs(model, checkpoint)
     aside.rename(directory)
 

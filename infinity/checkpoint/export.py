@@ -132,33 +132,18 @@ def _warn_without_optimizer(generation: StoredGeneration) -> None:
 
 
 def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
-    record = generation.body.model
+    """The weights unit by unit, then the buffers; and the configs."""
+    record, buffers = generation.body.model, generation.body.buffers
     model = RecordedModel(record, generation.source)
-    parts = _Parts(generation, model)
+    in_files = InFiles(record.shapes(), model.revert)
+    parts = [*generation.shapes(), {name: buffer.to("meta") for name, buffer in buffers.items()}]
+    values = (
+        in_files.pieces({name: buffers[name] if name in buffers else generation.weight(name) for name in part})
+        for part in parts
+    )
     numel = sum(parameter.numel for parameter in record.parameters)
-    write_weights(directory, parts.meta, parts.values, numel, max_shard_size)
+    write_weights(directory, map(in_files.meta, parts), values, numel, max_shard_size)
     model.write_configs(directory)
-
-
-class _Parts:
-    """The tensors of a generation's model: the weights unit by unit, then the buffers."""
-
-    def __init__(self, generation: StoredGeneration, model: RecordedModel) -> None:
-        self._generation = generation
-        self._in_files = InFiles(generation.body.model.shapes(), model.revert)
-        self._buffers: Tensors = generation.body.buffers
-
-    def meta(self) -> Iterator[Tensors]:
-        for part in self._generation.shapes():
-            yield self._in_files.meta(part)
-        if self._buffers:
-            yield self._in_files.meta({name: buffer.to("meta") for name, buffer in self._buffers.items()})
-
-    def values(self) -> Iterator[list[Piece]]:
-        for part in self._generation.shapes():
-            yield self._in_files.pieces({name: self._generation.weight(name) for name in part})
-        if self._buffers:
-            yield self._in_files.pieces(dict(self._buffers))
 
 
 class _States:

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infinity.checkpoint.quantized import stored_as
+from infinity.checkpoint.tensor_files import stored_as
 
 Kept = Mapping[tuple[nn.Module, str], nn.Parameter]
 

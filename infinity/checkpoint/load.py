@@ -31,9 +31,9 @@ from infinity.checkpoint.quantized import (
     decoding,
     floating,
     require_unmerged,
-    tensor_of,
     unquantized,
 )
+from infinity.checkpoint.tensor_files import is_readable, tensor_of
 from infinity.config import SwapConfig, load_config
 from infinity.durable import rng
 from infinity.errors import ConfigError, ModelError
@@ -230,20 +230,10 @@ def _cannot_load(path: str, error: Exception) -> ModelError:
     """The ModelError for an exception of the libraries that read models, which raise exceptions of every kind."""
     directory = Path(path).expanduser()
     where = "" if directory.is_dir() else "there is no such directory, and from the Hugging Face hub: "
-    damaged = next((f"{file}: " for file in sorted(directory.glob("*.safetensors")) if not _opens(file)), "")
+    damaged = next((f"{file}: " for file in sorted(directory.glob("*.safetensors")) if not is_readable(file)), "")
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     said = kind + " ".join(str(error).split())
     return ModelError(f"cannot load a model from '{path}': {where}{damaged}{said}")
-
-
-def _opens(file: Path) -> bool:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
 
 
 def load_config_of(path: str, **options: Any) -> Any:

@@ -171,12 +171,7 @@ class _Merged(Parts):
         found = ((self._names.in_model(name), each) for name, each in unit.parameters.items())
         return {name: each for name, each in found if name is not None}
 
-    @contextmanager
-    def _taken(self, unit: OffloadedUnit) -> Iterator[Tensors]:
-        with self.coordinator.taking([unit.index]):
-            yield {name: self._value(each) for name, each in self._parameters(unit).items()}
-
-    def _value(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
         layer = self._adapted.get(id(parameter))
         return parameter.detach() if layer is None else _weight_of(layer)
 

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from infinity import files
 from infinity.checkpoint.generation import MASTER
 from infinity.checkpoint.shards import index_name
+from infinity.checkpoint.tensor_files import tensor_of
 from infinity.coordinator.ingest import GivenMoment
 from infinity.durable.records import parse_body
 from infinity.errors import ManifestError, ResumeError
@@ -249,20 +250,7 @@ class Portable:
 
 
 def _tensor(path: Path, name: str) -> torch.Tensor:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        # Opened for each tensor, so that its pages leave RAM with the mapping; and by its descriptor, because only the
-        # descriptor is known to be of a regular file.
-        with (
-            files.opened(path, follow=True) as (descriptor, _),
-            safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as file,
-        ):
-            value: torch.Tensor = file.get_tensor(name)
-            return value
-    except (OSError, SafetensorError) as error:
-        problem = error.strerror or error if isinstance(error, OSError) else error
-        raise ResumeError(f"{path}: '{name}' cannot be read: {problem}. Export the run again.") from error
+    return tensor_of(path, name, failure=ResumeError, then="Export the run again.")
 
 
 class _Index(BaseModel):
@@ -273,14 +261,20 @@ class _Index(BaseModel):
     weight_map: dict[Name, Annotated[str, Field(pattern=r"\A[A-Za-z0-9_-][A-Za-z0-9._-]*\.safetensors\z")]]
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def _bytes_of(path: Path) -> bytes:
+    """All of a small file. Raises ManifestError."""
     try:
-        text = files.read_regular(path, _INDEX_BYTES_MAX, follow=True)
-        if text.count(b"[") + text.count(b"{") > _INDEX_CONTAINERS_MAX or text.count(b",") > _INDEX_VALUES_MAX:
-            raise ManifestError(path, "is larger than the index of any model")
-        index: Any = json.loads(text)
+        return files.read_regular(path, _INDEX_BYTES_MAX, follow=True)
     except OSError as error:
         raise ManifestError(path, f"cannot be read: {error.strerror}") from error
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    text = _bytes_of(path)
+    if text.count(b"[") + text.count(b"{") > _INDEX_CONTAINERS_MAX or text.count(b",") > _INDEX_VALUES_MAX:
+        raise ManifestError(path, "is larger than the index of any model")
+    try:
+        index: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ManifestError(path, f"is not valid JSON: {error}") from error
     return validated(_Index, index, path).weight_map
@@ -289,9 +283,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 def _read_sums(path: Path) -> dict[str, str]:
     """The checksum of each file. Raises ManifestError."""
     try:
-        *lines, rest = files.read_regular(path, _INDEX_BYTES_MAX, follow=True).decode().split("\n")
-    except OSError as error:
-        raise ManifestError(path, f"cannot be read: {error.strerror}") from error
+        *lines, rest = _bytes_of(path).decode().split("\n")
     except UnicodeDecodeError as error:
         raise ManifestError(path, f"is damaged: {error}") from error
     if not lines or rest:

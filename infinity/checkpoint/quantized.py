@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from infinity import _native
+from infinity.checkpoint.tensor_files import names_in, stored_as, tensor_of
 from infinity.errors import ModelError
 from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, Codec, decode, encoded_bytes, parts_of
 from infinity.state.frozen import Given
@@ -149,19 +150,6 @@ def without_quantization(config: Any) -> Any:
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
-def tensor_of(file: str, name: str) -> torch.Tensor:
-    """A tensor of a safetensors file. Raises ModelError."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        # Opened for each tensor, so that its pages leave RAM with the mapping.
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            tensor: torch.Tensor = opened.get_tensor(name)
-            return tensor
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file}: '{name}' cannot be read: {error}. Is the file complete?") from error
-
-
 def floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
     """A tensor that is a parameter's values. Raises ModelError for other numbers."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
@@ -183,7 +171,7 @@ class QuantizedFiles:
     """
 
     def __init__(self, files: Collection[str]) -> None:
-        self._files = {name: file for file in sorted(files) for name in _names_in(file)}
+        self._files = {name: file for file in sorted(files) for name in names_in(file)}
         self._states = {name.partition(_STATE)[0]: name for name in self._files if _STATE in name}
 
     @property
@@ -386,22 +374,3 @@ def _for_smaller_blocks(scales: torch.Tensor, blocksize: int, shape: torch.Size)
 def _rows_of(weight: str) -> str:
     """The name of the scales of an int8 weight."""
     return f"{weight.removesuffix('weight')}SCB" if weight.endswith(".weight") else ""
-
-
-def _names_in(file: str) -> list[str]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt", device="cpu") as opened:
-            return list(opened.keys())
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file}: cannot be read: {error}. Is the file complete?") from error
-
-
-def stored_as(file: str, name: str) -> tuple[str, tuple[int, ...]]:
-    """The dtype, as safetensors calls it, and the shape of a tensor in a file."""
-    from safetensors import safe_open
-
-    with safe_open(file, framework="pt", device="cpu") as opened:
-        found = opened.get_slice(name)
-        return str(found.get_dtype()), tuple(found.get_shape())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
 
 
 def _write_into(aside: Path, parts: Parts, values: Iterator[list[Piece]], max_shard_size: str) -> None:
-    write_weights(aside, parts.meta, lambda: values, parts.numel, max_shard_size)
+    write_weights(aside, parts.meta(), values, parts.numel, max_shard_size)
     write_configs(parts.model, aside, parts.dtype)
 
 
@@ -109,16 +109,16 @@ def _put(aside: Path, target: Path) -> None:
 
 def write_weights(
     directory: Path,
-    meta: Callable[[], Iterator[Tensors]],
-    values: Callable[[], Iterator[list[Piece]]],
+    meta: Iterable[Tensors],
+    values: Iterable[list[Piece]],
     numel: int,
     max_shard_size: str,
 ) -> None:
     """Write a model's weights and buffers.
 
     Args:
-        meta: gives the tensors part by part on the meta device, with the names and shapes of the checkpoint format.
-        values: gives all elements of these tensors part by part; one part is in memory at a time.
+        meta: the tensors part by part on the meta device, with the names and shapes of the checkpoint format.
+        values: all elements of these tensors part by part; one part is in memory at a time.
         numel: parameters of the model, for the index.
 
     Raises:
@@ -126,11 +126,11 @@ def write_weights(
         OSError: the disk is full, or cannot be written.
     """
     shapes: Tensors = {}
-    for part in meta():
+    for part in meta:
         for name in part.keys() & shapes.keys():
             raise ModelError(f"two tensors of the model are called '{name}' in files")
         shapes |= part
-    placed = write_shards(directory, "model", shapes, _pieces(values()), max_shard_size)
+    placed = write_shards(directory, "model", shapes, _pieces(values), max_shard_size)
     if len(set(placed.values())) > 1:
         write_index(directory, "model", shapes, placed, {"total_parameters": numel})
 
@@ -171,39 +171,30 @@ class Parts:
 
     def meta(self) -> Iterator[Tensors]:
         for unit in self.coordinator.units:
-            named = self._parameters(unit).items()
-            wide = {*self._wide, *self._given}
+            named, wide = self._parameters(unit).items(), {*self._wide, *self._given}
             dtypes = {name: torch.float32 if name in wide else p.dtype for name, p in named}
             yield self._in_files.meta(
                 {name: torch.empty(p.shape, dtype=dtypes[name], device="meta") for name, p in named}
             )
-        if persistent := self._buffers():
-            yield self._in_files.meta({name: buffer.to("meta") for name, buffer in persistent.items()})
+        yield self._in_files.meta({name: buffer.to("meta") for name, buffer in self._buffers().items()})
 
     def values(self) -> Iterator[list[Piece]]:
         if self._wide:
             self.coordinator.fence()  # masters are read where updates write them
         for unit in self.coordinator.units:
-            with self._taken(unit) as values:
-                yield self._in_files.pieces(values)
-        if persistent := self._buffers():
-            yield self._in_files.pieces(persistent)
+            with self.coordinator.taking([unit.index]):
+                yield self._in_files.pieces({name: self._value(name, p) for name, p in self._parameters(unit).items()})
+        yield self._in_files.pieces(self._buffers())
 
     def _parameters(self, unit: OffloadedUnit) -> Mapping[str, nn.Parameter]:
         """What the model has of a unit, by its names in the model."""
         return unit.parameters
 
-    @contextmanager
-    def _taken(self, unit: OffloadedUnit) -> Iterator[Tensors]:
-        """In the block these have their values."""
-        with self.coordinator.taking([unit.index]):
-            named = self._parameters(unit)
-            values = {name: each.detach() for name, each in named.items() if name not in self._wide}
-            values |= {name: self._given[name]().float() for name in named if name in self._given}
-            values |= {
-                name: exact_value(self.coordinator, self._wide[name]).float() for name in named if name in self._wide
-            }
-            yield {name: values[name] for name in named}
+    def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        """The value of a parameter of a unit that is taken."""
+        if name in self._wide:
+            return exact_value(self.coordinator, self._wide[name]).float()
+        return self._given[name]().float() if name in self._given else parameter.detach()
 
     def _buffers(self) -> Tensors:
         return dict(buffers.named(self.model))

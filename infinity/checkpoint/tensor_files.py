@@ -1,0 +1,69 @@
+"""Reading safetensors files tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity import files
+from infinity.errors import InfinityError, ModelError
+
+
+@contextmanager
+def opened(
+    file: str | Path, name: str = "", failure: type[InfinityError] = ModelError, then: str = "Is the file complete?"
+) -> Iterator[Any]:
+    """A file as safetensors opens it. It is opened for each tensor, so that its pages leave RAM with the mapping.
+
+    Args:
+        name: of the tensor that is to be read, for the message.
+        failure, then: the error, and its end.
+
+    Raises:
+        ModelError, or `failure`: it cannot be read, or is no regular file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # By its descriptor, because only the descriptor is known to be of a regular file.
+        with (
+            files.opened(Path(file), follow=True) as (descriptor, _),
+            safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as tensors,
+        ):
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        what = f"'{name}' " if name else ""
+        problem = error.strerror or error if isinstance(error, OSError) else error
+        raise failure(f"{file}: {what}cannot be read: {problem}. {then}") from error
+
+
+def tensor_of(file: str | Path, name: str, **failing: Any) -> torch.Tensor:
+    """A tensor of a file. Args and errors as of opened()."""
+    with opened(file, name, **failing) as tensors:
+        tensor: torch.Tensor = tensors.get_tensor(name)
+        return tensor
+
+
+def names_in(file: str) -> list[str]:
+    """The names of a file's tensors. Raises ModelError."""
+    with opened(file) as tensors:
+        return list(tensors.keys())
+
+
+def stored_as(file: str, name: str) -> tuple[str, tuple[int, ...]]:
+    """The dtype, as safetensors calls it, and the shape of a tensor in a file. Raises ModelError."""
+    with opened(file, name) as tensors:
+        found = tensors.get_slice(name)
+        return str(found.get_dtype()), tuple(found.get_shape())
+
+
+def is_readable(file: Path) -> bool:
+    try:
+        with opened(file):
+            return True
+    except ModelError:
+        return False
