@@ -12,7 +12,7 @@ from typing import Any
 
 from infinity import _native
 from infinity.checkpoint.generation import opened
-from infinity.cli.pins import digest_in, let_go, pinned_apart, pinned_by, unpin
+from infinity.cli.pins import generations_with, let_go, unpin
 from infinity.errors import (
     ConfigError,
     DamagedFileError,
@@ -26,6 +26,7 @@ from infinity.errors import (
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, pinned_in, remove_store
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
+from infinity.io.pins import Pin, read_pins
 from infinity.io.store import SwapStore
 from infinity.io.whole import Damage, extents_of, verify
 from infinity.sharded.stores import counts_in, is_rank_path, parts_of, rank_paths, remove_rank_stores, steps_of
@@ -101,17 +102,13 @@ def _list(path: Path) -> int:
 
 def _list_generations(path: Path, run: str) -> int:
     """List what is kept and what is pinned. Returns how much of it is damaged."""
-    kept, pins, damaged = generations_in(path), dict[str, str](), 0
-    shown = [(number, "", manifest) for number, manifest in kept.items()]
+    pins, damaged = list[Pin](), 0
     try:
-        pins = pinned_by(path)
-        shown += pinned_apart(path, kept)
+        pins = read_pins(path)
     except ManifestError as error:
         damaged += 1
         _say(f"damaged: {error}")
-    for number, digest, manifest in shown:
-        who = pins.get(digest or (digest_in(manifest) if pins else ""), "")
-        who = f", {who}" if who else ""
+    for number, manifest, who in generations_with(pins, path):
         ((_, found),) = read_kept({number: manifest}, run)
         if isinstance(found, NewerVersionError):
             _say(f"generation {number:>8}  newer: {found}{who}")
@@ -139,10 +136,8 @@ def _verify(paths: list[Path], step: int | None) -> int:
 def _verify_store(store: SwapStore, step: int | None, memory: memoryview) -> int:
     path = store.directories[0].path
     damaged, checked = int(not store.proven), 0
-    kept = store.directories[0].generations()
-    apart = pinned_apart(path, kept)
     of_rank = f"{path.name}: " if is_rank_path(path) else ""
-    for number, manifest in [*kept.items(), *((number, manifest) for number, _, manifest in apart)]:
+    for number, manifest, _ in generations_with(read_pins(path), path):
         if step is not None and number != step:
             continue
         checked += 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from infinity.errors import ConfigError, ManifestError, ResumeError, printable
-from infinity.io.directory import SwapDirectory
+from infinity.io.directory import SwapDirectory, generations_in
 from infinity.io.headers import header_in
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import Pin, Pins, digest_of, folder_path, is_gone, read_pins, said
@@ -70,25 +69,26 @@ def _goes(pin: Pin, folders: Collection[str], *, all_gone: bool) -> bool:
     return pin.folder in folders or (all_gone and is_gone(pin))
 
 
-def pinned_by(path: Path) -> dict[str, str]:
-    """For each pinned generation in a directory, by its digest: who pins it, in words. Raises ManifestError."""
-    folders = defaultdict[str, list[str]](list)
-    for pin in read_pins(path):
-        folders[pin.digest].append(f"{pin.folder}{' (its folder is gone)' if is_gone(pin) else ''}")
-    return {digest: f"pinned by {' and '.join(each)}" for digest, each in folders.items()}
-
-
-def pinned_apart(path: Path, kept: dict[int, Path]) -> Iterator[tuple[int, str, Path]]:
-    """The pinned generations in a directory that no manifest of `kept` names: step, digest and manifest, each once.
-    Raises ManifestError."""
-    known = {digest for digest in map(digest_in, kept.values()) if digest}
-    for pin in sorted(read_pins(path), key=lambda pin: -pin.step):
+def generations_with(pins: Sequence[Pin], path: Path) -> Iterator[tuple[int, Path, str]]:
+    """The generations in a directory: those that are kept, the newest first, and then those that only `pins` have.
+    Yields the step, the manifest, and who pins it, in words."""
+    known = set[str]()
+    for number, manifest in generations_in(path).items():
+        digest = _digest_in(manifest) if pins else ""
+        known.add(digest)
+        yield number, manifest, _said_of(pins, digest)
+    for pin in sorted(pins, key=lambda pin: -pin.step):
         if pin.digest not in known:
             known.add(pin.digest)
-            yield pin.step, pin.digest, path / pin.manifest_name
+            yield pin.step, path / pin.manifest_name, _said_of(pins, pin.digest)
 
 
-def digest_in(manifest: Path) -> str:
+def _said_of(pins: Sequence[Pin], digest: str) -> str:
+    folders = [f"{pin.folder}{' (its folder is gone)' if is_gone(pin) else ''}" for pin in pins if pin.digest == digest]
+    return f", pinned by {' and '.join(folders)}" if folders else ""
+
+
+def _digest_in(manifest: Path) -> str:
     """The digest of the generation of a manifest; "" where it is damaged, and pins nothing."""
     try:
         return digest_of(manifest_bytes(manifest))

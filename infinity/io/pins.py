@@ -275,10 +275,10 @@ class Pins:
 
         Args:
             digests: of all ranks' generations; [] where the folder holds a portable copy.
-            portable: the folder in it that holds the copy.
+            portable: the folder in it that holds that.
 
         Raises:
-            SwapIOError: as write_marker.
+            SwapIOError: the folder has the marker that it had, or none.
         """
         own = self._directories if self._ranks == 1 else [path.parent for path in self._directories]
         marker = Marker(
