@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.aside import move_into, put_in_place, written_aside
+from infinity.checkpoint.aside import put, written_aside
 from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.exact import exact_value
 from infinity.durable import buffers
 from infinity.errors import ModelError
@@ -38,6 +39,14 @@ def is_peft_model(model: nn.Module) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
+def to_save(model: nn.Module) -> Coordinator:
+    """The coordinator of a model that is to be saved. Raises ModelError, InfinityError where it cannot be saved now."""
+    coordinator = registry.coordinator_of(model)
+    coordinator.require_usable()
+    coordinator.room.require_untouched()
+    return coordinator
+
+
 def save_adapters(model: Any, target: Path) -> None:
     """Write adapter_config.json, adapter_model.safetensors and the model card of a PEFT model; an adapter that is not
     the default one goes into a directory of its name.
@@ -51,9 +60,7 @@ def save_adapters(model: Any, target: Path) -> None:
     """
     roots = [module for module in model.modules() if registry.is_offloaded(module)]
     for root in roots or [model]:
-        coordinator = registry.coordinator_of(root)
-        coordinator.require_usable()
-        coordinator.room.require_untouched()
+        coordinator = to_save(root)
     with _with_values(model, roots) as state:
         coordinator.world.once(f"saving adapters to {target}", lambda: _write(model, target, state))
 
@@ -65,10 +72,7 @@ def _write(model: Any, target: Path, state: Tensors) -> None:
         inspect.unwrap(type(model).save_pretrained)(model, str(aside), state_dict=state)  # infinity run wraps it
         for path in aside.rglob("*.safetensors"):  # which safetensors makes for its owner only
             path.chmod(0o644)
-        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-            put_in_place(aside, target)
-        else:
-            move_into(aside, target, last=CONFIG_NAME)
+        put(aside, target, last=CONFIG_NAME)
 
 
 @contextmanager

@@ -49,6 +49,19 @@ def failing(target: Path, doing: str) -> Iterator[None]:
         ) from error
 
 
+def is_free(target: Path) -> bool:
+    """Whether a directory can be put in a place as a whole: nothing is there, or an empty directory."""
+    return not target.exists() or (target.is_dir() and not any(target.iterdir()))
+
+
+def put(aside: Path, target: Path, *, last: str) -> set[str]:
+    """put_in_place() where the place is free, and move_into() where it is not: then what move_into() returns."""
+    if not is_free(target):
+        return move_into(aside, target, last=last)
+    put_in_place(aside, target)
+    return set()
+
+
 def put_in_place(aside: Path, target: Path) -> None:
     """Sync the directory `aside` with all that is in it, and rename it to `target`, which is missing or an empty
     directory. Raises OSError."""

@@ -21,7 +21,7 @@ from infinity.durable.records import Body
 from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest
 from infinity.runtime.offload import close, offload_values
-from infinity.runtime.tiles import tile_as
+from infinity.runtime.tiles import by_rows, tile_as
 from infinity.state.moments import Moment, OptimizerName
 from infinity.state.values import Source
 
@@ -64,7 +64,6 @@ def offload_from_checkpoint(
     return carry_on(
         model,
         copy,
-        copy.weight,
         config,
         device=device,
         optimizer=optimizer,
@@ -86,6 +85,10 @@ class Copy(Protocol):
     @property
     def body(self) -> Body: ...
 
+    @property
+    def weight(self) -> Source:
+        """Gives the weight of a parameter by its name. Raises ResumeError."""
+
     def master(self, name: str) -> torch.Tensor | None:
         """The fp32 master of a parameter; None where the weight says all. Raises ResumeError."""
 
@@ -96,23 +99,24 @@ class Copy(Protocol):
 def carry_on(
     model: Model,
     copy: Copy,
-    weights: Source,
     config: str | Path | Mapping[str, Any] | SwapConfig | None,
     *,
     device: torch.device | str | None,
     optimizer: OptimizerName,
     accumulation_steps: int | None = None,
     faults: Sequence[_native.Fault] = (),
+    files: Source | None = None,
     replaces: str = "",
 ) -> Model:
     """offload_from_checkpoint for an open copy; the arguments are the same.
 
     Args:
+        files: gives whole weights by their names, in place of the copy.
         replaces: as open_coordinator.
-        weights: gives the value of a parameter by its name, if the copy has no fp32 master of it.
     """
     tile_as(model, copy.body.model.shapes())
     _require_same_model(model, copy)
+    weights = copy.weight if files is None else by_rows(model, files)
 
     def source(name: str) -> torch.Tensor:
         master = copy.master(name)

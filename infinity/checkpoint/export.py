@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from infinity.checkpoint import portable
-from infinity.checkpoint.aside import put_in_place, written_aside
+from infinity.checkpoint.aside import is_free, put_in_place, written_aside
 from infinity.checkpoint.generation import MASTER, StoredGeneration, StoredState, dtype_of, newest_whole, opened
 from infinity.checkpoint.in_files import InFiles, Tensors
 from infinity.checkpoint.recorded import RecordedModel
@@ -76,7 +76,7 @@ def export_checkpoint(
         SwapIOError: the store could not be read.
     """
     target = Path(out).expanduser().absolute()
-    _require_empty(target)
+    _require_free(target)
     directories = [store_directory] if isinstance(store_directory, str | Path) else store_directory
     nvme = load_config(config).nvme
     with opened([Path(path) for path in directories], nvme) as stores:
@@ -85,8 +85,8 @@ def export_checkpoint(
     return generation.manifest.step
 
 
-def _require_empty(target: Path) -> None:
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+def _require_free(target: Path) -> None:
+    if not is_free(target):
         raise InfinityError(f"{target} exists and is not empty; export to another directory, or remove it first")
 
 
@@ -98,7 +98,7 @@ def write_copy(
 ) -> None:
     """export_checkpoint for a generation of an open store, which every byte was read of. The arguments are the same;
     the errors too."""
-    _require_empty(target)
+    _require_free(target)
     with written_aside(target, "exporting to") as aside:
         _warn_without_optimizer(generation)
         _write_model(aside, generation, max_shard_size)

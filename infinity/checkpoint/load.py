@@ -44,7 +44,7 @@ from infinity.runtime.anew import remember_readers
 from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload
 from infinity.runtime.pins import generation_of
-from infinity.runtime.tiles import by_rows, readers, tile_as
+from infinity.runtime.tiles import readers
 from infinity.sharded.stores import counts_in, rank_path, steps_of
 from infinity.sharded.together import meeting
 from infinity.state.frozen import remember
@@ -118,8 +118,7 @@ def load_pretrained(
         if place.resumes:
             continue_run(model, resolved, folder=place.folder, **how)
         elif copy is not None:
-            tile_as(model, copy.body.model.shapes())
-            carry_on(model, copy, by_rows(model, source), resolved, **how)
+            carry_on(model, copy, resolved, files=source, **how)
         else:
             _offload(model, source, resolved, **how)
     model.train()

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.adapters import to_save
 from infinity.checkpoint.in_files import Tensors
 from infinity.checkpoint.save import Parts, save_parts
 from infinity.coordinator import registry
@@ -40,10 +41,7 @@ def save_merged(model: Any, directory: str | Path, *, max_shard_size: str = "5GB
         others: as save_pretrained.
     """
     require_mergeable(model)
-    coordinator = registry.coordinator_of(model)
-    coordinator.require_usable()
-    coordinator.room.require_untouched()
-    save_parts(_Merged(model, coordinator), Path(directory).expanduser().absolute(), max_shard_size)
+    save_parts(_Merged(model, to_save(model)), Path(directory).expanduser().absolute(), max_shard_size)
 
 
 def require_mergeable(model: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,13 +25,15 @@ from infinity import _native
 from infinity.checkpoint.carry_on import carry_on
 from infinity.checkpoint.export import StoredCopy
 from infinity.checkpoint.generation import newest_whole, opened, stores_in
-from infinity.checkpoint.tiled_run import tile_as_run
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
-from infinity.errors import PlanError, ResumeError
-from infinity.io.directory import generations_in
+from infinity.durable.records import parse_body
+from infinity.errors import ManifestError, PlanError, ResumeError
+from infinity.io.directory import generations_in, pinned_in
+from infinity.io.manifest import read_manifest
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime import offload
+from infinity.runtime.tiles import tile_as
 from infinity.runtime.track import commit
 from infinity.sharded.stores import (
     counts_in,
@@ -107,7 +109,7 @@ def resume(
             source = _source(resolved, step, tell, held)
         if source is None:
             return offload.resume(model, resolved, step=step, **how)
-        carry_on(model, source.copy, source.copy.weight, resolved, replaces=str(source), **how)
+        carry_on(model, source.copy, resolved, replaces=str(source), **how)
     try:
         _make_generation(model, source)
     except BaseException:
@@ -133,6 +135,18 @@ class _Source:
     def __str__(self) -> str:
         manifest = self.copy.manifest
         return f"step {manifest.step} of run {manifest.run[:8]} of {ranks_said(self.count)}"
+
+
+def tile_as_run(model: nn.Module, config: SwapConfig) -> None:
+    """Tile a model as the run in the swap directory is tiled, also where infinity.offload chose that. All generations
+    of a run are alike, so one manifest that can be read says it; where none can, resuming says what is wrong."""
+    if not config.nvme.paths:
+        return
+    path = rank_path(config.nvme.paths[0].expanduser().absolute(), *rank_and_world())
+    for manifest in (*generations_in(path).values(), *pinned_in(path)):
+        with suppress(ManifestError):
+            tile_as(model, parse_body(read_manifest(manifest).body, manifest).model.shapes())
+            return
 
 
 def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -> _Source | None:

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.checkpoint.adapters import is_peft_model, save_adapters
-from infinity.checkpoint.aside import failing, move_into, put_in_place, written_aside
+from infinity.checkpoint.adapters import is_peft_model, save_adapters, to_save
+from infinity.checkpoint.aside import failing, put, written_aside
 from infinity.checkpoint.in_files import InFiles, Tensors
 from infinity.checkpoint.shards import Piece, index_name, write_index, write_shards
-from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.exact import exact_value
 from infinity.durable import buffers
@@ -56,10 +55,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     if is_peft_model(model):
         save_adapters(model, target)
         return
-    coordinator = registry.coordinator_of(model)
-    coordinator.require_usable()
-    coordinator.room.require_untouched()
-    save_parts(Parts(model, coordinator), target, max_shard_size)
+    save_parts(Parts(model, to_save(model)), target, max_shard_size)
 
 
 def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
@@ -100,11 +96,9 @@ def _write_into(aside: Path, parts: Parts, values: Iterator[list[Piece]], max_sh
 
 def _put(aside: Path, target: Path) -> None:
     """Where it is to be, all of it on disk. Raises OSError."""
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
-        put_in_place(aside, target)
-    else:
-        # The index goes last: until then a reader finds the old set.
-        _remove_superseded(target, move_into(aside, target, last=index_name("model")))
+    # The index goes last: until then a reader finds the old set.
+    if written := put(aside, target, last=index_name("model")):
+        _remove_superseded(target, written)
 
 
 def write_weights(

@@ -15,9 +15,8 @@ from torch import nn
 
 from infinity.checkpoint.aside import sync_tree
 from infinity.checkpoint.carry_on import offload_from_checkpoint
-from infinity.checkpoint.other_ranks import resume
+from infinity.checkpoint.other_ranks import resume, tile_as_run
 from infinity.checkpoint.pinned import make_room_for_pin
-from infinity.checkpoint.tiled_run import tile_as_run
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.opening import pins_in_store
