@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from infinity import _native
+from infinity.checkpoint.generation import StoredGeneration
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import GivenMoment, fill_moments
+from infinity.coordinator.ingest import fill_moments
 from infinity.coordinator.resuming import go_on_from
 from infinity.durable import buffers
-from infinity.durable.records import Body
 from infinity.errors import ResumeError
-from infinity.io.manifest import Manifest
 from infinity.runtime.offload import close, offload_values
 from infinity.runtime.tiles import by_rows, tile_as
-from infinity.state.moments import Moment, OptimizerName
+from infinity.state.moments import OptimizerName
 from infinity.state.values import Source
 
 Model = TypeVar("Model", bound=nn.Module)
+Copy = Portable | StoredGeneration
+"""What a run goes on from: a portable copy, or a generation in the stores of other ranks."""
 
 
 def offload_from_checkpoint(
@@ -70,30 +71,6 @@ def offload_from_checkpoint(
         accumulation_steps=accumulation_steps,
         faults=faults,
     )
-
-
-class Copy(Protocol):
-    """What a run goes on from: a portable copy, or a generation in the stores of other ranks."""
-
-    @property
-    def directory(self) -> Path:
-        """For messages."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    @property
-    def body(self) -> Body: ...
-
-    @property
-    def weight(self) -> Source:
-        """Gives the weight of a parameter by its name. Raises ResumeError."""
-
-    def master(self, name: str) -> torch.Tensor | None:
-        """The fp32 master of a parameter; None where the weight says all. Raises ResumeError."""
-
-    def moment(self, name: str, state: Moment) -> GivenMoment | None:
-        """A moment of a parameter; None where it has not begun. Raises ResumeError."""
 
 
 def carry_on(

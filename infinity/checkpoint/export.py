@@ -14,18 +14,16 @@ import torch
 
 from infinity.checkpoint import portable
 from infinity.checkpoint.aside import is_free, put_in_place, written_aside
-from infinity.checkpoint.generation import MASTER, StoredGeneration, StoredState, dtype_of, newest_whole, opened
+from infinity.checkpoint.generation import StoredGeneration, StoredState, dtype_of, newest_whole, opened
 from infinity.checkpoint.in_files import InFiles, Tensors
 from infinity.checkpoint.recorded import RecordedModel
 from infinity.checkpoint.save import write_weights
 from infinity.checkpoint.shards import Piece, write_index, write_shards
 from infinity.config import SwapConfig, load_config
-from infinity.coordinator.ingest import GivenMoment
 from infinity.durable.records import OptimizerRecord
 from infinity.errors import InfinityError, ManifestError
 from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of
-from infinity.state.moments import Moment
 from infinity.state.tiles import Rows, rows_of
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
@@ -192,41 +190,6 @@ def _write_states(directory: Path, generation: StoredGeneration, max_shard_size:
     placed = write_shards(directory, portable.OPTIMIZER, shapes, states.pieces(), max_shard_size) if shapes else {}
     described = [_describe(optimizer, rows) for optimizer in generation.body.optimizers]
     write_index(directory, portable.OPTIMIZER, shapes, placed, {"optimizers": described})
-
-
-class StoredCopy:
-    """A generation as its portable copy would be (portable.Portable), read from the stores.
-
-    Args:
-        directory: where the stores are, for messages.
-        rank: whose part of the generation has what is kept beside the states.
-    """
-
-    def __init__(self, generation: StoredGeneration, directory: Path, rank: int) -> None:
-        part = generation.of_rank(rank)
-        self.directory = directory
-        self.manifest, self.body = part.manifest, part.body
-        self.weight = generation.weight
-        self._generation = generation
-        self._states = {(each.parameter.name, each.state): each for each in generation.states()}
-
-    def master(self, name: str) -> torch.Tensor | None:
-        found = self._read(name, MASTER)
-        return None if found is None else found.values
-
-    def moment(self, name: str, state: Moment) -> GivenMoment | None:
-        return self._read(name, state)
-
-    def _read(self, name: str, state: str) -> GivenMoment | None:
-        found = self._states.get((name, state))
-        if found is None:
-            return None
-        numel = found.parameter.numel
-        values, scales = torch.empty(numel), torch.empty(blocks_of(numel))
-        for at, some, of_blocks in self._generation.values(found):
-            values[at : at + some.numel()] = some
-            scales[blocks_of(at) : blocks_of(at) + of_blocks.numel()] = of_blocks
-        return GivenMoment(values.view(found.parameter.shape), scales if found.has_scales else None)
 
 
 def _describe(optimizer: OptimizerRecord, rows: Mapping[str, Rows]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 
 from infinity import _native
 from infinity.config import NvmeConfig
+from infinity.coordinator.ingest import GivenMoment
 from infinity.durable.records import GroupRecord, ModelRecord, ParameterRecord, parse_body
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import whole
@@ -26,7 +27,7 @@ from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.int8 import blocks_of, recut_int8, scales_of
-from infinity.state.moments import STORED_AS
+from infinity.state.moments import STORED_AS, Moment
 from infinity.state.shard import Cut, slices_of
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
@@ -85,13 +86,16 @@ def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path
     return [members_of(paths[0]) if len(paths) == 1 else list(paths)]
 
 
-def newest_whole(stores: Sequence[SwapStore], step: int | None = None, digests: Sequence[str] = ()) -> StoredGeneration:
+def newest_whole(
+    stores: Sequence[SwapStore], step: int | None = None, digests: Sequence[str] = (), *, rank: int = 0
+) -> StoredGeneration:
     """The newest generation that is whole, the generation of `step`, or the pinned one of `digests`. Every byte of it
     is read.
 
     Args:
         stores: of one process, or of each rank of a run, in the order of the ranks.
         digests: for each store, what names the generation in it.
+        rank: as of StoredGeneration.
 
     Raises:
         ResumeError: no generation is whole; says what is wrong with each.
@@ -108,20 +112,21 @@ def newest_whole(stores: Sequence[SwapStore], step: int | None = None, digests: 
 
         return whole.newest_whole(store, memory, step, use, "export", digest, only)
 
+    path = stores[0].directories[0].path
+    place = path if len(stores) == 1 else path.parent
     if digests:
-        return StoredGeneration([part_of(store, None, digest) for store, digest in zip(stores, digests, strict=True)])
+        parts = [part_of(store, None, digest) for store, digest in zip(stores, digests, strict=True)]
+        return StoredGeneration(parts, place, rank)
     if len(stores) == 1:
-        return StoredGeneration([part_of(stores[0], step)])
-    place = stores[0].directories[0].path.parent
+        return StoredGeneration([part_of(stores[0], step)], place, rank)
     found = [{way.name: way for way in whole.ways(each.directories[0], each.run, step)} for each in stores]
     names = whole.common([[(way.name, way.kept) for way in each.values()] for each in found])
     whole.require_one(names, step, place)
     problems = []
     for name in names:
         try:
-            return StoredGeneration(
-                [part_of(store, None, only=each[name]) for store, each in zip(stores, found, strict=True)]
-            )
+            parts = [part_of(store, None, only=each[name]) for store, each in zip(stores, found, strict=True)]
+            return StoredGeneration(parts, place, rank)
         except ResumeError as error:
             problems.append(str(error))
             logger.warning("%s", error)
@@ -160,10 +165,10 @@ class StoredPart:
                 raise ManifestError(self.source, f"has {state} of unit '{unit}' (group {index}), which has none")
         self._require_facts()
         for group in groups.values():
-            self._require_room(group, "weight", self._weight_bytes(group))
-            if group.trainable:
-                begin, end = self.slice_of(group)
-                self._require_room(group, "residual", (end - begin) * residual_itemsize(group.master))
+            weight = self._extents.get((group.unit, group.group, "weight"))
+            if self._weight_bytes(group) > (weight.nbytes if weight else 0):
+                problem = f"has no room for weight of unit '{group.unit}' (group {group.group})"
+                raise ManifestError(self.source, problem)
 
     def _weight_bytes(self, group: GroupRecord) -> int:
         """Of the weights of a group that are in this store."""
@@ -189,11 +194,6 @@ class StoredPart:
                 self.source,
                 f"is of rank {mine[0]} of {mine[1]}, where that of rank {self._cut.index} of {self._cut.count} belongs",
             )
-
-    def _require_room(self, group: GroupRecord, state: str, nbytes: int) -> None:
-        extent = self._extents.get((group.unit, group.group, state))
-        if nbytes > (extent.nbytes if extent else 0):
-            raise ManifestError(self.source, f"has no room for {state} of unit '{group.unit}' (group {group.group})")
 
     @property
     def extents(self) -> list[Extent]:
@@ -236,28 +236,28 @@ class StoredState(NamedTuple):
 
 
 class StoredGeneration:
-    """The states of a generation, as its manifests name them.
+    """The states of a generation, as its manifests name them. A run can go on from it (carry_on.py: Copy).
 
     Args:
         parts: of one process, or of each rank.
+        directory: where the stores are.
+        rank: whose manifest says what is kept beside the states; where there was no such rank, that of the first.
 
     Attributes:
         source: the manifest's path, for messages; the first rank's.
     """
 
-    def __init__(self, parts: Sequence[StoredPart]) -> None:
+    def __init__(self, parts: Sequence[StoredPart], directory: Path, rank: int) -> None:
         self._parts = parts
-        self.source, self.manifest, self.body = parts[0].source, parts[0].manifest, parts[0].body
+        self.directory, self.source = directory, parts[0].source
+        part = parts[rank if rank < len(parts) else 0]
+        self.manifest, self.body = part.manifest, part.body
         self._groups = {(group.unit, group.group): group for group in self.body.model.groups}
         for part in parts[1:]:
-            its, mine = part.manifest, self.manifest
+            its, mine = part.manifest, parts[0].manifest
             same = (its.run, its.step, its.life) == (mine.run, mine.step, mine.life)
-            if part.body.model != self.body.model or not same:
+            if part.body.model != parts[0].body.model or not same:
                 raise ManifestError(part.source, f"is of another model, run or step than {self.source}")
-
-    def of_rank(self, rank: int) -> StoredPart:
-        """What a rank kept beside the states; where there was no such rank, what the first one did."""
-        return self._parts[rank if rank < len(self._parts) else 0]
 
     def shapes(self) -> Iterator[dict[str, torch.Tensor]]:
         """For each unit, in the order of the store, its weights on the meta device, by parameter name."""
@@ -301,6 +301,10 @@ class StoredGeneration:
             for name in begun.get(parameter.name, ()):
                 yield StoredState(group, parameter, STORED_AS.get(name, name), name)
 
+    @cached_property
+    def _states(self) -> dict[tuple[str, str], StoredState]:
+        return {(each.parameter.name, each.state): each for each in self.states()}
+
     def values(self, of: StoredState) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """A state chunk by chunk: the index of an element, the fp32 values from that element on, and the scales of
         their blocks where it has any.
@@ -322,6 +326,26 @@ class StoredGeneration:
                 scales = scales_of(encoded, numel) if of.has_scales else scales
             first, last = max(offset - begin, 0), min(end - begin, numel)
             yield begin + first - offset, values[first:last], scales[blocks_of(first) : blocks_of(last)]
+
+    def master(self, name: str) -> torch.Tensor | None:
+        """The fp32 master of a parameter; None where the weight says all. Raises SwapIOError."""
+        found = self._whole(name, MASTER)
+        return None if found is None else found.values
+
+    def moment(self, name: str, state: Moment) -> GivenMoment | None:
+        """A moment of a parameter; None where it has not begun. Raises SwapIOError."""
+        return self._whole(name, state)
+
+    def _whole(self, name: str, state: str) -> GivenMoment | None:
+        found = self._states.get((name, state))
+        if found is None:
+            return None
+        numel = found.parameter.numel
+        values, scales = torch.empty(numel), torch.empty(blocks_of(numel))
+        for at, some, of_blocks in self.values(found):
+            values[at : at + some.numel()] = some
+            scales[blocks_of(at) : blocks_of(at) + of_blocks.numel()] = of_blocks
+        return GivenMoment(values.view(found.parameter.shape), scales if found.has_scales else None)
 
     def _master(self, group: GroupRecord, begin: int, numel: int) -> torch.Tensor:
         """Elements [begin, begin + numel) of a group's fp32 master, which must be split16 or fp32."""

@@ -23,8 +23,7 @@ from torch import nn
 
 from infinity import _native
 from infinity.checkpoint.carry_on import carry_on
-from infinity.checkpoint.export import StoredCopy
-from infinity.checkpoint.generation import newest_whole, opened, stores_in
+from infinity.checkpoint.generation import StoredGeneration, newest_whole, opened, stores_in
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.durable.records import parse_body
@@ -130,7 +129,7 @@ class _Source:
 
     count: int
     paths: list[Path]
-    copy: StoredCopy
+    copy: StoredGeneration
 
     def __str__(self) -> str:
         manifest = self.copy.manifest
@@ -165,8 +164,8 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
     if count is None:
         return None
     require_none_pinned(rank_path(paths[0], 0, count))
-    generation = newest_whole(held.enter_context(opened(paths, config.nvme, count=count)), step)
-    source = _Source(count, paths, StoredCopy(generation, paths[0], rank))
+    stores = held.enter_context(opened(paths, config.nvme, count=count))
+    source = _Source(count, paths, newest_whole(stores, step, rank=rank))
     told = tell("looking for what to go on from", str(source))
     if len(set(told)) > 1:
         raise ResumeError(

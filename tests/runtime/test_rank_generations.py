@@ -556,7 +556,7 @@ def failing_to_write(folder: str) -> str:
 
 
 def unreadable(folder: str) -> str:
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise SwapIOError("reading", path=folder, errno=errno.EIO)
 
     if dist.get_rank() == 1:
