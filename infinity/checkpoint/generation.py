@@ -341,7 +341,7 @@ class StoredGeneration:
         if found is None:
             return None
         numel = found.parameter.numel
-        values, scales = torch.empty(numel), torch.empty(blocks_of(numel))
+        values, scales = (torch.empty(size, dtype=torch.float32) for size in (numel, blocks_of(numel)))
         for at, some, of_blocks in self.values(found):
             values[at : at + some.numel()] = some
             scales[blocks_of(at) : blocks_of(at) + of_blocks.numel()] = of_blocks
@@ -354,7 +354,7 @@ class StoredGeneration:
         if group.master == "fp32":
             return residual.view(torch.float32)
         weight = self._read(group, "weight", 2, begin, numel)
-        values = torch.empty(numel)
+        values = torch.empty(numel, dtype=torch.float32)
         _native.decode_split16(weight.numpy(), residual.numpy(), values.numpy())
         return values
 

@@ -39,7 +39,7 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
     rest = read_part(coordinator.resources, states.residual, spec.offset * itemsize, spec.numel * itemsize)
     if states.master == "fp32":
         return rest.view(torch.float32).view(spec.shape)
-    values = torch.empty(spec.numel)
+    values = torch.empty(spec.numel, dtype=torch.float32)
     _native.decode_split16(weight.reshape(-1).view(torch.uint8).numpy(), rest.numpy(), values.numpy())
     return values.view(spec.shape)
 
@@ -61,7 +61,7 @@ def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torc
     home = states.exp_avg if moment == "exp_avg" else states.exp_avg_sq
     if home is None:
         raise AssertionError(f"the run keeps no {moment}")
-    values = torch.empty(place.group.numel)
+    values = torch.empty(place.group.numel, dtype=torch.float32)
     with coordinator.locked():
         coordinator.fence()
         encoded = read_part(coordinator.resources, home, 0, home.nbytes)

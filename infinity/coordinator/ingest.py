@@ -338,7 +338,7 @@ def _fill_moment(
 
 def _assemble(given: Sequence[_GivenPiece], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
     """Elements [begin, begin + numel) of a group, fp32; zeros where nothing was given."""
-    values = torch.zeros(numel)
+    values = torch.zeros(numel, dtype=torch.float32)
     for each in given:
         spec, moment = each.spec, each.moment
         first, last = max(begin, spec.offset), min(begin + numel, spec.offset + spec.numel)

@@ -97,6 +97,29 @@ def test_the_example_is_a_command(config: Config, tmp_path: Path, monkeypatch: p
     assert saved["optimizer"]["state"][0]["step"] == STEPS
 
 
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_the_default_dtype_of_torch_changes_nothing(
+    moments: str, config: Config, tmp_path: Path, opened: list[Any]
+) -> None:
+    model, batch = llama(layers=1)
+    run = stored(tmp_path, batch, model.bfloat16(), config("swap", moments=moments))
+    infinity.export_checkpoint(run, tmp_path / "first")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        infinity.export_checkpoint(run, tmp_path / "second")
+        model = llama(layers=1)[0].bfloat16()
+        opened.append(infinity.offload_from_checkpoint(model, tmp_path / "first", config("other", moments=moments)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for folder in ("", "optimizer"):
+        first, second = tensors_in(tmp_path / "first" / folder), tensors_in(tmp_path / "second" / folder)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(value, second[name]) for name, value in first.items())
+    opened.append(infinity.resume(llama(layers=1)[0].bfloat16(), config("swap", moments=moments)))
+    there, here = map(states_of, opened)
+    assert all(torch.equal(values, there[name]) for name, values in here.items())
+
+
 def flip(run: Path, step: int, state: str) -> str:
     """Damage a byte of a state of a generation; returns the unit."""
     manifest = read_manifest(generations_in(run)[step])
