@@ -60,11 +60,9 @@ def offload_from_checkpoint(
         ResumeError: the directory is no portable copy, is damaged or incomplete, or is of another model.
         others: as infinity.offload.
     """
-    copy = Portable(Path(directory).expanduser())
-    copy.verify()
     return carry_on(
         model,
-        copy,
+        Portable.verified(directory),
         config,
         device=device,
         optimizer=optimizer,

@@ -24,7 +24,7 @@ from infinity.durable.records import OptimizerRecord
 from infinity.errors import InfinityError, ManifestError
 from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of
-from infinity.state.tiles import Rows, rows_of
+from infinity.state.tiles import Rows, places_of
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def write_copy(
         folder = aside / portable.OPTIMIZER
         folder.mkdir()
         _write_states(folder, generation, max_shard_size)
-        portable.write_training_state(aside, generation.manifest)
+        (aside / portable.STATE_NAME).write_bytes(portable.training_state(generation.manifest))
         if also is not None:
             also(aside, generation.body.tracked)
         portable.write_checksums(aside)
@@ -117,7 +117,7 @@ def copy_bytes(generation: StoredGeneration) -> int:
     others = sum(each.numel() * each.element_size() for each in (*states.values(), *body.buffers.values()))
     names = [*body.model.names(), *states]
     count = len(names) + len(body.buffers)
-    state = portable.training_state_bytes(generation.manifest)
+    state = len(portable.training_state(generation.manifest))
     return weights + others + state + 2 * sum(map(len, names)) + _DESCRIBED_BYTES * count + _SMALL_FILES_BYTES
 
 
@@ -156,21 +156,21 @@ class _States:
 
     def __init__(self, generation: StoredGeneration) -> None:
         self._generation = generation
+        places = places_of(generation.body.model.shapes())
         self._named: list[tuple[StoredState, Rows, str, str]] = []
         self.shapes: Tensors = {}
-        rows, begins = rows_of(generation.body.model.shapes()), list[tuple[str, int]]()
+        begins = list[tuple[str, int]]()
         # Blocks of a tile that begins amid one of the whole parameter's: their scales are taken anew from the values.
-        amid = {place.whole for place in rows.values() if place.first % ELEMENT_ALIGNMENT}
+        amid = {place.whole for place in places.values() if place.first % ELEMENT_ALIGNMENT}
         for state in generation.states():
-            parameter = state.parameter
-            place = rows.get(parameter.name) or Rows(parameter.name, 0, 0, tuple(parameter.shape))
+            place = places[state.parameter.name]
             name = portable.tensor_name(place.whole, state.name)
             scales = portable.scales_name(name) if state.has_scales and place.whole not in amid else ""
             self._named.append((state, place, name, scales))
             sizes = {name: place.shape, scales: (blocks_of(math.prod(place.shape)),)}
             for tensor, shape in ((each, shape) for each, shape in sizes.items() if each):
                 self.shapes[tensor] = torch.empty(shape, dtype=torch.float32, device="meta")
-                begins += [(tensor, place.first)] * bool(parameter.numel)
+                begins += [(tensor, place.first)] * bool(state.parameter.numel)
         try:
             require_unique(begins, "the optimizer's tensor")
         except ValueError as error:
@@ -186,26 +186,22 @@ class _States:
 
 def _write_states(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
     states = _States(generation)
-    shapes, rows = states.shapes, rows_of(generation.body.model.shapes())
+    shapes, places = states.shapes, places_of(generation.body.model.shapes())
     placed = write_shards(directory, portable.OPTIMIZER, shapes, states.pieces(), max_shard_size) if shapes else {}
-    described = [_describe(optimizer, rows) for optimizer in generation.body.optimizers]
+    described = [_describe(optimizer, places) for optimizer in generation.body.optimizers]
     write_index(directory, portable.OPTIMIZER, shapes, placed, {"optimizers": described})
 
 
-def _describe(optimizer: OptimizerRecord, rows: Mapping[str, Rows]) -> dict[str, Any]:
-    """The facts about an optimizer that a reader of the index needs to use its tensors. Args: rows: the parameters that
-    are parts of whole ones."""
-
-    def in_files(name: str) -> str:
-        return rows[name].whole if name in rows else name
-
+def _describe(optimizer: OptimizerRecord, places: Mapping[str, Rows]) -> dict[str, Any]:
+    """The facts about an optimizer that a reader of the index needs to use its tensors."""
     groups = [
-        {**group, "params": list(dict.fromkeys(map(in_files, group["params"])))} for group in optimizer.param_groups
+        {**group, "params": list(dict.fromkeys(places[name].whole for name in group["params"]))}
+        for group in optimizer.param_groups
     ]
     return {
         "class_name": optimizer.class_name,
         "param_groups": [{key: _plain(value) for key, value in group.items()} for group in groups],
-        "steps": {in_files(name): progress.step for name, progress in optimizer.state.items()},
+        "steps": {places[name].whole: progress.step for name, progress in optimizer.state.items()},
     }
 
 

@@ -103,14 +103,12 @@ def load_pretrained(
     how: dict[str, Any] = {"device": device, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
     if defer:
         if place.is_copy:
-            Portable(Path(place.path).expanduser()).verify()
+            Portable.verified(place.path)
         model_class = _class_for(place.path, model_class, kwargs)
         return _deferred(model_class, place.path, dtype, resolved, device, kwargs)
     with ExitStack() as held:
         with meeting(resolved.nvme.deadline_s) as tell:
-            copy = Portable(Path(place.path).expanduser()) if place.is_copy else None
-            if copy is not None:
-                copy.verify()
+            copy = Portable.verified(place.path) if place.is_copy else None
             model_class = _class_for(place.path, model_class, kwargs)
             scratch = held.enter_context(scratch_directory(resolved))
             model, source, _ = on_meta(model_class, place.path, dtype, scratch, kwargs)

@@ -70,20 +70,17 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
 def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> None:
     what = f"the portable copy of {pin}"
     digests = coordinator.world.each(what, lambda: pin.digest)
-    folder = Path(pin.folder)
-    times = coordinator.world.each(f"looking at {folder}", lambda: _times(folder))[0]
-    coordinator.world.once_slow(what, lambda: _copy(coordinator, pin, digests, max_shard_size))
+    folder, was = Path(pin.folder), list[os.stat_result]()
+
+    def copy() -> None:
+        if folder.is_dir():
+            was.append(folder.stat())
+        _copy(coordinator, pin, digests, max_shard_size)
+
+    coordinator.world.once_slow(what, copy)
     pinning.mark_portable(coordinator, folder, COPY_NAME)
     # trainers remove the folder with the oldest time first
-    coordinator.world.once(f"ending {what}", lambda: os.utime(folder, ns=(times[0], times[1])))
-
-
-def _times(folder: Path) -> list[int]:
-    """When it was last read and changed, in ns; [] where it is not there."""
-    if not folder.is_dir():
-        return []
-    found = folder.stat()
-    return [found.st_atime_ns, found.st_mtime_ns]
+    coordinator.world.once(f"ending {what}", lambda: os.utime(folder, ns=(was[0].st_atime_ns, was[0].st_mtime_ns)))
 
 
 def _copy(coordinator: Coordinator, pin: Pin, digests: Sequence[str], max_shard_size: str) -> None:

@@ -39,7 +39,7 @@ from infinity.io.manifest import Manifest
 from infinity.io.schema import Name, validated
 from infinity.state.int8 import blocks_of
 from infinity.state.moments import STORED_AS, Moment
-from infinity.state.tiles import Rows, rows_of
+from infinity.state.tiles import places_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,21 +66,12 @@ def scales_name(moment: str) -> str:
     return f"{moment}.scales"
 
 
-def write_training_state(directory: Path, manifest: Manifest) -> None:
-    """Raises OSError."""
-    (directory / STATE_NAME).write_bytes(b"".join(_training_state(manifest)))
-
-
-def training_state_bytes(manifest: Manifest) -> int:
-    """The size of the training state's file."""
-    return sum(map(len, _training_state(manifest)))
-
-
-def _training_state(manifest: Manifest) -> list[bytes]:
+def training_state(manifest: Manifest) -> bytes:
+    """What the training state's file has. Raises ManifestError."""
     placeless = dict(manifest) | {"extents": [], "sums": None}
     del placeless["store"], placeless["life"]
     try:
-        return document.write(_KIND, placeless)
+        return b"".join(document.write(_KIND, placeless))
     except TypeError as error:  # a document may be read that is too large or too deep to be written
         raise ManifestError(f"generation {manifest.step}", f"cannot be copied: {error}") from error
 
@@ -130,15 +121,22 @@ class Portable:
         self.body = parse_body(self.manifest.body, path)
         self._files = _weight_map(directory / OPTIMIZER / index_name(OPTIMIZER))
         self._shapes = self.body.model.shapes()
-        self._rows = rows_of(self._shapes)
+        self._places = places_of(self._shapes)
         self._begun = self.body.begun()
 
-    def verify(self) -> None:
-        """Read all of the copy and compare it with its checksums. A copy without checksums gets a warning.
+    @classmethod
+    def verified(cls, directory: str | Path) -> Portable:
+        """A portable copy all of which has been read and compared with its checksums. A copy without checksums gets a
+        warning.
 
         Raises:
-            ResumeError: a file is damaged or missing, or has no checksum; names the file.
+            ResumeError: as of the constructor; or a file is damaged or missing, or has no checksum; names the file.
         """
+        copy = cls(Path(directory).expanduser())
+        copy._verify()
+        return copy
+
+    def _verify(self) -> None:
         path = self.directory / SUMS_NAME
         if not os.path.lexists(path):
             logger.warning(
@@ -185,9 +183,9 @@ class Portable:
         Raises:
             ResumeError: it is of another shape or dtype, or its file is damaged.
         """
-        place = self._place(name)
+        place = self._places[name]
         tensor = tensor_name(place.whole, MASTER)
-        return self._part(name, tensor, place) if tensor in self._files else None
+        return self._part(name, self._state(tensor, place.shape)) if tensor in self._files else None
 
     def moment(self, name: str, state: Moment) -> GivenMoment | None:
         """A moment of a parameter, mapped like master(); None where it has not begun.
@@ -198,21 +196,17 @@ class Portable:
         moment = next((each for each in self._begun.get(name, ()) if STORED_AS.get(each) == state), None)
         if moment is None:
             return None
-        place = self._place(name)
+        place = self._places[name]
         tensor, scales = tensor_name(place.whole, moment), None
         if scales_name(tensor) in self._files:
             first, numel = blocks_of(place.first), blocks_of(math.prod(self._shapes[name]))
             scales = self._state(scales_name(tensor), [blocks_of(math.prod(place.shape))])[first : first + numel]
-        return GivenMoment(self._part(name, tensor, place), scales)
+        return GivenMoment(self._part(name, self._state(tensor, place.shape)), scales)
 
-    def _place(self, name: str) -> Rows:
-        """The place of a parameter in the file's, which are whole ones."""
-        return self._rows.get(name) or Rows(name, 0, 0, tuple(self._shapes[name]))
-
-    def _part(self, name: str, tensor: str, place: Rows) -> torch.Tensor:
-        """What a tensor has of a parameter."""
-        shape = self._shapes[name]
-        return self._state(tensor, place.shape).view(-1)[place.first : place.first + math.prod(shape)].view(shape)
+    def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What a tensor of the files, which are of whole parameters, has of a parameter."""
+        first, shape = self._places[name].first, self._shapes[name]
+        return whole.view(-1)[first : first + math.prod(shape)].view(shape)
 
     def _state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """One of the optimizer's tensors, by its name in the files."""
@@ -228,19 +222,17 @@ class Portable:
         return value
 
     def weight(self, name: str) -> torch.Tensor:
-        """A weight, by its name in the files; mapped like master().
+        """A weight of a parameter that files have in the form of the model; mapped like master().
 
         Raises:
             ResumeError: it is missing, or its file is damaged.
         """
-        if name in self._rows:
-            place = self._rows[name]
-            return self.weight(place.whole)[place.begin : place.end]
-        if self._shards is None:
-            return _tensor(self.directory / "model.safetensors", name)
-        if name not in self._shards:
+        place = self._places[name]
+        file = "model.safetensors" if self._shards is None else self._shards.get(place.whole)
+        if file is None:
             raise ResumeError(f"{self.directory} has no weight '{name}': the copy is incomplete, export the run again")
-        return _tensor(self.directory / self._shards[name], name)
+        whole = _tensor(self.directory / file, place.whole)
+        return whole if place.whole == name else whole[place.begin : place.end]
 
     @functools.cached_property
     def _shards(self) -> dict[str, str] | None:

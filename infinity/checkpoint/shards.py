@@ -32,9 +32,9 @@ Piece = tuple[str, int, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Slice:
-    """The place of a tensor's bytes in a shard."""
+    """The place of a tensor's bytes in a shard, which is open."""
 
-    shard: str
+    descriptor: int
     offset: int
     nbytes: int
 
@@ -69,20 +69,20 @@ def write_shards(
     split = split_torch_state_dict_into_shards(
         dict(shapes), filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
     )
-    descriptors: dict[str, int] = {}
+    descriptors: list[int] = []
     slices: dict[str, _Slice] = {}
     try:
         for shard, names in split.filename_to_tensors.items():
-            descriptors[shard], placed = _create_shard(directory / shard, shard, {name: shapes[name] for name in names})
-            slices |= placed
+            descriptors.append(os.open(directory / shard, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+            slices |= _begin_shard(descriptors[-1], {name: shapes[name] for name in names})
         left = {name: place.nbytes for name, place in slices.items()}
         for name, first, values in pieces:
-            left[name] -= _write_piece(descriptors[slices[name].shard], slices[name], first, values)
+            left[name] -= _write_piece(slices[name], first, values)
             del values  # the next piece may want its memory
         if left.keys() != shapes.keys() or any(left.values()):
             raise AssertionError(f"tensors of {stem} were not written as planned")
     finally:
-        for descriptor in descriptors.values():
+        for descriptor in descriptors:
             os.close(descriptor)
     return dict(split.tensor_to_filename)
 
@@ -100,8 +100,8 @@ def write_index(
     (directory / index_name(stem)).write_text(json.dumps(index, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-def _create_shard(path: Path, shard: str, tensors: dict[str, torch.Tensor]) -> tuple[int, dict[str, _Slice]]:
-    """Write a shard's header and reserve its disk space. Returns the open file, and the place of each tensor.
+def _begin_shard(descriptor: int, tensors: dict[str, torch.Tensor]) -> dict[str, _Slice]:
+    """Write a shard's header and reserve its disk space. Returns the place of each tensor.
 
     Format: 8 bytes little-endian length, JSON header, data (https://github.com/huggingface/safetensors#format).
     """
@@ -118,23 +118,14 @@ def _create_shard(path: Path, shard: str, tensors: dict[str, torch.Tensor]) -> t
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        if offset:
-            os.posix_fallocate(descriptor, 0, start + offset)
-        files.write(descriptor, len(text).to_bytes(8, "little") + text)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    slices = {
-        name: _Slice(shard, start + entry["data_offsets"][0], entry["data_offsets"][1] - entry["data_offsets"][0])
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-    return descriptor, slices
+    if offset:
+        os.posix_fallocate(descriptor, 0, start + offset)
+    files.write(descriptor, len(text).to_bytes(8, "little") + text)
+    ranges = ((name, *header[name]["data_offsets"]) for name in tensors)
+    return {name: _Slice(descriptor, start + begin, end - begin) for name, begin, end in ranges}
 
 
-def _write_piece(descriptor: int, place: _Slice, first: int, values: torch.Tensor) -> int:
+def _write_piece(place: _Slice, first: int, values: torch.Tensor) -> int:
     """Returns how many bytes were written."""
     if not values.numel():
         return 0
@@ -142,5 +133,5 @@ def _write_piece(descriptor: int, place: _Slice, first: int, values: torch.Tenso
     at = first * values.element_size()
     if at + flat.numel() > place.nbytes:
         raise AssertionError(f"{flat.numel()} bytes at {at} of a tensor of {place.nbytes}")
-    files.write(descriptor, flat.numpy().data, place.offset + at)
+    files.write(place.descriptor, flat.numpy().data, place.offset + at)
     return flat.numel()

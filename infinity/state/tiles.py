@@ -73,3 +73,9 @@ def rows_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
             places[name] = Rows(whole, begin, end, (total, *shapes[name][1:]))
             begin = end
     return places
+
+
+def places_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
+    """rows_of(), and for each parameter of no tile all of it."""
+    wholes = {name: Rows(name, 0, shape[0] if shape else 1, tuple(shape)) for name, shape in shapes.items()}
+    return wholes | rows_of(shapes)
