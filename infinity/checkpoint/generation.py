@@ -20,9 +20,10 @@ from infinity.io import whole
 from infinity.io.engine import open_engine
 from infinity.io.headers import headers_of, members_of
 from infinity.io.manifest import Manifest
+from infinity.io.rank_paths import rank_path
 from infinity.io.store import Extent, SwapStore
 from infinity.io.whole import extents_of
-from infinity.sharded.stores import furthest_in, rank_path
+from infinity.sharded.stores import furthest_in
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize

@@ -39,13 +39,14 @@ from infinity.durable import rng
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import generations_in
+from infinity.io.rank_paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.anew import remember_readers
 from infinity.runtime.deferred import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload
 from infinity.runtime.pins import generation_of
 from infinity.runtime.tiles import readers
-from infinity.sharded.stores import counts_in, rank_path, steps_of
+from infinity.sharded.stores import counts_in, steps_of
 from infinity.sharded.together import meeting
 from infinity.state.frozen import remember
 from infinity.state.moments import OptimizerName

@@ -30,18 +30,12 @@ from infinity.durable.records import parse_body
 from infinity.errors import ManifestError, PlanError, ResumeError
 from infinity.io.directory import generations_in, pinned_in
 from infinity.io.manifest import read_manifest
+from infinity.io.rank_paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime import offload
 from infinity.runtime.tiles import tile_as
 from infinity.runtime.track import commit
-from infinity.sharded.stores import (
-    counts_in,
-    rank_path,
-    ranks_said,
-    remove_rank_stores,
-    require_none_pinned,
-    steps_of,
-)
+from infinity.sharded.stores import counts_in, ranks_said, remove_rank_stores, require_none_pinned, steps_of
 from infinity.sharded.together import Tell, meeting
 from infinity.state.moments import OptimizerName
 

@@ -20,6 +20,7 @@ from infinity.coordinator import pinning, registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import PlanError
 from infinity.io.pins import Pin, folder_path, remove_marker
+from infinity.io.rank_paths import place_of
 from infinity.io.store import SwapStore
 from infinity.sizes import format_bytes
 
@@ -85,8 +86,7 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
 
 def _copy(coordinator: Coordinator, pin: Pin, digests: Sequence[str], max_shard_size: str) -> None:
     folder = Path(pin.folder)
-    store = coordinator.resources.require_store().directories[0].path
-    unpin = f"infinity checkpoint unpin {store if coordinator.world.size == 1 else store.parent}"
+    unpin = f"infinity checkpoint unpin {place_of(coordinator.resources.require_store().directories[0].path)}"
     if not folder.is_dir():
         raise PlanError(
             f"all pins are taken, and the oldest is of {pin}, which is gone: it cannot become a portable copy there. "

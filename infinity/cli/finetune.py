@@ -40,10 +40,10 @@ from infinity.errors import (
     printable,
 )
 from infinity.io.headers import header_in
+from infinity.io.rank_paths import rank_path
 from infinity.runtime.offload import close
 from infinity.runtime.statistics import statistics
 from infinity.runtime.track import commit
-from infinity.sharded.stores import rank_path
 from infinity.sharded.together import Tell
 
 

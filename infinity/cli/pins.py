@@ -11,7 +11,8 @@ from infinity.io.directory import SwapDirectory, generations_in
 from infinity.io.headers import header_in
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import Pin, Pins, digest_of, folder_path, is_gone, read_pins, said
-from infinity.sharded.stores import parts_of, rank_of, stores_of
+from infinity.io.rank_paths import place_of, rank_of
+from infinity.sharded.stores import parts_of, stores_of
 
 
 def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> int:
@@ -114,7 +115,7 @@ def let_go(path: Path, *, pinned: bool) -> None:
         raise
     there = [pin for pin in pins if not is_gone(pin)]
     if there and not pinned:
-        place = path if rank_of(path)[1] == 1 else path.parent
+        place = place_of(path)
         raise ResumeError(
             f"checkpoint folders pin generations in {place}: {said(there)}. Remove or unpin them first (`infinity "
             f"checkpoint unpin {place} --folder FOLDER`); or give `remove` the option --pinned: then no run can go on "

@@ -21,13 +21,13 @@ from infinity.durable.description import describe
 from infinity.durable.optimizers import Optimizers
 from infinity.errors import DeviceRoomError, ModelError
 from infinity.io.headers import header_in
+from infinity.io.rank_paths import rank_path
 from infinity.plan.frequency import Frequency
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.plan.problem import ALONE, Peers
 from infinity.ranks.ranks import rank_and_world
 from infinity.sharded.opening import open_maker
-from infinity.sharded.stores import rank_path
 from infinity.sharded.together import Together, come_together, meeting
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName

@@ -25,6 +25,7 @@ from infinity.errors import PlanError, ResumeError, StoreNotEmptyError
 from infinity.integrations.patches import patched
 from infinity.io.directory import remove_store_of
 from infinity.io.pins import Marker, read_pins
+from infinity.io.rank_paths import place_of
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
 
 logger = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ def name_vanished(model: nn.Module) -> None:
     """Say which folders pin a generation and are not there. They stay pinned: their disk may not be mounted."""
     vanished = [str(folder) for folder in folders_of(model) if not os.path.lexists(folder)]
     if vanished:
-        store = registry.coordinator_of(model).resources.require_store().directories[0].path
+        store = place_of(registry.coordinator_of(model).resources.require_store().directories[0].path)
         logger.warning(
             "infinity: %s pin generations and are not there. If they were removed, `infinity checkpoint unpin %s "
             "--all-gone` lets the generations go once this process has ended",

@@ -29,6 +29,7 @@ from infinity.integrations.quantization import Forms
 from infinity.integrations.said import say, say_that_nothing_was_offloaded
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.directory import parts_said
+from infinity.io.rank_paths import place_of
 from infinity.ranks.ranks import require_ranks_met
 from infinity.runtime.anew import as_it_was, take_back
 from infinity.runtime.deferred import defer_in_memory, is_a_deferred, is_deferred, values_of
@@ -472,8 +473,7 @@ def _close_what_ended_well(model: nn.Module) -> None:
     folders = folders_of(model)
     if folders and coordinator.world.leads:
         store = coordinator.resources.require_store()
-        place = store.directories[0].path
-        place = place if coordinator.world.size == 1 else place.parent
+        place = place_of(store.directories[0].path)
         logger.warning(
             "infinity: the store in %s, %s, stays for the checkpoint folders that go on from it: %s. "
             "`infinity checkpoint remove --pinned %s` removes it when none of them is to be resumed",

@@ -42,6 +42,7 @@ from infinity.io.manifest import (
     write_manifest,
 )
 from infinity.io.pins import Pin, Pins, digest_of, is_gone, said
+from infinity.io.rank_paths import place_of
 from infinity.io.store import Extent, SwapStore, now
 from infinity.io.whole import ANY, Eligible, Way, name_of, newest_whole, require_readable, ways
 
@@ -65,7 +66,6 @@ class Generations:
     ) -> None:  # fmt: skip
         self._store = store
         self._life = life or None
-        self._alone = ranks == 1
         self._extents = list(extents)
         self._index = {id(extent): index for index, extent in enumerate(self._extents)}
         self._keep = keep
@@ -130,9 +130,8 @@ class Generations:
 
     @property
     def _place(self) -> Path:
-        """What the commands are given: of nvme.paths the first."""
-        path = self._directory.path
-        return path if self._alone else path.parent
+        """What the commands are given."""
+        return place_of(self._directory.path)
 
     @property
     def steps(self) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -22,28 +21,7 @@ from infinity.io.directory import (
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_header
 from infinity.io.pins import read_pins, said
-
-_NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
-
-
-def rank_path(path: Path, rank: int, count: int) -> Path:
-    """The directory of one of `count` ranks in one of nvme.paths; of one process that path itself."""
-    return path if count == 1 else path / f"rank-{rank:05}-of-{count:05}"
-
-
-def is_rank_path(path: Path) -> bool:
-    return bool(_NAME.fullmatch(path.name))
-
-
-def rank_of(path: Path) -> tuple[int, int]:
-    """Which rank of how many has its store in a directory; (0, 1) where it is no directory of a rank."""
-    found = _NAME.fullmatch(path.name)
-    return (int(found[1]), int(found[2])) if found else (0, 1)
-
-
-def rank_paths(path: Path, count: int) -> list[Path]:
-    """The directories of all ranks in one of nvme.paths."""
-    return [rank_path(path, rank, count) for rank in range(count)]
+from infinity.io.rank_paths import NAME, is_rank_path, place_of, rank_paths
 
 
 def counts_in(path: Path) -> list[int]:
@@ -214,12 +192,11 @@ def remove_generations(path: Path) -> None:
 def require_none_pinned(path: Path) -> None:
     """Raises ResumeError where checkpoint folders pin generations of the store in a directory, which would go."""
     pins = read_pins(path)
-    place = path.parent if is_rank_path(path) else path
     if pins:
         raise ResumeError(
             f"checkpoint folders pin generations in {path}, and another number of ranks cannot keep them: {said(pins)}."
-            f" Let them go with `infinity checkpoint unpin {place} --folder FOLDER`, or go on with as many ranks as "
-            "before."
+            f" Let them go with `infinity checkpoint unpin {place_of(path)} --folder FOLDER`, or go on with as many "
+            "ranks as before."
         )
 
 
@@ -231,6 +208,6 @@ def ranks_said(count: int) -> str:
 def _stores_in(path: Path) -> list[tuple[Path, int]]:
     """The directories in one of nvme.paths that hold a store, that path itself among them, and how many ranks the run
     had that left it."""
-    named = ((entry, _NAME.fullmatch(entry.name)) for entry in sorted(entries_of(path)))
+    named = ((entry, NAME.fullmatch(entry.name)) for entry in sorted(entries_of(path)))
     found = [(path, 1), *((entry, int(match[2])) for entry, match in named if match)]
     return [(entry, count) for entry, count in found if (entry / HEADER_NAME).exists()]

@@ -17,6 +17,7 @@ from infinity.config import NvmeConfig, SwapConfig
 from infinity.errors import DeviceRoomError, NotAvailableError, ResumeError
 from infinity.io import durable
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
+from infinity.io.rank_paths import rank_path
 from infinity.io.store import new_run
 from infinity.plan.frequency import Frequency, rarest
 from infinity.plan.planner import limits_of
@@ -28,7 +29,6 @@ from infinity.sharded.gradients import require_same
 from infinity.sharded.stores import (
     clear_leftovers,
     clear_others,
-    rank_path,
     remove_generations,
     remove_rank_stores,
     require_none_pinned,

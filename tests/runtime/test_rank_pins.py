@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator
@@ -22,12 +23,13 @@ from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.cli.main import main
 from infinity.coordinator import stepping
 from infinity.errors import InfinityError, PlanError, ResumeError, SwapIOError
+from infinity.integrations import folders
 from infinity.io import durable
 from infinity.io.directory import generations_in
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import MARKER_NAME, PINS_NAME, digest_of, read_marker, read_pins
+from infinity.io.rank_paths import rank_paths
 from infinity.runtime.pins import pin, pinned, unpin
-from infinity.sharded.stores import rank_paths
 from tests import sampling
 from tests.ranks.workers import ended, run
 from tests.runtime.over_ranks import TIERS, Blocks, batch, digest, offloaded
@@ -311,6 +313,27 @@ def test_what_no_rank_can_go_on_from_is_said_and_its_pin_goes_with_the_next_resu
     assert all("another number of ranks cannot keep them" in str(each) for each in run(3, plainly, str(tmp_path)))
     assert run(RANKS, going_on, str(tmp_path), "checkpoint-2", 2)[0][0] == 3
     assert [len(read_pins(path)) for path in paths] == [1, 1]
+
+
+def vanished(root: str) -> str:
+    """A checkpoint folder is removed while the run goes on. Returns what this rank says of it."""
+    model, said = begun(root), list[str]()
+    for step in trained(model, 1):
+        pin(model, Path(root, f"checkpoint-{step}"))
+    if dist.get_rank() == 0:
+        shutil.rmtree(Path(root, "checkpoint-1"))
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders.logger, "warning", lambda text, *values: said.append(text % values))
+        folders.name_vanished(model)
+    infinity.close(model)
+    return said[0]
+
+
+def test_what_is_said_of_a_folder_that_is_gone_lets_all_ranks_generations_go(tmp_path: Path) -> None:
+    for line in run(RANKS, vanished, str(tmp_path)):
+        assert main(shlex.split(line.partition("`infinity ")[2].partition("`")[0])) == 0
+    assert [read_pins(path) for path in rank_paths(tmp_path / "swap", RANKS)] == [[], []]
 
 
 def failing(root: str) -> str:
