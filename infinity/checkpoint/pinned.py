@@ -74,9 +74,10 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
     folder, was = Path(pin.folder), list[os.stat_result]()
 
     def copy() -> None:
-        if folder.is_dir():
-            was.append(folder.stat())
-        _copy(coordinator, pin, digests, max_shard_size)
+        _require_there(pin, coordinator.resources.require_store())
+        was.append(folder.stat())
+        with _stores_of(coordinator) as stores:
+            _write(newest_whole(stores, digests=digests), pin, folder, max_shard_size)
 
     coordinator.world.once_slow(what, copy)
     pinning.mark_portable(coordinator, folder, COPY_NAME)
@@ -84,17 +85,15 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
     coordinator.world.once(f"ending {what}", lambda: os.utime(folder, ns=(was[0].st_atime_ns, was[0].st_mtime_ns)))
 
 
-def _copy(coordinator: Coordinator, pin: Pin, digests: Sequence[str], max_shard_size: str) -> None:
-    folder = Path(pin.folder)
-    unpin = f"infinity checkpoint unpin {place_of(coordinator.resources.require_store().directories[0].path)}"
-    if not folder.is_dir():
+def _require_there(pin: Pin, store: SwapStore) -> None:
+    """Raises PlanError where the folder of a pin is gone."""
+    if not Path(pin.folder).is_dir():
+        unpin = f"infinity checkpoint unpin {place_of(store.directories[0].path)}"
         raise PlanError(
             f"all pins are taken, and the oldest is of {pin}, which is gone: it cannot become a portable copy there. "
             f"Put the folder back; or, when no process holds the store, `{unpin} --all-gone`; or "
             "infinity.runtime.pins.unpin in this one. Nothing was written."
         )
-    with _stores_of(coordinator) as stores:
-        _write(newest_whole(stores, digests=digests), pin, folder, max_shard_size)
 
 
 @contextmanager

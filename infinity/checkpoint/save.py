@@ -61,12 +61,6 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
 def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
     """save_pretrained for what `parts` gives. All ranks call. Raises as save_pretrained."""
     coordinator = parts.coordinator
-    if not coordinator.plan.peers.together:
-        with written_aside(target, "saving to") as aside:
-            _write_into(aside, parts, parts.values(), max_shard_size)
-            _put(aside, target)
-        return
-
     with ExitStack() as written:
         places: list[Path] = []
 
@@ -76,29 +70,20 @@ def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
                 if coordinator.world.leads:
                     places.append(written.enter_context(written_aside(target, "saving to")))
                     with failing(target, "saving to"):
-                        _write_into(places[0], parts, gathered, max_shard_size)
+                        write_weights(places[0], parts.meta(), gathered, parts.numel, max_shard_size)
+                        write_configs(parts.model, places[0], parts.dtype)
             finally:
-                for part in gathered:  # what rank 0 writes is gathered by all, also where it could not go on
-                    part.clear()
+                for part in gathered if coordinator.world > 1 else ():
+                    part.clear()  # what rank 0 writes is gathered by all, also where it could not go on
 
-        def put() -> None:
+        def publish() -> None:
             with failing(target, "saving to"):
-                _put(places[0], target)
+                # The index goes last: until then a reader finds the old set.
+                if replaced := put(places[0], target, last=index_name("model")):
+                    _remove_superseded(target, replaced)
 
         coordinator.world.each(f"saving to {target}", take_part)
-        coordinator.world.once_slow(f"syncing {target}", put)
-
-
-def _write_into(aside: Path, parts: Parts, values: Iterator[list[Piece]], max_shard_size: str) -> None:
-    write_weights(aside, parts.meta(), values, parts.numel, max_shard_size)
-    write_configs(parts.model, aside, parts.dtype)
-
-
-def _put(aside: Path, target: Path) -> None:
-    """Where it is to be, all of it on disk. Raises OSError."""
-    # The index goes last: until then a reader finds the old set.
-    if written := put(aside, target, last=index_name("model")):
-        _remove_superseded(target, written)
+        coordinator.world.once_slow(f"syncing {target}", publish)
 
 
 def write_weights(

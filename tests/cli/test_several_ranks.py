@@ -135,7 +135,7 @@ def cannot_save() -> None:
     def full(*_: Any) -> None:
         raise InfinityError("no space left")
 
-    save._write_into = full
+    save.write_weights = full
 
 
 def cannot_close() -> None:

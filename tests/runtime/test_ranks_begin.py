@@ -178,13 +178,13 @@ def saved_slowly(folder: str) -> str:
 
     from infinity.checkpoint import save
 
-    put = save._put
+    put = save.put
 
-    def slowly(*arguments: Any) -> None:
+    def slowly(*arguments: Any, **named: Any) -> Any:
         time.sleep(3.0)
-        put(*arguments)
+        return put(*arguments, **named)
 
-    save._put = slowly
+    save.put = slowly
     save_config = {"nvme": {"paths": [f"{folder}/swap"], "deadline_s": 1}}
     from infinity.ranks import world
     from infinity.sharded import together
