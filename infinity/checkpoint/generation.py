@@ -21,10 +21,11 @@ from infinity.io.engine import open_engine
 from infinity.io.headers import headers_of, members_of
 from infinity.io.manifest import Manifest
 from infinity.io.rank_paths import rank_path
+from infinity.io.reading import read_part
 from infinity.io.store import Extent, SwapStore
 from infinity.io.whole import extents_of
 from infinity.sharded.stores import furthest_in
-from infinity.sizes import PAGE_BYTES, round_up
+from infinity.sizes import round_up
 from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.int8 import blocks_of, recut_int8, scales_of
@@ -206,15 +207,11 @@ class StoredPart:
         return slices_of(group.numel, self._cut.count, self._cut.numel)[self._cut.index]
 
     def read(self, group: GroupRecord, state: str, at: int, nbytes: int) -> torch.Tensor:
-        """Bytes [at, at + nbytes) of what this store has of a state, uint8; `at` is a multiple of 4 KiB. Raises
-        SwapIOError."""
+        """Bytes [at, at + nbytes) of what this store has of a state, uint8. Raises SwapIOError."""
         extent = self._extents.get((group.unit, group.group, state))
         if extent is None or at + nbytes > extent.nbytes:
             raise ManifestError(self.source, f"has no {state} of unit '{group.unit}' (group {group.group})")
-        whole = max(round_up(nbytes, PAGE_BYTES), PAGE_BYTES)
-        memory = _native.Arena(whole, huge_pages=False).view(0, whole)
-        self._store.read(extent, memory, at=at, io_class="states").result()
-        return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+        return read_part(self._store, extent, at, nbytes)
 
 
 class StoredState(NamedTuple):
@@ -275,17 +272,15 @@ class StoredGeneration:
         if group.codec is not None:
             return self._decoded(group, parameter)
         dtype = dtype_of(group)
-        begin = parameter.offset // PAGE_BYTES * PAGE_BYTES
-        flat = self._read(group, "weight", dtype.itemsize, begin, parameter.offset + parameter.numel - begin)
-        return flat.view(dtype)[parameter.offset - begin :].view(parameter.shape)
+        flat = self._read(group, "weight", dtype.itemsize, parameter.offset, parameter.numel)
+        return flat.view(dtype).view(parameter.shape)
 
     def _decoded(self, group: GroupRecord, parameter: ParameterRecord) -> torch.Tensor:
         """The values of a parameter that rests encoded."""
         if group.codec is None:
             raise AssertionError("weights without a codec are not decoded")
         begin, end = encoded_in(self.body.model, group)[parameter.name]
-        page = begin // PAGE_BYTES * PAGE_BYTES
-        data = self._parts[0].read(group, "weight", page, end - page)[begin - page :]
+        data = self._parts[0].read(group, "weight", begin, end - begin)
         return decode(data, group.codec, torch.Size(parameter.shape), dtype_of(group))
 
     @cached_property
@@ -377,7 +372,7 @@ class StoredGeneration:
         return found
 
     def _read(self, group: GroupRecord, state: str, itemsize: int, begin: int, numel: int) -> torch.Tensor:
-        """Elements [begin, begin + numel) of a state of so many bytes each, uint8; `begin` is a multiple of 4 Ki."""
+        """Elements [begin, begin + numel) of a state of so many bytes each, uint8."""
         found = [
             part.read(group, state, (first - part.slice_of(group)[0]) * itemsize, (last - first) * itemsize)
             for part, first, last in self._parts_of(group, begin, numel)

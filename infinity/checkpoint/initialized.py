@@ -14,7 +14,7 @@ in memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,7 +57,7 @@ def put_back(model: nn.Module, names: list[str], kept: Kept) -> bool:
     return True
 
 
-def of_another_size(model: nn.Module, names: list[list[str]], index: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def of_another_size(model: nn.Module, names: Iterable[list[str]], index: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The names of the parameters that the checkpoint has with another size.
 
     Args:

@@ -36,6 +36,7 @@ from infinity.checkpoint.quantized import (
 from infinity.checkpoint.tensor_files import is_readable, tensor_of
 from infinity.config import SwapConfig, load_config
 from infinity.durable import rng
+from infinity.durable.description import names_of
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import generations_in
@@ -308,13 +309,15 @@ def on_meta(
     attempt = partial(_attempt, model_class, path, {**how, "offload_folder": scratch, "dtype": dtype})
     before, found, other = rng.snapshot(), attempt({"": "disk"}), []
     if how.get("ignore_mismatched_sizes"):
-        other = of_another_size(found.model, _names(found.model), found.loader.index)
+        other = of_another_size(found.model, names_of(found.model).values(), found.loader.index)
     if other:
         rng.restore(before)
         found = attempt({"": "disk"} | dict.fromkeys(other, "cpu"))
     model, loader = found.model, found.loader
     model.tie_weights()
-    lacking = [same for same in _names(model) if not any(name in loader.index or name in loader for name in same)]
+    lacking = [
+        same for same in names_of(model).values() if not any(name in loader.index or name in loader for name in same)
+    ]
     allowed = as_plain or _is_of_another(model)
     missing = [same[0] for same in lacking if not ((allowed or same[0] in other) and put_back(model, same, found.kept))]
     if missing:
@@ -404,14 +407,6 @@ def _weights_loader(model: nn.Module) -> Any:
     raise ModelError("transformers did not leave the weights on disk; is the checkpoint in safetensors format?")
 
 
-def _names(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter; a tied parameter has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return list(names.values())
-
-
 class _Files:
     """The tensors of a checkpoint. Of quantized ones the encoded form is remembered (state/frozen.py).
 
@@ -423,7 +418,7 @@ class _Files:
     """
 
     def __init__(self, model: nn.Module, loader: Any, path: str) -> None:
-        self._aliases = {name: same for same in _names(model) for name in same}
+        self._aliases = {name: same for same in names_of(model).values() for name in same}
         self._loader = loader
         self._path = path
         self._facts = self._facts_now()

@@ -7,8 +7,7 @@ import torch
 from infinity import _native
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import NotAvailableError
-from infinity.io.store import wait_all
-from infinity.sizes import PAGE_BYTES, round_up
+from infinity.io import reading
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.moments import Moment
 from infinity.state.unit import Place
@@ -74,8 +73,4 @@ def read_part(resources: Resources, home: Home, begin: int, nbytes: int) -> torc
     """Bytes of a state, uint8."""
     if home.in_memory:
         return torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + nbytes].clone()
-    start, end = begin // PAGE_BYTES * PAGE_BYTES, round_up(begin + nbytes, PAGE_BYTES)
-    memory = _native.Arena(end - start, huge_pages=False)
-    page = memory.view(0, end - start)
-    wait_all([resources.require_store().read(home.stored(), page, at=start, io_class="states")])
-    return torch.frombuffer(page, dtype=torch.uint8)[begin - start : begin - start + nbytes].clone()
+    return reading.read_part(resources.require_store(), home.stored(), begin, nbytes).clone()

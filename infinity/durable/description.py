@@ -12,15 +12,21 @@ from infinity.state.discover import Discovery
 from infinity.state.dtypes import master_format
 
 
+def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """The names of each parameter; a tied parameter has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
 def describe(model: nn.Module, found: Discovery, master: _native.MasterName) -> ModelRecord:
     """The model's class and configuration, and where each parameter lies.
 
     Args:
         master: of bf16 weights, as the config has it.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    names = names_of(model)
     groups, parameters = [], []
     for unit in found.units:
         for index, group in enumerate(unit.groups):
@@ -38,7 +44,7 @@ def describe(model: nn.Module, found: Discovery, master: _native.MasterName) -> 
                 )
             )
             for spec in group.specs:
-                same = names[id(found.parameters[unit.index][spec.name])]
+                same = names[found.parameters[unit.index][spec.name]]
                 parameters.append(
                     ParameterRecord(
                         name=spec.name,

@@ -1,4 +1,4 @@
-"""Reading many extents one after the other, with many reads in flight."""
+"""Reading extents: a part of one, or many one after the other, with many reads in flight."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+import torch
+
+from infinity import _native
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.io.engine import Transfer
 from infinity.io.store import Extent, SwapStore, wait_all
-from infinity.sizes import PAGE_BYTES
+from infinity.sizes import PAGE_BYTES, round_up
+
+
+def read_part(store: SwapStore, extent: Extent, begin: int, nbytes: int) -> torch.Tensor:
+    """Bytes [begin, begin + nbytes) of an extent, uint8. Raises SwapIOError."""
+    start = begin // PAGE_BYTES * PAGE_BYTES
+    end = max(round_up(begin + nbytes, PAGE_BYTES), start + PAGE_BYTES)
+    memory = _native.Arena(end - start, huge_pages=False).view(0, end - start)
+    wait_all([store.read(extent, memory, at=start, io_class="states")])
+    return torch.frombuffer(memory, dtype=torch.uint8)[begin - start : begin - start + nbytes]
+
 
 _PIECES = 32
 """How many reads are in flight, each into a piece of the memory; fewer where the memory has fewer pages."""
