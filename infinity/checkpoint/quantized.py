@@ -81,25 +81,27 @@ def codec_said(path: str, config: Any) -> tuple[Codec, tuple[str, ...]] | None:
     if not (found := _in_file(config, {})):
         return None
     _require_bitsandbytes(path, found)
-    values = found if isinstance(found, dict) else vars(found)
-    skipped = tuple(values.get("llm_int8_skip_modules") or ())
-    if not values.get("load_in_4bit"):
+    skipped = tuple(found.get("llm_int8_skip_modules") or ())
+    if not found.get("load_in_4bit"):
         return "int8_rows", skipped
-    if values.get("bnb_4bit_quant_type", "fp4") != "nf4":  # which is what bitsandbytes takes it for, too
+    if found.get("bnb_4bit_quant_type", "fp4") != "nf4":  # which is what bitsandbytes takes it for, too
         raise ModelError(f"'{path}' is quantized as fp4; {_ONLY_NF4} {_IN_16_BITS}")
-    return "nf4" if values.get("bnb_4bit_use_double_quant") else "nf4_fp32", skipped
+    return "nf4" if found.get("bnb_4bit_use_double_quant") else "nf4_fp32", skipped
 
 
-def _require_bitsandbytes(path: str, quantization: Any) -> None:
+def _require_bitsandbytes(path: str, quantization: Mapping[str, Any]) -> None:
     """Raises ModelError: another method quantized the model."""
-    if (method := method_of(quantization)) != "bitsandbytes":
+    method = quantization.get("quant_method")
+    if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
+        return  # as transformers reads it
+    if (method := str(getattr(method, "value", method) or "a method without a name")) != "bitsandbytes":
         raise ModelError(
             f"'{path}' is quantized by {method} (quantization_config in its config.json); infinity reads only what "
             f"bitsandbytes quantized, as NF4 or LLM.int8. {_IN_16_BITS}"
         )
 
 
-def _in_file(source: Any, hub: Mapping[str, Any]) -> Any:
+def _in_file(source: Any, hub: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """A model's quantization_config; None where it is not quantized. Args: source: its config, or where that is."""
     from transformers import PretrainedConfig
 
@@ -114,17 +116,8 @@ def _in_file(source: Any, hub: Mapping[str, Any]) -> Any:
     for part in (values, values.get("text_config")):
         found = part.get("quantization_config") if isinstance(part, dict) else None
         if found:
-            return found
+            return found if isinstance(found, dict) else vars(found)
     return None
-
-
-def method_of(quantization: Any) -> str:
-    """What a quantization_config calls its method. Args: quantization: one of transformers' objects, or its dict."""
-    values = quantization if isinstance(quantization, dict) else vars(quantization)
-    method = values.get("quant_method")
-    if method is None and (values.get("load_in_4bit") or values.get("load_in_8bit")):
-        return "bitsandbytes"  # as transformers reads it
-    return str(getattr(method, "value", method) or "a method without a name")
 
 
 def _read_config(model_class: Any, path: str, hub: Mapping[str, Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:

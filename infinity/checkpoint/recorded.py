@@ -25,7 +25,7 @@ from infinity.checkpoint.in_files import Tensors
 from infinity.checkpoint.save import revert_of, write_configs
 from infinity.durable.records import ModelRecord
 from infinity.errors import ManifestError
-from infinity.state.tiles import rows_of
+from infinity.state.tiles import places_of
 
 logger = logging.getLogger(__name__)
 
@@ -114,13 +114,12 @@ class RecordedModel:
 
     def _give_dtypes(self, model: nn.Module) -> None:
         groups = {(group.unit, group.group): getattr(torch, group.dtype) for group in self._record.groups}
+        places = places_of(self._record.shapes())
         recorded = {
-            name: (groups[parameter.unit, parameter.group], tuple(parameter.shape))
+            places[name].whole: (groups[parameter.unit, parameter.group], places[name].shape)
             for parameter in self._record.parameters
             for name in (parameter.name, *parameter.aliases)
         }
-        for name, place in rows_of({name: shape for name, (_, shape) in recorded.items()}).items():
-            recorded[place.whole] = recorded[name][0], place.shape
         for name, weight in model.named_parameters():
             dtype, shape = recorded.get(name, (weight.dtype, None))
             weight.data = weight.data.to(dtype)

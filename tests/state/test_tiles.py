@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from torch import nn
 
 import infinity
 from infinity.state.discover import discover
-from infinity.state.tiles import Rows, rows_of, tile_name, tile_of
+from infinity.state.tiles import Rows, places_of, rows_of, tile_name, tile_of
 from tests.models import llama
 
 
@@ -33,6 +35,10 @@ def test_the_rows_of_a_tile_follow_those_of_the_tiles_before_it_by_number() -> N
     assert rows["head.infinity_tile_10.weight"] == Rows("head.weight", 55, 66, (66, 5))
     assert rows["head.infinity_tile_2.weight"].first == 15
     assert "other" not in rows
+    wholes = {"other": (3,), "scale": ()}
+    assert places_of({**wholes, **shapes}) == rows | {
+        name: Rows(name, 0, math.prod(shape), shape) for name, shape in wholes.items()
+    }
 
 
 def units(model: nn.Module) -> list[str]:
