@@ -222,22 +222,24 @@ def replaced(
     """Arguments of a call, with another tensor in place of each that a graph has made, also in tuples. Other containers
     stay as they are: whoever is called may write to them."""
     made: dict[int, torch.Tensor] = {}  # a tensor that is given twice stays one
+    found = (_replaced(given, replace, made) for given in args)
+    return tuple(found), {name: _replaced(given, replace, made) for name, given in kwargs.items()}
 
-    def each(given: Any) -> Any:
-        if isinstance(given, torch.Tensor):
-            if given.grad_fn is None:
-                return given
-            if id(given) not in made:
-                made[id(given)] = replace(given)
-            return made[id(given)]
-        if not isinstance(given, tuple):
-            return given
-        found = [each(inner) for inner in given]
-        if all(new is old for new, old in zip(found, given, strict=True)):
-            return given
-        return type(given)(*found) if hasattr(given, "_fields") else type(given)(found)
 
-    return tuple(map(each, args)), {name: each(given) for name, given in kwargs.items()}
+def _replaced(given: Any, replace: Replace, made: dict[int, torch.Tensor]) -> Any:
+    """No function in a function: one that calls itself would keep the graph until Python collects cycles."""
+    if isinstance(given, torch.Tensor):
+        if given.grad_fn is None:
+            return given
+        if id(given) not in made:
+            made[id(given)] = replace(given)
+        return made[id(given)]
+    if not isinstance(given, tuple):
+        return given
+    found = [_replaced(inner, replace, made) for inner in given]
+    if all(new is old for new, old in zip(found, given, strict=True)):
+        return given
+    return type(given)(*found) if hasattr(given, "_fields") else type(given)(found)
 
 
 # -- reentrant checkpointing ------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,25 @@ def test_stages_are_learned_once_for_each_mode(offload: Any, tmp_path: Path) -> 
         infinity.backward(model, loss_fn, inputs())
         model.eval()
     assert len(calls) == 9 + 1
+
+
+def test_no_graph_waits_for_python_to_collect_it(offload: Any, tmp_path: Path) -> None:
+    model, batches = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]}), inputs()
+    shapes = [batch.shape for batch in batches]
+
+    def alive() -> int:
+        return sum(type(each) is torch.Tensor and each.shape in shapes for each in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        infinity.backward(model, model, batches)
+        after = alive()
+    finally:
+        gc.enable()
+    assert is_vertical(model)
+    assert after == before
 
 
 def test_an_exception_while_the_stages_are_learned_changes_nothing(offload: Any, tmp_path: Path) -> None:
