@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,11 +53,22 @@ class TrainingSteps:
             return torch.zeros((), device=trainer.args.device)
         del self._waiting[trainer]
         losses = dict[int, torch.Tensor]()
+        here = threading.local()  # each micro-batch's call is in a thread of its own
+
+        def withhold(original: Callable[..., None], loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            """In place of `loss.backward(...)`."""
+            if hasattr(here, "withheld"):
+                here.withheld.append(loss)
+            else:
+                original(loss, *args, **kwargs)
 
         def loss_of(index: int) -> torch.Tensor:
-            with withheld.of_this_thread() as found:
+            here.withheld = found = list[torch.Tensor]()
+            try:
                 args, options = waiting[index]
                 losses[index] = original(trainer, model, *args, **options)
+            finally:
+                del here.withheld
             if len(found) != 1:
                 raise ModelError(
                     f"{type(trainer).__name__}.training_step ran {len(found)} backward passes for a micro-batch; with "
@@ -66,31 +76,6 @@ class TrainingSteps:
                 )
             return found[0]
 
-        withheld = _Withheld()
-        with patched(torch.Tensor, "backward", withheld):
+        with patched(torch.Tensor, "backward", withhold):
             backward(model, loss_of, range(len(waiting)))
         return torch.stack([losses[index] for index in range(len(waiting))]).sum()
-
-
-class _Withheld:
-    """Losses whose `backward()` was called, and did nothing yet."""
-
-    def __init__(self) -> None:
-        self._here = threading.local()
-
-    def __call__(self, original: Callable[..., None], loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """In place of `loss.backward(...)`."""
-        found: list[torch.Tensor] | None = getattr(self._here, "found", None)
-        if found is None:
-            original(loss, *args, **kwargs)
-        else:
-            found.append(loss)
-
-    @contextmanager
-    def of_this_thread(self) -> Iterator[list[torch.Tensor]]:
-        """In this context they are withheld, and enter the list."""
-        self._here.found = []
-        try:
-            yield self._here.found
-        finally:
-            del self._here.found

@@ -2,9 +2,9 @@
 
 [Note: what a chain is]
 All micro-batches can go through one unit after the other where nothing but what a unit is given comes from what ran
-before it. So where a unit begins the graph can be cut, if no edge goes past the cut. While the forward is recorded,
-each tensor that a unit is given passes a `_Mark`, a node that changes nothing: an edge from there is one that the cut
-replaces. Any other edge between two pieces goes past all cuts between them, and they are none.
+before it. So where a unit begins the graph can be cut, if no edge goes past the cut. While the forward is recorded the
+graph is cut wherever a site begins (pieces.py), and the cuts stand for edges: those are the ones that a cut may
+replace. Any other edge between two pieces goes past all cuts between them, and they are none.
 
 What remains are the stages: from one cut to the next. A stage may have several units, as where an image is put amid
 embedded words. Where a loss has a part for each router of a mixture of experts, edges go past all units and nothing
@@ -16,14 +16,14 @@ on a module; a setting of torch that holds for a part of it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from infinity.runtime.cutting import Forward
 from infinity.runtime.pieces import next_number, number_of
 from infinity.runtime.saved import Kept
 
@@ -73,45 +73,23 @@ class Chain:
         return self.before if stage < 0 else self.stages[stage].units
 
 
-class _Mark(torch.autograd.Function):
-    """The same values, behind a node that can be told from others."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()  # no view: whoever is given it may write to it
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        (gradient,) = gradients
-        return gradient
-
-
-def mark(tensor: torch.Tensor) -> torch.Tensor:
-    """What a unit is given in place of a tensor, while a forward is recorded."""
-    marked: torch.Tensor = _Mark.apply(tensor)
-    return marked
-
-
 @dataclass
 class _Candidate:
-    """Where the graph might be cut.
+    """Where the graph might be cut: as a Stage, which ends where the next candidate is.
 
     Attributes:
-        site: that is entered there; None: none was, in that reentrant checkpoint.
-        begins: the number of the first node behind it.
+        site: that is entered there; -1: none was, in that reentrant checkpoint.
         kept_bytes: that the forward keeps until here.
-        units: that are read from here to the next candidate.
     """
 
-    site: int | None
+    site: int
     reentrant: bool
-    begins: int
-    kept_bytes: int = 0
+    kept_bytes: int
     units: list[int] = field(default_factory=list)
 
 
-class Recorder:
-    """A forward in ordinary order, in one thread.
+class Recorder(Forward):
+    """A forward in ordinary order, which is cut wherever it can be.
 
     Args:
         kept: counts what the forward keeps.
@@ -122,41 +100,49 @@ class Recorder:
     """
 
     def __init__(self, kept: Kept) -> None:
+        super().__init__()
         self._kept = kept
         self._begins = next_number()
         self._flags = _flags()
-        self._candidates = [_Candidate(None, False, 0)]
+        self._before: list[int] = []
+        self._candidates: list[_Candidate] = []
         self.changed_flag = ""
         self.came_with_graph = False
 
-    def cut(self, site: int | None, *, reentrant: bool = False) -> None:
-        """The graph might be cut here."""
+    def begin(self, site: int, *, reentrant: bool) -> bool:
+        if reentrant:
+            self._candidates[-1].site = site
+        else:
+            self._may_cut(site, reentrant=False)
+        return True
+
+    def may_begin_in_checkpoint(self) -> bool:
+        self._may_cut(-1, reentrant=True)
+        return True
+
+    def _may_cut(self, site: int, *, reentrant: bool) -> None:
         self.changed_flag = next(
             (name for name, now in _flags().items() if now != self._flags[name]), self.changed_flag
         )
-        self._candidates.append(_Candidate(site, reentrant, next_number(), self._kept.nbytes))
+        self._candidates.append(_Candidate(site, reentrant, self._kept.nbytes))
+        self.stage += 1
 
-    def entered(self, site: int, units: Sequence[int], *, begins: bool) -> None:
-        """A site is entered. Args: begins: it is the first one in a reentrant checkpoint that might be cut."""
-        last = self._candidates[-1]
-        if begins:
-            last.site = site
-        last.units += [index for index in units if index not in last.units]
+    def reads(self, units: Sequence[int]) -> None:
+        (self._candidates[-1].units if self._candidates else self._before).extend(units)
 
     def chain(self, loss: torch.Tensor) -> Chain:
         """The stages between which the graph can be cut, perhaps none, once the forward has ended in this loss."""
-        begins = [each.begins for each in self._candidates]
-        edges = [(number_of(lower), number_of(upper), _is_mark(upper)) for upper, lower in _edges(loss.grad_fn)]
-        self.came_with_graph = any(lower < self._begins for lower, _, _ in edges)
+        edges = list(self.tape.edges(loss))
+        self.came_with_graph = any(number_of(lower) < self._begins for lower, _, _ in edges)
         crossing = [
-            (bisect_right(begins, lower) - 1, bisect_right(begins, upper) - 1, marked) for lower, upper, marked in edges
+            (self.tape.made_by(lower).stage, self.tape.made_by(upper).stage, is_cut) for lower, upper, is_cut in edges
         ]
-        kept = {at for at, each in enumerate(self._candidates) if each.site is not None}
+        kept = {at for at, each in enumerate(self._candidates) if each.site >= 0}
         while True:
             past = {
                 at
-                for lower, upper, marked in crossing
-                if not (marked and upper in kept)
+                for lower, upper, is_cut in crossing
+                if not (is_cut and upper in kept)
                 for at in range(lower + 1, upper + 1)
             }
             if not past & kept:
@@ -164,26 +150,16 @@ class Recorder:
             kept -= past
 
     def _stages(self, kept: set[int]) -> Chain:
-        stages, units = list[Stage](), list[int]()
-        before: tuple[int, ...] = ()
-        first: _Candidate | None = None
+        before, stages = list(self._before), list[_Candidate]()
         for at, each in enumerate(self._candidates):
             if at in kept:
-                if first is None:
-                    before = tuple(units)
-                else:
-                    stages.append(_stage(first, units))
-                first, units = each, []
-            units += [index for index in each.units if index not in units]
-        if first is not None:
-            stages.append(_stage(first, units))
-        kept_bytes = 0 if first is None else first.kept_bytes
-        return Chain(tuple(stages), before, kept_bytes)
-
-
-def _stage(first: _Candidate, units: Sequence[int]) -> Stage:
-    assert first.site is not None
-    return Stage(first.site, first.reentrant, tuple(units))
+                stages.append(replace(each, units=[]))
+            (stages[-1].units if stages else before).extend(each.units)
+        return Chain(
+            tuple(Stage(each.site, each.reentrant, tuple(dict.fromkeys(each.units))) for each in stages),
+            tuple(dict.fromkeys(before)),
+            stages[-1].kept_bytes if stages else 0,
+        )
 
 
 def _flags() -> dict[str, Any]:
@@ -235,19 +211,17 @@ class Buffers:
 
     def changed(self) -> list[str]:
         """The names of those that have other values now. Versions do not tell: those of BatchNorm's means stay."""
-        return [
-            name
-            for name, buffer in self._model.named_buffers()
-            if name in self._before and not _same_bits(buffer, self._before[name])
-        ]
+        return [name for name, now, before in self._pairs() if not _same_bits(now, before)]
 
     def put_back(self) -> None:
         """They have the values of before."""
-        changed = self.changed()
         with torch.no_grad():
-            for name, buffer in self._model.named_buffers():
-                if name in changed:
-                    buffer.resize_(self._before[name].shape).copy_(self._before[name])
+            for _, now, before in self._pairs():
+                if not _same_bits(now, before):
+                    now.resize_(before.shape).copy_(before)
+
+    def _pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        return [(name, now, self._before[name]) for name, now in self._model.named_buffers() if name in self._before]
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -255,21 +229,3 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     flat = [each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)]
     return torch.equal(*flat)
-
-
-def _is_mark(node: Any) -> bool:
-    return str(node.name()) == "_MarkBackward"
-
-
-def _edges(root: Any) -> Iterator[tuple[Any, Any]]:
-    """Every edge of a graph, but for those to leaves: (the node above, the node below)."""
-    seen, waiting = {id(root): root}, [root] if root is not None else []
-    while waiting:
-        upper = waiting.pop()
-        for lower, _ in upper.next_functions:
-            if lower is None or hasattr(lower, "variable"):
-                continue
-            yield upper, lower
-            if id(lower) not in seen:
-                seen[id(lower)] = lower
-                waiting.append(lower)

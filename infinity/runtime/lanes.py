@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from infinity.base.accelerator import Accelerator
-from infinity.runtime.saved import is_hooked
+from infinity.base.interrupt import interrupts_deferred
 
 
 class _Ended(BaseException):
@@ -36,22 +36,22 @@ class Lane:
         self._surroundings = surroundings
         self._go = threading.Semaphore(0)
         self._back = threading.Semaphore(0)
-        self._running = self._unwanted = False
+        self._unwanted = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._result: Any = None
         self.over = False
 
     def resume(self) -> None:
-        """Let the call run on until it parks or ends. Raises what the call raised."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
-            thread.start()  # which may fail
-            self._thread, self._running = thread, True
-        else:
-            self._running = True
-            self._go.release()
-        self._wait()
+        """Let the call run on until it parks or ends; Ctrl-C waits for that. Raises what the call raised."""
+        with interrupts_deferred():
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
+                thread.start()  # which may fail
+                self._thread = thread
+            else:
+                self._go.release()
+            self._back.acquire()
         error, self._error = self._error, None
         if error is not None:
             try:
@@ -64,11 +64,6 @@ class Lane:
         result, self._result = self._result, None
         return result
 
-    def _wait(self) -> None:
-        """Ctrl-C may end this, while the lane still runs."""
-        self._back.acquire()
-        self._running = False
-
     def park(self) -> None:
         """In the call: wait for `resume`."""
         self._back.release()
@@ -79,22 +74,13 @@ class Lane:
     def end(self) -> None:
         """Nobody wants the rest of the call. When this returns nothing of it runs any more; Ctrl-C waits for that."""
         self._unwanted = True
-        interrupted: BaseException | None = None
-        while self._thread is not None:
-            try:
-                if self._running:  # it parks, or ends
-                    self._wait()
-                if not self.over:
-                    self._running = True
-                    self._go.release()
-                    self._wait()
+        with interrupts_deferred():
+            while self._thread is not None and not self.over:
+                self._go.release()
+                self._back.acquire()
+            if self._thread is not None:
                 self._thread.join()
-                self._thread = None
-            except KeyboardInterrupt as error:
-                interrupted = error
-        self._error = None
-        if interrupted is not None:
-            raise interrupted
+            self._error = None
 
     def _run(self) -> None:
         try:
@@ -147,11 +133,6 @@ class Surroundings:
                 entered.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=self._autocast_cache))
             entered.enter_context(torch.set_grad_enabled(self._gradients))
             yield
-
-
-def why_not_in_threads() -> str:
-    """What this thread has that another cannot be given; "" where there is nothing."""
-    return "it is called in a context of saved-tensor hooks" if is_hooked() else ""
 
 
 def _modes() -> tuple[list[Any], list[Any]]:

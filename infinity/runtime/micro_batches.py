@@ -26,25 +26,24 @@ comes of that forward: a run that is resumed, and learns anew, ends in the bits 
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.errors import ConfigError, InfinityError
+from infinity.errors import ConfigError
 from infinity.runtime.chain import Attributes, Buffers, Chain, Recorder
+from infinity.runtime.cutting import Site, watched
 from infinity.runtime.hooks import Scope
-from infinity.runtime.lanes import why_not_in_threads
 from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.random_streams import RandomStreams
-from infinity.runtime.vertical import Recording, Vertical, Watch
+from infinity.runtime.saved import is_hooked
+from infinity.runtime.vertical import Vertical
 from infinity.sizes import format_bytes
 from infinity.state.discover import HookSite
 
@@ -97,35 +96,20 @@ def backward(
     micro_batches = list(micro_batches)
     if not micro_batches:
         raise ConfigError("infinity.backward was given no micro-batch")
-    return _of(coordinator).backward(loss_fn, micro_batches, vertical=vertical)
+    offloaded = registry.model_of(coordinator)
+    assert offloaded is not None  # a part of `model`
+    return _known[offloaded].backward(loss_fn, micro_batches, vertical=vertical)
 
 
-def remember(model: nn.Module, coordinator: Coordinator, scope: Scope, ends: BackwardEnds, sites: Any) -> Any:
-    """These are the hooks of an offloaded model. Returns a handle that forgets them."""
+def remember(
+    model: nn.Module, coordinator: Coordinator, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]
+) -> MicroBatches:
+    """These are the hooks of an offloaded model. Returns what forgets them with `remove`."""
     _known[model] = MicroBatches(model, coordinator, scope, ends, sites)
-    return _Known(model)
+    return _known[model]
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, MicroBatches] = weakref.WeakKeyDictionary()
-
-
-class _Known:
-    """Of a model that is remembered. Does not keep it alive."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._of = weakref.ref(model)
-
-    def remove(self) -> None:
-        model = self._of()
-        if model is not None:
-            _known.pop(model, None)
-
-
-def _of(coordinator: Coordinator) -> MicroBatches:
-    model = registry.model_of(coordinator)
-    if model is None:
-        raise InfinityError("the offloaded model is gone")
-    return _known[model]
 
 
 class MicroBatches:
@@ -146,8 +130,7 @@ class MicroBatches:
         self._scope = scope
         self._ends = ends
         self._sites = [
-            (number, weakref.ref(site.module), site.units, not coordinator.staying.issuperset(site.units))
-            for number, site in enumerate(sites)
+            Site(weakref.ref(site.module), site.units, not coordinator.staying.issuperset(site.units)) for site in sites
         ]
         self.chain: Chain | None = None
         self.why_ordinary = ""
@@ -155,11 +138,23 @@ class MicroBatches:
         self._modes: set[tuple[bool, ...]] = set()
         self._said = 0
 
+    def remove(self) -> None:
+        """The model is offloaded no longer."""
+        model = self._model()
+        if model is not None:
+            _known.pop(model, None)
+
     def backward(self, loss_fn: LossOf[Any], micro_batches: list[Any], *, vertical: bool) -> list[torch.Tensor]:
         """As backward()."""
         streams = RandomStreams(len(micro_batches), self._coordinator.resources.torch_device)
         vertical = vertical and len(micro_batches) > 1 and torch.is_grad_enabled()
-        if not vertical or self._why_not_here():
+        if vertical and is_hooked():
+            logger.warning(
+                "infinity.backward computes one micro-batch after the other, because it is called in a context of "
+                "saved-tensor hooks"
+            )
+            vertical = False
+        if not vertical:
             return self._one_by_one(loss_fn, micro_batches, streams)
         if self._mode_now() not in self._modes:
             with streams.unchanged(0):
@@ -172,7 +167,7 @@ class MicroBatches:
             is_last = group.stop == len(micro_batches)
             with nullcontext() if is_last else self._coordinator.accumulating():
                 chosen = micro_batches[group.start : group.stop]
-                losses += vertically.run(lambda each: _scalar(loss_fn(each)), chosen, self._watched)
+                losses += vertically.run(lambda each: _scalar(loss_fn(each)), chosen, self._sites)
         return losses
 
     def _groups(self, chain: Chain, count: int) -> list[range]:
@@ -206,20 +201,13 @@ class MicroBatches:
         model = self._model()
         return () if model is None else tuple(module.training for module in model.modules())
 
-    def _why_not_here(self) -> bool:
-        why = why_not_in_threads()
-        if why:
-            logger.warning("infinity.backward computes one micro-batch after the other, because %s", why)
-        return bool(why)
-
     # -- ordinary order -----------------------------------------------------------------------------------------------
 
     def _one_by_one(self, loss_fn: LossOf[Any], micro_batches: list[Any], streams: RandomStreams) -> list[torch.Tensor]:
         losses = []
         for index, micro_batch in enumerate(micro_batches):
-            with streams.of(index), ExitStack() as entered:
-                if index < len(micro_batches) - 1:
-                    entered.enter_context(self._coordinator.accumulating())
+            is_last = index == len(micro_batches) - 1
+            with streams.of(index), nullcontext() if is_last else self._coordinator.accumulating():
                 loss = _scalar(loss_fn(micro_batch))
                 torch.autograd.backward(loss)
                 losses.append(loss.detach())
@@ -238,11 +226,11 @@ class MicroBatches:
         try:
             with self._scope.weighing() as kept:
                 recorder = Recorder(kept)
-                with self._watched(Recording(recorder)):
+                with watched(self._sites), recorder.running():
                     loss = _scalar(loss_fn(micro_batch))
             changed = [*buffers.changed(), attributes.changed()][0]
             why = self._found(recorder, loss, self._scope.begun - before, changed)
-            del loss
+            del loss, recorder
         finally:
             buffers.put_back()
         if again and attributes.changed():
@@ -294,34 +282,6 @@ class MicroBatches:
             )
         return ""
 
-    # -- hooks --------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _watched(self, watch: Watch) -> Iterator[None]:
-        """While this is open, `watch` hears of every site that is entered and left."""
-        handles: list[RemovableHandle] = []
-        try:
-            for number, of, units, cuts in self._sites:
-                module = of()
-                if module is None:
-                    continue
-
-                def enter(module: nn.Module, args: Any, kwargs: Any, at: Any = (number, units, cuts)) -> Any:
-                    site, read, may_cut = at
-                    return watch.enter(site, read, (args, kwargs), cuts=may_cut)
-
-                def leave(module: nn.Module, args: Any, output: Any) -> None:
-                    watch.leave()
-
-                before, after = _not_compiled(enter), _not_compiled(leave)
-                handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-                handles.append(module.register_forward_hook(after, always_call=True))
-            with watch.open():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
 
 def _told(chain: Chain | None) -> Any:
     return None if chain is None else [[stage.site, *stage.units] for stage in chain.stages]
@@ -336,8 +296,3 @@ def _scalar(loss: object) -> torch.Tensor:
         f"the loss function of infinity.backward returned {found}: it must return the scalar tensor that one would "
         "call .backward() on, such as model(**batch).loss"
     )
-
-
-def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that torch.compile leaves as it is, where it is in use."""
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook

@@ -2,8 +2,8 @@
 
 [Note: cutting a graph]
 Where a unit begins, each tensor that it is given and that has a graph is replaced by one of the same memory that has
-none below it: `_Cut`. What its backward brings is kept in a `Value`, and `_Tail` brings it into the graph above when
-that piece is run:
+none below it: `_Cut`. What its backward brings is added up (`_Gradient`), and `_Tail` brings it into the graph above
+when that piece is run:
 
     piece 1 …──▶ x ──▶ _Tail        the root from which piece 1 is run backward
                  ┆ (the same memory)
@@ -12,21 +12,15 @@ that piece is run:
 Neither keeps the memory of x alive. A tensor may be given to several units; then its gradient is the sum of what they
 bring, the last unit's first, as autograd adds them, but in fp32. Which piece made a tensor is told by the sequence
 number of its node: autograd counts the nodes that a thread makes.
-
-Reentrant checkpointing (torch.utils.checkpoint, use_reentrant=True) hides what it calls in one node, whose inputs are
-fixed before any hook of a module inside runs. There the inputs of that node are replaced (`reentrant_calls`).
 """
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointFunction
 
 from infinity.errors import ModelError
 
@@ -49,61 +43,43 @@ _ADVICE = (
 )
 
 
-class _Sum:
-    """The gradient of a value, as far as it has come.
+class _Gradient:
+    """The gradient of a tensor that crosses from one piece to others. (It does not know the tensor's node: a cycle
+    through a graph would never be collected.)
 
     Attributes:
+        total: as far as it has come; None: nothing has.
         closed: nothing more may come.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._sum: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
         self.closed = False
 
-    @property
-    def came(self) -> bool:
-        return self._sum is not None
-
     def add(self, gradient: torch.Tensor) -> None:
-        """A unit that was given the value brings its part. Raises ModelError: what made the value was run already."""
+        """A unit that was given the tensor brings its part. Raises ModelError: what made the tensor was run already."""
         if self.closed:
             raise ModelError(f"a gradient came too late for what made its tensor, {_ADVICE}")
-        if self._sum is None:
-            self._sum = gradient
+        if self.total is None:
+            self.total = gradient
         else:
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            self._sum = self._sum.to(wide) + gradient.to(wide)
+            self.total = self.total.to(wide) + gradient.to(wide)
 
     def take(self) -> torch.Tensor:
-        found, self._sum = self._sum, None
-        assert found is not None
-        return found.to(self._dtype)
-
-
-class Value:
-    """A tensor that crosses from one piece to others.
-
-    Attributes:
-        node: that made it. It is held so that it is told from others by its id.
-        gradient: which those who are given it add to. (It does not know the value: a cycle through a graph would never
-            be collected.)
-        tail: the root from which the piece that made it is run backward.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.node = tensor.grad_fn
-        self.gradient = _Sum(tensor.dtype)
-        self.tail: torch.Tensor = _Tail.apply(tensor, self.gradient)
+        total, self.total = self.total, None
+        assert total is not None
+        return total.to(self._dtype)
 
 
 class _Cut(torch.autograd.Function):
     """The same values, with nothing below them; what comes back is added to the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor], gradient: _Sum) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor], gradient: _Gradient) -> torch.Tensor:
         ctx.gradient = gradient
-        return tensor[0].detach()
+        return tensor[0].detach()  # no view: whoever is given it may write to it
 
     @staticmethod
     def backward(ctx: Any, *came: Any) -> Any:
@@ -112,10 +88,10 @@ class _Cut(torch.autograd.Function):
 
 
 class _Tail(torch.autograd.Function):
-    """A root: its backward is the gradient of the value, which has come by then."""
+    """A root: its backward is the gradient, which has come by then."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, gradient: _Sum) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, gradient: _Gradient) -> torch.Tensor:
         ctx.gradient = gradient
         return tensor.new_empty((), dtype=torch.float32)
 
@@ -127,18 +103,24 @@ class _Tail(torch.autograd.Function):
 class Piece:
     """What one micro-batch computes from one cut to the next.
 
-    Args:
-        stage: that it is of (micro_batches.py).
-
     Attributes:
-        values: that it makes and others are given.
+        stage: that it is of (micro_batches.py).
+        begins: the number of its first node.
+        values: the tails and the gradients of what it makes and others are given.
         loss: that it ends in.
     """
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage: int, begins: int) -> None:
         self.stage = stage
-        self.values: list[Value] = []
+        self.begins = begins
+        self.values: list[tuple[torch.Tensor, _Gradient]] = []
         self.loss: torch.Tensor | None = None
+
+    @property
+    def roots(self) -> list[torch.Tensor]:
+        """What it is run backward from, as far as gradients have come."""
+        tails = [tail for tail, gradient in self.values if gradient.total is not None]
+        return tails if self.loss is None else [*tails, self.loss]
 
     def backward(self) -> None:
         """Run it backward, once everything that it made has its gradient. It keeps nothing alive afterwards.
@@ -146,27 +128,17 @@ class Piece:
         Raises:
             ModelError: it has parts in common with others.
         """
-        roots = self._roots()
-        for value in self.values:
-            value.gradient.closed = True
+        roots = self.roots
+        for _, gradient in self.values:
+            gradient.closed = True
         self.values, self.loss = [], None
-        if not roots:
-            return
         try:
-            torch.autograd.backward(roots)
+            if roots:
+                torch.autograd.backward(roots)
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
             raise ModelError(f"a part of a graph was to be run backward twice, {_ADVICE}") from error
-
-    @property
-    def waits(self) -> bool:
-        """Whether there is something to run."""
-        return bool(self._roots())
-
-    def _roots(self) -> list[torch.Tensor]:
-        roots = [value.tail for value in self.values if value.gradient.came]
-        return roots if self.loss is None else [*roots, self.loss]
 
 
 class Tape:
@@ -174,14 +146,13 @@ class Tape:
 
     def __init__(self) -> None:
         self._anchor = torch.empty((), requires_grad=True)
-        self.pieces = [Piece(-1)]
-        self._begins = [0]  # the number of each piece's first node
-        self._values: dict[tuple[int, int], Value] = {}
+        # By the id of the node that made the tensor, which is held so that no other has it.
+        self._crossed: dict[tuple[int, int], tuple[Any, _Gradient]] = {}
+        self.pieces = [Piece(-1, 0)]
 
     def cut(self, stage: int) -> Replace:
         """A piece begins here, in a stage. Returns what replaces the tensors that are given to it."""
-        self.pieces.append(Piece(stage))
-        self._begins.append(next_number())
+        self.pieces.append(Piece(stage, next_number()))
         return self._crossing
 
     def is_of(self, stage: int) -> None:
@@ -189,31 +160,50 @@ class Tape:
         self.pieces[-1].stage = stage
 
     def _crossing(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = id(tensor.grad_fn), tensor.output_nr
-        value = self._values.get(key)
-        if value is None:
-            value = self._values[key] = Value(tensor)
-            self._made_by(tensor).values.append(value)
-        crossed: torch.Tensor = _Cut.apply(self._anchor, [tensor], value.gradient)
+        key, node = (id(tensor.grad_fn), tensor.output_nr), tensor.grad_fn
+        if key not in self._crossed:
+            gradient = _Gradient(tensor.dtype)
+            self._crossed[key] = node, gradient
+            self.made_by(node).values.append((_Tail.apply(tensor, gradient), gradient))
+        crossed: torch.Tensor = _Cut.apply(self._anchor, [tensor], self._crossed[key][1])
         return crossed
 
-    def _made_by(self, tensor: torch.Tensor) -> Piece:
-        return self.pieces[bisect_right(self._begins, number_of(tensor.grad_fn)) - 1]
+    def made_by(self, node: Any) -> Piece:
+        """The piece that has made a node, or the first one."""
+        return self.pieces[bisect_right(self.pieces, number_of(node), key=lambda piece: piece.begins) - 1]
 
     def end(self, loss: torch.Tensor) -> None:
         """The micro-batch ends in this loss."""
-        piece = self.pieces[-1] if loss.grad_fn is None else self._made_by(loss)
+        piece = self.pieces[-1] if loss.grad_fn is None else self.made_by(loss.grad_fn)
         piece.loss = loss
-        self._values.clear()
+        self._crossed.clear()
 
     def waits(self, stage: int) -> bool:
         """Whether the last piece of a stage has something to run."""
-        return bool(self.pieces) and self.pieces[-1].stage == stage and self.pieces[-1].waits
+        return bool(self.pieces) and self.pieces[-1].stage == stage and bool(self.pieces[-1].roots)
 
     def backward(self, stage: int) -> None:
         """Run the pieces of a stage backward, which must be the last of those that were not run."""
         while self.pieces and self.pieces[-1].stage == stage:
             self.pieces.pop().backward()
+
+    def edges(self, loss: torch.Tensor) -> Iterator[tuple[Any, Any, bool]]:
+        """Every edge of the graph of a loss that was not run, but for those to leaves: the node below, the node above,
+        and whether the graph is cut between them."""
+        below = {id(gradient): node for node, gradient in self._crossed.values()}
+        waiting = [] if loss.grad_fn is None else [loss.grad_fn]
+        seen = {id(node): node for node in waiting}
+        while waiting:
+            upper = waiting.pop()
+            is_cut = upper.name() == "_CutBackward"
+            lowers = [below[id(upper.gradient)]] if is_cut else [lower for lower, _ in upper.next_functions]  # type: ignore[attr-defined]
+            for lower in lowers:
+                if lower is None or hasattr(lower, "variable"):
+                    continue
+                yield lower, upper, is_cut
+                if id(lower) not in seen:
+                    seen[id(lower)] = lower
+                    waiting.append(lower)
 
 
 def replaced(
@@ -240,44 +230,3 @@ def _replaced(given: Any, replace: Replace, made: dict[int, torch.Tensor]) -> An
     if all(new is old for new, old in zip(found, given, strict=True)):
         return given
     return type(given)(*found) if hasattr(given, "_fields") else type(given)(found)
-
-
-# -- reentrant checkpointing ------------------------------------------------------------------------------------------
-
-_watching = threading.local()
-_lock = threading.Lock()
-_users = 0
-
-
-@contextmanager
-def reentrant_calls(give: Callable[[Sequence[Any]], Sequence[Any]]) -> Iterator[None]:
-    """While this thread is in this context, inputs of reentrant checkpoints are replaced. Other threads are left alone.
-
-    Args:
-        give: what a checkpoint is given in place of its inputs.
-    """
-    _watching.give = give
-    _watch(+1)
-    try:
-        yield
-    finally:
-        _watch(-1)
-        del _watching.give
-
-
-def _watch(change: int) -> None:
-    """Between the first user and the last, CheckpointFunction.apply is ours."""
-    global _users
-    with _lock:
-        before, _users = _users, _users + change
-        if before == 0:
-            CheckpointFunction.apply = _apply  # type: ignore[method-assign]
-        elif _users == 0:
-            del CheckpointFunction.apply  # what it inherits is there again
-
-
-def _apply(function: Any, preserve: Any, *inputs: Any) -> Any:
-    give = getattr(_watching, "give", None)
-    if give is not None and torch.is_grad_enabled():
-        inputs = tuple(give(inputs))
-    return super(CheckpointFunction, CheckpointFunction).apply(function, preserve, *inputs)

@@ -17,15 +17,15 @@ OF_MICRO_BATCHES = [
     Mutant(
         "gradients come in another order of micro-batches",
         _VERTICAL,
-        "                    for index, forward in enumerate(forwards):\n",
-        "                    for index, forward in reversed(list(enumerate(forwards))):\n",
+        "                for index, forward in numbered:\n",
+        "                for index, forward in reversed(numbered):\n",
         (_TESTS, "-k", "both_orders"),
     ),
     Mutant(
         "micro-batches share their random numbers",
         _VERTICAL,
-        "        with self._streams.of(self._numbers[index]):\n            try:\n",
-        "        if True:\n            try:\n",
+        "        with self._streams.of(self._numbers[index]):\n            forward.resume()\n",
+        "        if True:\n            forward.resume()\n",
         (_TESTS, "-k", "both_orders"),
     ),
     Mutant(
@@ -59,15 +59,15 @@ OF_MICRO_BATCHES = [
     Mutant(
         "edges past a cut do not matter",
         _CHAIN,
-        "                if not (marked and upper in kept)\n",
+        "                if not (is_cut and upper in kept)\n",
         "                if False\n",
         (_CHAINS, "-k", "goes_past"),
     ),
     Mutant(
-        "a mark at a cut that was given up is no edge",
+        "a cut that was given up is no edge",
         _CHAIN,
-        "                if not (marked and upper in kept)\n",
-        "                if not marked\n",
+        "                if not (is_cut and upper in kept)\n",
+        "                if not is_cut\n",
         (_CHAINS, "-k", "amid_a_stage"),
     ),
     Mutant(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -72,6 +75,37 @@ def test_a_call_that_never_began_does_not_begin_at_its_end() -> None:
     of = Parking(in_two_parts)
     of.end()
     assert of.seen == []
+
+
+def test_ctrl_c_comes_when_the_call_has_parked() -> None:
+    def interrupted(of: Parking) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        of.seen.append("first")
+        of.lane.park()
+        of.seen.append("second")
+
+    of = Parking(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        of.lane.resume()
+    assert of.seen == ["first"]
+    of.end()
+    assert (of.seen, of.lane.over) == (["first"], True)
+
+
+def test_a_call_that_goes_on_once_nobody_wants_it_ends_where_it_would_park_again() -> None:
+    def stubborn(of: Parking) -> None:
+        for _ in range(3):
+            try:
+                of.lane.park()
+            finally:
+                of.seen.append("left")
+                with contextlib.suppress(BaseException):
+                    of.lane.park()
+
+    of = Parking(stubborn)
+    of.lane.resume()
+    of.end()
+    assert (of.seen, of.lane.over) == (["left"], True)
 
 
 def test_what_a_call_raises_comes_out_of_resume_once() -> None:
