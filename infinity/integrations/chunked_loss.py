@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from infinity.errors import InfinityError, ModelError
-from infinity.runtime.cross_entropy import cross_entropy
+from infinity.runtime.cross_entropy import Loss, cross_entropy
 from infinity.runtime.guards import Guard
 from infinity.runtime.tiles import TiledLinear
 
@@ -65,7 +65,7 @@ def _use(model: nn.Module) -> str:
     if found is None:
         return f"{type(model).__name__} has no language model of transformers in it"
     language, head = found
-    if isinstance(language.loss_function, _LossFunction):
+    if isinstance(language.loss_function, _ChunkedLoss):
         return ""
     if isinstance(head, TiledLinear):
         return "its head runs in tiles of its rows (infinity.tile)"
@@ -78,7 +78,6 @@ def _use(model: nn.Module) -> str:
     if "labels" not in inspect.signature(language.forward).parameters:
         return f"the forward of {type(language).__name__} takes no labels"
     chunked = _ChunkedLoss(language, head)
-    chunked.install()
     why = chunked.attempt()
     if why:
         chunked.remove()
@@ -87,7 +86,7 @@ def _use(model: nn.Module) -> str:
 
 def _do_not_use(model: nn.Module) -> str:
     found = _language_model(model)
-    if found is not None and isinstance(found[0].loss_function, _LossFunction):
+    if found is not None and isinstance(found[0].loss_function, _ChunkedLoss):
         found[0].loss_function.remove()
     return ""
 
@@ -128,8 +127,8 @@ class _UnreadableError(ModelError):
     """Something was done with logits that are not there."""
 
 
-class _ChunkedLoss:
-    """What is put on one model.
+class _ChunkedLoss(Guard):
+    """What is put on one model: it is its `loss_function`, and knows of its calls and of those of its head.
 
     Attributes:
         steps: what the model does with its logits; None while it is tried.
@@ -141,19 +140,15 @@ class _ChunkedLoss:
         self._here = threading.local()
         self._original: Callable[..., torch.Tensor] = language.loss_function
         self._had_own = "_loss_function" in vars(language)
-        self._signature = inspect.signature(language.forward)
-        self._handles: list[Any] = []
+        self._names = list(inspect.signature(language.forward).parameters)
         self._tried: tuple[float, float] | None = None
         self.steps: tuple[Step, ...] | None = None
-
-    def install(self) -> None:
-        before, after = _Before(self), _After(self)
         self._handles = [
-            self._language.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-            self._language.register_forward_hook(after, always_call=True),
+            language.register_forward_pre_hook(self._begins, prepend=True, with_kwargs=True),
+            language.register_forward_hook(self._ends, always_call=True),
         ]
-        object.__setattr__(self._head, "forward", _HeadForward(self))
-        self._language.loss_function = _LossFunction(self)
+        object.__setattr__(head, "forward", self._of_head)
+        language.loss_function = self
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -188,11 +183,8 @@ class _ChunkedLoss:
 
     # -- a call -------------------------------------------------------------------------------------------------------
 
-    def begins(self, args: Any, kwargs: Any) -> None:
-        given = self._signature.bind_partial(*args, **kwargs).arguments
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given = {**given, **given.pop(name, {})}
+    def _begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
         labels, targets = given.get("labels"), given.get("shift_labels")
         if labels is None:
             return  # shift_labels alone have no part in a loss
@@ -200,10 +192,10 @@ class _ChunkedLoss:
             targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
         self._here.call = _Call(targets, given.get("num_items_in_batch"), labels)
 
-    def ends(self) -> None:
+    def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         self._here.call = None
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _of_head(self, hidden: torch.Tensor) -> torch.Tensor:
         """In place of the head's forward."""
         call: _Call | None = getattr(self._here, "call", None)
         weight, bias = self._head.weight, self._head.bias
@@ -217,23 +209,13 @@ class _ChunkedLoss:
             return nn.functional.linear(hidden, weight, bias)
         if self.steps is None:
             call.raw = nn.functional.linear(hidden, weight, bias)
-            return _Logits.of(call.raw, call.raw)
-        scale, softcap = _scale_and_cap(self.steps)
-        blank = torch.empty((*hidden.shape[:-1], self._head.out_features), dtype=hidden.dtype, device="meta")
-        call.loss, logits = cross_entropy(
-            hidden,
-            weight,
-            call.targets.to(hidden.device),
-            bias=bias,
-            scale=scale,
-            softcap=softcap,
-            ignore_index=_IGNORED,
-            divisor=call.divisor,
-            beside=[_Logits.of(blank)],
-        )
+            return _Logits.of(call.raw.shape, call.raw.dtype, whole=call.raw)
+        loss = _loss_after(self.steps, call.divisor)
+        blank = _Logits.of((*hidden.shape[:-1], self._head.out_features), hidden.dtype)
+        call.loss, logits = cross_entropy(hidden, weight, bias, call.targets.to(hidden.device), loss, blank)
         return logits
 
-    def loss(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """In place of `loss_function`."""
         call: _Call | None = getattr(self._here, "call", None)
         if not isinstance(logits, _Logits):
@@ -244,8 +226,8 @@ class _ChunkedLoss:
             assert call.raw is not None
             ordinary = self._original(logits.whole, labels, *args, **kwargs)
             self.steps = logits.steps
-            scale, softcap = _scale_and_cap(self.steps)
-            self._tried = ordinary.item(), _loss_of(call.raw, call.targets, scale, softcap).item()
+            ours = _loss_after(self.steps).shaped(call.raw.float()).flatten(0, -2)
+            self._tried = ordinary.item(), nn.functional.cross_entropy(ours, call.targets.reshape(-1)).item()
             return ordinary
         if call.loss is None or logits.steps != self.steps:
             raise ModelError(
@@ -255,8 +237,8 @@ class _ChunkedLoss:
         return call.loss
 
 
-def _scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None]:
-    """What the steps are for infinity.chunked_cross_entropy. Raises _UnreadableError where they are nothing of that."""
+def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> Loss:
+    """The loss of logits with which this is done. Raises _UnreadableError where it is more than to scale and to cap."""
     scale, cap, rest = 1.0, None, list(steps)
     if len(rest) >= 3 and [kind for kind, _ in rest[-3:]] == ["by", "tanh", "times"] and rest[-3][1] == rest[-1][1]:
         cap, rest = rest[-1][1], rest[:-3]
@@ -264,49 +246,7 @@ def _scale_and_cap(steps: tuple[Step, ...]) -> tuple[float, float | None]:
         if kind == "tanh":
             raise _UnreadableError("it does more with its logits than to scale and to cap them")
         scale *= number if kind == "times" else 1.0 / number
-    return scale, cap
-
-
-def _loss_of(raw: torch.Tensor, targets: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    logits = raw.float() * scale
-    if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.reshape(-1), ignore_index=_IGNORED)
-
-
-class _Before(Guard):
-    def __init__(self, of: _ChunkedLoss) -> None:
-        self._of = of
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._of.begins(args, kwargs)
-
-
-class _After(Guard):
-    def __init__(self, of: _ChunkedLoss) -> None:
-        self._of = of
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._of.ends()
-
-
-class _HeadForward(Guard):
-    def __init__(self, of: _ChunkedLoss) -> None:
-        self._of = of
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._of.head(hidden)
-
-
-class _LossFunction(Guard):
-    def __init__(self, of: _ChunkedLoss) -> None:
-        self._of = of
-
-    def remove(self) -> None:
-        self._of.remove()
-
-    def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self._of.loss(logits, labels, *args, **kwargs)
+    return Loss(scale, cap, divisor)
 
 
 class _Logits(torch.Tensor):
@@ -321,16 +261,17 @@ class _Logits(torch.Tensor):
     whole: torch.Tensor | None
 
     @classmethod
-    def of(cls, like: torch.Tensor, whole: torch.Tensor | None = None, steps: tuple[Step, ...] = ()) -> _Logits:
-        with torch._C.DisableTorchFunctionSubclass():
-            blank = torch.empty(like.shape, dtype=like.dtype, device="meta")
-            made: _Logits = torch.Tensor._make_subclass(cls, blank)
+    def of(
+        cls, shape: Any, dtype: torch.dtype, steps: tuple[Step, ...] = (), whole: torch.Tensor | None = None
+    ) -> _Logits:
+        made: _Logits = torch.Tensor._make_subclass(cls, torch.empty(shape, dtype=dtype, device="meta"))
         made.steps, made.whole = steps, whole
         return made
 
     def after(self, func: Callable[..., Any], args: Any, kwargs: Any, *steps: Step) -> _Logits:
         whole = None if self.whole is None else func(self.whole, *args, **kwargs)
-        return _Logits.of(self if whole is None else whole, whole, (*self.steps, *steps))
+        like = self if whole is None else whole
+        return _Logits.of(like.shape, like.dtype, (*self.steps, *steps), whole)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
         return f"logits of shape {tuple(self.shape)}, which were never computed (infinity.use_chunked_loss)"
@@ -343,13 +284,10 @@ class _Logits(torch.Tensor):
                 return func(*args, **kwargs)
         logits, *others = args
         number = others[0] if len(others) == 1 and isinstance(others[0], int | float) else None
+        kind = _STEPS.get(name)
         if isinstance(logits, _Logits):
-            if name in _PRODUCTS and number is not None:
-                return logits.after(func, others, kwargs, ("times", float(number)))
-            if name in _QUOTIENTS and number is not None:
-                return logits.after(func, others, kwargs, ("by", float(number)))
-            if name == "tanh":
-                return logits.after(func, others, kwargs, ("tanh", 0.0))
+            if kind == "tanh" or (kind is not None and number is not None):
+                return logits.after(func, others, kwargs, (kind, float(number or 0)))
             if name in ("float", "contiguous") or (name == "to" and not logits.steps):
                 return logits.after(func, others, kwargs)
         raise _UnreadableError(
@@ -358,5 +296,8 @@ class _Logits(torch.Tensor):
         )
 
 
-_PRODUCTS = ("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply")
-_QUOTIENTS = ("div", "div_", "__truediv__", "__itruediv__", "true_divide", "divide")
+_STEPS = {
+    **dict.fromkeys(("mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"), "times"),
+    **dict.fromkeys(("div", "div_", "__truediv__", "__itruediv__", "true_divide", "divide"), "by"),
+    "tanh": "tanh",
+}

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,76 +69,18 @@ def chunked_cross_entropy(
     Raises:
         ConfigError: shapes that do not fit each other, or a label beyond the vocabulary.
     """
-    return cross_entropy(
-        hidden,
-        weight,
-        labels,
-        bias=bias,
-        scale=scale,
-        softcap=softcap,
-        ignore_index=ignore_index,
-        divisor=divisor,
-        chunk_bytes=chunk_bytes,
-    )[0]
-
-
-def cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    ignore_index: int,
-    divisor: torch.Tensor | float | None,
-    chunk_bytes: int = _CHUNK_BYTES,
-    beside: Sequence[torch.Tensor] = (),
-) -> tuple[torch.Tensor, ...]:
-    """As chunked_cross_entropy. Returns the loss, and behind it new tensors that were given, which become outputs of
-    the same node of the graph: so what waits for their gradient hears when the loss is run backward.
-
-    Args:
-        beside: the new tensors; they get no gradient.
-    """
-    vocabulary, width = weight.shape
-    if hidden.shape[-1] != width or hidden.shape[:-1] != labels.shape:
-        raise ConfigError(
-            f"chunked_cross_entropy: hidden is {list(hidden.shape)}, weight {list(weight.shape)} and labels "
-            f"{list(labels.shape)}; they must be [..., H], [V, H] and [...]"
-        )
-    flat = labels.reshape(-1)
-    has_label = flat != ignore_index
-    least, most = torch.where(has_label, flat, 0).aminmax() if flat.numel() else (flat.new_zeros(()),) * 2
-    # At once: on a device the host waits here for all that was queued.
-    count, smallest, largest = torch.stack((has_label.sum(), least, most)).tolist()
-    if smallest < 0 or largest >= vocabulary:
-        wrong = smallest if smallest < 0 else largest
-        raise ConfigError(f"chunked_cross_entropy: a label is {wrong}, and the vocabulary has {vocabulary} tokens")
-    chosen = _places(has_label, count)
-    wanted = flat[chosen]
-    if divisor is None:
-        divisor = float(count) if count else math.nan
-    head = _Head(scale, softcap, max(chunk_bytes // 4, 1), float(divisor))
-    found: tuple[torch.Tensor, ...] = _CrossEntropy.apply(
-        hidden.reshape(-1, width), weight, bias, chosen, wanted, head, beside
-    )
-    return found
+    return cross_entropy(hidden, weight, bias, labels, Loss(scale, softcap, divisor, ignore_index, chunk_bytes))[0]
 
 
 @dataclass(frozen=True)
-class _Head:
-    """What is done with the logits.
+class Loss:
+    """What is done with the logits, as chunked_cross_entropy has it."""
 
-    Attributes:
-        chunk_numel: logits of a piece.
-        divisor: of the sum of the losses.
-    """
-
-    scale: float
-    softcap: float | None
-    chunk_numel: int
-    divisor: float
+    scale: float = 1.0
+    softcap: float | None = None
+    divisor: Any = None
+    ignore_index: int = -100
+    chunk_bytes: int = _CHUNK_BYTES
 
     @property
     def share(self) -> float:
@@ -151,14 +93,21 @@ class _Head:
         """The rest."""
         return 1.0 / self.divisor / self.share if self.divisor else math.inf
 
+    def at_a_time(self, across: int) -> int:
+        """The rows, or columns, of a piece of the logits. Args: across: the logits in each."""
+        return max(max(self.chunk_bytes // 4, 1) // max(across, 1), 1)
+
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """fp32 [tokens, V], computed as the model computes them."""
-        logits = torch.nn.functional.linear(hidden, weight, bias)
+        return self.shaped(torch.nn.functional.linear(hidden, weight, bias)).float()
+
+    def shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scaled and capped."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits.float()
+        return logits
 
     def gradient(self, logits: torch.Tensor, normal: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Of what `linear` gave, times `divisor * share`; takes the place of the logits.
@@ -177,6 +126,42 @@ class _Head:
         return gradient.mul_(self.share * self.scale)
 
 
+def cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    loss: Loss,
+    *beside: torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """As chunked_cross_entropy. Returns the loss, and behind it new tensors that were given, which become outputs of
+    the same node of the graph: so what waits for their gradient hears when the loss is run backward.
+
+    Args:
+        beside: the new tensors; they get no gradient.
+    """
+    vocabulary, width = weight.shape
+    if hidden.shape[-1] != width or hidden.shape[:-1] != labels.shape:
+        raise ConfigError(
+            f"chunked_cross_entropy: hidden is {list(hidden.shape)}, weight {list(weight.shape)} and labels "
+            f"{list(labels.shape)}; they must be [..., H], [V, H] and [...]"
+        )
+    flat = labels.reshape(-1)
+    has_label = flat != loss.ignore_index
+    least, most = torch.where(has_label, flat, 0).aminmax() if flat.numel() else (flat.new_zeros(()),) * 2
+    # At once: on a device the host waits here for all that was queued.
+    count, smallest, largest = torch.stack((has_label.sum(), least, most)).tolist()
+    if smallest < 0 or largest >= vocabulary:
+        wrong = smallest if smallest < 0 else largest
+        raise ConfigError(f"chunked_cross_entropy: a label is {wrong}, and the vocabulary has {vocabulary} tokens")
+    chosen = _places(has_label, count)
+    loss = replace(loss, divisor=float((count or math.nan) if loss.divisor is None else loss.divisor))
+    found: tuple[torch.Tensor, ...] = _CrossEntropy.apply(
+        hidden.reshape(-1, width), weight, bias, chosen, flat[chosen], loss, beside
+    )
+    return found
+
+
 class _CrossEntropy(torch.autograd.Function):
     """See the top of the file."""
 
@@ -188,27 +173,23 @@ class _CrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         chosen: torch.Tensor,
         labels: torch.Tensor,
-        head: _Head,
+        loss: Loss,
         beside: Sequence[torch.Tensor],
     ) -> Any:
         ctx.set_materialize_grads(False)
-        wants_hidden, *wants_head = ctx.needs_input_grad[:3]
         states = hidden if len(chosen) == len(hidden) else hidden[chosen]
-        pieces = _Pieces(states, weight, bias, labels, head)
         of_states, of_weight, of_bias = (
             torch.empty_like(each, dtype=_sums_in(each.dtype)) if wants and each is not None else None
-            for each, wants in zip((states, weight, bias), (wants_hidden, *wants_head), strict=True)
+            for each, wants in zip((states, weight, bias), ctx.needs_input_grad, strict=False)
         )
-        whole = pieces.by_tokens(of_states, of_weight, of_bias)
-        if not whole and any(wants_head):
-            pieces.by_words(of_weight, of_bias)
-        of_hidden = of_states
+        total = _Pieces(states, weight, bias, labels, loss, of_states, of_weight, of_bias).by_tokens()
         if of_states is not None and states is not hidden:
             of_hidden = torch.zeros_like(hidden, dtype=of_states.dtype)
             of_hidden[chosen] = of_states
-        ctx.save_for_backward(of_hidden, of_weight, of_bias)
-        ctx.factor, ctx.dtype = head.factor, hidden.dtype
-        return (pieces.total / head.divisor).float(), *beside
+            of_states = of_hidden
+        ctx.save_for_backward(of_states, of_weight, of_bias)
+        ctx.factor, ctx.dtype = loss.factor, hidden.dtype
+        return (total / loss.divisor).float(), *beside
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -220,67 +201,69 @@ class _CrossEntropy(torch.autograd.Function):
         return *scaled, *(None,) * 4
 
 
+@dataclass
 class _Pieces:
     """[Note: two ways through the logits]
 
-    Args:
-        states: [tokens, H], of the tokens that have labels.
-
     Attributes:
-        total: the sum of the losses, fp64.
+        states: [tokens, H], of the tokens that have labels.
+        of_states, of_weight, of_bias: become the gradients, of those that are to have one.
+        normals: the logarithm of the sum of the exponentials of all logits of each token, by piece, [tokens, 1].
     """
 
-    def __init__(
-        self,
-        states: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        head: _Head,
-    ) -> None:
-        self._states, self._weight, self._bias, self._labels, self._head = states, weight, bias, labels, head
-        self._normals: list[torch.Tensor] = []
-        self.total = torch.zeros((), dtype=torch.float64, device=states.device)
+    states: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    labels: torch.Tensor
+    loss: Loss
+    of_states: torch.Tensor | None
+    of_weight: torch.Tensor | None
+    of_bias: torch.Tensor | None
+    normals: list[torch.Tensor] = field(default_factory=list)
 
-    def by_tokens(
-        self, of_states: torch.Tensor | None, of_weight: torch.Tensor | None, of_bias: torch.Tensor | None
-    ) -> bool:
-        """The loss, and the gradient of the states. Returns whether there was one piece only; then the gradients of the
-        head are there, too."""
-        count = max(self._head.chunk_numel // len(self._weight), 1)
-        starts = range(0, len(self._states), count)
+    def by_tokens(self) -> torch.Tensor:
+        """The sum of the losses, in fp64, and the gradients. Those of the head need a second way, unless there is one
+        piece only."""
+        total = torch.zeros((), dtype=torch.float64, device=self.states.device)
+        wants_head = not (self.of_weight is None and self.of_bias is None)
+        count = self.loss.at_a_time(len(self.weight))
+        starts = range(0, len(self.states), count)
         for start in starts:
             part = slice(start, start + count)
-            states, labels = self._states[part], self._labels[part]
-            logits = self._head.logits(states, self._weight, self._bias)
+            states, labels = self.states[part], self.labels[part]
+            logits = self.loss.logits(states, self.weight, self.bias)
             normal = torch.logsumexp(logits, dim=1, keepdim=True)
-            self._normals.append(normal)
-            self.total += (normal - logits.gather(1, labels[:, None])).sum(dtype=torch.float64)
-            whole = len(starts) == 1
-            if of_states is None and ((of_weight is None and of_bias is None) or not whole):
+            self.normals.append(normal)
+            total += (normal - logits.gather(1, labels[:, None])).sum(dtype=torch.float64)
+            to_head = wants_head and len(starts) == 1
+            if self.of_states is None and not to_head:
                 continue
-            gradient = self._head.gradient(logits, normal, labels).to(states.dtype)
-            if of_states is not None:
-                torch.mm(*(each.to(of_states.dtype) for each in (gradient, self._weight)), out=of_states[part])
-            if whole:
-                _to_head(gradient, states, of_weight, of_bias)
-        return len(starts) == 1
+            gradient = self.loss.gradient(logits, normal, labels).to(states.dtype)
+            if self.of_states is not None:
+                torch.mm(*(each.to(self.of_states.dtype) for each in (gradient, self.weight)), out=self.of_states[part])
+            if to_head:
+                self._to_head(gradient, slice(None))
+        if wants_head and len(starts) != 1:
+            self._by_words()
+        return total
 
-    def by_words(self, of_weight: torch.Tensor | None, of_bias: torch.Tensor | None) -> None:
+    def _by_words(self) -> None:
         """The gradients of the head."""
-        normal = torch.cat(self._normals) if self._normals else self._states.new_empty((0, 1), dtype=torch.float32)
-        count = max(self._head.chunk_numel // max(len(self._states), 1), 1)
-        for start in range(0, len(self._weight), count):
+        normal = torch.cat(self.normals) if self.normals else self.states.new_empty((0, 1), dtype=torch.float32)
+        count = self.loss.at_a_time(len(self.states))
+        for start in range(0, len(self.weight), count):
             part = slice(start, start + count)
-            bias = None if self._bias is None else self._bias[part]
-            logits = self._head.logits(self._states, self._weight[part], bias)
-            gradient = self._head.gradient(logits, normal, self._labels - start).to(self._states.dtype)
-            _to_head(
-                gradient,
-                self._states,
-                None if of_weight is None else of_weight[part],
-                None if of_bias is None else of_bias[part],
-            )
+            bias = None if self.bias is None else self.bias[part]
+            logits = self.loss.logits(self.states, self.weight[part], bias)
+            gradient = self.loss.gradient(logits, normal, self.labels - start).to(self.states.dtype)
+            self._to_head(gradient, part)
+
+    def _to_head(self, gradient: torch.Tensor, words: slice) -> None:
+        if self.of_weight is not None:
+            factors = (each.to(self.of_weight.dtype) for each in (gradient.t(), self.states))
+            torch.mm(*factors, out=self.of_weight[words])
+        if self.of_bias is not None:
+            self.of_bias[words].copy_(gradient.sum(0, dtype=torch.float32))
 
 
 def _places(chosen: torch.Tensor, count: int) -> torch.Tensor:
@@ -288,15 +271,6 @@ def _places(chosen: torch.Tensor, count: int) -> torch.Tensor:
     if chosen.device.type == "cpu":
         return chosen.nonzero().squeeze(1)
     return torch.nonzero_static(chosen, size=count).squeeze(1)
-
-
-def _to_head(
-    gradient: torch.Tensor, states: torch.Tensor, of_weight: torch.Tensor | None, of_bias: torch.Tensor | None
-) -> None:
-    if of_weight is not None:
-        torch.mm(*(each.to(of_weight.dtype) for each in (gradient.t(), states)), out=of_weight)
-    if of_bias is not None:
-        of_bias.copy_(gradient.sum(0, dtype=torch.float32))
 
 
 def _sums_in(dtype: torch.dtype) -> torch.dtype:

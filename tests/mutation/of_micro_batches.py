@@ -115,8 +115,8 @@ OF_MICRO_BATCHES = [
     Mutant(
         "what a model does with its logits does not matter",
         "infinity/integrations/chunked_loss.py",
-        "        scale, softcap = _scale_and_cap(self.steps)\n        blank",
-        "        scale, softcap = 1.0, None\n        blank",
+        "        loss = _loss_after(self.steps, call.divisor)\n",
+        "        loss = Loss(divisor=call.divisor)\n",
         (_CHUNKED, "-k", "every_causal_model"),
     ),
 ]
