@@ -31,7 +31,7 @@ class Lane:
         over: the call has ended.
     """
 
-    def __init__(self, call: Callable[[], Any], surroundings: Surroundings) -> None:
+    def __init__(self, call: Callable[[], object], surroundings: Surroundings) -> None:
         self._call = call
         self._surroundings = surroundings
         self._go = threading.Semaphore(0)
@@ -39,7 +39,6 @@ class Lane:
         self._unwanted = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._result: Any = None
         self.over = False
 
     def resume(self) -> None:
@@ -58,11 +57,6 @@ class Lane:
                 raise error
             finally:
                 del error  # whose traceback has this frame
-
-    def take_result(self) -> Any:
-        """What the call returned, which is not kept any longer."""
-        result, self._result = self._result, None
-        return result
 
     def park(self) -> None:
         """In the call: wait for `resume`."""
@@ -85,7 +79,7 @@ class Lane:
     def _run(self) -> None:
         try:
             with self._surroundings.here():
-                self._result = self._surroundings.context.copy().run(self._call)
+                self._surroundings.context.copy().run(self._call)
         except _Ended:
             pass
         except BaseException as error:

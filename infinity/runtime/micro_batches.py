@@ -35,7 +35,6 @@ import torch
 from torch import nn
 
 from infinity.coordinator import registry
-from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError
 from infinity.runtime.chain import Attributes, Buffers, Chain, Recorder
 from infinity.runtime.cutting import Site, watched
@@ -101,11 +100,9 @@ def backward(
     return _known[offloaded].backward(loss_fn, micro_batches, vertical=vertical)
 
 
-def remember(
-    model: nn.Module, coordinator: Coordinator, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]
-) -> MicroBatches:
+def remember(model: nn.Module, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]) -> MicroBatches:
     """These are the hooks of an offloaded model. Returns what forgets them with `remove`."""
-    _known[model] = MicroBatches(model, coordinator, scope, ends, sites)
+    _known[model] = MicroBatches(model, scope, ends, sites)
     return _known[model]
 
 
@@ -122,15 +119,14 @@ class MicroBatches:
         fit: how many micro-batches memory.device has room for at a time, by what the first one kept.
     """
 
-    def __init__(
-        self, model: nn.Module, coordinator: Coordinator, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]
-    ) -> None:
+    def __init__(self, model: nn.Module, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]) -> None:
         self._model = weakref.ref(model)
-        self._coordinator = coordinator
+        self._coordinator = scope.coordinator
         self._scope = scope
         self._ends = ends
         self._sites = [
-            Site(weakref.ref(site.module), site.units, not coordinator.staying.issuperset(site.units)) for site in sites
+            Site(weakref.ref(site.module), site.units, not self._coordinator.staying.issuperset(site.units))
+            for site in sites
         ]
         self.chain: Chain | None = None
         self.why_ordinary = ""
@@ -154,16 +150,14 @@ class MicroBatches:
                 "saved-tensor hooks"
             )
             vertical = False
-        if not vertical:
-            return self._one_by_one(loss_fn, micro_batches, streams)
-        if self._mode_now() not in self._modes:
+        if vertical and self._mode_now() not in self._modes:
             with streams.unchanged(0):
                 self._learn(loss_fn, micro_batches[0])
-        if self.chain is None:
+        if not vertical or self.chain is None:
             return self._one_by_one(loss_fn, micro_batches, streams)
         losses = list[torch.Tensor]()
         for group in self._groups(self.chain, len(micro_batches)):
-            vertically = Vertical(self._coordinator, self._scope, self._ends, self.chain, streams, group)
+            vertically = Vertical(self._scope, self._ends, self.chain, streams, group)
             is_last = group.stop == len(micro_batches)
             with nullcontext() if is_last else self._coordinator.accumulating():
                 chosen = micro_batches[group.start : group.stop]

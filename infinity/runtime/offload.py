@@ -381,5 +381,5 @@ def _install(
             hooks = ParameterHooks(coordinator, parameter, place, ends)
             on_parameters.append(parameter.register_hook(hooks.before))
             on_parameters.append(parameter.register_post_accumulate_grad_hook(hooks.after))
-    on_modules.append(remember(model, coordinator, scope, ends, found.sites))
+    on_modules.append(remember(model, scope, ends, found.sites))
     return on_parameters, [*on_modules, *guard(model, coordinator)]

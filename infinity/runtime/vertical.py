@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from infinity.base.interrupt import interrupts_deferred
-from infinity.coordinator.coordinator import Coordinator
 from infinity.runtime.chain import Chain
 from infinity.runtime.cutting import Forward, Site, watched
 from infinity.runtime.hooks import Scope
@@ -22,7 +21,7 @@ class _Forward(Forward):
     """The forward of one micro-batch, in a lane, where it waits for each stage.
 
     Attributes:
-        loss: that it ended in, detached.
+        loss: that it ended in; detached, once it has ended.
     """
 
     def __init__(self, of: Vertical, call: Callable[[], torch.Tensor], surroundings: Surroundings) -> None:
@@ -30,9 +29,9 @@ class _Forward(Forward):
         self._of = of
         self.loss: torch.Tensor | None = None
 
-        def run() -> torch.Tensor:
+        def run() -> None:
             with of.scope.lane(), self.running():
-                return call()
+                self.loss = call()
 
         self.lane = Lane(run, surroundings)
 
@@ -55,10 +54,9 @@ class _Forward(Forward):
         except BaseException:
             self.lane.end()  # before others draw random numbers
             raise
-        if self.lane.over:
-            loss = self.lane.take_result()
-            self.tape.end(loss)
-            self.loss = loss.detach()
+        if self.loss is not None:
+            self.tape.end(self.loss)
+            self.loss = self.loss.detach()
 
 
 class Vertical:
@@ -69,18 +67,10 @@ class Vertical:
         numbers: of these among them.
     """
 
-    def __init__(
-        self,
-        coordinator: Coordinator,
-        scope: Scope,
-        ends: BackwardEnds,
-        chain: Chain,
-        streams: RandomStreams,
-        numbers: range,
-    ) -> None:
+    def __init__(self, scope: Scope, ends: BackwardEnds, chain: Chain, streams: RandomStreams, numbers: range) -> None:
         self.scope = scope
         self.chain = chain
-        self._coordinator = coordinator
+        self._coordinator = scope.coordinator
         self._ends = ends
         self._streams = streams
         self._numbers = numbers
@@ -117,7 +107,7 @@ class Vertical:
                     self.keep(stage)
                 for index, forward in numbered:
                     self._resume(stage, index, forward)  # forward through the last stage; the others are behind
-                    self._backward(stage, index, forward, len(forwards))
+                    self._backward(stage, index, forward)
                 self._give_back()
 
     def _resume(self, stage: int, index: int, forward: _Forward) -> None:
@@ -126,11 +116,12 @@ class Vertical:
         with self._streams.of(self._numbers[index]):
             forward.resume()
 
-    def _backward(self, stage: int, index: int, forward: _Forward, count: int) -> None:
+    def _backward(self, stage: int, index: int, forward: _Forward) -> None:
         with self._streams.of(self._numbers[index]):
             forward.tape.backward(stage)
         units = self.chain.units_of(stage)
-        complete = [] if index < count - 1 else [unit for unit in units if self._first_stage(unit) == stage]
+        is_last = index == len(self._numbers) - 1
+        complete = [unit for unit in units if is_last and self._first_stage(unit) == stage]
         self._coordinator.passed(units, complete=complete)
 
     def _first_stage(self, unit: int) -> int:

@@ -45,15 +45,15 @@ OF_MICRO_BATCHES = [
     Mutant(
         "updates begin after any micro-batch",
         _VERTICAL,
-        "        complete = [] if index < count - 1 else [",
-        "        complete = [",
+        "for unit in units if is_last and ",
+        "for unit in units if ",
         (_TESTS, "-k", "updates_begin"),
     ),
     Mutant(
         "a weight of several stages is complete after the first",
         _VERTICAL,
-        "if self._first_stage(unit) == stage]",
-        "if True]",
+        "if is_last and self._first_stage(unit) == stage]",
+        "if is_last]",
         (_CHAINS, "-k", "begins_after_both"),
     ),
     Mutant(
