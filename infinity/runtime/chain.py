@@ -93,10 +93,6 @@ class Recorder(Forward):
 
     Args:
         kept: counts what the forward keeps.
-
-    Attributes:
-        changed_flag: of torch, that is set otherwise for a part of the forward; "" where none is.
-        came_with_graph: a part of the graph was made before the forward.
     """
 
     def __init__(self, kept: Kept) -> None:
@@ -106,8 +102,7 @@ class Recorder(Forward):
         self._flags = _flags()
         self._before: list[int] = []
         self._candidates: list[_Candidate] = []
-        self.changed_flag = ""
-        self.came_with_graph = False
+        self._changed_flag = ""  # of torch, that is set otherwise for a part of the forward
 
     def begin(self, site: int, *, reentrant: bool) -> bool:
         if reentrant:
@@ -121,19 +116,31 @@ class Recorder(Forward):
         return True
 
     def _may_cut(self, site: int, *, reentrant: bool) -> None:
-        self.changed_flag = next(
-            (name for name, now in _flags().items() if now != self._flags[name]), self.changed_flag
-        )
+        changed = (name for name, now in _flags().items() if now != self._flags[name])
+        self._changed_flag = next(changed, self._changed_flag)
         self._candidates.append(_Candidate(site, reentrant, self._kept.nbytes))
         self.stage += 1
 
     def reads(self, units: Sequence[int]) -> None:
         (self._candidates[-1].units if self._candidates else self._before).extend(units)
 
-    def chain(self, loss: torch.Tensor) -> Chain:
-        """The stages between which the graph can be cut, perhaps none, once the forward has ended in this loss."""
+    def found(self, loss: torch.Tensor) -> tuple[Chain, str]:
+        """The stages between which the graph can be cut, perhaps none, once the forward has ended in this loss; and why
+        micro-batches cannot go through one after the other, "" where they can."""
         edges = list(self.tape.edges(loss))
-        self.came_with_graph = any(number_of(lower) < self._begins for lower, _, _ in edges)
+        chain, why = self._chain(edges), ""
+        if self._changed_flag:
+            why = f"{self._changed_flag} is set for a part of the forward, and is the same for all micro-batches"
+        elif any(number_of(lower) < self._begins for lower, _, _ in edges):
+            why = "the micro-batch, or what the loss function adds to it, comes with a graph of its own"
+        elif not chain.worth_it:
+            why = (
+                "the units of the model form no chain: what a unit computes is used past the units behind it, as the "
+                "routers of a mixture of experts are by the loss"
+            )
+        return chain, why
+
+    def _chain(self, edges: Sequence[tuple[Any, Any, bool]]) -> Chain:
         crossing = [
             (self.tape.made_by(lower).stage, self.tape.made_by(upper).stage, is_cut) for lower, upper, is_cut in edges
         ]

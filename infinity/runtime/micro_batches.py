@@ -210,32 +210,19 @@ class MicroBatches:
 
     # -- learning -----------------------------------------------------------------------------------------------------
 
-    def _learn(self, loss_fn: LossOf[Any], micro_batch: Any, *, again: bool = True) -> None:
-        """Learn the stages from a forward of which nothing comes: buffers that it changes are put back. Args: again:
-        where attributes of modules change, see whether they do another time: some are set once."""
-        model = self._model()
+    def _learn(self, loss_fn: LossOf[Any], micro_batch: Any) -> None:
+        """Learn the stages from a forward of which nothing comes, and once more where attributes of modules change:
+        some are set once."""
+        model, said = self._model(), self.why_ordinary
         assert model is not None
-        said, mode, before = self.why_ordinary, self._mode_now(), self._scope.begun
-        buffers, attributes = Buffers(model), Attributes(model)
-        try:
-            with self._scope.weighing() as kept:
-                recorder = Recorder(kept)
-                with watched(self._sites), recorder.running():
-                    loss = _scalar(loss_fn(micro_batch))
-            changed = [*buffers.changed(), attributes.changed()][0]
-            why = self._found(recorder, loss, self._scope.begun - before, changed)
-            del loss, recorder
-        finally:
-            buffers.put_back()
-        if again and attributes.changed():
-            self._learn(loss_fn, micro_batch, again=False)
-            return
-        self.why_ordinary = why
+        for _ in range(2):
+            mode, attributes = self._mode_now(), Attributes(model)
+            chain, why = self._recorded(model, attributes, lambda: _scalar(loss_fn(micro_batch)))
+            if not attributes.changed():
+                break
         ran = self._mode_now()  # the loss function may have set it, as a Trainer's does
         self._modes = {mode, ran} | (self._modes if ran in self._modes else set())
-        self._agree()
-        if self.why_ordinary:
-            self.chain = None
+        self._agree(chain, why)
         if self.why_ordinary and self.why_ordinary != said:
             logger.warning("micro-batches are computed one after the other: %s", self.why_ordinary)
         elif self.chain is not None:
@@ -246,39 +233,38 @@ class MicroBatches:
                 self.fit,
             )
 
-    def _agree(self) -> None:
-        """All ranks do alike: as few micro-batches at a time as fit each of them."""
-        kept_bytes = 0 if self.chain is None else self.chain.kept_bytes
-        fit = max(self._room_bytes() // max(kept_bytes, 1), 1)
-        told = self._coordinator.world.tell("the stages of the model", [self.why_ordinary, _told(self.chain), fit])
-        self.fit = min(fit for *_, fit in told)
-        if len(told) == 1:
-            return
-        self.why_ordinary = next((f"{why} (rank {rank})" for rank, (why, *_) in enumerate(told) if why), "")
-        if not self.why_ordinary and any(stages != told[0][1] for _, stages, _ in told):
-            self.why_ordinary = "the ranks run the units of the model in different orders"
-
-    def _found(self, recorder: Recorder, loss: torch.Tensor, forwards: int, changed: str) -> str:
-        """Take up what was recorded. Returns why the micro-batches cannot go through one unit after the other."""
+    def _recorded(
+        self, model: nn.Module, attributes: Attributes, forward: Callable[[], torch.Tensor]
+    ) -> tuple[Chain | None, str]:
+        """The stages of a forward, and why the micro-batches cannot go through one after the other; "" where they can.
+        Buffers that the forward changes are put back."""
+        before, buffers = self._scope.begun, Buffers(model)
+        try:
+            with self._scope.weighing() as kept:
+                recorder = Recorder(kept)
+                with watched(self._sites), recorder.running():
+                    loss = forward()
+            changed = [*buffers.changed(), attributes.changed()][0]
+        finally:
+            buffers.put_back()
+        forwards = self._scope.begun - before
         if forwards != 1:
-            return f"the loss function calls the model {forwards} times for one micro-batch"
+            return None, f"the loss function calls the model {forwards} times for one micro-batch"
         if changed:
-            return f"the forward changes '{changed}' of the model, so that the order of micro-batches matters"
-        self.chain = recorder.chain(loss)
-        if recorder.changed_flag:
-            return f"{recorder.changed_flag} is set for a part of the forward, and is the same for all micro-batches"
-        if recorder.came_with_graph:
-            return "the micro-batch, or what the loss function adds to it, comes with a graph of its own"
-        if not self.chain.worth_it:
-            return (
-                "the units of the model form no chain: what a unit computes is used past the units behind it, as the "
-                "routers of a mixture of experts are by the loss"
-            )
-        return ""
+            return None, f"the forward changes '{changed}' of the model, so that the order of micro-batches matters"
+        return recorder.found(loss)
 
-
-def _told(chain: Chain | None) -> Any:
-    return None if chain is None else [[stage.site, *stage.units] for stage in chain.stages]
+    def _agree(self, chain: Chain | None, why: str) -> None:
+        """All ranks do alike: as few micro-batches at a time as fit each of them."""
+        fit = max(self._room_bytes() // max(0 if chain is None else chain.kept_bytes, 1), 1)
+        stages = None if chain is None else [[stage.site, *stage.units] for stage in chain.stages]
+        told = self._coordinator.world.tell("the stages of the model", [why, stages, fit])
+        self.fit = min(fit for *_, fit in told)
+        if len(told) > 1:
+            why = next((f"{why} (rank {rank})" for rank, (why, *_) in enumerate(told) if why), "")
+            if not why and any(stages != told[0][1] for _, stages, _ in told):
+                why = "the ranks run the units of the model in different orders"
+        self.why_ordinary, self.chain = why, None if why else chain
 
 
 def _scalar(loss: object) -> torch.Tensor:
