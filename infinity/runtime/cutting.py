@@ -63,11 +63,11 @@ class Forward:
     @contextmanager
     def running(self) -> Iterator[None]:
         """It runs in this context, in this thread."""
-        _here.forward = self
+        before, _here.forward = _running(), self
         try:
             yield
         finally:
-            del _here.forward
+            _here.forward = before
 
     def enter(self, number: int, site: Site, given: tuple[Any, Any]) -> Any:
         """A site is entered with args and kwargs. Returns those that it is called with instead, or None."""

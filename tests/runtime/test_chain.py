@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.coordinator import registry
@@ -106,6 +107,19 @@ def test_a_layer_that_is_skipped_by_chance_is_skipped_in_both_orders(offload: An
 
     _, model = both(lambda: Skipping(depth=6), offload, tmp_path, steps=5)
     assert is_vertical(model)
+
+
+def test_a_reentrant_checkpoint_that_reads_no_unit_is_part_of_the_stage_before_it(offload: Any, tmp_path: Path) -> None:
+    class Checked(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.tanh(self.blocks[0](x))
+            x = torch.tanh(checkpoint(self.blocks[1], x, use_reentrant=True))
+            x = checkpoint(torch.tanh, x, use_reentrant=True)
+            return torch.tanh(self.blocks[2](x)).square().mean()
+
+    _, model = both(Checked, offload, tmp_path)
+    stages = micro_batches._known[model].chain.stages  # type: ignore[union-attr]
+    assert [(stage.units, stage.reentrant) for stage in stages] == [((0,), False), ((1,), True), ((2,), False)]
 
 
 def test_a_tensor_that_is_given_twice_is_one(offload: Any, tmp_path: Path) -> None:

@@ -185,6 +185,24 @@ def test_reentrant_checkpoints_of_other_threads_are_left_alone(offload: Any, tmp
     assert "apply" not in vars(torch.utils.checkpoint.CheckpointFunction)
 
 
+def test_a_loss_function_may_take_the_gradients_of_another_model_first(offload: Any, tmp_path: Path) -> None:
+    def made(name: str) -> Any:
+        return offload(Blocks().train(), nvme={"paths": [str(tmp_path / name)]})
+
+    model, other, order = made("one"), made("other"), list[tuple[int, int]]()
+    infinity.backward(model, model, inputs())
+    for at, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda module, args, output, at=at: order.append((at, len(output))))
+
+    def loss_fn(x: torch.Tensor) -> torch.Tensor:
+        infinity.backward(other, other, inputs())
+        loss: torch.Tensor = model(x)
+        return loss
+
+    infinity.backward(model, loss_fn, inputs())
+    assert order == [(0, 6), (0, 5), (0, 4), (1, 4), (1, 5), (1, 6), (2, 4), (2, 5), (2, 6)]
+
+
 def test_saved_tensor_hooks_around_the_call_keep_the_ordinary_order(
     offload: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
