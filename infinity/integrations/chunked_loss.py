@@ -138,7 +138,6 @@ class _ChunkedLoss(Guard):
         self._language = language
         self._head = head
         self._here = threading.local()
-        self._original: Callable[..., torch.Tensor] = language.loss_function
         self._had_own = "_loss_function" in vars(language)
         self._names = list(inspect.signature(language.forward).parameters)
         self._tried: tuple[float, float] | None = None
@@ -155,7 +154,7 @@ class _ChunkedLoss(Guard):
             handle.remove()
         object.__delattr__(self._head, "forward")
         if self._had_own:
-            self._language.loss_function = self._original
+            self._language.loss_function = ForCausalLMLoss
         else:
             del self._language._loss_function
 
@@ -215,16 +214,16 @@ class _ChunkedLoss(Guard):
         call.loss, logits = cross_entropy(hidden, weight, bias, call.targets.to(hidden.device), loss, blank)
         return logits
 
-    def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
         """In place of `loss_function`."""
         call: _Call | None = getattr(self._here, "call", None)
         if not isinstance(logits, _Logits):
-            return self._original(logits, labels, *args, **kwargs)
+            return ForCausalLMLoss(logits, labels, *args, **kwargs)
         if call is None or labels is not call.labels or kwargs.get("ignore_index", _IGNORED) != _IGNORED:
             raise _UnreadableError("its loss has other labels than those that the model was called with")
         if self.steps is None:
             assert call.raw is not None
-            ordinary = self._original(logits.whole, labels, *args, **kwargs)
+            ordinary = ForCausalLMLoss(logits.whole, labels, *args, **kwargs)
             self.steps = logits.steps
             ours = _loss_after(self.steps).shaped(call.raw.float()).flatten(0, -2)
             self._tried = ordinary.item(), nn.functional.cross_entropy(ours, call.targets.reshape(-1)).item()

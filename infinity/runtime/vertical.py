@@ -24,10 +24,11 @@ class _Forward(Forward):
         loss: that it ended in; detached, once it has ended.
     """
 
+    loss: torch.Tensor
+
     def __init__(self, of: Vertical, call: Callable[[], torch.Tensor], surroundings: Surroundings) -> None:
         super().__init__()
         self._of = of
-        self.loss: torch.Tensor | None = None
 
         def run() -> None:
             with of.scope.lane(), self.running():
@@ -54,7 +55,7 @@ class _Forward(Forward):
         except BaseException:
             self.lane.end()  # before others draw random numbers
             raise
-        if self.loss is not None:
+        if self.lane.over:
             self.tape.end(self.loss)
             self.loss = self.loss.detach()
 
@@ -92,7 +93,7 @@ class Vertical:
                     forward.lane.end()
                 self._coordinator.reset()
             raise
-        return [forward.loss for forward in forwards if forward.loss is not None]
+        return [forward.loss for forward in forwards]
 
     def _run(self, forwards: Sequence[_Forward]) -> None:
         numbered = list(enumerate(forwards))
