@@ -4,6 +4,7 @@ module of infinity."""
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +96,35 @@ def set_from_outside() -> dict[str, list[str]]:
 @pytest.mark.long
 def test_no_attribute_is_set_on_an_object_of_another_module() -> None:
     assert set_from_outside() == {}
+
+
+PARTS = (
+    "resources",
+    "health",
+    "readers",
+    "optimizers",
+    "commits",
+    "masters",
+    "passes",
+    "updates",
+    "speculation",
+    "room",
+    "progress",
+    "gradients",
+    "shards",
+)
+"""What the coordinator asks, and nobody above it."""
+
+
+def test_hooks_and_optimizers_reach_nothing_beneath_the_coordinator() -> None:
+    """What they want of a unit they ask the unit."""
+    of_coordinator = re.compile(rf"coordinator(_of\([^)]*\))?\.({'|'.join(PARTS)})\b")
+    of_unit = re.compile(r"coordinator\.units\[[^]]*(\[[^]]*\])?[^]]*\]\.\w+\.\w+")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for room in ("runtime", "optim")
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if of_coordinator.search(line) or of_unit.search(line)
+    ]
+    assert found == []

@@ -118,7 +118,7 @@ class Commits:
 
 
 class Rooms:
-    """Attributes: as coordinator.parts.Parts, and the machine below."""
+    """Attributes: as coordinator.coordinator.Coordinator, and the machine below."""
 
     def __init__(self, machine: Machine, plan: Plan, units: list[Unit]) -> None:
         self.clock = Clock()

@@ -1,32 +1,402 @@
-"""One offloaded model: the façade that hooks and optimizers call. It decides nothing: it takes the lock, and asks the
-parts below in the right order."""
+"""One offloaded model: the façade that hooks, optimizers and use-cases call. It decides nothing: it takes the lock, and
+asks the parts below in the right order."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from infinity import _native
+from infinity.base.accelerator import Accelerator
 from infinity.base.fork import in_forked_child
-from infinity.base.interrupt import whole
-from infinity.coordinator.parts import Optimizer
-from infinity.coordinator.stepping import Stepping, transition
-from infinity.errors import PeerError, ReleasedParameterError, SwapTimeoutError
-from infinity.sharded.opening import open_comparison
-from infinity.state.unit import Place
-from infinity.units.released import way_out
+from infinity.base.interrupt import interrupts_deferred, whole
+from infinity.base.timeline import Timeline
+from infinity.coordinator.counters import Counters
+from infinity.coordinator.gradient_handle import GradientHandle
+from infinity.coordinator.put_back import Masters
+from infinity.coordinator.readers import Readers
+from infinity.coordinator.transition import transition
+from infinity.durable import rng
+from infinity.durable.commits import Commits
+from infinity.durable.optimizers import Checkpointed, Optimizers
+from infinity.durable.tracked import Stateful
+from infinity.errors import (
+    InfinityError,
+    PeerError,
+    ReleasedParameterError,
+    SwapIOError,
+    SwapTimeoutError,
+)
+from infinity.io.store import Extent
+from infinity.plan.plan import Plan
+from infinity.sharded.opening import open_comparison, open_fetches, open_gradients, open_pool
+from infinity.state.request import GroupUpdate
+from infinity.state.shard import Shard
+from infinity.state.unit import Place, Unit
+from infinity.tiers.resources import Resources
+from infinity.units.arrivals import Passes
+from infinity.units.gradients import UnitGradients, groups_of
+from infinity.units.health import Health
+from infinity.units.progress import Progress
+from infinity.units.released import Lender, released_class, way_out
+from infinity.units.room import Room
+from infinity.units.shadows import Shadows
+from infinity.units.speculation import Predictable, Speculation, Timed
+from infinity.units.speculator import Speculator
 from infinity.units.unit import OffloadedUnit
+from infinity.units.updates import Updates
 from infinity.units.weights import Residency
 
 logger = logging.getLogger(__name__)
 
 
-class Coordinator(Stepping):
-    """Every public method may be called from any thread, and Ctrl-C finds none half done (interrupt.py)."""
+class Optimizer(Checkpointed, Predictable, Protocol):
+    """An optimizer, as the coordinator sees it."""
+
+
+class Coordinator(Lender):
+    """The parts of one model, opened in the order in which they know each other. Every public method may be called from
+    any thread, and Ctrl-C finds none half done (interrupt.py).
+
+    Attributes:
+        units: in the order of their indices.
+        steps: optimizer steps that are done.
+        rewritten: names of parameters that got other values since they were brought home, by no step.
+        saved_wide: names of parameters that the script had in fp32, and whose masters are saved, not their weights.
+        saved_from: of frozen ones that it had in fp32, what gives the values that are saved.
+        masters: of weights that were written to since the last step.
+        keeps_room: parameters that are frozen keep the room for their optimizer states, as they are unfrozen later.
+        copied_from: the run and the step whose states this run began with, if it did not begin anew.
+        readers: who may read parameters now.
+        staying: the units that stay on the device while the model runs, by index.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        parameters: Sequence[dict[str, nn.Parameter]],
+        resources: Resources,
+        optimizers: Optimizers[Optimizer],
+        commits: Commits,
+    ) -> None:
+        self.resources = resources
+        self.timeline = Timeline()
+        self.world = resources.world
+        self.health = Health(self.world)
+        self.readers = Readers()
+        self.optimizers = optimizers
+        self.commits = commits
+        self.steps = 0
+        self.keeps_room = False
+        self.rewritten: set[str] = set()
+        self.saved_wide: frozenset[str] = frozenset()
+        self.saved_from: Mapping[str, Callable[[], torch.Tensor]] = {}
+        self.masters = Masters()
+        self.copied_from: tuple[str, int] | None = None
+        self._lock = threading.RLock()
+        self._owners = {
+            id(parameter): (unit.index, name)
+            for unit, named in zip(units, parameters, strict=True)
+            for name, parameter in named.items()
+        }
+        self.staying = frozenset(unit.index for unit in units if unit.stays)
+        shards = [resources.plan.peers.cut.of(unit) for unit in units]
+        released, shadows = released_class(self), _open_shadows(shards, resources)
+        gradients = [UnitGradients(each.unit, groups_of(each.local, resources)) for each in shards]
+        self.units = [
+            OffloadedUnit(each.unit, each.local, named, homes, of_unit, released, self.timeline, self.health, shadows)
+            for each, named, homes, of_unit in zip(shards, parameters, resources.units, gradients, strict=True)
+        ]
+        self.shards = shards
+        self.passes = Passes([each.arrivals for each in gradients])
+        self.updates = Updates(resources, shadows)
+        timed = None if resources.device is None else Timed()
+        self.speculation = Speculation(resources.plan.placement.updates.overlap, timed)
+        pool, fetches = open_pool(resources, shards), open_fetches(resources)
+        self.room = Room(self.units, resources, self.updates, self.timeline, pool, fetches)
+        self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
+        self._speculator = Speculator(
+            self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards
+        )
+        self.gradients = open_gradients(resources, shards, gradients, self._speculator.gradients_land)
+
+    @property
+    def plan(self) -> Plan:
+        return self.resources.plan
+
+    @property
+    def closed(self) -> bool:
+        return self.health.closed
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """None where the model computes in host memory."""
+        return None if self.resources.device is None else self.resources.device.accelerator
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the model computes."""
+        return self.resources.torch_device
+
+    @property
+    def passing(self) -> bool:
+        """Whether a forward or a backward is under way."""
+        return self.readers.passing
+
+    def unit_at(self, storage: int) -> OffloadedUnit | None:
+        """As Room.unit_at."""
+        return self.room.unit_at(storage)
+
+    def give_masters(self, names: Iterable[str]) -> None:
+        """As Masters.give."""
+        self.masters.give(names)
+
+    def supersede(self) -> None:
+        """As Health.supersede."""
+        self.health.supersede()
+
+    def watch_readers(self, end_if_dead: Callable[[], None]) -> None:
+        """As Readers.watch."""
+        self.readers.watch(end_if_dead)
+
+    def native_logs(self) -> tuple[_native.IOEngine, _native.UpdatePipeline]:
+        """What records transfers, and what records tiles."""
+        return self.resources.engine, self.resources.pipeline
+
+    def extents(self) -> Iterator[Extent]:
+        """As Resources.extents."""
+        return self.resources.extents()
+
+    def counters(self) -> Counters:
+        """What was counted since the model was offloaded."""
+        return Counters(
+            io=self.resources.engine.counters(),
+            updates=self.resources.pipeline.counters(),
+            stalled_ns=self.timeline.stalled_ns(),
+            idle_s=self.resources.idle.seconds,
+            speculation=replace(self.speculation.counts),
+            committed=self.commits.newest,
+            arena_bytes=self.resources.arena.nbytes,
+            engine=self.resources.engine.name,
+        )
+
+    def keep_room(self) -> None:
+        """What is frozen from now on is unfrozen during the run."""
+        self.keeps_room = True
+
+    def why_not_anew(self) -> str:
+        """What offloading anew would lose; "" where nothing came since the values were brought home."""
+        with self._lock:
+            if self.health.closed:
+                return "it was closed"
+            if not self.readers.nobody:
+                return "its weights are being read: leave infinity.gathered, or let the forward end, first"
+            if self.steps or self.copied_from is not None or self.commits.newest is not None:
+                return "it was trained, or goes on with a run"
+            if len(self.optimizers):
+                return "an optimizer of it was made"
+            if any(self.gradients.has(place) for _, place in self.places() if place.group.trainable):
+                return "it has gradients: step, or call zero_grad(), first"
+            return ""
+
+    def save_wide(self, names: Iterable[str], frozen: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        """The script had these parameters in fp32: their masters are what is saved of them.
+
+        Args:
+            frozen: of others that it had in fp32, what gives their values.
+        """
+        if all(shard.whole for shard in self.shards):  # else a rank has but a part of each master
+            self.saved_wide, self.saved_from = frozenset(names), frozen
+
+    def rewrote(self, names: Iterable[str]) -> None:
+        """These parameters got other values than those that were brought home, by no step."""
+        self.rewritten.update(names)
+
+    def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
+        for unit in self.units:
+            for index, group in enumerate(unit.unit.groups):
+                for spec in group.specs:
+                    yield unit.parameters[spec.name], Place(unit.unit, index, spec)
+
+    def handle(self, parameter: nn.Parameter, place: Place) -> GradientHandle:
+        """What stands in `parameter.grad` for a gradient that has landed."""
+        return GradientHandle(parameter, weakref.ref(self), place)
+
+    @whole
+    def gradient_value(self, place: Place) -> torch.Tensor:
+        """A copy of a gradient that has landed, in RAM, in the dtype that it waits in.
+
+        Raises:
+            NotAvailableError: there are several ranks, and this one has a slice of it.
+            DeviceError, SwapIOError: it was lost on its way.
+        """
+        with self._lock:
+            self.health.require_open()
+            self.units[place.unit.index].apply_update()  # which reads what is brought to RAM here
+            return self.gradients.value(place)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        return self._owners[id(parameter)][1]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """For changes of more than one thing by those who are above."""
+        with self._lock:
+            yield
+
+    def require_usable(self) -> None:
+        """Raises ForkError in a forked child, the earlier error after a failed update, InfinityError once closed."""
+        self.health.require_usable()
+        with self._lock, self.health.failing(SwapIOError):  # others change the updates under way
+            self.updates.require_well()
+
+    def _close_if_nobody_reads(self) -> None:
+        if self.readers.nobody:
+            self.room.close_all()
+
+    # -- step ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """One step: begin_step, then update or skip, then end_step. Ctrl-C is delivered behind it."""
+        with interrupts_deferred(), self.timeline.stall("step"):
+            yield
+
+    @transition
+    def begin_step(self, facts: Mapping[str, object], skip: str) -> str:
+        """Bring everything but speculative updates to rest: no other update, commit or fetch under way, gradients
+        landed, parameters as infinity left them. Where there are several ranks, all know of the gradients of all.
+
+        Args:
+            facts: what is to be the same on all ranks, by what to call it; JSON.
+            skip: why this rank wants the step to change nothing; "" where it does not.
+
+        Returns:
+            Why the step is to change nothing, by this rank or another; "" where none wants that.
+
+        Raises:
+            SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
+            PeerError: the ranks do not take the same step, or one of them failed.
+        """
+        self.require_usable()
+        self.readers.step_begins()
+        self._close_if_nobody_reads()
+        self.room.require_untouched()
+        with self.health.failing(SwapTimeoutError, PeerError), self.timeline.stall("gradient"):
+            self.resources.idle.begins()
+            self.gradients.synchronize()
+        self._rest_for_step()
+        self.gradients.drop_cleared(self.places)
+        with self.health.failing(PeerError), self.timeline.stall("gradient"):
+            decided = self.gradients.decide({**facts, "the step": self.steps + 1}, skip, self.commits.told())
+        with self.progress.committing():
+            self.commits.heard(decided.told, self.steps + 1)
+            self.progress.settle()
+        self._show(self.gradients.elsewhere)
+        return decided.skip
+
+    def _show(self, names: Set[str]) -> None:
+        """Parameters that have a gradient on any rank have one here."""
+        if not names:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, place in self.places():
+                if place.group.trainable and place.spec.name in names and parameter.grad is None:
+                    parameter.grad = self.handle(parameter, place)
+
+    def _rest_for_step(self) -> None:
+        with self.progress.committing():
+            self.progress.finish_updates()
+            self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
+        self.progress.make_way()
+        with self.health.failing(SwapTimeoutError, PeerError):
+            self.room.hold(())
+            self.room.finish_fetches()
+            self.resources.synchronize_uploads()
+
+    @transition
+    def gradient_norm(self, places: Iterable[Place]) -> tuple[float, str]:
+        """Of landed gradients: the sum of squares, and the first name whose part is not finite ('' when all are)."""
+        self.gradients.synchronize()
+        return self.gradients.sum_squares(places)
+
+    @transition
+    def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:
+        """The step is decided: what is to be done to which (unit, group). Speculative updates that were right go on,
+        others are undone, what is not under way begins. A unit's next use waits for its own update.
+
+        Raises:
+            InfinityError: the step was begun and not finished; every later call raises.
+        """
+        by_unit: dict[int, dict[int, GroupUpdate]] = {}
+        for index, group_index in sorted(requests):
+            by_unit.setdefault(index, {})[group_index] = requests[index, group_index]
+        everywhere = [self.units[index] for index in by_unit]
+        mine = {index: self.shards[index].localize(wanted) for index, wanted in by_unit.items()}
+        by_unit = {index: wanted for index, wanted in mine.items() if wanted}
+        wrong = self._speculator.wrong(by_unit)
+        self.room.end_iteration()
+        with self._failing_for_good():
+            begun = self.updates.decide(
+                by_unit, self.room.order(), self.steps + 1, committed=self.commits.due(self.steps + 1)
+            )
+        self.masters.forget()
+        self._speculator.step_decided(begun, wrong, by_unit, self.optimizers.sole)
+        with self.health.failing(SwapTimeoutError, PeerError):
+            self.room.updates_decided(begun, everywhere)
+
+    @contextmanager
+    def _failing_for_good(self) -> Iterator[None]:
+        """Whatever leaves this context leaves a step that was begun and not finished."""
+        try:
+            yield
+        except SwapIOError as error:
+            self.health.fail(error)
+            raise
+        except BaseException as error:
+            self.health.fail(InfinityError(f"a step was begun and not finished: {error}"))
+            raise
+
+    @transition
+    def skip(self) -> None:
+        """The step is decided: nothing changes."""
+        self.room.end_iteration()
+        self._speculator.drop()
+
+    @transition
+    def end_step(self) -> None:
+        """The step is decided and its updates are under way, or done where nothing overlaps.
+
+        Raises:
+            SwapIOError: an update failed; the states are partly updated, and every later call raises.
+        """
+        self.passes.step_ended()
+        self.room.begin_pass(training=True)
+        self.at_step(self.steps + 1)
+        self.commits.step_done()
+        if self.speculation.mode == "off":
+            self.progress.finish_updates()
+        self.progress.begin_commit(self.steps)
+        self.timeline.end_step(self.steps)
+        with self.health.failing(SwapTimeoutError, PeerError):
+            self.room.prefetch()
+        self.resources.idle.ends()
+
+    def at_step(self, step: int, run: str = "") -> None:
+        """The states are those after this optimizer step. Args: run: which they come from, if not from here."""
+        self.steps = step
+        self.copied_from = (run, step) if run else self.copied_from
+        if self.resources.store is not None:
+            self.resources.store.begin_step(step)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -261,6 +631,16 @@ class Coordinator(Stepping):
 
     # -- optimizers and commits ---------------------------------------------------------------------------------------
 
+    def track(self, objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> int:
+        """As infinity.track."""
+        drawn = rng.snapshot()
+        resumed = self.commits.resumed
+        self.commits.track(objects, named)
+        self.take_up_hyperparameters()
+        # Making and loading states may draw; a run must have the same numbers, tracked or not, resumed or not.
+        rng.restore(drawn if resumed is None else resumed.body.rng)
+        return self.steps
+
     @transition
     def enter(self, optimizer: Optimizer) -> None:
         """Raises as Optimizers.enter."""
@@ -469,3 +849,9 @@ class Coordinator(Stepping):
         self.updates.ahead.drop(but=())
         self.progress.finish_updates()
         self.commits.end(self.steps, broken=broken)
+
+
+def _open_shadows(shards: Sequence[Shard], resources: Resources) -> Shadows:
+    in_ram = [shards[index].local for index in sorted(resources.plan.placement.weights.in_ram)]
+    sizes = [unit.home_bytes for unit in in_ram if unit.trained_whole]
+    return Shadows(resources.resting, resources.pipeline, resources.plan.budgets.shadow_bytes, sizes)

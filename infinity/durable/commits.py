@@ -11,7 +11,7 @@ and the end of a run finish it, too.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from infinity.durable.optimizers import Optimizers
 from infinity.durable.pace import Pace
 from infinity.durable.records import Body, ModelRecord
 from infinity.durable.resumed import Resumed
-from infinity.durable.tracked import Noted, Tracking
+from infinity.durable.tracked import Noted, Stateful, Tracking
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, SwapIOError
 from infinity.io import document
 from infinity.io.engine import Transfer
@@ -96,6 +96,11 @@ class Commits:
         self._closing = False
         self.tracking = Tracking(optimizers, buffers)
         self.resumed: Resumed | None = None
+
+    def track(self, objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> None:
+        """As infinity.track."""
+        resumed = self.resumed
+        self.tracking.take(objects, named, (lambda *_: None) if resumed is None else resumed.give_back)
 
     def resume(self, step: int, body: Body) -> None:
         """The run goes on from the generation of `step`."""
@@ -357,7 +362,14 @@ class Commits:
         return self._touched and not self._maker.makes_again
 
     def require_possible(self, step: int) -> None:
-        """Raises NotAvailableError: the newest generation is of this step, and several ranks cannot make it again."""
+        """
+        Raises:
+            ConfigError: the run keeps no generations.
+            NotAvailableError: the newest generation is of this step, and several ranks cannot make it again.
+        """
+        if self._resources.generations is None:
+            why = self._resources.plan.placement.commits.reason or "commit_every: 0"
+            raise ConfigError(f"this run keeps no generations ({why}); set commit_every: 1, or how many steps apart")
         if self._made_before_writes and step == self.newest:
             raise NotAvailableError(
                 f"generation {step} was made before weights were written (infinity.gathered with write=True, or "

@@ -13,7 +13,7 @@ begins; there infinity.commit, called where an iteration ends, says exactly wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -77,6 +77,22 @@ class Tracking:
         self._gave = False  # an item of the iteration that begins has been taken
         self._step_end: Noted | None = None
         self._top: Noted | None = None
+
+    def take(
+        self, objects: Sequence[Stateful], named: Mapping[str, Stateful], give_back: Callable[[str, Stateful], None]
+    ) -> None:
+        """As infinity.track. Args: give_back: gives an object of this name its state, in a resumed run."""
+        added: dict[str, Stateful] = {}
+        for item in objects:
+            kind = type(item).__name__
+            number = sum(kind == name.split("#")[0] for name in [*self.items, *added])
+            added[f"{kind}#{number}"] = item
+        for name, item in (added | dict(named)).items():
+            if name in self.items:
+                raise ConfigError(f"infinity.track: there is a '{name}' already")
+            _require_stateful(name, item)
+            give_back(name, item)
+            self.add(name, item)
 
     def add(self, name: str, item: Stateful) -> None:
         self.items[name] = item
@@ -261,3 +277,15 @@ def _watch(item: Any, asked: Callable[[], None], given: Callable[[], None]) -> N
         item.__class__ = watched
     except TypeError:
         return
+
+
+def _require_stateful(name: str, item: Any) -> None:
+    if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+        hint = ""
+        if type(item).__name__ == "DataLoader":
+            hint = " torchdata.stateful_dataloader.StatefulDataLoader takes the same arguments and has both."
+        raise ConfigError(
+            f"infinity.track: {name} has no state_dict and load_state_dict, so its state cannot be kept.{hint}"
+        )
+    if not is_data(item):  # asked at the first commit: a loader would start its workers
+        state_of(name, item)

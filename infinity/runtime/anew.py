@@ -90,14 +90,14 @@ def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: N
 def _let_go(model: nn.Module, coordinator: Coordinator, values: Mapping[str, Value]) -> None:
     """What is not in `values` belongs to the model no more."""
     try:
-        coordinator.health.supersede()
+        coordinator.supersede()
         coordinator.close(discard=True)
     finally:
         registry.leave(model)
         for handle in _handles.pop(model):
             handle.remove()
         for parameter, place in coordinator.places():
-            coordinator.units[place.unit.index].views.hide()
+            coordinator.units[place.unit.index].hide()
             if place.spec.name in values:
                 defer_again(parameter, place.spec.name, values[place.spec.name])
         registry.give_back_signals()

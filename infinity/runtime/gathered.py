@@ -65,12 +65,12 @@ def gathered(
     coordinator.require_usable()
     coordinator.forget_dead()
     coordinator.require_untouched()
-    if write and coordinator.readers.passing:
+    if write and coordinator.passing:
         raise ModelError(
             "infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights. Write them "
             "before the pass, or after it."
         )
-    if grads and coordinator.readers.passing:
+    if grads and coordinator.passing:
         raise ModelError(
             "infinity.gathered(..., grads=True) in a forward or backward pass, in which gradients may come. Enter it "
             "between backward() and optim.step()."
@@ -83,7 +83,7 @@ def gathered(
             if name not in names:
                 names.append(name)
     saved = None
-    if not coordinator.readers.passing:
+    if not coordinator.passing:
         hooks = SavedTensors(coordinator)
         saved = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
     return Gathering(coordinator, wanted, saved, write=write, grads=grads)
@@ -94,7 +94,7 @@ def not_gathered(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[n
     coordinator, found = registry.coordinator_of(model), []
     for parameter in parameters:
         index, name = _find(coordinator, parameter, parameter)
-        if name not in coordinator.units[index].views.gathered:
+        if name not in coordinator.units[index].gathered:
             found.append(parameter)
     return found
 

@@ -151,7 +151,7 @@ class _LoadStateDict(_Gathers):
         if local_metadata.get("assign_to_params_buffers"):
             _refuse("load_state_dict(assign=True)", "would replace its parameters; leave assign=True out")
         named = [registry.find(parameter) for parameter in module.parameters(recurse=False)]
-        registry.coordinator_of(self._model).masters.give(found[1].spec.name for found in named if found is not None)
+        registry.coordinator_of(self._model).give_masters(found[1].spec.name for found in named if found is not None)
         own = not_gathered(self._model, module.parameters(recurse=False))
         if own:
             self._enter(module, gathered(self._model, *own, write=True))
@@ -164,7 +164,7 @@ def guard(model: nn.Module, coordinator: Coordinator) -> list[RemovableHandle]:
     """Put the guards on every module that has parameters below it."""
     state_dict, load = _StateDict(model), _LoadStateDict(model, "_load_from_state_dict")  # which ends before its hooks
     for each in (state_dict, load):
-        coordinator.readers.watch(each.end_if_dead)
+        coordinator.watch_readers(each.end_if_dead)
     before_read, after_read = _Hook(state_dict.before), _Hook(state_dict.after)
     before_load, after_load = _Hook(load.before), _Hook(load.after)
     handles: list[RemovableHandle] = []

@@ -331,11 +331,7 @@ class SiteLeave(Guard):
 
     def _without_aliases(self, output: Any) -> tuple[Any, list[Any]]:
         """Outputs that are views of a slot are cloned: the slot will be another unit's. Returns their leaves, too."""
-        storages = {
-            weights.slot.tensor.untyped_storage()._cdata
-            for weights in (self._coordinator.units[index].weights for index in self._units)
-            if weights.slot is not None
-        }
+        storages = {self._coordinator.units[index].storage for index in self._units}
 
         def aliases(leaf: Any) -> bool:
             return (

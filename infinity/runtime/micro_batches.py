@@ -142,7 +142,7 @@ class MicroBatches:
 
     def backward(self, loss_fn: LossOf[Any], micro_batches: list[Any], *, vertical: bool) -> list[torch.Tensor]:
         """As backward()."""
-        streams = RandomStreams(len(micro_batches), self._coordinator.resources.torch_device)
+        streams = RandomStreams(len(micro_batches), self._coordinator.torch_device)
         vertical = vertical and len(micro_batches) > 1 and torch.is_grad_enabled()
         if vertical and is_hooked():
             logger.warning(

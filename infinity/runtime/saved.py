@@ -85,11 +85,11 @@ class SavedTensors:
         self._graph: _Graph | None = None
         self._require = coordinator.require
         self._units = coordinator.units
-        self._unit_at = coordinator.room.unit_at
+        self._unit_at = coordinator.unit_at
         self._placeholders = {
             tensor.untyped_storage()._cdata: name
             for unit in coordinator.units
-            for name, tensor in unit.views.placeholders.items()
+            for name, tensor in unit.placeholders.items()
         }
 
     def forward_begins(self) -> Callable[[], object]:
@@ -120,8 +120,7 @@ class SavedTensors:
             return None
         if unit is not None:
             offset = int(tensor.storage_offset())
-            weights = unit.weights
-            return self._graph, unit.index, weights.version, tensor.dtype, tensor.size(), tensor.stride(), offset
+            return self._graph, unit.index, unit.version, tensor.dtype, tensor.size(), tensor.stride(), offset
         if storage in self._placeholders:
             raise ReleasedParameterError(
                 f"parameter '{self._placeholders[storage]}' is used by code that does not see that its values are "
@@ -135,7 +134,7 @@ class SavedTensors:
             return unchanged(tensor, version)
         _, index, version, dtype, size, stride, offset = saved
         unit = self._units[index]
-        if unit.weights.version != version:
+        if unit.version != version:
             raise StaleWeightsError(
                 f"this backward pass needs the weights of unit '{unit.name}' from before the last "
                 "optim.step(), or from before infinity.gathered(..., write=True) changed them. Call backward() on "

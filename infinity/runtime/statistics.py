@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -76,9 +76,8 @@ def statistics(model: nn.Module) -> Statistics:
     """Read the counters of an offloaded model that is not closed yet."""
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
-    resources, plan = coordinator.resources, coordinator.resources.plan
-    moved = resources.engine.counters()
-    update = resources.pipeline.counters()
+    plan, counted = coordinator.plan, coordinator.counters()
+    moved = counted.io
     return Statistics(
         numel=plan.layout.numel,
         trainable_numel=plan.layout.trainable_numel,
@@ -87,18 +86,18 @@ def statistics(model: nn.Module) -> Statistics:
         written_bytes=sum(value for key, value in moved.items() if key.startswith("write_bytes_")),
         weight_bytes_read=moved["read_bytes_weights"],
         io_busy_s=moved["busy_ns"] / 1e9,
-        stall_s={cause: stalled / 1e9 for cause, stalled in coordinator.timeline.stalled_ns().items()},
-        device_idle_s=resources.idle.seconds,
-        adam_s=update["adam_ns"] / 1e9,
+        stall_s={cause: stalled / 1e9 for cause, stalled in counted.stalled_ns.items()},
+        device_idle_s=counted.idle_s,
+        adam_s=counted.updates["adam_ns"] / 1e9,
         steps=coordinator.steps,
-        updates=replace(coordinator.speculation.counts),
-        committed=coordinator.commits.newest,
+        updates=counted.speculation,
+        committed=counted.committed,
         cached_bytes=plan.layout.arena.states,
         cached_weight_bytes=plan.layout.arena.weights,
-        arena_bytes=resources.arena.nbytes,
+        arena_bytes=counted.arena_bytes,
         slot_bytes=plan.budgets.slot_bytes,
-        engine=resources.engine.name,
-        device=resources.torch_device.type,
+        engine=counted.engine,
+        device=coordinator.torch_device.type,
         plan=plan,
     )
 

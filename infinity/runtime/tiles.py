@@ -358,7 +358,7 @@ def _version(weight: nn.Parameter) -> int:
     if found is None:
         return weight._version
     coordinator, place = found
-    return coordinator.units[place.unit.index].weights.version
+    return coordinator.units[place.unit.index].version
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

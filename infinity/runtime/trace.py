@@ -55,7 +55,7 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
     coordinator.require_usable()
     target = require_writable(path)
     coordinator.timeline.record()
-    logs = coordinator.resources.engine, coordinator.resources.pipeline
+    logs = coordinator.native_logs()
     for log in logs:
         log.take_trace()  # what ended after an earlier trace was written
         log.trace(True)
@@ -112,8 +112,8 @@ class _Events:
     """What was recorded, as bars with names."""
 
     def __init__(self, coordinator: Coordinator, recording: Recording) -> None:
-        self._units = [record.unit.name for record in coordinator.units]
-        self._extents = _Extents(coordinator.resources.extents())
+        self._units = [unit.name for unit in coordinator.units]
+        self._extents = _Extents(coordinator.extents())
         steps = [span for span in recording.spans if span.kind == "step"]
         self._step_ends = np.array([span.end_ns for span in steps], np.int64)
         self._step_numbers = [span.step for span in steps] + [coordinator.steps + 1]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.durable import rng
-from infinity.durable.tracked import Stateful, is_data, state_of
-from infinity.errors import ConfigError, ModelError
+from infinity.durable.tracked import Stateful
+from infinity.errors import ModelError
 
 
 def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful) -> int:
@@ -40,25 +37,7 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
         ConfigError: an object has no state_dict, or one that cannot be kept; says what to use instead.
         ResumeError: the run that is resumed did not track this object, or its state does not fit.
     """
-    coordinator = _coordinator(model)
-    tracking, resumed = coordinator.commits.tracking, coordinator.commits.resumed
-    drawn = rng.snapshot()
-    added: dict[str, Stateful] = {}
-    for item in objects:
-        kind = type(item).__name__
-        number = sum(kind == name.split("#")[0] for name in [*tracking.items, *added])
-        added[f"{kind}#{number}"] = item
-    for name, item in (added | named).items():
-        if name in tracking.items:
-            raise ConfigError(f"infinity.track: there is a '{name}' already")
-        _require_stateful(name, item)
-        if resumed is not None:
-            resumed.give_back(name, item)
-        tracking.add(name, item)
-    coordinator.take_up_hyperparameters()
-    # Making and loading states may draw; a run must have the same numbers, tracked or not, resumed or not.
-    rng.restore(drawn if resumed is None else resumed.body.rng)
-    return coordinator.steps
+    return _coordinator(model).track(objects, named)
 
 
 def commit(model: nn.Module) -> None:
@@ -73,10 +52,6 @@ def commit(model: nn.Module) -> None:
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
-    if coordinator.resources.generations is None:
-        commits = coordinator.resources.plan.placement.commits
-        why = commits.reason or "commit_every: 0"
-        raise ConfigError(f"this run keeps no generations ({why}); set commit_every: 1, or how many steps apart")
     coordinator.commit()
 
 
@@ -101,15 +76,3 @@ def _coordinator(model: nn.Module | None) -> Coordinator:
         coordinator = usable[0]
     coordinator.require_usable()
     return coordinator
-
-
-def _require_stateful(name: str, item: Any) -> None:
-    if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-        hint = ""
-        if type(item).__name__ == "DataLoader":
-            hint = " torchdata.stateful_dataloader.StatefulDataLoader takes the same arguments and has both."
-        raise ConfigError(
-            f"infinity.track: {name} has no state_dict and load_state_dict, so its state cannot be kept.{hint}"
-        )
-    if not is_data(item):  # asked at the first commit: a loader would start its workers
-        state_of(name, item)

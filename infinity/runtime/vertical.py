@@ -81,8 +81,7 @@ class Vertical:
         self, loss_fn: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any], sites: Sequence[Site]
     ) -> list[torch.Tensor]:
         """Compute the gradients. Returns the losses, detached."""
-        device = self._coordinator.resources.device
-        surroundings = Surroundings(None if device is None else device.accelerator)
+        surroundings = Surroundings(self._coordinator.accelerator)
         forwards = [_Forward(self, partial(loss_fn, each), surroundings) for each in micro_batches]
         try:
             with watched(sites), self.scope.lanes():

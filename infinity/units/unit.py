@@ -9,8 +9,9 @@ homes       where all states rest (tiers/home.py)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
+import torch
 from torch import nn
 
 from infinity.base.interrupt import interruptible, interrupts_deferred
@@ -72,6 +73,30 @@ class OffloadedUnit:
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self.views.named
+
+    @property
+    def version(self) -> int:
+        """Of its weights: it differs once they were changed."""
+        return self.weights.version
+
+    @property
+    def storage(self) -> int | None:
+        """Of the slot with its weights (`_cdata`); None without one."""
+        return None if self.weights.slot is None else self.weights.slot.tensor.untyped_storage()._cdata
+
+    @property
+    def placeholders(self) -> Mapping[str, torch.Tensor]:
+        """As ParameterViews.placeholders."""
+        return self.views.placeholders
+
+    @property
+    def gathered(self) -> Collection[str]:
+        """As ParameterViews.gathered."""
+        return self.views.gathered
+
+    def hide(self) -> None:
+        """As ParameterViews.hide."""
+        self.views.hide()
 
     # -- the update under way -----------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ OF_LOOPS = [
     ),
     Mutant(
         "a step forgets old masters",
-        "infinity/coordinator/stepping.py",
+        "infinity/coordinator/coordinator.py",
         "        self.masters.forget()\n",
         "",
         (_PUT_BACK, "-k", "after_a_step"),

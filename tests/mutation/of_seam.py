@@ -243,7 +243,7 @@ OF_SEAM = [
     ),
     Mutant(
         "weights at home are changed when no upload reads them",
-        "infinity/coordinator/stepping.py",
+        "infinity/coordinator/coordinator.py",
         "            self.resources.synchronize_uploads()\n",
         "            pass\n",
         _DISTURBED,
