@@ -85,11 +85,11 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
     import torch
 
     import infinity
+    from infinity.access.replay import replay_step
     from infinity.cli.planning.model import Batch, adapt
     from infinity.cli.planning.scenario import Scenario
     from infinity.config import load_config
     from infinity.coordinator.registry import coordinator_of
-    from infinity.coordinator.replay import replay_step
 
     ranks, micro_batches = case.get("ranks", 1), case.get("micro_batches", 1)
     if ranks > 1:

@@ -21,8 +21,8 @@ import torch
 from peers.workload import Workload
 
 import infinity
+from infinity.access.replay import replay_step
 from infinity.coordinator import registry
-from infinity.coordinator.replay import replay_step
 
 
 def io_seconds(model: Any) -> float:

@@ -22,7 +22,20 @@ import pytest
 import infinity
 from tests.models import llama, loss_of
 
-ROOMS = ("runtime", "optim", "coordinator", "sharded", "units", "durable", "tiers", "plan", "state", "ranks", "io")
+ROOMS = (
+    "runtime",
+    "optim",
+    "access",
+    "coordinator",
+    "sharded",
+    "units",
+    "durable",
+    "tiers",
+    "plan",
+    "state",
+    "ranks",
+    "io",
+)
 """From above; neither of the first two calls the other. What lies below them all is called from anywhere."""
 HEIGHT = {name: len(ROOMS) - max(at, 1) for at, name in enumerate(ROOMS)}
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import infinity
+from infinity.access.replay import replay_step
 from infinity.coordinator import registry
-from infinity.coordinator.replay import replay_step
 from peers.protocol import Contender, serve
 from peers.workload import Job
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.access.exact import exact_value
 from infinity.checkpoint.aside import put, written_aside
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.exact import exact_value
 from infinity.durable import buffers
 from infinity.errors import ModelError
 from infinity.runtime.gathered import gathered

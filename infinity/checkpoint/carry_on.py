@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from infinity import _native
+from infinity.access.ingest import fill_moments
+from infinity.access.resuming import go_on_from
 from infinity.checkpoint.generation import StoredGeneration
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.ingest import fill_moments
-from infinity.coordinator.resuming import go_on_from
 from infinity.durable import buffers
 from infinity.errors import ResumeError
 from infinity.runtime.offload import close, offload_values

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from infinity import _native
+from infinity.access.ingest import GivenMoment
 from infinity.config import NvmeConfig
-from infinity.coordinator.ingest import GivenMoment
 from infinity.durable.records import GroupRecord, ModelRecord, ParameterRecord, parse_body
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import whole

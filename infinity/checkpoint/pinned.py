@@ -13,10 +13,11 @@ from pathlib import Path
 
 from torch import nn
 
+from infinity.access import pinning
 from infinity.checkpoint.export import copy_bytes, write_copy
 from infinity.checkpoint.generation import StoredGeneration, newest_whole, opened
 from infinity.checkpoint.portable import STATE_NAME
-from infinity.coordinator import pinning, registry
+from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import PlanError
 from infinity.io.pins import Pin, folder_path, remove_marker

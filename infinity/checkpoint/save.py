@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.access.exact import exact_value
 from infinity.checkpoint.adapters import is_peft_model, save_adapters, to_save
 from infinity.checkpoint.aside import failing, put, written_aside
 from infinity.checkpoint.in_files import InFiles, Tensors
 from infinity.checkpoint.shards import Piece, index_name, write_index, write_shards
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.exact import exact_value
 from infinity.durable import buffers
 from infinity.errors import ModelError, printable
 from infinity.io import durable

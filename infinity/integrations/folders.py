@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from infinity.access.opening import pins_in_store
+from infinity.access.pinning import agree
 from infinity.checkpoint.aside import sync_tree
 from infinity.checkpoint.carry_on import offload_from_checkpoint
 from infinity.checkpoint.other_ranks import resume, tile_as_run
 from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
-from infinity.coordinator.opening import pins_in_store
-from infinity.coordinator.pinning import agree
 from infinity.errors import PlanError, ResumeError, StoreNotEmptyError
 from infinity.integrations.patches import patched
 from infinity.io.directory import remove_store_of

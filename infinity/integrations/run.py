@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.access.pinning import agree
 from infinity.base.accelerator import current_device
 from infinity.checkpoint.adapters import is_peft_model
 from infinity.checkpoint.load import scratch_directory
 from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
 from infinity.coordinator import registry
-from infinity.coordinator.pinning import agree
 from infinity.durable import rng
 from infinity.errors import ModelError, PeerError
 from infinity.integrations.folders import folders_of, go_on, keeps_generations, name_vanished, remove_empty, remove_left

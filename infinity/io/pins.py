@@ -22,7 +22,7 @@ was never finished.
 Each rank pins a generation of its own store, with the first two files in its own directory; the folder has one marker,
 with the digests of all of them, which rank 0 writes once every rank has its pin. So a folder pins a generation iff
 every rank has the pin. Whichever rank unpins a folder removes the marker; the others let their pins go when the ranks
-next agree, which is before the next pin and on resume (coordinator/pinning.py).
+next agree, which is before the next pin and on resume (access/pinning.py).
 """
 
 from __future__ import annotations

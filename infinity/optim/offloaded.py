@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import nn
 
+from infinity.access.exact import exact_moment
 from infinity.base.interrupt import whole
-from infinity.coordinator.exact import exact_moment
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.durable.records import OptimizerRecord, record_optimizer
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ReleasedParameterError, ResumeError

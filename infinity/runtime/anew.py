@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from infinity.access.exact import exact_bytes, exact_value
 from infinity.base.interrupt import interrupts_deferred
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.exact import exact_bytes, exact_value
 from infinity.errors import TooLateError
 from infinity.runtime.deferred import Lasting, Reader, defer_again
 from infinity.runtime.guards import Guard

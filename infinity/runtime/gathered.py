@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
+from infinity.access.gathering import Gathering
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.gathering import Gathering
 from infinity.errors import ConfigError, ModelError
 from infinity.runtime.saved import SavedTensors
 from infinity.runtime.tiles import TiledLinear

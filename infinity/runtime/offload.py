@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
+from infinity.access.opening import from_source, open_coordinator, plan_for
+from infinity.access.pinning import digest_here, require_none_pinned
+from infinity.access.resuming import from_generation
 from infinity.base.accelerator import resolve
 from infinity.base.fork import refuse_in_forked_child, use
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.opening import from_source, open_coordinator, plan_for
-from infinity.coordinator.pinning import digest_here, require_none_pinned
-from infinity.coordinator.resuming import from_generation
 from infinity.coordinator.structure import Structure
 from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError, printable
 from infinity.runtime.anew import Handle, Resize, remember_handles, remember_readers, take_back

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from infinity.access import pinning
 from infinity.config import SwapConfig, load_config
-from infinity.coordinator import pinning, registry
+from infinity.coordinator import registry
 from infinity.io.pins import Marker, folder_path
 from infinity.sharded.together import meeting
 

@@ -46,6 +46,36 @@ def _outermost(tree: ast.AST) -> Iterator[str]:
 
 
 FOLLOWED: dict[str, dict[str, str]] = {
+    "access/exact.py": {
+        "`infinity checkpoint export` writes it whole": "runtime/test_ranks_together.py::"
+        "test_moments_of_several_ranks_are_refused_by_name_and_written_whole_as_the_error_says",
+    },
+    "access/gathering.py": {
+        "Gather one module after the ": "runtime/test_gathered.py::"
+        "test_copies_that_do_not_fit_are_refused_with_the_number",
+        "or go through infinity.state_dict(model), which has": "runtime/test_gathered.py::"
+        "test_copies_that_do_not_fit_are_refused_with_the_number",
+        "change it in the same way on all ranks": "runtime/test_rank_writes.py::"
+        "test_ranks_that_write_different_things_write_nothing_and_the_same_things_all",
+        "model.resize_token_embeddings() needs no infinit": "runtime/test_errors.py::"
+        "test_what_is_resized_in_vain_in_gathered_is_resized_without_it",
+        "Change it before infinity.offload, or set frozen: bf16": "runtime/test_frozen.py::"
+        "test_encoded_weights_are_read_and_written_as_the_error_says_only",
+        "before the first step, or set commit_every: 0": "runtime/test_gathered.py::"
+        "test_frozen_weights_are_written_after_a_step_without_generations",
+    },
+    "access/lent_gradients.py": {
+        "grads=True) before scaler.unscale_()": "runtime/test_gathered_gradients.py::"
+        "test_unscaled_gradients_in_float16_are_refused_with_the_order",
+        "Enter it between backward() and zero_grad().": "runtime/test_gathered_gradients.py::"
+        "test_without_gradients_it_is_refused_by_name",
+    },
+    "access/resuming.py": {
+        "`infinity checkpoint export` and infinity.offload_from_checkpoint": "runtime/test_loops.py::"
+        "test_states_of_another_form_are_moved_as_the_error_says",
+        "or infinity finetune --from-checkpoint": "cli/test_resume.py::"
+        "test_a_run_moves_to_other_disks_and_forms_as_a_portable_copy",
+    },
     "checkpoint/adapters.py": {
         "Call model.save_pretrained(directory)": "checkpoint/test_adapters.py::"
         "test_what_peft_computes_of_weights_is_not_written_as_a_placeholder",
@@ -272,35 +302,11 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "or give --merge, whose output is compared": "cli/test_frozen.py::"
         "test_adapters_of_a_quantized_model_are_verified_merged_only",
     },
-    "coordinator/exact.py": {
-        "`infinity checkpoint export` writes it whole": "runtime/test_ranks_together.py::"
-        "test_moments_of_several_ranks_are_refused_by_name_and_written_whole_as_the_error_says",
-    },
-    "coordinator/gathering.py": {
-        "Gather one module after the ": "runtime/test_gathered.py::"
-        "test_copies_that_do_not_fit_are_refused_with_the_number",
-        "or go through infinity.state_dict(model), which has": "runtime/test_gathered.py::"
-        "test_copies_that_do_not_fit_are_refused_with_the_number",
-        "change it in the same way on all ranks": "runtime/test_rank_writes.py::"
-        "test_ranks_that_write_different_things_write_nothing_and_the_same_things_all",
-        "model.resize_token_embeddings() needs no infinit": "runtime/test_errors.py::"
-        "test_what_is_resized_in_vain_in_gathered_is_resized_without_it",
-        "Change it before infinity.offload, or set frozen: bf16": "runtime/test_frozen.py::"
-        "test_encoded_weights_are_read_and_written_as_the_error_says_only",
-        "before the first step, or set commit_every: 0": "runtime/test_gathered.py::"
-        "test_frozen_weights_are_written_after_a_step_without_generations",
-    },
     "coordinator/gradient_handle.py": {
         "To keep its values, copy them in": "runtime/test_gathered_gradients.py::"
         "test_a_handle_that_is_kept_says_that_its_gradient_is_gone",
         "has its values, to read and to change; where weights": "runtime/test_gathered_gradients.py::"
         "test_what_needs_a_copy_that_stays_raises_and_works_as_the_message_says",
-    },
-    "coordinator/lent_gradients.py": {
-        "grads=True) before scaler.unscale_()": "runtime/test_gathered_gradients.py::"
-        "test_unscaled_gradients_in_float16_are_refused_with_the_order",
-        "Enter it between backward() and zero_grad().": "runtime/test_gathered_gradients.py::"
-        "test_without_gradients_it_is_refused_by_name",
     },
     "coordinator/readers.py": {
         "Make one optimizer for model.parameters(), and call its step()": "runtime/test_errors.py::"
@@ -308,12 +314,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "before the pass. Leave the context first.": "runtime/test_gathered_gradients.py::"
         "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
         "optimizer.step() inside `with inf": "runtime/test_gathered.py::test_a_step_in_the_context_is_refused",
-    },
-    "coordinator/resuming.py": {
-        "`infinity checkpoint export` and infinity.offload_from_checkpoint": "runtime/test_loops.py::"
-        "test_states_of_another_form_are_moved_as_the_error_says",
-        "or infinity finetune --from-checkpoint": "cli/test_resume.py::"
-        "test_a_run_moves_to_other_disks_and_forms_as_a_portable_copy",
     },
     "sharded/stores.py": {
         "the old one with `infinity checkpoint remove <>`.": "sharded/test_stores.py::"

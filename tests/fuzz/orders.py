@@ -32,8 +32,8 @@ import torch._dynamo  # the first optimizer of a process imports it
 from torch import nn
 
 import infinity
+from infinity.access.exact import exact_value
 from infinity.coordinator import registry
-from infinity.coordinator.exact import exact_value
 from infinity.io.directory import generations_in
 from tests.conftest import states_of, weights_of
 

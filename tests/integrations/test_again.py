@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import infinity
+from infinity.access.exact import exact_value
 from infinity.coordinator import registry
-from infinity.coordinator.exact import exact_value
 from tests.integrations.conftest import Launch
 
 LR = 1e-3

@@ -28,9 +28,9 @@ from transformers import (
 from transformers import trainer as trainer_module
 
 import infinity
+from infinity.access.exact import exact_value
 from infinity.cli.main import main
 from infinity.coordinator import registry
-from infinity.coordinator.exact import exact_value
 from infinity.io.pins import read_pins
 from infinity.runtime.deferred import is_deferred, values_of
 from infinity.runtime.pins import pin, unpin

@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin
 from transformers import AutoModelForCausalLM
 
-from infinity.coordinator import opening
+from infinity.access import opening
 from tests.integrations.conftest import Launch
 from tests.integrations.test_lightning import loader, made
 from tests.integrations.test_lightning import trainer as lightning_trainer

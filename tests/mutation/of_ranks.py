@@ -104,7 +104,7 @@ OF_RANKS = [
     ),
     Mutant(
         "what one rank unpins all unpin",
-        "infinity/coordinator/pinning.py",
+        "infinity/access/pinning.py",
         "lambda: kept.keep_pins(set.intersection(*map(set, told))))\n",
         "lambda: None)\n",
         (_PINS, "-k", "one_rank_lets_go"),
@@ -202,7 +202,7 @@ OF_RANKS = [
     ),
     Mutant(
         "a folder that one rank could not pin is pinned by none",
-        "infinity/coordinator/pinning.py",
+        "infinity/access/pinning.py",
         "lambda: kept.unpin(folder))\n        raise\n",
         "lambda: None)\n        raise\n",
         (_PINS, "-k", "pinned_again"),
@@ -230,7 +230,7 @@ OF_RANKS = [
     ),
     Mutant(
         "ranks write the same values",
-        "infinity/coordinator/gathering.py",
+        "infinity/access/gathering.py",
         "        if theirs == told[0]:\n",
         "        if True:\n",
         (_WRITES, "-k", "different_things"),

@@ -47,7 +47,7 @@ OF_SEAM = [
     ),
     Mutant(
         "weights in RAM are written when no upload reads them",
-        "infinity/coordinator/gathering.py",
+        "infinity/access/gathering.py",
         "        resources.synchronize_uploads()\n",
         "        pass\n",
         _SIMULATE,
@@ -307,7 +307,7 @@ OF_SEAM = [
     ),
     Mutant(
         "encoded weights are not written by infinity.gathered",
-        "infinity/coordinator/gathering.py",
+        "infinity/access/gathering.py",
         "            _require_not_encoded(coordinator, coordinator.units[index], names)\n",
         "",
         ("tests/runtime/test_frozen.py",),

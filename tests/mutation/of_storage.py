@@ -324,10 +324,10 @@ OF_STORAGE = [
     ),
     Mutant(
         "loading waits for what it wrote before the memory is used again",
-        "infinity/coordinator/ingest.py",
+        "infinity/access/ingest.py",
         "            wait_all(transfers)\n        except SwapTimeoutError:",
         "            pass\n        except SwapTimeoutError:",
-        ("tests/coordinator/test_ingest_writes.py",),
+        ("tests/access/test_ingest_writes.py",),
     ),
     Mutant(
         "an update that does not speculate leaves its weights in the slot",

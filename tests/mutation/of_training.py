@@ -16,7 +16,7 @@ _IN_RAM = "tests/runtime/test_speculation_in_ram.py"
 OF_TRAINING = [
     Mutant(
         "a gradient that was changed by .data is taken back",
-        "infinity/coordinator/lent_gradients.py",
+        "infinity/access/lent_gradients.py",
         "    return not torch.equal(",
         "    return False and not torch.equal(",
         (_GRADIENTS, "-k", "takes_what_was_changed"),
@@ -184,14 +184,14 @@ OF_TRAINING = [
     ),
     Mutant(
         "a written weight has a master of its value",
-        "infinity/coordinator/gathering.py",
+        "infinity/access/gathering.py",
         "            write_parts(resources, states.residual, fresh[index])\n",
         "            pass\n",
         (_GATHERED, "-k", "master_of_exactly"),
     ),
     Mutant(
         "what is written by hand goes where no generation is",
-        "infinity/coordinator/ingest.py",
+        "infinity/access/ingest.py",
         "    copy = resources.destination(extent)\n",
         "    copy = extent.copy\n",
         (_GATHERED, "-k", "crash"),
@@ -317,7 +317,7 @@ OF_TRAINING = [
     ),
     Mutant(
         "offloading anew keeps all bits of the master",
-        "infinity/coordinator/exact.py",
+        "infinity/access/exact.py",
         "    if states is None or states.residual is None or not spec.numel:\n",
         "    if True:\n",
         ("tests/runtime/test_anew.py",),

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.access.replay import replay_step
 from infinity.coordinator import registry
-from infinity.coordinator.replay import replay_step
 from tests.conftest import states_of, weights_of
 
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import infinity
+from infinity.access.exact import exact_value
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.exact import exact_value
 from infinity.coordinator.registry import coordinator_of
 from infinity.errors import ModelError, ReleasedParameterError
 from infinity.io.directory import SWAP_NAME

@@ -308,7 +308,7 @@ def test_frozen_weights_that_generations_share_are_not_written(offload: Any) -> 
 
 
 def test_copies_that_do_not_fit_are_refused_with_the_number(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("infinity.coordinator.gathering.available_device_bytes", lambda device: 1000)
+    monkeypatch.setattr("infinity.access.gathering.available_device_bytes", lambda device: 1000)
     context = infinity.gathered(trained[0])
     with pytest.raises(infinity.PlanError, match="1000 B.* are free. Gather one module after the other"):
         context.__enter__()

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.coordinator import lent_gradients, registry
+from infinity.access import lent_gradients
+from infinity.coordinator import registry
 from infinity.coordinator.gradient_handle import GradientHandle
 from tests.conftest import states_of
 from tests.runtime.gathering import assert_same, weights
@@ -384,7 +385,7 @@ def test_in_a_pass_it_is_refused_and_a_pass_in_it_too(offload: Any) -> None:
 def test_copies_that_do_not_fit_are_counted_with_the_gradients(offload: Any, monkeypatch: Any) -> None:
     model = offload(net())
     model(IDS).backward()
-    monkeypatch.setattr("infinity.coordinator.gathering.available_device_bytes", lambda device: 3 * 4096)
+    monkeypatch.setattr("infinity.access.gathering.available_device_bytes", lambda device: 3 * 4096)
     with infinity.gathered(model, model.blocks[0].weight, model.blocks[1].weight):
         pass
     with pytest.raises(infinity.PlanError, match="needs 16.00 KiB for copies"):

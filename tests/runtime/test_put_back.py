@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.access.exact import exact_value
 from infinity.coordinator import put_back, registry
-from infinity.coordinator.exact import exact_value
 from tests.runtime.gathering import PLACES
 
 

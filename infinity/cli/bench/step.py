@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from infinity.access.replay import ReplayedStep, replay_step
 from infinity.checkpoint.load import load_config_of, require_directory_or_id
 from infinity.cli.endurance import endurance_of
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
-from infinity.coordinator.replay import ReplayedStep, replay_step
 from infinity.errors import BenchError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import require_place

@@ -12,9 +12,9 @@ import torch
 import yaml
 
 import infinity
+from infinity.access.replay import replay_step
 from infinity.cli.bench.main import main
 from infinity.coordinator import registry
-from infinity.coordinator.replay import replay_step
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 

@@ -5,8 +5,8 @@ What is gathered is a copy beside the unit's slot: the unit may be evicted and f
 fit into the memory planned for weights can be gathered as far as the machine has memory, and what is done to a copy
 reaches the states only where it was asked for. On the way back only parameters whose bits changed are written: their
 weights, and where a weight has changed a master of exactly its value. Who puts weights back has their masters again,
-until the next step (put_back.py). Moments stay. The write goes where no generation is (`destination`), so the
-generations that exist stay whole, and the next commit has the new values.
+until the next step (coordinator/put_back.py). Moments stay. The write goes where no generation is (`destination`), so
+the generations that exist stay whole, and the next commit has the new values.
 
 Several ranks enter and leave the context together, with the same values on all of them: each puts all of these into its
 slot, and writes its slice to the states.
@@ -20,11 +20,11 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
+from infinity.access.exact import read_part
+from infinity.access.ingest import residual_of, write_parts
+from infinity.access.lent_gradients import LentGradients
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.exact import read_part
-from infinity.coordinator.ingest import residual_of, write_parts
-from infinity.coordinator.lent_gradients import LentGradients
 from infinity.errors import InfinityError, ModelError, PlanError
 from infinity.plan.machine import available_device_bytes
 from infinity.sizes import format_bytes

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import infinity
+from infinity.access.exact import exact_moment, exact_value
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.coordinator.exact import exact_moment, exact_value
 from tests.checkpoint.conftest import config_in
 from tests.checkpoint.runs import begin
 from tests.models import llama

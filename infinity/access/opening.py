@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from infinity import _native
+from infinity.access.ingest import ingest
 from infinity.config import PINS_MAX, SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator, Optimizer
-from infinity.coordinator.ingest import ingest
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
 from infinity.durable.description import describe

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinity.coordinator.ingest import _Writes
+from infinity.access.ingest import _Writes
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
 from tests.tiers.fakes import TIMEOUT, Failure, Future, pages, transfer
