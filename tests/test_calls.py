@@ -1,8 +1,9 @@
 """Calls point down, as imports do: nothing in infinity is called by a room below it, and each leg of a weight's and of
 a gradient's life is a way down that touches few rooms.
 
-A room is a package; `state` is the values that all of them read, and none. What Python or torch calls (hooks, or
-properties of parameters) begins a way of its own. A way that only goes down visits no room twice.
+A room is a package; `state` is the values that all of them read, `plan` is pure functions of these, and neither is a
+room. What Python or torch calls (hooks, or properties of parameters) begins a way of its own. A way that only goes down
+visits no room twice.
 """
 
 from __future__ import annotations
@@ -51,8 +52,14 @@ PROTOCOLS = {
     # What the guards opened for a call of state_dict is theirs to end, when the call died.
     "_Gathers.end_if_dead",
 }
-ACTS = {"ranks: Alone.each", "ranks: Alone.once_slow"}
-"""Who does for each rank what the rank was given to do."""
+ACTS = {
+    # What each rank was given to do.
+    "ranks: Alone.each",
+    "ranks: Alone.once_slow",
+    # The policy is pure: what it must know of a unit it was given a function for.
+    "plan: to_prefetch",
+    "plan: update_order.<locals>.<lambda>",
+}
 LEGS = {
     "a weight arrives": ("Coordinator.acquire", "Coordinator.hold"),
     "a weight leaves": ("Room._evict",),
@@ -92,7 +99,7 @@ class Calls:
         if caller in HEIGHT and HEIGHT[caller] < HEIGHT[called]:
             self.upward.add((f"{caller}: {above.f_code.co_qualname}", frame.f_code.co_qualname))
             return
-        if called == "state":
+        if called in ("state", "plan"):
             return
         while above is not None and room_of(above):
             self.legs[above.f_code.co_qualname].add(called)
