@@ -21,7 +21,6 @@ from torch import nn
 import infinity
 from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.cli.main import main
-from infinity.coordinator import stepping
 from infinity.errors import InfinityError, PlanError, ResumeError, SwapIOError
 from infinity.integrations import folders
 from infinity.io import durable
@@ -29,6 +28,7 @@ from infinity.io.directory import generations_in
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import MARKER_NAME, PINS_NAME, digest_of, read_marker, read_pins
 from infinity.io.rank_paths import rank_paths
+from infinity.ranks import world
 from infinity.runtime.pins import pin, pinned, unpin
 from tests import sampling
 from tests.ranks.workers import ended, run
@@ -405,7 +405,7 @@ def test_no_rank_pins_more_than_there_is_room_for(tmp_path: Path) -> None:
 
 
 def copying(root: str) -> list[str]:
-    stepping._SIGN_OF_LIFE_S = 1e-4  # rank 0 takes long
+    world._SIGN_OF_LIFE_S = 1e-4  # rank 0 takes long
     model = begun(root, 1)
     for step in trained(model, UNTIL):
         if step in (2, 4):
