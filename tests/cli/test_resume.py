@@ -351,7 +351,8 @@ def test_the_hint_to_resume_names_a_program_that_can_be_run(tmp_path: Path, monk
 def test_a_run_whose_disk_cannot_be_told_moves_as_the_error_says(
     job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("infinity.io.store.STRIPE_BYTES", 1 << 30)  # nothing is on the second disk
+    monkeypatch.setattr("infinity.io.store._probe", lambda *_: 1e9)  # of two disks alike the first has the first stripe
+    monkeypatch.setattr("infinity.io.store.STRIPE_BYTES", 1 << 30)  # nothing is on the second
     disks = [str(tmp_path / "one"), str(tmp_path / "two")]
     few = _job(tmp_path, "a", nvme={"paths": disks}) | {"--steps": 2}
     assert run(few, "--keep-store") == 0
