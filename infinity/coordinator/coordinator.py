@@ -78,6 +78,7 @@ class Coordinator(Lender):
         copied_from: the run and the step whose states this run began with, if it did not begin anew.
         readers: who may read parameters now.
         staying: the units that stay on the device while the model runs, by index.
+        unit_at: as Room.unit_at.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class Coordinator(Lender):
         self.speculation = Speculation(resources.plan.placement.updates.overlap, timed)
         pool, fetches = open_pool(resources, shards), open_fetches(resources)
         self.room = Room(self.units, resources, self.updates, self.timeline, pool, fetches)
+        self.unit_at = self.room.unit_at  # bound here: it is asked of every tensor that autograd saves
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
         self._speculator = Speculator(
             self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards
@@ -151,10 +153,6 @@ class Coordinator(Lender):
     def passing(self) -> bool:
         """Whether a forward or a backward is under way."""
         return self.readers.passing
-
-    def unit_at(self, storage: int) -> OffloadedUnit | None:
-        """As Room.unit_at."""
-        return self.room.unit_at(storage)
 
     def give_masters(self, names: Iterable[str]) -> None:
         """As Masters.give."""
