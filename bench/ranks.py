@@ -29,6 +29,7 @@ from infinity.plan.planner import make_plan
 from infinity.plan.problem import Peers
 from infinity.state.discover import discover
 from infinity.state.shard import Cut, slices_of
+from infinity.state.terms import Terms
 from infinity.state.unit import Unit
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -114,7 +115,7 @@ def plan_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Plan
         together=count > 1,
         near=Cut(near, 0) if near < count else None,
     )
-    return make_plan(units, config, torch.device("cuda"), can_recompute=True, accumulation_steps=1, peers=peers)
+    return make_plan(units, Terms(config, torch.device("cuda"), accumulation_steps=1), can_recompute=True, peers=peers)
 
 
 def row_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Row:

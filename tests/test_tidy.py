@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import infinity
@@ -21,6 +22,50 @@ def test_functions_stay_under_70_lines() -> None:
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno > 70:
                 long.append(f"{path.name}:{node.name}")
     assert long == []
+
+
+_MANY_PARAMETERS = {
+    # the public API's keyword options; optimizers have those of torch's
+    "checkpoint/load.py: load_pretrained",
+    "checkpoint/other_ranks.py: resume",
+    "optim/adagrad.py: Adagrad.__init__",
+    "optim/adamw.py: Adam.__init__",
+    "optim/adamw.py: AdamW.__init__",
+    "optim/lion.py: Lion.__init__",
+    "optim/sgd.py: SGD.__init__",
+    "runtime/cross_entropy.py: chunked_cross_entropy",
+    # a value
+    "errors.py: SwapIOError.__init__",
+    # a kernel takes pointers and sizes
+    "tiers/triton_nf4.py: _decode",
+    # made in one place each
+    "io/store.py: SwapStore.__init__",
+    "units/unit.py: OffloadedUnit.__init__",
+}
+
+
+def test_functions_have_at_most_seven_parameters() -> None:
+    """More belong together: they are a value. That of offload is Terms (state/terms.py)."""
+    many = set()
+    for path in ROOT.rglob("*.py"):
+        where = path.relative_to(ROOT)
+        if where.parts[0] == "cli":
+            continue
+        for name, node in _functions(ast.parse(path.read_text())):
+            given = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            if len(given) - (given[:1] in (["self"], ["cls"], ["ctx"])) > 7:
+                many.add(f"{where}: {name}")
+    assert many == _MANY_PARAMETERS
+
+
+def _functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """All of them, by their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        name = f"{inside}{node.name}" if named else inside
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield name, node
+        yield from _functions(node, f"{name}." if named else inside)
 
 
 def test_only_sharded_asks_whether_there_are_other_ranks() -> None:

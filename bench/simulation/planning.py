@@ -13,6 +13,7 @@ from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
 from infinity.sizes import PAGE_BYTES
+from infinity.state.terms import Terms
 from simulation.shapes import Task
 
 
@@ -35,10 +36,8 @@ def plan_for(machine: Machine, task: Task, **config: Any) -> Plan:
     kind = torch.device("cuda", 0) if machine.is_gpu else torch.device("cpu")
     plan = make_plan(
         task.units,
-        given,
-        kind,
+        Terms(given, kind, accumulation_steps=1),
         can_recompute=True,
-        accumulation_steps=1,
         sites=task.sites,
         disks=Disks(machine.disk_bytes),
     )

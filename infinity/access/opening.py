@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from infinity import _native
 from infinity.access.ingest import ingest
-from infinity.config import PINS_MAX, SwapConfig
+from infinity.config import PINS_MAX
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator, Optimizer
 from infinity.durable import buffers
@@ -29,8 +29,8 @@ from infinity.ranks.ranks import rank_and_world
 from infinity.sharded.opening import open_maker
 from infinity.sharded.together import Together, come_together, meeting
 from infinity.state.discover import Discovery, discover
-from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
+from infinity.state.terms import Terms
 from infinity.state.values import Source
 from infinity.tiers.resources import Resources
 
@@ -40,23 +40,11 @@ _LARGE_BYTES = 256 << 20
 
 
 def open_coordinator(
-    model: nn.Module,
-    config: SwapConfig,
-    device: torch.device,
-    optimizer: OptimizerName,
-    accumulation_steps: int | None,
-    faults: Sequence[_native.Fault],
-    *,
-    resume: bool,
-    replaces: str = "",
-    fill: Callable[[Coordinator], None],
+    model: nn.Module, terms: Terms, fill: Callable[[Coordinator], None]
 ) -> tuple[Coordinator, Discovery]:
     """Find the units of a model, plan where their states rest, open that, and bring the values home.
 
     Args:
-        resume: the store is there.
-        replaces: the generation of other ranks that the run goes on from, in words. The stores take the place of
-            theirs, which are still there.
         fill: brings the values (`from_source`; resuming.py: `from_generation`).
 
     Raises:
@@ -65,18 +53,14 @@ def open_coordinator(
         ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: as Resources, and as `fill`.
         NotAvailableError, PeerError: as come_together; or another rank failed.
     """
-    together = come_together(config, device)
+    together = come_together(terms.config, terms.device)
     with together.telling():
-        found = discover(model, config.moments, config.frozen)
+        found = discover(model, terms.config.moments, terms.config.frozen)
         _require_free(found)
-        goes_on_from = replaces or ("the generations of these ranks" if resume else "nothing")
-        together = together.agreed(config, device, optimizer, found.units, goes_on_from)
+        together = together.agreed(terms, found.units)
 
         def plan_of(commits: Frequency | None) -> Plan:
-            peers = together.peers
-            return plan_for(
-                model, found, config, device, optimizer, accumulation_steps, resume=resume, peers=peers, commits=commits
-            )
+            return plan_for(model, found, terms, together.peers, commits)
 
         try:
             plan = plan_of(None)
@@ -86,25 +70,19 @@ def open_coordinator(
         commits = together.commits(plan.placement.commits)
         if commits != plan.placement.commits:
             plan = plan_of(commits)
-        return _open(
-            model, found, config, device, faults, plan, together, resume=resume, replaces=replaces, fill=fill
-        ), found
+        return _open(model, found, terms, plan, together, fill), found
 
 
 def _open(
     model: nn.Module,
     found: Discovery,
-    config: SwapConfig,
-    device: torch.device,
-    faults: Sequence[_native.Fault],
+    terms: Terms,
     plan: Plan,
     together: Together,
-    *,
-    resume: bool,
-    replaces: str,
     fill: Callable[[Coordinator], None],
 ) -> Coordinator:
     """Open what the plan says, and bring the values home."""
+    config, resumes = terms.config, terms.resumes
     logger.info("plan:\n%s", plan.describe())
     if plan.layout.arena.nbytes > _LARGE_BYTES:
         gc.collect()  # a model that was closed may hang in cycles, and its memory with it
@@ -113,12 +91,14 @@ def _open(
     ):
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
     record, read_buffers = describe(model, found, config.master), buffers.reader(model)
-    if resume:
+    if resumes:
         together.require_resumable(config.nvme)
     else:
-        together.begin_anew(config.nvme, replaces=replaces)
+        together.begin_anew(config.nvme, replaces=terms.replaces)
     nvme = together.nvme(config.nvme)
-    resources = Resources(plan, nvme, device, faults, resume=resume, world=together.world, run=together.run)
+    resources = Resources(
+        plan, nvme, terms.device, terms.faults, resume=resumes, world=together.world, run=together.run
+    )
     try:
         optimizers = Optimizers[Optimizer]()
         maker = open_maker(resources.world, resources.generations)
@@ -129,7 +109,7 @@ def _open(
         raise
     try:
         with together.telling():
-            together.stores_are_open(config.nvme, resume=resume)
+            together.stores_are_open(config.nvme, resume=resumes)
             fill(coordinator)
     except BaseException:
         coordinator.close()
@@ -141,37 +121,22 @@ def _open(
 def plan_for(
     model: nn.Module,
     found: Discovery,
-    config: SwapConfig,
-    device: torch.device,
-    optimizer: OptimizerName,
-    accumulation_steps: int | None,
-    *,
-    resume: bool,
+    terms: Terms,
     peers: Peers = ALONE,
     commits: Frequency | None = None,
 ) -> Plan:
     """Where everything of a model will rest. Raises PlanError."""
     return make_plan(
         found.units,
-        config,
-        device,
+        terms,
         can_recompute=bool(getattr(model, "supports_gradient_checkpointing", False)),
-        optimizer=optimizer,
-        accumulation_steps=accumulation_steps,
         sites=found.sites,
-        resumes=resume,
         peers=peers,
         commits=commits,
     )
 
 
-def pins_in_store(
-    model: nn.Module,
-    config: SwapConfig,
-    device: torch.device,
-    optimizer: OptimizerName,
-    accumulation_steps: int | None = None,
-) -> int:
+def pins_in_store(model: nn.Module, terms: Terms) -> int:
     """How many generations can be pinned in the store of a run that is to be resumed, by the store's size, or by those
     of all ranks, which all call. The config's own number where that size is not one of this model with any number of
     pins: opening the store says so.
@@ -181,13 +146,15 @@ def pins_in_store(
         ResumeError: there is no store, or its header is damaged.
         PeerError: another rank failed.
     """
+    config = terms.config
     if not config.commit_every or not config.nvme.paths:
         return config.pins
     with meeting(config.nvme.deadline_s) as tell:
-        found, without = discover(model, config.moments, config.frozen), config.model_copy(update={"pins": 0})
+        found = discover(model, config.moments, config.frozen)
+        without = replace(terms, config=config.model_copy(update={"pins": 0}), resumes=True)
         rank, ranks = rank_and_world()
         peers = ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
-        plan = plan_for(model, found, without, device, optimizer, accumulation_steps, resume=True, peers=peers)
+        plan = plan_for(model, found, without, peers)
         swap = plan.layout.swap
         copy_bytes = swap.further_copies // config.keep
         store = rank_path(config.nvme.paths[0].expanduser().absolute(), rank, ranks)

@@ -22,6 +22,7 @@ from infinity.errors import ResumeError
 from infinity.runtime.offload import close, offload_values
 from infinity.runtime.tiles import by_rows, tile_as
 from infinity.state.moments import OptimizerName
+from infinity.state.terms import Terms
 from infinity.state.values import Source
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -60,34 +61,15 @@ def offload_from_checkpoint(
         ResumeError: the directory is no portable copy, is damaged or incomplete, or is of another model.
         others: as infinity.offload.
     """
-    return carry_on(
-        model,
-        Portable.verified(directory),
-        config,
-        device=device,
-        optimizer=optimizer,
-        accumulation_steps=accumulation_steps,
-        faults=faults,
-    )
+    copy = Portable.verified(directory)
+    return carry_on(model, copy, Terms.of(config, device, optimizer, accumulation_steps, faults))
 
 
-def carry_on(
-    model: Model,
-    copy: Copy,
-    config: str | Path | Mapping[str, Any] | SwapConfig | None,
-    *,
-    device: torch.device | str | None,
-    optimizer: OptimizerName,
-    accumulation_steps: int | None = None,
-    faults: Sequence[_native.Fault] = (),
-    files: Source | None = None,
-    replaces: str = "",
-) -> Model:
-    """offload_from_checkpoint for an open copy; the arguments are the same.
+def carry_on(model: Model, copy: Copy, terms: Terms, *, files: Source | None = None) -> Model:
+    """offload_from_checkpoint for an open copy.
 
     Args:
         files: gives whole weights by their names, in place of the copy.
-        replaces: as open_coordinator.
     """
     tile_as(model, copy.body.model.shapes())
     _require_same_model(model, copy)
@@ -97,7 +79,7 @@ def carry_on(
         master = copy.master(name)
         return weights(name) if master is None else master
 
-    offload_values(model, config, device, optimizer, accumulation_steps, faults, source, replaces=replaces)
+    offload_values(model, terms, source)
     try:
         coordinator = registry.coordinator_of(model)
         _require_trained(coordinator, copy)

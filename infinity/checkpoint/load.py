@@ -24,7 +24,7 @@ from infinity.base.accelerator import resolve
 from infinity.base.fork import in_this_process
 from infinity.checkpoint.carry_on import carry_on
 from infinity.checkpoint.initialized import Kept, keeping, of_another_size, put_back, reporting_later
-from infinity.checkpoint.other_ranks import resume as continue_run
+from infinity.checkpoint.other_ranks import resume_on
 from infinity.checkpoint.portable import Portable
 from infinity.checkpoint.quantized import (
     QuantizedFiles,
@@ -44,13 +44,14 @@ from infinity.io.rank_paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.anew import remember_readers
 from infinity.runtime.deferred import defer as defer_values
-from infinity.runtime.offload import move_buffers, offload
+from infinity.runtime.offload import move_buffers, offload_on
 from infinity.runtime.pins import generation_of
 from infinity.runtime.tiles import readers
 from infinity.sharded.stores import counts_in, steps_of
 from infinity.sharded.together import meeting
 from infinity.state.frozen import remember
 from infinity.state.moments import OptimizerName
+from infinity.state.terms import Terms
 from infinity.state.values import Source
 
 logger = logging.getLogger(__name__)
@@ -102,7 +103,6 @@ def load_pretrained(
     """
     resolved = load_config(config)
     place = _Place.of(path, resolved, resume, from_checkpoint=from_checkpoint)
-    how: dict[str, Any] = {"device": device, "optimizer": optimizer, "accumulation_steps": accumulation_steps}
     if defer:
         if place.is_copy:
             Portable.verified(place.path)
@@ -115,24 +115,25 @@ def load_pretrained(
             scratch = held.enter_context(scratch_directory(resolved))
             model, source, _ = on_meta(model_class, place.path, dtype, scratch, kwargs)
             tell("loading the model", None)
+        terms = Terms.of(resolved, device, optimizer, accumulation_steps)
         if place.resumes:
-            continue_run(model, resolved, folder=place.folder, **how)
+            resume_on(model, terms, folder=place.folder)
         elif copy is not None:
-            carry_on(model, copy, resolved, files=source, **how)
+            carry_on(model, copy, terms, files=source)
         else:
-            _offload(model, source, resolved, **how)
+            _offload(model, source, terms)
     model.train()
     return model
 
 
-def _offload(model: Any, source: Source, config: SwapConfig, **how: Any) -> None:
+def _offload(model: Any, source: Source, terms: Terms) -> None:
     """Offload what on_meta gave."""
     if all(parameter.is_meta for parameter in model.parameters()):
-        offload(model, config, source=source, **how)
+        offload_on(model, terms, source)
         remember_readers(model, readers(model, source))
     else:  # of what is in memory, ranks take the values of rank 0
-        defer_values(model, source, resolve(how["device"]))
-        offload(model, config, **how)
+        defer_values(model, source, terms.device)
+        offload_on(model, terms)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from torch import nn
 from infinity import _native
 from infinity.checkpoint.carry_on import carry_on
 from infinity.checkpoint.generation import StoredGeneration, newest_whole, opened, stores_in
-from infinity.config import SwapConfig, load_config
+from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.durable.records import parse_body
 from infinity.errors import ManifestError, PlanError, ResumeError
@@ -38,6 +38,7 @@ from infinity.runtime.track import commit
 from infinity.sharded.stores import counts_in, ranks_said, remove_rank_stores, require_none_pinned, steps_of
 from infinity.sharded.together import Tell, meeting
 from infinity.state.moments import OptimizerName
+from infinity.state.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -87,22 +88,21 @@ def resume(
         DirtyStoreError: the run was made with commit_every: 0.
         others: as infinity.offload.
     """
-    resolved = load_config(config)
-    tile_as_run(model, resolved)
-    how: dict[str, Any] = {
-        "device": device,
-        "optimizer": optimizer,
-        "accumulation_steps": accumulation_steps,
-        "faults": faults,
-    }
-    if folder is not None or not resolved.nvme.paths or resolved.commit_every == 0:
-        return offload.resume(model, resolved, step=step, folder=folder, **how)
+    return resume_on(model, Terms.of(config, device, optimizer, accumulation_steps, faults), step=step, folder=folder)
+
+
+def resume_on(model: Model, terms: Terms, *, step: int | None = None, folder: str | Path | None = None) -> Model:
+    """resume() on terms that are read."""
+    config = terms.config
+    tile_as_run(model, config)
+    if folder is not None or not config.nvme.paths or config.commit_every == 0:
+        return offload.resume(model, terms, step=step, folder=folder)
     with ExitStack() as held:
-        with meeting(resolved.nvme.deadline_s) as tell:
-            source = _source(resolved, step, tell, held)
+        with meeting(config.nvme.deadline_s) as tell:
+            source = _source(config, step, tell, held)
         if source is None:
-            return offload.resume(model, resolved, step=step, **how)
-        carry_on(model, source.copy, resolved, replaces=str(source), **how)
+            return offload.resume(model, terms, step=step)
+        carry_on(model, source.copy, replace(terms, replaces=str(source)))
     try:
         _make_generation(model, source)
     except BaseException:

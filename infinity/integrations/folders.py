@@ -27,6 +27,7 @@ from infinity.io.directory import remove_store_of
 from infinity.io.pins import Marker, read_pins
 from infinity.io.rank_paths import place_of
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
+from infinity.state.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
 
 def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> SwapConfig:
     tile_as_run(model, config)
-    pins = pins_in_store(model, config, **how)
+    pins = pins_in_store(model, Terms.of(config, **how))
     if pins != config.pins:
         fewer = "; where more checkpoint folders stay, the older ones get a portable copy of their states"
         logger.warning(

@@ -30,7 +30,8 @@ from infinity.plan.speculation import ahead_bytes, reserve, reserve_in_ram, shad
 from infinity.plan.traffic import Traffic, traffic
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import HookSite
-from infinity.state.moments import STORED, OptimizerName
+from infinity.state.moments import STORED
+from infinity.state.terms import Terms
 from infinity.state.unit import Unit
 
 HOST_SHARE = 0.8
@@ -41,14 +42,10 @@ DEVICE_SHARE = 0.9
 
 def make_plan(
     units: Sequence[Unit],
-    config: SwapConfig,
-    device: torch.device,
+    terms: Terms,
     *,
     can_recompute: bool,
-    optimizer: OptimizerName = "adamw",
-    accumulation_steps: int | None = None,
     sites: Sequence[HookSite] = (),
-    resumes: bool = False,
     peers: Peers = ALONE,
     commits: Frequency | None = None,
     disks: Disks | None = None,
@@ -56,12 +53,10 @@ def make_plan(
     """Place every state, and decide how often to commit where the config leaves it open.
 
     Args:
+        terms: where accumulation_steps is not known, one is counted. Where it is 1, gradients leave more RAM to states
+            if a step then moves fewer bytes.
         can_recompute: the model can switch activation recomputation on.
-        optimizer: whose moments room is made for.
-        accumulation_steps: backward passes before each step; None: not known, and one is counted. Where it is 1,
-            gradients leave more RAM to states if a step then moves fewer bytes.
         sites: which units each module needs; none: every unit has a module of its own.
-        resumes: the run goes on from generations, whose store is there: it has room, and the run commits.
         peers: the other ranks, where this process is one of several: the plan is that of its slices.
         commits: how often the ranks commit, once they have agreed on that.
         disks: those to plan for; None: those of nvme.paths, as they are now.
@@ -70,8 +65,8 @@ def make_plan(
         PlanError: a budget is too small; names the unit, the budget and what would fit.
         ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` where the model has none.
     """
-    stored = STORED[optimizer]
-    limits = limits_of(config, device, peers)
+    config, stored = terms.config, STORED[terms.optimizer]
+    limits = limits_of(config, terms.device, peers)
     there = disks or disks_of(config, limits.ranks)
     kept = [peers.cut.of(unit).local for unit in units]
     counted = tuple(
@@ -84,8 +79,8 @@ def make_plan(
     secondary = 0 if peers.near is None else secondary_bytes(units, peers.near)
 
     def plan(commits: Frequency) -> Plan:
-        problem = Problem(config, limits, there, counted, stored, accumulation_steps, commits.every, secondary)
-        made = _plan(problem, commits, device, can_recompute=can_recompute, sites=sites, resumes=resumes)
+        problem = Problem(config, limits, there, counted, stored, terms.accumulation_steps, commits.every, secondary)
+        made = _plan(problem, commits, terms.device, can_recompute=can_recompute, sites=sites, resumes=terms.resumes)
         return replace(made, peers=peers)
 
     if commits is not None:
@@ -93,7 +88,7 @@ def make_plan(
     if config.commit_every != "auto":
         return plan(Frequency(config.commit_every))
     trains = any(unit.trainable_groups for unit in units)
-    return _with_commits(plan, config, there, trains=trains, resumes=resumes)
+    return _with_commits(plan, config, there, trains=trains, resumes=terms.resumes)
 
 
 def _with_commits(

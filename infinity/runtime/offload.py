@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +17,8 @@ from infinity import _native
 from infinity.access.opening import from_source, open_coordinator, plan_for
 from infinity.access.pinning import digest_here, require_none_pinned
 from infinity.access.resuming import from_generation
-from infinity.base.accelerator import resolve
-from infinity.base.fork import refuse_in_forked_child, use
-from infinity.config import SwapConfig, load_config
+from infinity.base.fork import use
+from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.structure import Structure
@@ -44,7 +44,7 @@ from infinity.runtime.tiles_to_fit import tile_to_fit
 from infinity.state.discover import Discovery, discover
 from infinity.state.frozen import pass_on
 from infinity.state.moments import STORED, OptimizerName
-from infinity.state.request import require_accumulation_steps
+from infinity.state.terms import Terms
 from infinity.state.values import Source
 from infinity.units.released import nan_placeholder
 
@@ -93,21 +93,23 @@ def offload(
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory holds the generations of an earlier run.
     """
+    return offload_on(model, Terms.of(config, device, optimizer, accumulation_steps, faults), source)
 
+
+def offload_on(model: Model, terms: Terms, source: Source | None = None) -> Model:
+    """offload() on terms that are read."""
     _say_what_is_laid_out_anew(model)
 
     def attempt() -> Model:
-        by_name = None if source is None else by_rows(model, source)
-        return offload_values(model, config, device, optimizer, accumulation_steps, faults, by_name)
+        return offload_values(model, terms, None if source is None else by_rows(model, source))
 
     try:
         return attempt()
     except DeviceRoomError as error:
-        resolved, target, peers = load_config(config), resolve(device), error.peers
+        peers = error.peers
 
         def plan(model: nn.Module) -> None:
-            found = discover(model, resolved.moments, resolved.frozen)
-            plan_for(model, found, resolved, target, optimizer, accumulation_steps, resume=False, peers=peers)
+            plan_for(model, discover(model, terms.config.moments, terms.config.frozen), terms, peers)
 
         if not tile_to_fit(model, error, plan):
             raise PlanError(str(error)) from None
@@ -129,26 +131,13 @@ def _say_what_is_laid_out_anew(model: nn.Module) -> None:
         )
 
 
-def offload_values(
-    model: Model,
-    config: str | Path | Mapping[str, Any] | SwapConfig | None,
-    device: torch.device | str | None,
-    optimizer: OptimizerName,
-    accumulation_steps: int | None,
-    faults: Sequence[_native.Fault],
-    source: Source | None,
-    *,
-    replaces: str = "",
-) -> Model:
-    """offload(). Args: replaces: as open_coordinator."""
+def offload_values(model: Model, terms: Terms, source: Source | None) -> Model:
+    """offload_on(), with the layers as they are."""
     with values_of(model) as values:
         readers, in_memory = ({}, _nowhere) if source is not None else (values.readers, values.in_memory)
         if source is None and values.deferred:
             source = values
-        fill, placeless = from_source(source, in_memory), source is not None
-        _offload(
-            model, config, device, optimizer, accumulation_steps, faults, fill, placeless=placeless, replaces=replaces
-        )
+        _offload(model, terms, from_source(source, in_memory), placeless=source is not None)
     remember_readers(model, readers)
     return model
 
@@ -158,27 +147,15 @@ def _nowhere(name: str) -> bool:
     return False
 
 
-def resume(
-    model: Model,
-    config: str | Path | Mapping[str, Any] | SwapConfig | None = None,
-    *,
-    device: torch.device | str | None = None,
-    optimizer: OptimizerName = "adamw",
-    accumulation_steps: int | None = None,
-    step: int | None = None,
-    folder: str | Path | None = None,
-    faults: Sequence[_native.Fault] = (),
-) -> Model:
+def resume(model: Model, terms: Terms, *, step: int | None = None, folder: str | Path | None = None) -> Model:
     """infinity.resume of a run that had as many ranks as this one; the arguments are the same, and the errors too."""
-    digest = None if folder is None else _digest(folder, config, step)
+    digest = None if folder is None else _digest(folder, terms.config, step)
     fill = from_generation(model, step, digest)
     with values_of(model):  # which are not read
-        return _offload(
-            model, config, device, optimizer, accumulation_steps, faults, fill, resumes=True, placeless=True
-        )
+        return _offload(model, replace(terms, resumes=True), fill, placeless=True)
 
 
-def _digest(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapConfig | None, step: int | None) -> str:
+def _digest(folder: str | Path, config: SwapConfig, step: int | None) -> str:
     """Of the generation that a checkpoint folder pins. Raises ResumeError."""
     marker = generation_of(folder, config)
     if step not in (None, marker.step):
@@ -192,34 +169,16 @@ def _digest(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapCon
     return digest
 
 
-def _offload(
-    model: Model,
-    config: str | Path | Mapping[str, Any] | SwapConfig | None,
-    device: torch.device | str | None,
-    optimizer: OptimizerName,
-    accumulation_steps: int | None,
-    faults: Sequence[_native.Fault],
-    fill: Callable[[Coordinator], None],
-    *,
-    resumes: bool = False,
-    replaces: str = "",
-    placeless: bool,
-) -> Model:
+def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *, placeless: bool) -> Model:
     """Args: placeless: the parameters may be on the meta device, as their values come from elsewhere."""
-    refuse_in_forked_child()
     use()
-    require_accumulation_steps(accumulation_steps)
-    resolved = load_config(config)
-    _require_offloadable(model, resolved, optimizer, resumes=resumes)
-    target = resolve(device)
+    _require_offloadable(model, terms)
     if placeless:
-        _leave_meta(model, target)
-    coordinator, found = open_coordinator(
-        model, resolved, target, optimizer, accumulation_steps, faults, resume=resumes, replaces=replaces, fill=fill
-    )
+        _leave_meta(model, terms.device)
+    coordinator, found = open_coordinator(model, terms, fill)
     try:
-        move_buffers(model, target)
-        coordinator.share_buffers(dict(model.named_buffers()), fresh=not resumes)
+        move_buffers(model, terms.device)
+        coordinator.share_buffers(dict(model.named_buffers()), fresh=not terms.resumes)
         if coordinator.plan.placement.activations == "recompute":
             _recompute(model)
         structure = Structure(model)
@@ -232,22 +191,21 @@ def _offload(
 
     limits = coordinator.plan.budgets.limits  # measured once: what is free now is another model's
     host = limits.host * limits.ranks
-    memory = resolved.memory.model_copy(
+    memory = terms.config.memory.model_copy(
         update={"host": host} if limits.in_place else {"host": host, "device": limits.device}
     )
-    same = resolved.model_copy(update={"memory": memory})
+    same = terms.config.model_copy(update={"memory": memory})
+    again = Terms(same, terms.device, terms.optimizer, terms.accumulation_steps)
 
     def require_plan(model: nn.Module) -> None:
-        found = discover(model, same.moments, same.frozen)
-        peers = coordinator.plan.peers
-        plan_for(model, found, same, target, optimizer, accumulation_steps, resume=False, peers=peers)
+        plan_for(model, discover(model, same.moments, same.frozen), again, coordinator.plan.peers)
 
     def anew(model: nn.Module, change: Callable[[], Any] | None) -> Any:
         take_back(model, lambda: require_plan(model) if change is None else None)
         try:
             return None if change is None else change()
         finally:
-            offload(model, same, device=target, optimizer=optimizer, accumulation_steps=accumulation_steps)
+            offload_on(model, again)
 
     registry.enter(model, coordinator, on_parameters, anew, structure)
     return model
@@ -258,14 +216,14 @@ def _resizing(model: nn.Module) -> list[Given]:
     return [Given(model, "resize_token_embeddings", Resize(model))] if own else []
 
 
-def _require_offloadable(model: nn.Module, config: SwapConfig, optimizer: OptimizerName, *, resumes: bool) -> None:
+def _require_offloadable(model: nn.Module, terms: Terms) -> None:
     if registry.is_offloaded(model):
         raise ModelError(
             "this model is offloaded already, or was until infinity.close(model): its values are not in it any more. "
             "Make or load the model anew, and offload that."
         )
-    if optimizer not in STORED:
-        raise ConfigError(f"optimizer '{optimizer}' is not known; use one of {', '.join(STORED)}")
+    if terms.optimizer not in STORED:
+        raise ConfigError(f"optimizer '{terms.optimizer}' is not known; use one of {', '.join(STORED)}")
     require_untied(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
@@ -274,7 +232,7 @@ def _require_offloadable(model: nn.Module, config: SwapConfig, optimizer: Optimi
                 "lost. Leave max_norm out, and before the forward do `with infinity.gathered(model, embedding, "
                 "write=True), torch.no_grad(): torch.embedding_renorm_(embedding.weight, ids, max_norm, 2.0)`."
             )
-    if resumes and config.commit_every == 0:
+    if terms.resumes and terms.config.commit_every == 0:
         raise ConfigError("commit_every: 0 updates states in place, so a run cannot go on with it; set commit_every: 1")
 
 

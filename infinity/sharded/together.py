@@ -34,8 +34,8 @@ from infinity.sharded.stores import (
     require_none_pinned,
     run_and_steps_in,
 )
-from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
+from infinity.state.terms import Terms
 from infinity.state.unit import Unit
 from infinity.tiers.resources import make_directory
 
@@ -98,14 +98,7 @@ class Together:
             self.world.close()
             raise
 
-    def agreed(
-        self,
-        config: SwapConfig,
-        device: torch.device,
-        optimizer: OptimizerName,
-        units: Sequence[Unit],
-        goes_on_from: str,
-    ) -> Together:
+    def agreed(self, terms: Terms, units: Sequence[Unit]) -> Together:
         """With what all plans have in common: the form of the states, and the memory that each rank may take, which is
         that of the rank that has the least. All ranks call.
 
@@ -118,11 +111,11 @@ class Together:
             return self
         facts = {
             "the model": _digest(units),
-            "the optimizer to make room for": optimizer,
-            "what the run goes on from": goes_on_from,
-            **{key: getattr(config, key) for key in _SAME},
+            "the optimizer to make room for": terms.optimizer,
+            "what the run goes on from": terms.goes_on_from,
+            **{key: getattr(terms.config, key) for key in _SAME},
         }
-        limits = limits_of(config, device, peers)
+        limits = limits_of(terms.config, terms.device, peers)
         copies = 0 if peers.near is None else secondary_bytes(units, peers.near)
         told = [facts, new_run(), limits.device, limits.host, copies]
         runs, least, most = list[str](), [limits.device, limits.host], 0
@@ -135,7 +128,7 @@ class Together:
                 "frozen weights in 4 or 8 bits with several ranks are not available yet: set frozen: bf16, or start "
                 "one process without torchrun"
             )
-        near = None if config.ranks.gather == "auto" and 2 * most > least[1] else peers.near
+        near = None if terms.config.ranks.gather == "auto" and 2 * most > least[1] else peers.near
         return replace(self, peers=replace(peers, memory=(least[0], least[1]), near=near), run=runs[0])
 
     def nvme(self, config: NvmeConfig) -> NvmeConfig:
@@ -151,7 +144,7 @@ class Together:
         what the ranks of a run left that ended in its first commit. All ranks call.
 
         Args:
-            replaces: as open_coordinator: the stores of other ranks stay then, and what this number of ranks left
+            replaces: as Terms: the stores of other ranks stay then, and what this number of ranks left
                 before is older, and goes.
 
         Raises:

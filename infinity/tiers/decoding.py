@@ -221,8 +221,6 @@ def of_triton() -> Fused:
             value_map(out.device),
             scale_map(out.device),
             out,
-            block_numel=BLOCK_NUMEL,
-            nested_blocks=NESTED_BLOCKS,
         )
 
     return fused

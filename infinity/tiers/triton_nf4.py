@@ -9,6 +9,8 @@ import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 
+from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS
+
 _BYTES = 1024
 """Of codes, for one program: 2048 elements."""
 
@@ -56,16 +58,13 @@ def decode(
     values: torch.Tensor,
     scale_values: torch.Tensor,
     out: torch.Tensor,
-    *,
-    block_numel: int,
-    nested_blocks: int,
 ) -> None:
     """Queue the kernel on the current stream.
 
     Args:
         codes: uint8, two elements in each, the first one in the upper half.
-        scales: of blocks of `block_numel`: fp32, or uint8 codes of `scale_values` where they are nested.
-        nested: fp32, of `nested_blocks` blocks each; with `offset`, one fp32 number: what is added to every scale.
+        scales: of blocks of BLOCK_NUMEL: fp32, or uint8 codes of `scale_values` where they are nested.
+        nested: fp32, of NESTED_BLOCKS blocks each; with `offset`, one fp32 number: what is added to every scale.
         values, scale_values: fp32 [16] and [256]: what the codes stand for.
         out: bf16, fp16 or fp32, as many as there are elements.
     """
@@ -80,8 +79,8 @@ def decode(
         scale_values,
         out,
         out.numel(),
-        block_bytes=block_numel // 2,
-        nested_blocks=nested_blocks,
+        block_bytes=BLOCK_NUMEL // 2,
+        nested_blocks=NESTED_BLOCKS,
         is_nested=nested is not None,
         count=_BYTES,
         enable_fp_fusion=False,  # a product and a sum are rounded each

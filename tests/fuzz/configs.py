@@ -16,6 +16,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
+from infinity.state.terms import Terms
 
 _PLENTY = 64 << 20
 
@@ -81,7 +82,7 @@ def planned(found: Any, config: dict[str, Any]) -> Plan | None:
     """None where it does not fit."""
     try:
         cpu = torch.device("cpu")
-        return make_plan(found.units, load_config(config), cpu, can_recompute=False, sites=found.sites)
+        return make_plan(found.units, Terms(load_config(config), cpu), can_recompute=False, sites=found.sites)
     except infinity.PlanError:
         return None
 

@@ -27,7 +27,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     make_plan = opening.make_plan
 
     def make(*given: Any, **options: Any) -> Any:
-        plans.append(options["accumulation_steps"])
+        plans.append(given[1].accumulation_steps)
         return make_plan(*given, **options)
 
     monkeypatch.setattr(opening, "make_plan", make)

@@ -19,6 +19,7 @@ from infinity.plan.frequency import COMMITS_SHARE, EVERY_MAX, Frequency, afforda
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
+from infinity.state.terms import Terms
 
 NVME: dict[str, Any] = {"weights": "nvme", "optimizer": "nvme"}
 HOST: dict[str, Any] = {"weights": "host", "optimizer": "host"}
@@ -35,7 +36,9 @@ def plan(*, resumes: bool = False, trained: bool = True, **config: Any) -> Plan:
         "memory": {"device": "16MiB", "host": "512MiB"},
     }
     cpu = torch.device("cpu")
-    return make_plan(discover(blocks).units, load_config(given | config), cpu, can_recompute=False, resumes=resumes)
+    return make_plan(
+        discover(blocks).units, Terms(load_config(given | config), cpu, resumes=resumes), can_recompute=False
+    )
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
+from infinity.state.terms import Terms
 from tests.sampling import number
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
@@ -28,7 +29,7 @@ def plan(blocks: list[list[Shape]], config: dict[str, Any], device: str = "cpu",
         model = nn.ModuleList(nn.Sequential(*map(linear, shapes)) for shapes in blocks)
     loaded = load_config(config)
     units = discover(model, loaded.moments).units
-    return make_plan(units, loaded, torch.device(device), can_recompute=False, **options)
+    return make_plan(units, Terms(loaded, torch.device(device), **options), can_recompute=False)
 
 
 def linear(shape: Shape) -> nn.Module:

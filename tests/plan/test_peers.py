@@ -15,6 +15,7 @@ from infinity.plan.planner import make_plan
 from infinity.plan.problem import Peers
 from infinity.state.discover import discover
 from infinity.state.shard import SHARD_NUMEL, Cut
+from infinity.state.terms import Terms
 
 MIB = 1 << 20
 WIDTH = 1024  # a block is 16 slices of the smallest size
@@ -29,7 +30,7 @@ def plan(
     config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0} | config
     peers = Peers(Cut(count, index), on_machine, together=count > 1, near=near)
     units = discover(blocks).units
-    return make_plan(units, load_config(config), torch.device(device), can_recompute=False, peers=peers)
+    return make_plan(units, Terms(load_config(config), torch.device(device)), can_recompute=False, peers=peers)
 
 
 NVME = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "16MiB", "host": "256MiB"}}

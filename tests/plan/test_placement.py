@@ -15,6 +15,7 @@ from infinity.plan.planner import make_plan
 from infinity.plan.problem import as_far_as
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
+from infinity.state.terms import Terms
 
 WIDTHS = (1024, 256, 1024, 512)
 """Units of different sizes, in the order of the forward."""
@@ -33,7 +34,7 @@ def plan(host: int, device: str = "cpu", **config: Any) -> Plan:
         "update": {"tile": "1MiB"},  # so large that staging is three tiles for every budget here
     }
     loaded = load_config(given | config)
-    return make_plan(discover(blocks, loaded.moments).units, loaded, torch.device(device), can_recompute=False)
+    return make_plan(discover(blocks, loaded.moments).units, Terms(loaded, torch.device(device)), can_recompute=False)
 
 
 def cost(nbytes: int, *, committed: bool = False) -> int:

@@ -15,6 +15,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import format_bytes, parse_bytes
 from infinity.state.discover import discover
+from infinity.state.terms import Terms
 
 NVME = {"weights": "nvme", "optimizer": "nvme"}
 NUMELS = [1024 * width for width in [1024] * 8 + [512] * 8]
@@ -34,7 +35,7 @@ def plan(host: int, passes: int | None = None, **config: Any) -> Plan:
     }
     units = discover(blocks).units
     cpu = torch.device("cpu")
-    return make_plan(units, load_config(given | config), cpu, can_recompute=False, accumulation_steps=passes)
+    return make_plan(units, Terms(load_config(given | config), cpu, accumulation_steps=passes), can_recompute=False)
 
 
 def test_fp32_in_ram_then_growing_through_the_window_then_spilled() -> None:

@@ -23,6 +23,7 @@ from infinity.config import load_config
 from infinity.coordinator import registry
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
+from infinity.state.terms import Terms
 from tests import sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.models import llama, loss_of
@@ -67,8 +68,7 @@ def config_of(path: Path, weights: str, cached: str, **config: Any) -> dict[str,
     if cached == "half":
         plan = make_plan(
             discover(model_and_batches(1)[0], given["moments"]).units,
-            load_config(given | {"optimizer": "nvme", "overlap": "off"}),
-            torch.device("cpu"),
+            Terms(load_config(given | {"optimizer": "nvme", "overlap": "off"}), torch.device("cpu")),
             can_recompute=False,
         )
         given["memory"]["host"] = plan.host_bytes + plan.layout.state_bytes // 2 + plan.layout.weight_bytes // 2

@@ -27,6 +27,7 @@ from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
+from infinity.state.terms import Terms
 from infinity.tiers.decoding import DEVICE_SCRATCH_BYTES
 
 GAIN_MIN = 0.02
@@ -153,11 +154,8 @@ class Scenario:
             peers = Peers(Cut(self.ranks, 0), self.ranks, near=near)
         return make_plan(
             found.units,
-            config,
-            self.device,
+            Terms(config, self.device, self.optimizer, self._passes(config)),
             can_recompute=bool(getattr(self.model, "supports_gradient_checkpointing", False)),
-            optimizer=self.optimizer,
-            accumulation_steps=self._passes(config),
             sites=found.sites,
             peers=peers,
             disks=self.disks,

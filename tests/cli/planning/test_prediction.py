@@ -19,6 +19,7 @@ from infinity.plan.planner import make_plan
 from infinity.plan.problem import ALONE, Peers
 from infinity.state.discover import discover
 from infinity.state.shard import Cut
+from infinity.state.terms import Terms
 
 NUMEL = 8 * 1024 * 1024
 IDLE = Work(forward_flops=0.0, backward_flops=0.0, tokens=1, landings=1, kept_bytes=0, peak_bytes=0)
@@ -36,10 +37,8 @@ def planned(device: str = "cpu", ranks: int = 1, **config: Any) -> Plan:
         "memory": {"device": "16MiB", "host": "1GiB"},
     } | config  # fmt: skip
     peers = ALONE if ranks == 1 else Peers(Cut(ranks, 0), ranks)
-    return make_plan(
-        discover(blocks).units, load_config(given), torch.device(device), can_recompute=False, peers=peers,
-        disks=Disks(1 << 40),
-    )  # fmt: skip
+    terms = Terms(load_config(given), torch.device(device))
+    return make_plan(discover(blocks).units, terms, can_recompute=False, peers=peers, disks=Disks(1 << 40))
 
 
 def of(plan: Plan, machine: Machine = CPU, work: Work = IDLE, **options: bool) -> Prediction:
