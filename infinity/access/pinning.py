@@ -23,7 +23,7 @@ def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
     """Make a generation of the states as they are and have `folder` pin it. All ranks call. Returns its step.
 
     Raises:
-        PlanError, InfinityError: as Generations.pin; the first before anything is written.
+        PlanError, InfinityError: as Generations.require_free_pin; the first before anything is written.
         others: as Coordinator.commit.
     """
     with coordinator.locked():

@@ -42,7 +42,7 @@ class Maker(Protocol):
         """Let older generations go before a step, where that is known to be right."""
 
 
-class Own:
+class LocalMaker:
     """One process (Maker)."""
 
     led = False

@@ -13,7 +13,7 @@ generation durable, pins it for a checkpoint folder, and goes on from one that i
 5. A resumed run fsyncs the directory before it goes on from a manifest. Before it writes anything, it removes the
    manifests that it does not go on from, and fsyncs the directory again.
 6. A pinned generation has a manifest of its own (pins.py), which none of the above touches. A pin is durable before
-   pin() returns, so the kept manifest may go; that there is no pin any more is durable before a copy that the pinned
+   hold() returns, so the kept manifest may go; that there is no pin any more is durable before a copy that the pinned
    manifest names may be written. A resume keeps the pinned generations that are older than its own and those that are
    newer, even when the run makes a generation of the same step again.
 7. There are more copies of each state that changes than generations that can be kept and pinned at once. Where there
@@ -426,7 +426,7 @@ class Generations:
 
     def keep_pins(self, folders: Collection[str]) -> None:
         """Let the generations of all other folders go: another rank has let them go. Raises SwapIOError."""
-        if any(pin.folder not in folders for pin in self._pins.entries):
+        if any(pin.folder not in folders for pin in self.pin_list):
             self.settle()
             self._write_pins([pin for pin in self._pins.entries if pin.folder in folders])
 

@@ -217,7 +217,7 @@ class SharedGroup:
 
     def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool, more: bool = False) -> None:
         """Send a gradient on its way, to be added to what its owner has. `accumulate` says nothing: whether there is
-        something depends on all ranks, and what a rank does not want any more it drops (SharedGradients.cleared).
+        something depends on all ranks, and what a rank does not want any more it drops (SharedGradients.drop_cleared).
         Nor does `more`: the owner adds up."""
         self._outbox.take(Place(self._shard.unit, self._group_index, spec), gradient)
         self._agreement.came(spec.name)

@@ -11,7 +11,7 @@ from infinity.io.generations import Generations
 from infinity.ranks.world import Among
 
 
-class Shared:
+class SharedMaker:
     """This rank's part of the generations (durable/maker.py: Maker)."""
 
     led = True

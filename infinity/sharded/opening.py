@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from infinity.durable.maker import Maker, Own
+from infinity.durable.maker import LocalMaker, Maker
 from infinity.io.generations import Generations
 from infinity.ranks.world import Among, World
 from infinity.sharded.fetches import AgreedFetches
 from infinity.sharded.gradients import SharedGradients
-from infinity.sharded.maker import Shared
+from infinity.sharded.maker import SharedMaker
 from infinity.sharded.same_values import Comparison, NoComparison, SameOnAllRanks
 from infinity.sharded.slots import GatheredSlots
 from infinity.state.shard import Shard
@@ -43,7 +43,7 @@ def open_gradients(
 
 
 def open_maker(world: World, generations: Generations | None) -> Maker:
-    return Shared(world, generations) if isinstance(world, Among) else Own(generations)
+    return SharedMaker(world, generations) if isinstance(world, Among) else LocalMaker(generations)
 
 
 def open_comparison(world: World) -> Comparison:

@@ -149,8 +149,9 @@ class OffloadedUnit:
         if update.state is not UpdateState.APPLIED:
             return None
         with interrupts_deferred():
-            for destination in update.each_destination():
-                destination.finish()
+            for index in update.transfers:
+                for destination in update.destinations[index].values():
+                    destination.finish()
             self._end(update)
             update.to(UpdateState.FINISHED)
             self.update = None

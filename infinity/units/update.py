@@ -121,7 +121,7 @@ class UnitUpdate:
         self.committed = committed
         self.speculated = speculated
         self.uses_slot = uses_slot
-        self.moves_weights = any(each["weight"].moves for each in destinations.values())
+        self.moves_weights = speculated and any(each["weight"].moves for each in destinations.values())
         self.transfers: dict[int, UpdateTransfer] = {}
         self.viewed = False
         self.copy = copy
@@ -156,11 +156,12 @@ class UnitUpdate:
         """Whether the update may write weights to the store from the slot they are used in."""
         return not self.is_speculative and self.uses_slot and not self.reached("weights")
 
-    def release_copy(self, *, now: bool = False) -> None:
+    def release_copy(self, *, now: bool = False) -> bool:
         """Give back the copy of the weights, once the update is done with it, or now."""
         if self.copy is not None and (now or self.reached("computed" if self.is_speculative else "weights")):
             copy, self.copy = self.copy, None
             copy.release()
+        return self.copy is None
 
     def keep_memory(self) -> None:
         """Somebody holds views of the weights' memory: the new weights must go there when they are applied."""
@@ -173,6 +174,8 @@ class UnitUpdate:
 
     def shadows(self) -> dict[Lease, Home]:
         """Memory with new values that no home has moved to, and the home of before: of weights, that of any group."""
+        if not self.speculated:
+            return {}
         moving = [each for each in self.each_destination() if each.moves]
         return {each.rests_in: each.home for each in moving if each.rests_in is not None}
 

@@ -37,6 +37,8 @@ class Updates:
         self.shadows = shadows
         self.ahead = ReadAhead(resources)
         self._under_way: dict[int, OffloadedUnit] = {}
+        self._readers: list[OffloadedUnit] = []
+        self._copied: list[OffloadedUnit] = []
 
     @property
     def speculative(self) -> list[OffloadedUnit]:
@@ -59,18 +61,21 @@ class Updates:
         weights, states = unit.homes.weights, unit.homes.all_states()
         if unit.update is not None or not states:
             return False
+        at_home = weights.lease is not None
         if not may_speculate(
-            trained_whole=unit.local.trained_whole,
-            weights_in_ram=weights.lease is not None,
+            trained_whole=not at_home or unit.local.trained_whole,
+            weights_in_ram=at_home,
             gradients_in_ram=unit.gradients.in_ram,
         ):
             return False
-        if any(home.in_memory for home in states) and unit.index not in self._resources.plan.placement.updates.in_ram:
+        in_ram = [home for home in states if home.in_memory]
+        if in_ram and unit.index not in self._resources.plan.placement.updates.in_ram:
             return False
-        homes = [*states, *(weights.groups[group] for group in unit.homes.states)]
-        if sum(home.nbytes for home in homes if home.in_memory) > self.shadows.free_bytes:
+        if sum(home.nbytes for home in in_ram) + (weights.nbytes if at_home else 0) > self.shadows.free_bytes:
             return False
-        return self._have_spare_copies(home for home in homes if not home.in_memory)
+        in_store = [home for home in states if not home.in_memory]
+        in_store += [] if at_home else [weights.groups[group] for group in unit.homes.states]
+        return self._have_spare_copies(in_store)
 
     def _have_spare_copies(self, homes: Iterable[Home]) -> bool:
         return all(self._resources.spare_copy(home.stored()) is not None for home in homes)
@@ -112,19 +117,21 @@ class Updates:
 
     def _copy_down(self, unit: OffloadedUnit) -> WeightsCopy | None:
         """A copy of a unit's weights from the device, in memory that other updates are done with."""
-        for other in list(self._under_way.values()):
-            if other.update is not None:
-                other.update.release_copy()
-        return unit.weights.copy_down()
+        self._copied = [other for other in self._copied if other.update is not None and not other.update.release_copy()]
+        copy = unit.weights.copy_down()
+        if copy is not None:
+            self._copied.append(unit)
+        return copy
 
     def _may_keep_slot(self, unit: OffloadedUnit) -> bool:
         """Updates that read slots must leave enough of them for others."""
-        kept = sum(other.unit.weight_bytes for other in self._under_way.values() if other.reads_slot())
+        self._readers = [other for other in self._readers if other.reads_slot()]
+        kept = sum(other.unit.weight_bytes for other in self._readers)
         return may_keep_slot(unit.unit.weight_bytes, kept, self._resources.plan.budgets.slot_bytes)
 
     def wait_for_readers(self) -> None:
         """Wait until no update reads a slot. A failure is told by whoever finishes the update, or undoes it."""
-        for unit in list(self._under_way.values()):
+        for unit in self._readers:
             if unit.update is not None and unit.update.reads_slot():
                 unit.update.wait("computed")
 
@@ -230,6 +237,8 @@ class Updates:
         )
         unit.begin_update(update)
         self._under_way[unit.index] = unit
+        if update.speculated and update.uses_slot:
+            self._readers.append(unit)
         ahead = self.ahead.take(unit, wanted)
         with profiled("update", unit.name):
             for index in wanted:

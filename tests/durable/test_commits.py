@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infinity.durable.commits import Commit, Commits, facts_of
-from infinity.durable.maker import Own
+from infinity.durable.maker import LocalMaker
 from infinity.durable.records import ModelRecord
 from infinity.durable.resumed import Resumed
 from infinity.errors import ConfigError, InfinityError, SwapIOError
 from infinity.plan.frequency import Frequency
 from infinity.plan.problem import ALONE, Peers
-from infinity.sharded.maker import Shared
+from infinity.sharded.maker import SharedMaker
 from infinity.sizes import PAGE_BYTES
 from infinity.state.shard import Cut
 from infinity.tiers.home import Home, WeightsHome
@@ -82,7 +82,7 @@ class Run:
         )
         kept: Any = below.generations
         world: Any = SimpleNamespace(exchange=self.exchange)
-        maker = Shared(world, kept) if several else Own(kept)
+        maker = SharedMaker(world, kept) if several else LocalMaker(kept)
         optimizers: Any = self.optimizers
         model = ModelRecord(class_name="A", config=None, generation_config=None, groups=[], parameters=[])
         self.commits = Commits(below, optimizers, maker, model, dict)

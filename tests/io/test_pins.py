@@ -478,3 +478,14 @@ def test_a_marker_names_a_generation_for_each_of_its_own_number_of_ranks() -> No
     several = alone.model_copy(update={"digests": ["0" * 32, "1" * 32]})
     assert [alone.digest_of(0, 1), alone.digest_of(0, 2)] == ["0" * 32, None]
     assert [several.digest_of(1, 2), several.digest_of(0, 1), several.digest_of(2, 3)] == ["1" * 32, None, None]
+
+
+def test_comparing_pins_writes_nothing_where_all_ranks_have_those_that_stay(kept: Kept) -> None:
+    """What a resume gives up goes only before a write."""
+    folder = kept.pin("x")
+    kept.next(1)
+    (folder / MARKER_NAME).unlink()
+    kept.again()
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (kept.root / "swap").iterdir())
+    kept.kept.keep_pins([pin.folder for pin in kept.kept.pin_list])
+    assert sorted((path.name, path.stat().st_mtime_ns) for path in (kept.root / "swap").iterdir()) == before

@@ -22,7 +22,7 @@ from infinity.units.health import Health
 from infinity.units.shadows import Shadows
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate, UpdateState
-from tests.tiers.fakes import CANCELED, Failure, UpdateFuture, few, nobody_waits, pages
+from tests.tiers.fakes import CANCELED, Failure, UpdateFuture, extent, few, nobody_waits, pages
 from tests.units.fakes import Pipeline, homes_of, offloaded, under_way, unit_of, wanted
 
 GROUPS = (1, 2)
@@ -342,3 +342,16 @@ def test_a_fetch_is_told_where_new_weights_go_and_when_they_are_there() -> None:
     unit.finish_update()
     begun(unit, speculative=True)
     assert unit.weights_under_way() == {}
+
+
+def test_states_that_no_job_wrote_count_as_they_were_when_the_update_is_finished() -> None:
+    """Submitting the second group's job failed, and the script went on."""
+    unit, _ = small()
+    future = begun(unit)
+    assert unit.update is not None
+    elsewhere = Home(None, 0, PAGE_BYTES, extent("0", "weight"))
+    unit.update.destinations[1] = {"weight": Destination(elsewhere, copy=1)}
+    future.reach(future)
+    unit.finish_update()
+    assert unit.homes.weights.groups[0].stored().copy == 1
+    assert elsewhere.stored().copy == 0
