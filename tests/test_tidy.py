@@ -38,9 +38,8 @@ _MANY_PARAMETERS = {
     "errors.py: SwapIOError.__init__",
     # a kernel takes pointers and sizes
     "tiers/triton_nf4.py: _decode",
-    # made in one place each
+    # what a store is opened with, each of its own
     "io/store.py: SwapStore.__init__",
-    "units/unit.py: OffloadedUnit.__init__",
 }
 
 

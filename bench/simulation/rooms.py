@@ -23,7 +23,6 @@ from infinity.units.speculation import Speculation
 from infinity.units.speculator import Speculator
 from infinity.units.unit import OffloadedUnit
 from infinity.units.updates import Updates
-from infinity.units.weights import Weights
 from simulation.clock import Clock
 from simulation.disk import Disk
 from simulation.fluid import Fluid
@@ -149,11 +148,8 @@ class Rooms:
         self.room = Room(self.units, self.resources, self.updates, timeline, open_slots(self.resources), LocalFetches())
 
     def _unit(self, unit: Unit, gradients: UnitGradients) -> OffloadedUnit:
-        released: Any = None
         timeline: Any = self.timeline
         views: Any = Views()
         homes = self.resources.units[unit.index]
-        made = OffloadedUnit(unit, unit, {}, homes, gradients, released, timeline, self.health, self.shadows)
-        made.views = views
-        made.weights = Weights(unit, views, timeline)
-        return made
+        shard = self.resources.plan.peers.cut.of(unit)
+        return OffloadedUnit(shard, views, homes, gradients, timeline, self.health, self.shadows)

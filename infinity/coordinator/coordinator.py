@@ -46,6 +46,7 @@ from infinity.tiers.resources import Resources
 from infinity.units.arrivals import Passes
 from infinity.units.gradients import UnitGradients, groups_of
 from infinity.units.health import Health
+from infinity.units.parameters import ParameterViews
 from infinity.units.progress import Progress
 from infinity.units.released import Lender, released_class, way_out
 from infinity.units.room import Room
@@ -114,7 +115,9 @@ class Coordinator(Lender):
         released, shadows = released_class(self), _open_shadows(shards, resources)
         gradients = [UnitGradients(each.unit, groups_of(each.local, resources)) for each in shards]
         self.units = [
-            OffloadedUnit(each.unit, each.local, named, homes, of_unit, released, self.timeline, self.health, shadows)
+            OffloadedUnit(
+                each, ParameterViews(each.unit, named, released), homes, of_unit, self.timeline, self.health, shadows
+            )
             for each, named, homes, of_unit in zip(shards, parameters, resources.units, gradients, strict=True)
         ]
         self.shards = shards

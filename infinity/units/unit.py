@@ -18,13 +18,12 @@ from infinity.base.interrupt import interruptible, interrupts_deferred
 from infinity.base.timeline import Timeline
 from infinity.errors import SwapIOError
 from infinity.io.store import wait_all
-from infinity.state.unit import Unit
+from infinity.state.shard import Shard
 from infinity.tiers.destination import Written
 from infinity.tiers.home import UnitHomes
 from infinity.units.gradients import UnitGradients
 from infinity.units.health import Health
 from infinity.units.parameters import ParameterViews
-from infinity.units.released import ReleasedParameter
 from infinity.units.shadows import Shadows
 from infinity.units.update import Milestone, UnitUpdate, UpdateState
 from infinity.units.weights import Weights
@@ -40,31 +39,27 @@ class OffloadedUnit:
         local: what this rank keeps and updates of it: all, or its slice.
 
     Args:
-        parameters: of the unit, by name.
-        released: the class of parameters that may not be read.
         health: is told when an update that was decided fails.
     """
 
     def __init__(
         self,
-        unit: Unit,
-        local: Unit,
-        parameters: dict[str, nn.Parameter],
+        shard: Shard,
+        views: ParameterViews,
         homes: UnitHomes,
         gradients: UnitGradients,
-        released: type[ReleasedParameter],
         timeline: Timeline,
         health: Health,
         shadows: Shadows,
     ) -> None:
-        self.unit = unit
-        self.local = local
-        self.index = unit.index
-        self.name = unit.name
+        self.unit = shard.unit
+        self.local = shard.local
+        self.index = shard.unit.index
+        self.name = shard.unit.name
         self.homes = homes
         self.gradients = gradients
-        self.views = ParameterViews(unit, parameters, released)
-        self.weights = Weights(unit, self.views, timeline)
+        self.views = views
+        self.weights = Weights(shard.unit, views, timeline)
         self.update: UnitUpdate | None = None
         self._timeline = timeline
         self._health = health

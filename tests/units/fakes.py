@@ -15,10 +15,12 @@ from infinity.io.store import Extent
 from infinity.ranks.world import Alone
 from infinity.sizes import PAGE_BYTES
 from infinity.state.request import GroupUpdate, SegmentRequest
+from infinity.state.shard import Cut, Shard
 from infinity.state.unit import Group, ParameterSpec, Unit
 from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
 from infinity.units.arrivals import Arrivals
 from infinity.units.health import Health
+from infinity.units.parameters import ParameterViews
 from infinity.units.released import released_class
 from infinity.units.shadows import Shadows
 from infinity.units.unit import OffloadedUnit
@@ -197,9 +199,9 @@ def no_shadows(pipeline: Pipeline) -> Shadows:
 
 def offloaded(unit: Unit, homes: UnitHomes, shadows: Shadows, health: Health | None = None) -> OffloadedUnit:
     gradients: Any = Gradients(unit)
-    made = OffloadedUnit(
-        unit, unit, parameters_of(unit), homes, gradients, RELEASED, Timeline(), health or Health(Alone()), shadows
-    )
+    views = ParameterViews(unit, parameters_of(unit), RELEASED)
+    shard = Shard(unit, Cut(1, 0))
+    made = OffloadedUnit(shard, views, homes, gradients, Timeline(), health or Health(Alone()), shadows)
     made.views.adopt(torch.device("cpu"))
     return made
 
