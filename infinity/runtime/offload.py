@@ -195,7 +195,7 @@ def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *,
         update={"host": host} if limits.in_place else {"host": host, "device": limits.device}
     )
     same = terms.config.model_copy(update={"memory": memory})
-    again = Terms(same, terms.device, terms.optimizer, terms.accumulation_steps)
+    again = replace(terms, config=same, faults=(), resumes=False, replaces="")
 
     def require_plan(model: nn.Module) -> None:
         plan_for(model, discover(model, same.moments, same.frozen), again, coordinator.plan.peers)

@@ -1,7 +1,7 @@
 """Gradients until the update: landing, adding up over micro-batches, and the exact global norm.
 
-The way of a gradient: ParameterHooks (runtime/hooks.py) → Coordinator.arrive → GroupGradients.land →
-_native.land_gradient.
+The way of a gradient: ParameterHooks (runtime/hooks.py) → Coordinator.arrive → GroupGradients.land → in one process on
+the CPU _native.land_gradient; from a device the queue below; of several ranks the outbox (sharded/outbox.py).
 
 A group's buffer holds the dtype of its weights until a second gradient arrives for a parameter; then it is widened,
 in place, to fp32, so that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32. A group that
