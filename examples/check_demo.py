@@ -23,11 +23,11 @@ def equal_tensors(output: Path, swap: Path, step: int) -> int:
         generation = newest_whole(stores, step)
         names = set(saved.keys())
         count = len(names)
-        for unit in generation.units:
-            for name, weight in generation.weights(unit).items():
-                if not torch.equal(weight.view(torch.uint8), saved.get_tensor(name).view(torch.uint8)):
-                    raise ValueError(f"{name} of the saved model is not that of step {step} in {swap}")
-                names.remove(name)
+        for name in [name for of_unit in generation.shapes() for name in of_unit]:
+            weight = generation.weight(name)
+            if not torch.equal(weight.view(torch.uint8), saved.get_tensor(name).view(torch.uint8)):
+                raise ValueError(f"{name} of the saved model is not that of step {step} in {swap}")
+            names.remove(name)
     if names:
         raise ValueError(f"the generation of step {step} has no {', '.join(sorted(names))}")
     return count
