@@ -213,10 +213,9 @@ def test_what_stage_3_expects_of_training_holds_on_a_simulated_device(
     )  # the test above
     monkeypatch.setattr(seam_training, "events_in_evaluation", lambda: {"after 10": few()["after 2"]} | renamed(few()))
     monkeypatch.setattr(seam_training, "reserved_memory", lambda: {"reserved_mib": 1, "memory_device_mib": 2})
-    monkeypatch.setattr(seam_training, "sanitized", lambda *_: {"rc": 0, "races": 0})
     lines = lines_of_part(lambda record, options: stage_seam._training(record, options), tmp_path)
     assert {name: line["verdict"] for name, line in lines.items()} == dict.fromkeys(lines, "ok")
-    assert len(lines) == 7
+    assert len(lines) == 6
     moved = lines["bytes per parameter in a step"]["value"]
     assert 0 < moved["of it weights"] < moved["read"]
     assert lines["what a step keeps the host for"]["value"]["units"] == seam_training.BLOCKS
