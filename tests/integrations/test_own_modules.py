@@ -137,6 +137,7 @@ class Wide(nn.Module):
         return self.out(self.large(self.small(x)).relu()).square().mean()
 
 
+@pytest.mark.cpu_only("about memory.device to the byte")
 @pytest.mark.parametrize(
     "given",
     [
@@ -171,6 +172,7 @@ def test_an_optimizer_takes_the_tiles_of_a_layer_that_was_tiled_for_it(given: An
     assert under == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.cpu_only("about memory.device to the byte")
 def test_a_list_with_the_weight_of_a_layer_that_was_tiled_says_so_when_it_is_asked_for_gradients(
     launch: Launch,
 ) -> None:
