@@ -23,7 +23,9 @@ def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
     """Make a generation of the states as they are and have `folder` pin it. All ranks call. Returns its step.
 
     Raises:
-        PlanError, InfinityError: as Generations.require_free_pin; the first before anything is written.
+        PlanError: as Generations.require_free_pin; nothing was written.
+        InfinityError, SwapIOError: the folder cannot be made, or the generation not be pinned: the folder has no
+            marker, and pins nothing. Try again.
         others: as Coordinator.commit.
     """
     with coordinator.locked():

@@ -399,7 +399,7 @@ class Generations:
 
         Raises:
             ResumeError: there is no such generation.
-            SwapIOError: the folder is pinned or not. Try again, or unpin it.
+            SwapIOError: the folder is pinned or not: unpin it.
         """
         self.settle()
         self._require_kept(step)
