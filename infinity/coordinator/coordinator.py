@@ -18,6 +18,7 @@ from torch import nn
 from infinity import _native
 from infinity.base.accelerator import Accelerator
 from infinity.base.fork import in_forked_child
+from infinity.base.heap import Heap
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.base.timeline import Timeline
 from infinity.coordinator.counters import Counters
@@ -105,6 +106,7 @@ class Coordinator(Lender):
         self.masters = Masters()
         self.copied_from: tuple[str, int] | None = None
         self._lock = threading.RLock()
+        self._heap = Heap(resources.plan.budgets.limits.ram)
         self._owners = {
             id(parameter): (unit.index, name)
             for unit, named in zip(units, parameters, strict=True)
@@ -441,6 +443,7 @@ class Coordinator(Lender):
     def _bring(self, unit: OffloadedUnit) -> None:
         self.require_usable()
         self.progress.carry_on()
+        self._heap.used(unit.unit.weight_bytes)
         with self.health.failing(SwapTimeoutError, PeerError):  # nothing more comes from that disk, or rank
             self.room.bring(unit)
 

@@ -42,6 +42,11 @@ class Limits:
     ranks: int = 1
 
     @property
+    def ram(self) -> int:
+        """Bytes of RAM of both."""
+        return self.host + self.device * self.in_place
+
+    @property
     def used_at_home(self) -> bool:
         """Weights that rest in RAM are used where they are."""
         return self.in_place and not self.shares
