@@ -1,8 +1,8 @@
 """Freed memory goes back to the system while a model runs.
 
 Without a GPU torch's tensors lie in glibc's heap. The heap keeps the largest size that it ever had, because the holes
-that activations and gradients leave lie between tensors in use. glibc's own remedy is a low threshold for mapping tensors
-one by one: every such tensor then faults its pages anew.
+that activations and gradients leave lie between tensors in use. glibc's own remedy is a low threshold for mapping
+tensors one by one: every such tensor then faults its pages anew.
 """
 
 from __future__ import annotations
