@@ -107,6 +107,7 @@ unchanged-test: bootstrap
 docs: bootstrap $(VENV)/.docs
 	$(BIN)/python docs/tools/reference.py
 	$(BIN)/python docs/tools/predicted.py
+	$(BIN)/python docs/tools/chart.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 $(VENV)/.docs: constraints.txt | bootstrap

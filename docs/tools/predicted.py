@@ -1,10 +1,13 @@
 """Write docs/reference/predicted.md: what `infinity plan` says of every preset on three machines that are not here.
+Write the table of the README, too: some of these predictions beside what was measured on an H200.
 
-`make docs` runs this. tests/docs/test_predicted.py compares the page with what this script would write.
+`make docs` runs this. tests/docs/test_predicted.py compares the page and the table with what this script would write.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +45,23 @@ A cell has the time of one step of {SEQUENCES * LENGTH:,} tokens for each GPU, w
 that 1,000 steps write to all drives. `weights` and `optimizer` are `auto`; activations are recomputed. A step with more
 tokens takes hardly longer where the disk is the bound (`--micro-batches`).
 """
+
+README = Path(__file__).parents[2] / "README.md"
+MEASURED = Path(__file__).parents[2] / "bench" / "results" / "2026-11-26-gpu-h200.json"
+TABLE = re.compile(r"(<!-- Written by docs/tools/predicted.py. -->\n)(.*?)(\n\n)", re.DOTALL)
+BOUND = re.compile(r", (disk|compute|processor|link)\b")
+IN_README = {
+    "8 B, all parameters": ("llama-3-8b", {}, ""),
+    "8 B, all parameters, 8-bit moments": ("llama-3-8b", {"moments": "int8"}, "8.0 B, int8, 8,192 tokens, unclipped"),
+    "8 B, LoRA on a base in 4 bits": (
+        "llama-3-8b",
+        {"frozen": "nf4"},
+        "8.0 B, LoRA on NF4, 8,192 tokens, clipped",
+    ),
+    "32 B, all parameters, 8-bit moments": ("qwen3-32b", {"moments": "int8"}, ""),
+    "70 B, LoRA on a base in 4 bits": ("llama-3-70b", {"frozen": "nf4"}, ""),
+}
+"""By the row: the preset, the form, and the name of the row in the file of measurements."""
 
 
 def machine_line(name: str) -> str:
@@ -102,5 +122,27 @@ def _lines() -> Iterator[str]:
             yield f"| {preset} | {' | '.join(cell(preset, name, form) for name in ON)} |"
 
 
+def readme_row(title: str) -> str:
+    preset, form, row = IN_README[title]
+    cells = [BOUND.sub("", cell(preset, name, form)) for name in ("consumer", "h200")]
+    return f"| {' | '.join([title, *cells, measured(row)])} |"
+
+
+def measured(row: str) -> str:
+    """Seconds of a step in every run that has the row."""
+    runs = json.loads(MEASURED.read_text())["runs"]
+    found = [run["rows"]["measured"][row]["seconds"] for run in runs if row in run["rows"]["measured"]]
+    return " and ".join(f"{seconds:.2f} s" for seconds in found) or "not measured"
+
+
+def readme_table() -> str:
+    head = (
+        "| model and job | 24 GB GPU, 64 GB RAM, one SSD: predicted | H200, 128 GB RAM, one SSD: predicted | the same, "
+        "all in RAM: measured |\n|---|---|---|---|"
+    )
+    return "\n".join([head, *map(readme_row, IN_README)])
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
+    README.write_text(TABLE.sub(lambda found: found[1] + readme_table() + found[3], README.read_text()))

@@ -46,3 +46,17 @@ def test_the_report_on_the_page_of_the_plan_is_what_its_command_prints(capsys: p
     assert main(found[1].split()) == 0
     without = re.compile(r"\((?:…|bench/results[^)]*)\)")
     assert without.sub("", capsys.readouterr().out) == without.sub("", found[2])
+
+
+def test_the_table_of_the_readme_says_what_plans_and_measurements_say(predicted: ModuleType) -> None:
+    found = predicted.TABLE.search(predicted.README.read_text())
+    rows = found[2].splitlines()[2:]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(predicted.IN_README)
+    chosen = rows if sampling.SHARE == 1 else random.Random(sampling.SEED).sample(rows, 1)
+    for row in chosen:
+        assert row == predicted.readme_row(row.split(" | ")[0].removeprefix("| ")), "run `make docs`"
+
+
+def test_what_was_measured_is_of_every_run_that_has_the_row(predicted: ModuleType) -> None:
+    assert predicted.measured("8.0 B, LoRA on NF4, 8,192 tokens, clipped") == "1.21 s and 0.99 s"
+    assert predicted.measured("no such row") == "not measured"
