@@ -3,11 +3,12 @@
 
     python bench/overhead.py --json build/overhead.json
     python bench/overhead.py --layers 24 --placements ram --rounds 5      # the short one, while you change something
+    python bench/overhead.py --layers 24 --clipped --device 6             # no step updates during its backward
 
 A layer has 200,000 fp32 parameters and a step 32 tokens, so there is little to compute and next to nothing to move:
 what a step takes longer than plain torch's (torch.optim.AdamW, its default) is the work of hooks, transitions and
 updates. Placements: `ram`, weights and optimizer states in RAM; `states`, the states on NVMe; `nvme`, the weights there
-too, with room for five layers. torch computes with one thread, and so do the updates of infinity, beside it.
+too, with room for five layers, or as --device says. torch computes with one thread, and so do the updates of infinity, beside it.
 
 Every contender is a process of its own, set up once, that has one turn per round (bench/peers/protocol.py). Quote the
 ratios, which are taken within rounds. The cost per unit should be the same for any number of layers.
@@ -20,7 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from peers.workload import Job, Workload
 
 _CHECKOUT = BENCH_DIR.parent
 _MODEL = Workload(hidden=128, intermediate=352, heads=4, vocabulary=512, tokens=32, dtype="float32", max_grad_norm=None)
+_CLIPS = 1e-3
+"""A norm that every step's gradients exceed."""
 _LAYERS_ON_DEVICE = 10  # of which the plan gives weights a half, and activations the rest
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -42,25 +45,42 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def job(placement: str, layers: int, directory: Path) -> Job:
+@dataclass(frozen=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        layers: of the model.
+        clipped: every step's gradients are clipped.
+        device: memory.device in bytes; 0: room for five layers where weights are on NVMe, and all there is elsewhere.
+    """
+
+    layers: int
+    clipped: bool = False
+    device: int = 0
+
+
+def job(placement: str, setting: Setting, directory: Path) -> Job:
     """What a worker is told. Args: placement: of PLACEMENTS, or "torch"."""
-    workload = replace(_MODEL, layers=layers)
+    layers = setting.layers
+    workload = replace(_MODEL, layers=layers, max_grad_norm=_CLIPS if setting.clipped else None)
     if placement == "torch":
         return Job(workload)
     options = {**PLACEMENTS[placement], "update": {"threads": 1}, "overlap": "auto"}
-    if placement == "nvme":
-        options["memory"] = {"device": _LAYERS_ON_DEVICE * 4 * workload.numel // layers}
+    device = setting.device or (_LAYERS_ON_DEVICE * 4 * workload.numel // layers if placement == "nvme" else 0)
+    if device:
+        options["memory"] = {"device": device}
     return Job(workload, "" if placement == "ram" else str(directory / f"{placement}-{layers}"), options)
 
 
-def measure(layers: int, placements: Sequence[str], rounds: int, directory: Path) -> dict[str, list[float]]:
+def measure(setting: Setting, placements: Sequence[str], rounds: int, directory: Path) -> dict[str, list[float]]:
     """Seconds of a step by contender, one per round; each round begins with another contender."""
     workers = []
     for name in ("torch", *placements):
         kind = "torch" if name == "torch" else "infinity"
         log = _CHECKOUT / "build" / "bench-logs" / f"overhead-{name}.log"
         python = Path(sys.executable)
-        workers.append(Worker(name, python, f"peers.worker_{kind}", job(name, layers, directory), log, threads=1))
+        workers.append(Worker(name, python, f"peers.worker_{kind}", job(name, setting, directory), log, threads=1))
     with started(workers):
         found = list(rounds_of(workers, rounds))
     return {worker.name: [each[worker.name]["seconds"] for each in found] for worker in workers}
@@ -116,6 +136,8 @@ def main() -> None:
     add("--layers", type=int, nargs="+", default=[24, 96])
     add("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
     add("--rounds", type=int, default=11, help="turns of each contender; a turn measures the mean of three steps")
+    add("--clipped", action="store_true", help="clip the gradients of every step")
+    add("--device", type=int, default=0, metavar="MIB", help="memory.device in MiB")
     add("--swap-dir", type=Path, default=_CHECKOUT / "build" / "bench-swap", help="a fresh directory is made in it")
     add("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
@@ -124,13 +146,16 @@ def main() -> None:
     summaries: dict[int, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory(prefix="overhead-", dir=args.swap_dir) as directory:
         for layers in args.layers:
-            seconds[layers] = measure(layers, args.placements, args.rounds, Path(directory))
+            setting = Setting(layers, args.clipped, args.device << 20)
+            seconds[layers] = measure(setting, args.placements, args.rounds, Path(directory))
             summaries[layers] = summarise(seconds[layers], layers)
             print(f"{table({layers: summaries[layers]})}\n", flush=True)
     if args.json:
         result = {
             "machine": machine_facts(args.swap_dir),
             "workload": asdict(_MODEL),
+            "clipped": args.clipped,
+            "device_bytes": args.device << 20,
             "placements": PLACEMENTS,
             "summary": summaries,
             "seconds": seconds,
