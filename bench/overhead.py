@@ -8,7 +8,8 @@
 A layer has 200,000 fp32 parameters and a step 32 tokens, so there is little to compute and next to nothing to move:
 what a step takes longer than plain torch's (torch.optim.AdamW, its default) is the work of hooks, transitions and
 updates. Placements: `ram`, weights and optimizer states in RAM; `states`, the states on NVMe; `nvme`, the weights there
-too, with room for five layers, or as --device says. torch computes with one thread, and so do the updates of infinity, beside it.
+too, with room for five layers, or as --device says. torch computes with one thread, and so do the updates of infinity,
+beside it.
 
 Every contender is a process of its own, set up once, that has one turn per round (bench/peers/protocol.py). Quote the
 ratios, which are taken within rounds. The cost per unit should be the same for any number of layers.
