@@ -64,7 +64,7 @@ LEGS = {
     "a weight arrives": ("Coordinator.acquire", "Coordinator.hold"),
     "a weight leaves": ("Room._evict",),
     "a gradient lands": ("Coordinator.arrive",),
-    "an update begins": ("Coordinator.complete", "Coordinator.update"),
+    "an update begins": ("Coordinator._completed", "Coordinator.update"),
     "an update is finished": ("Progress.finish_updates",),
     "a step is committed": ("Progress.begin_commit", "Progress._advance_commit", "Coordinator._freeze_commit"),
 }

@@ -164,7 +164,7 @@ class Training:
         future.wait()
 
     def _land(self, unit: OffloadedUnit, passed: int) -> None:
-        """Coordinator.arrive, parameter by parameter, and complete. Args: passed: micro-batches before this one."""
+        """Coordinator.arrive, parameter by parameter. Args: passed: micro-batches before this one."""
         complete, more = False, passed + 1 < self._micro_batches
         unit.apply_update()
         for index, group in unit.gradients.groups.items():

@@ -542,12 +542,24 @@ class Coordinator(Lender):
         self._speculator.undo(cause, "Set overlap: before_forward if that is usual.")
 
     @transition
-    def arrive(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> bool:
-        """Land a piece of a parameter's gradient that backward brings. Returns whether it was the last one that the
-        unit expects: then `complete` is due, once the parameter has its handle."""
+    def arrive(
+        self,
+        parameter: nn.Parameter,
+        place: Place,
+        gradient: torch.Tensor,
+        handle: GradientHandle,
+        *,
+        accumulate: bool,
+    ) -> None:
+        """Land a piece of a parameter's gradient that backward brings; `handle` becomes the parameter's `.grad`. With
+        the last piece that the unit expects in an ordinary pass the unit has all its gradients, as far as can be told:
+        they leave the device, and the unit's update may begin once they have come from everywhere. Raises as `land`."""
+        index = place.unit.index
         self._land(place, gradient, accumulate=accumulate)
-        was_last = self.units[place.unit.index].gradients.arrivals.came(place.spec.name)
-        return was_last and not self.passes.spanning
+        parameter.grad = handle.renewed()  # before the update, which is of the parameters that have a handle
+        if self.units[index].gradients.arrivals.came(place.spec.name) and not self.passes.spanning:
+            with self.health.failing(SwapTimeoutError, PeerError):
+                self._completed(self.gradients.complete(index))
 
     def _land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         self.health.require_open()
@@ -558,12 +570,6 @@ class Coordinator(Lender):
             with self.timeline.stall("gradient", unit.name):
                 more = self.passes.spanning > 1
                 self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate, more=more)
-
-    @transition
-    def complete(self, index: int) -> None:
-        """Unit `index` has all its gradients, as far as can be told: they leave the device, and its update may begin
-        once they have come from everywhere."""
-        self._completed(self.gradients.complete(index))
 
     @transition
     def passed(self, indices: Sequence[int], *, complete: Collection[int]) -> None:

@@ -400,10 +400,7 @@ class ParameterHooks(Guard):
             return
         if before is not None:
             self._require_as_it_came(before)
-        complete = self._coordinator.arrive(self._place, gradient, accumulate=before is not None)
-        parameter.grad = self._handle.renewed()
-        if complete:
-            self._coordinator.complete(self._place.unit.index)
+        self._coordinator.arrive(parameter, self._place, gradient, self._handle, accumulate=before is not None)
 
     def _require_as_it_came(self, before: GradientHandle) -> None:
         """Raises ModelError where a backward pass adds to a gradient that is to be multiplied by a factor, which would
