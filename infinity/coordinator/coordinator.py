@@ -624,7 +624,7 @@ class Coordinator(Lender):
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
             for parameter, place in parameters:
                 if place.group.trainable:
-                    self.drop_gradient(place)
+                    self.gradients.of(place).drop(place.spec.name)
                 parameter.grad = None
         self.passes.forget()
         if not any(group.present for unit in self.units for group in unit.gradients.groups.values()):
