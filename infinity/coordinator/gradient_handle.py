@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.errors import ReleasedParameterError
 from infinity.state.unit import Place
-from infinity.units.gradients import Gradients
+from infinity.units.gradients import Gradients, Landed
 
 
 class Holder(Protocol):
@@ -112,34 +112,32 @@ class GradientHandle(torch.Tensor):
 
     @property
     def finite(self) -> bool:
-        return self._sum_squares() < float("inf")
+        return math.isfinite(self._landed().sum_squares(self._place.spec))
 
     @property
     def l2_norm(self) -> float:
         """Of the gradient unscaled and clipped as far as was asked, and averaged over the ranks; not finite where an
         element is not."""
-        mean = self._held().gradients.of(self._place).mean
-        return math.sqrt(self._sum_squares()) * abs(self.factors.inverse_scale * self.factors.clip) * mean
+        landed, factor = self._landed(), self.factors.inverse_scale * self.factors.clip
+        return math.sqrt(landed.sum_squares(self._place.spec)) * abs(factor) * landed.mean
 
     def value(self) -> torch.Tensor:
-        """A copy of it on the parameter's device, unscaled and clipped as far as was asked. Raises as
+        """A copy of it on the parameter's device, unscaled and clipped as far as was asked. Raises as `_landed` and
         Holder.gradient_value."""
-        value, factor = self._holding().gradient_value(self._place), self.factors.inverse_scale * self.factors.clip
+        self._landed()
+        value, factor = self._held().gradient_value(self._place), self.factors.inverse_scale * self.factors.clip
         value = value if factor == 1.0 else value.float() * factor
         return value.to(self.device, self.dtype)
 
-    def _sum_squares(self) -> float:
-        return self._holding().gradients.of(self._place).sum_squares(self._place.spec)
-
-    def _holding(self) -> Holder:
-        """The holder, which still has the gradient. Raises ReleasedParameterError."""
-        holder = self._held()
-        if not holder.gradients.has(self._place):
+    def _landed(self) -> Landed:
+        """The gradients of the parameter's group, this one among them. Raises ReleasedParameterError."""
+        landed = self._held().gradients.of(self._place)
+        if self._place.spec.name not in landed.present:
             raise ReleasedParameterError(
                 f"the gradient of '{self._place.spec.name}' is gone: zero_grad(), or an assignment to .grad, dropped "
                 "it. To keep its values, copy them in `with infinity.gathered(model, module, grads=True):` before that"
             )
-        return holder
+        return landed
 
     def _held(self) -> Holder:
         holder = self._holder()
