@@ -36,7 +36,7 @@ class BackwardEnds:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._spanning = False
-        self._passes: list[weakref.ref[_Pass]] = []  # under way, or raised; the innermost last
+        self._passes: dict[int, weakref.ref[_Pass]] = {}  # by task: under way, or raised; the innermost last
         self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
 
     def forget(self) -> None:
@@ -57,24 +57,28 @@ class BackwardEnds:
         self._coordinator.end_backward(outermost=True)
 
     def watch(self) -> None:
-        task, under_way = torch._C._current_graph_task_id(), self._under_way()
-        if task == -1 or any(each.task == task for each in under_way):
+        task = torch._C._current_graph_task_id()
+        if task == -1 or task in self._passes:  # autograd numbers no two passes alike
             return
+        under_way = self._under_way()
         if not under_way and not self._spanning:
             self._put_back()
             self._coordinator.begin_backward()
         begun = _Pass(task, self._end)
-        self._passes = [weakref.ref(each) for each in (*under_way, begun)]
+        self._know([*under_way, begun])
         torch.autograd.Variable._execution_engine.queue_callback(begun)
 
     def _under_way(self) -> list[_Pass]:
-        return [each for each in (passing() for passing in self._passes) if each is not None]
+        return [each for passing in self._passes.values() if (each := passing()) is not None]
+
+    def _know(self, under_way: list[_Pass]) -> None:
+        self._passes = {each.task: weakref.ref(each) for each in under_way}
 
     @whole
     def _end(self, ended: _Pass) -> None:
         under_way = self._under_way()
         outer = under_way[: under_way.index(ended)] if ended in under_way else under_way
-        self._passes = [weakref.ref(each) for each in outer]
+        self._know(outer)
         self._put_back()
         if self._spanning:
             return
