@@ -14,8 +14,8 @@ _NAMES: dict[torch.dtype, _native.DTypeName] = {
 }
 
 
-def native_name(dtype: torch.dtype) -> _native.DTypeName:
-    return _NAMES[dtype]
+native_name = _NAMES.__getitem__
+"""The name of a dtype in the native core."""
 
 
 def require_supported(name: str, dtype: torch.dtype) -> None:

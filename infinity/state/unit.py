@@ -171,7 +171,7 @@ class Place:
     group_index: int
     spec: ParameterSpec
 
-    @property
+    @cached_property
     def group(self) -> Group:
         return self.unit.groups[self.group_index]
 

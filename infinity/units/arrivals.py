@@ -27,7 +27,7 @@ class Arrivals:
     def begin_pass(self) -> None:
         """A backward pass begins, after the one before ended or was interrupted."""
         self._came: dict[str, int] = {}
-        self._missing = sum(count > 0 for count in self._expected.values())
+        self._missing = len(self._expected) - list(self._expected.values()).count(0)
 
     @property
     def any_came(self) -> bool:

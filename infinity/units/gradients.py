@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import torch
@@ -100,7 +101,7 @@ class GroupGradients:
     def finite(self) -> bool:
         """Whether what is present and was summed up is: what comes from a device is, once it has landed and was asked
         for."""
-        return all(part < float("inf") for parts in self._sums.values() for part in parts)
+        return all(map(math.isfinite, chain.from_iterable(self._sums.values())))
 
     def _range(self, spec: ParameterSpec) -> memoryview:
         begin, end = spec.offset * self.dtype.itemsize, (spec.offset + spec.numel) * self.dtype.itemsize
@@ -535,7 +536,7 @@ def sum_of(parts: Iterable[tuple[Landed, ParameterSpec]]) -> tuple[float, str]:
     every: list[float] = []
     for group, spec in parts:
         found = group.partials(spec)
-        if not all(part < float("inf") for part in found):
+        if not all(map(math.isfinite, found)):
             return float("nan"), spec.name
         every += found
     return total_of(every), ""
