@@ -6,7 +6,8 @@ read, from the moment a forward, a backward or a gathering brings it until that 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Final
 
 import torch
 from torch import nn
@@ -16,7 +17,9 @@ from infinity.state.unit import Group, Unit
 from infinity.tiers.slots import Slot
 from infinity.units.released import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
 
-_TELLS_REFERENCES = hasattr(torch.Tensor, "_use_count")
+_use_count: Final[Callable[[torch.Tensor], int] | None] = getattr(torch.Tensor, "_use_count", None)
+"""Counts who refers to a tensor: autograd and torch's own, a parameter itself and the node that accumulates its
+gradient among them. None where torch does not tell."""
 
 
 class ParameterViews:
@@ -44,7 +47,8 @@ class ParameterViews:
         self.gathered: set[str] = set()
         self.open = False
         self._classes: dict[str, type[nn.Parameter]] = {}
-        self._marks: dict[str, tuple[int, int, int]] = {}  # (storage, offset, version) that infinity left
+        self._data: dict[str, tuple[int, int]] = {}  # (storage, offset) that infinity left
+        self._versions: dict[str, int] = {}  # that infinity left
         self._references: dict[str, int] = {}  # of a unit that a backward opened: each parameter's, at that time
 
     def adopt(self, device: torch.device) -> None:
@@ -53,7 +57,7 @@ class ParameterViews:
             self.placeholders[name] = nan_placeholder(parameter.shape, parameter.dtype, device)
             self._nowhere[name] = self.placeholders[name].untyped_storage()._cdata
             self._classes[name] = type(parameter)
-            self._marks[name] = 0, 0, parameter._version
+            self._versions[name] = parameter._version
         self.open = True
         self.hide()
 
@@ -73,12 +77,8 @@ class ParameterViews:
                 for spec in group.specs:
                     if spec.name not in self.gathered:
                         self.named[spec.name].data = flat.as_strided(spec.shape, spec.stride, begin + spec.offset)
-                        self._put(spec.name, storage, begin + spec.offset)
+                        self._data[spec.name] = storage, begin + spec.offset  # which changes no version
         self._expect(slot)
-
-    def _put(self, name: str, storage: int, offset: int) -> None:
-        """Infinity gave a parameter this data, which changes no version (torch need not be asked for all three)."""
-        self._marks[name] = storage, offset, self._marks[name][2]
 
     def hide(self) -> None:
         """The parameters are placeholders, and may not be read."""
@@ -87,7 +87,7 @@ class ParameterViews:
             for name, parameter in self.named.items():
                 if name not in self.gathered:
                     parameter.data = self.placeholders[name]
-                    self._put(name, self._nowhere[name], 0)
+                    self._data[name] = self._nowhere[name], 0
 
     def open_up(self) -> None:
         """The parameters may be read."""
@@ -96,8 +96,8 @@ class ParameterViews:
         backward = in_backward()
         for name, parameter in self.named.items():
             parameter.__class__ = self._classes[name]
-            if backward:
-                self._references[name] = _references(parameter)
+            if backward and _use_count is not None:
+                self._references[name] = _use_count(parameter)
         self.open = True
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class ParameterViews:
             for name in names:
                 parameter = self.named[name]
                 parameter.data = self.placeholders[name] if slot is None else self.value_in(slot, name)
-                self._marks[name] = _mark(parameter)
+                self._data[name], self._versions[name] = _data_of(parameter), parameter._version
                 parameter.__class__ = self._classes[name] if self.open else self._released
         self._expect(slot)
 
@@ -141,16 +141,17 @@ class ParameterViews:
     def set_to_itself(self, name: str) -> None:
         """torch has called `parameter.set_(parameter)`, which adds one to the version and changes no value. A parameter
         whose version moved further was changed before that: require_untouched will say so."""
-        storage, offset, version = self._marks[name]
+        parameter, version = self.named[name], self._versions[name] + 1
         with torch._C.DisableTorchFunctionSubclass():
-            if _mark(self.named[name]) == (storage, offset, version + 1):
-                self._marks[name] = storage, offset, version + 1
+            if _data_of(parameter) == self._data[name] and parameter._version == version:
+                self._versions[name] = version
 
     def require_untouched(self) -> None:
         """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
         with torch._C.DisableTorchFunctionSubclass():
             for name, parameter in self.named.items():
-                if _mark(parameter) != self._marks[name] and name not in self.gathered:
+                as_left = _data_of(parameter) == self._data[name] and parameter._version == self._versions[name]
+                if not as_left and name not in self.gathered:
                     raise ModelError(
                         f"parameter '{name}' of unit '{self._unit.name}' was changed outside infinity (.to(), "
                         ".half(), .data, load_state_dict or an in-place operation); the change would be lost. Do "
@@ -166,21 +167,16 @@ class ParameterViews:
         """
         if not self.open or not in_backward():
             return False
-        if not _TELLS_REFERENCES:
+        if _use_count is None:
             return True  # rather too little room than weights that are gone
         return any(
-            _references(parameter) > max(self._references.get(name, 0), 1 + parameter.requires_grad)
+            _use_count(parameter) > max(self._references.get(name, 0), 1 + parameter.requires_grad)
             for name, parameter in self.named.items()
         )
 
 
-def _references(parameter: nn.Parameter) -> int:
-    """Of autograd and torch's own; its own one and that of the node which accumulates its gradient among them."""
-    return int(torch.Tensor._use_count(parameter)) if _TELLS_REFERENCES else 0  # type: ignore[attr-defined]
-
-
-def _mark(parameter: nn.Parameter) -> tuple[int, int, int]:
-    return parameter.untyped_storage()._cdata, int(parameter.storage_offset()), parameter._version
+def _data_of(parameter: nn.Parameter) -> tuple[int, int]:
+    return parameter.untyped_storage()._cdata, int(parameter.storage_offset())
 
 
 def _flat(slot: Slot, group: Group) -> torch.Tensor:
