@@ -129,7 +129,7 @@ class Coordinator(Lender):
         self.speculation = Speculation(resources.plan.placement.updates.overlap, timed)
         pool, fetches = open_pool(resources, shards), open_fetches(resources)
         self.room = Room(self.units, resources, self.updates, self.timeline, pool, fetches)
-        self.unit_at = self.room.unit_at  # bound here: it is asked of every tensor that autograd saves
+        self.unit_at = self.room.unit_at
         self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
         self._speculator = Speculator(
             self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards

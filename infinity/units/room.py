@@ -9,7 +9,7 @@ none (runtime/recomputed.py); another reentrant checkpoint may hold views, or th
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 
 from infinity.base.ranges import profiled
@@ -38,6 +38,7 @@ class Room:
 
     Attributes:
         units: in the order of their indices.
+        unit_at: gives the unit whose slot has a storage (its `_cdata`); None where none has.
     """
 
     def __init__(
@@ -53,7 +54,8 @@ class Room:
         self._resources = resources
         self._updates = updates
         self._timeline = timeline
-        self._at: dict[int, OffloadedUnit] = {}  # by the storage of the slot (its `_cdata`)
+        self._at: dict[int, OffloadedUnit] = {}  # by the storage of the slot
+        self.unit_at: Callable[[int], OffloadedUnit | None] = self._at.get  # asked of every tensor that autograd saves
         self._slots = slots
         self._policy = policy
         self._viewed: list[Slot] = []  # given up, and somebody still holds views of them
@@ -111,10 +113,6 @@ class Room:
         self._held = []
 
     # -- parameters ---------------------------------------------------------------------------------------------------
-
-    def unit_at(self, storage: int) -> OffloadedUnit | None:
-        """The unit whose slot has this storage (its `_cdata`)."""
-        return self._at.get(storage)
 
     def require_untouched(self) -> None:
         """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
