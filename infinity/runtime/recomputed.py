@@ -39,7 +39,7 @@ class _Later(torch.Tensor):
     """A view of a unit's weights, without the weights.
 
     Attributes:
-        saved, weight: what packed it, and as what.
+        saved, weight: what packed the view, and as what.
     """
 
     saved: SavedTensors
@@ -52,6 +52,10 @@ class _Later(torch.Tensor):
         later.saved, later.weight = saved, weight
         return later
 
+    def view_of_now(self) -> torch.Tensor:
+        """The view that this stands for, of the slot that the unit has now."""
+        return self.saved.unpack(self.weight)
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -59,7 +63,7 @@ class _Later(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Of a checkpoint whose forward ran before there was an offloaded model: it hands on what it keeps."""
-        args, kwargs = tree_map_only(_Later, _now, (args, kwargs or {}))
+        args, kwargs = tree_map_only(_Later, _Later.view_of_now, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -71,10 +75,6 @@ def _later(tensor: torch.Tensor) -> _Later | None:
         if saved is not None and weight is not None:
             return _Later(tensor, saved, weight)
     return None
-
-
-def _now(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.saved.unpack(tensor.weight) if isinstance(tensor, _Later) else tensor
 
 
 class _CheckpointHook(checkpoint._checkpoint_hook):
@@ -97,7 +97,8 @@ def _pack_with(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any
 
 
 def _unpack_with(unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
-    return _now(unpack(packed))
+    kept = unpack(packed)
+    return kept.view_of_now() if isinstance(kept, _Later) else kept
 
 
 def _pack(tensor: torch.Tensor) -> _Later | tuple[torch.Tensor, int]:
@@ -106,7 +107,7 @@ def _pack(tensor: torch.Tensor) -> _Later | tuple[torch.Tensor, int]:
 
 
 def _unpack(packed: _Later | tuple[torch.Tensor, int]) -> torch.Tensor:
-    return _now(packed) if isinstance(packed, _Later) else unchanged(*packed)
+    return packed.view_of_now() if isinstance(packed, _Later) else unchanged(*packed)
 
 
 def _backward(context: Any, *gradients: Any) -> Any:

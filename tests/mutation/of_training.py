@@ -360,15 +360,15 @@ OF_TRAINING = [
     Mutant(
         "a checkpoint of before the offload may hand on what stands for a weight",
         "infinity/runtime/recomputed.py",
-        "tree_map_only(_Later, _now, (args, kwargs or {}))\n",
+        "tree_map_only(_Later, _Later.view_of_now, (args, kwargs or {}))\n",
         "args, kwargs or {}\n",
         (_RECOMPUTED, "-k", "before_the_model"),
     ),
     Mutant(
         "autograd gets the weight, not what stands for it",
         "infinity/runtime/recomputed.py",
-        "    return _now(unpack(packed))\n",
-        "    return unpack(packed)\n",
+        "    return kept.view_of_now() if isinstance(kept, _Later) else kept\n",
+        "    return kept\n",
         (_RECOMPUTED, "-k", "stands_for_a_weight"),
     ),
     Mutant(
