@@ -95,6 +95,7 @@ class Coordinator(Lender):
         self.timeline = Timeline()
         self.world = resources.world
         self.health = Health(self.world)
+        self._failing_if_cut_off = self.health.failing(SwapTimeoutError, PeerError)  # no more comes from a disk, a rank
         self.readers = Readers()
         self.optimizers = optimizers
         self.commits = commits
@@ -294,7 +295,7 @@ class Coordinator(Lender):
         self.readers.step_begins()
         self._close_if_nobody_reads()
         self.room.require_untouched()
-        with self.health.failing(SwapTimeoutError, PeerError), self.timeline.stall("gradient"):
+        with self._failing_if_cut_off, self.timeline.stall("gradient"):
             self.resources.idle.begins()
             self.gradients.synchronize()
         self._rest_for_step()
@@ -321,7 +322,7 @@ class Coordinator(Lender):
             self.progress.finish_updates()
             self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
         self.progress.make_way()
-        with self.health.failing(SwapTimeoutError, PeerError):
+        with self._failing_if_cut_off:
             self.room.hold(())
             self.room.finish_fetches()
             self.resources.synchronize_uploads()
@@ -354,7 +355,7 @@ class Coordinator(Lender):
             )
         self.masters.forget()
         self._speculator.step_decided(begun, wrong, by_unit, self.optimizers.sole)
-        with self.health.failing(SwapTimeoutError, PeerError):
+        with self._failing_if_cut_off:
             self.room.updates_decided(begun, everywhere)
 
     @contextmanager
@@ -390,7 +391,7 @@ class Coordinator(Lender):
             self.progress.finish_updates()
         self.progress.begin_commit(self.steps)
         self.timeline.end_step(self.steps)
-        with self.health.failing(SwapTimeoutError, PeerError):
+        with self._failing_if_cut_off:
             self.room.prefetch()
         self.resources.idle.ends()
 
@@ -444,7 +445,7 @@ class Coordinator(Lender):
         self.require_usable()
         self.progress.carry_on()
         self._heap.used(unit.unit.weight_bytes)
-        with self.health.failing(SwapTimeoutError, PeerError):  # nothing more comes from that disk, or rank
+        with self._failing_if_cut_off:
             self.room.bring(unit)
 
     @transition
@@ -503,7 +504,7 @@ class Coordinator(Lender):
         self.readers.backward_begins()
         self.progress.carry_on()
         left = self.room.hold(indices)
-        with self.health.failing(SwapTimeoutError, PeerError):
+        with self._failing_if_cut_off:
             if not self.passes.spanning:
                 self.gradients.left(left)
                 self._completed(self.gradients.take_completed())
@@ -558,14 +559,14 @@ class Coordinator(Lender):
         self._land(place, gradient, accumulate=accumulate)
         parameter.grad = handle.renewed()  # before the update, which is of the parameters that have a handle
         if self.units[index].gradients.arrivals.came(place.spec.name) and not self.passes.spanning:
-            with self.health.failing(SwapTimeoutError, PeerError):
+            with self._failing_if_cut_off:
                 self._completed(self.gradients.complete(index))
 
     def _land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         self.health.require_open()
         unit = self.units[place.unit.index]
         self.commits.tracking.gradients_came()
-        with self.health.failing(SwapTimeoutError, PeerError):
+        with self._failing_if_cut_off:
             self.gradients.about_to_land(unit.index)
             with self.timeline.stall("gradient", unit.name):
                 more = self.passes.spanning > 1
@@ -578,7 +579,7 @@ class Coordinator(Lender):
         Args:
             complete: those of them that have the gradients of all micro-batches now.
         """
-        with self.health.failing(SwapTimeoutError, PeerError):
+        with self._failing_if_cut_off:
             self._completed(self.gradients.passed(indices, complete))
 
     def _completed(self, indices: Iterable[int]) -> None:
@@ -589,7 +590,7 @@ class Coordinator(Lender):
     def end_backward(self, *, outermost: bool) -> None:
         """A backward pass is over, and with `outermost` all those it ran in."""
         left = self.room.hold(())
-        with self.health.failing(SwapTimeoutError, PeerError):
+        with self._failing_if_cut_off:
             if not self.passes.spanning:
                 self.gradients.left(left)
             if outermost:
@@ -599,7 +600,7 @@ class Coordinator(Lender):
         if outermost:
             self.passes.end()
         self.gradients.send()
-        with self.health.failing(SwapTimeoutError, PeerError):
+        with self._failing_if_cut_off:
             self.gradients.backward_begins((), ())
         if outermost:
             self.readers.backward_ends()
