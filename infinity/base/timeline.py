@@ -106,12 +106,12 @@ class Timeline:
         with self._lock:
             return dict(self._stalled_ns)
 
-    def stalled(self, cause: Cause, unit: str, began_ns: int, ended_ns: int) -> None:
-        """Count a stall, or the part of one until another begins inside it, or since that one ended."""
+    def stalled(self, stall: Stall, now: int) -> None:
+        """Count a stall: the part of it since it began, or since the last stall inside it ended."""
         with self._lock:
-            self._stalled_ns[cause] += ended_ns - began_ns
+            self._stalled_ns[stall.cause] += now - stall.counted_ns
             if self.recording:
-                self._add(Span("stall", unit, began_ns, ended_ns, cause=cause))
+                self._add(Span("stall", stall.unit, stall.counted_ns, now, cause=stall.cause))
 
     # -- spans, while recording ---------------------------------------------------------------------------------------
 
@@ -194,23 +194,27 @@ class Timeline:
 
 
 class Stall:
-    """See Timeline.stall. Entered once."""
+    """See Timeline.stall. Entered once.
 
-    __slots__ = ("_began_ns", "_cause", "_range", "_stack", "_timeline", "_unit")
+    Attributes:
+        counted_ns: until when it was counted.
+    """
+
+    __slots__ = ("_range", "_stack", "_timeline", "cause", "counted_ns", "unit")
 
     def __init__(self, timeline: Timeline, stack: list[Stall], cause: Cause, unit: str) -> None:
         self._timeline = timeline
         self._stack = stack
-        self._cause = cause
-        self._unit = unit
-        self._began_ns = 0
+        self.cause = cause
+        self.unit = unit
+        self.counted_ns = 0
         self._range = profiled(f"stall {cause}", unit)
 
     def __enter__(self) -> None:
         self._range.__enter__()
-        self._began_ns = time.perf_counter_ns()
+        self.counted_ns = time.perf_counter_ns()
         if self._stack:
-            self._stack[-1]._tell(self._began_ns)
+            self._timeline.stalled(self._stack[-1], self.counted_ns)
         self._stack.append(self)
 
     def __exit__(self, *raised: Any) -> None:
@@ -218,12 +222,8 @@ class Stall:
         ended_ns = time.perf_counter_ns()
         self._stack.pop()
         if self._stack:
-            self._stack[-1]._began_ns = ended_ns
-        self._tell(ended_ns)
-
-    def _tell(self, now: int) -> None:
-        """Of what has passed since it began, or since the last stall inside it ended."""
-        self._timeline.stalled(self._cause, self._unit, self._began_ns, now)
+            self._stack[-1].counted_ns = ended_ns
+        self._timeline.stalled(self, ended_ns)
 
 
 class _Stalls(threading.local):
