@@ -67,16 +67,6 @@ class _Later(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _later(tensor: torch.Tensor) -> _Later | None:
-    """What is kept in place of a view of weights; None: the tensor is none."""
-    for of in _known:
-        saved = of()
-        weight = None if saved is None else saved.pack_weight(tensor)
-        if saved is not None and weight is not None:
-            return _Later(tensor, saved, weight)
-    return None
-
-
 class _CheckpointHook(checkpoint._checkpoint_hook):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -86,14 +76,21 @@ class _CheckpointHook(checkpoint._checkpoint_hook):
 class _RecomputationHook(checkpoint._recomputation_hook):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.pack_hook = partial(_pack_with, self.pack_hook)
+        self.pack_hook = partial(_pack_uncompiled, self.pack_hook)
         self.unpack_hook = partial(_unpack_with, self.unpack_hook)
 
 
-@_disable_dynamo  # as torch does with its own
 def _pack_with(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    later = _later(tensor)
-    return pack(tensor if later is None else later)
+    """Pack a tensor, or what stands for it where it is a view of weights."""
+    for of in _known:
+        saved = of()
+        weight = None if saved is None else saved.pack_weight(tensor)
+        if saved is not None and weight is not None:
+            return pack(_Later(tensor, saved, weight))
+    return pack(tensor)
+
+
+_pack_uncompiled = _disable_dynamo(_pack_with)  # as torch does with its own
 
 
 def _unpack_with(unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
@@ -102,16 +99,18 @@ def _unpack_with(unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Te
 
 
 def _pack(tensor: torch.Tensor) -> _Later | tuple[torch.Tensor, int]:
-    later = _later(tensor)
-    return (tensor.detach(), tensor._version) if later is None else later
+    return tensor if isinstance(tensor, _Later) else (tensor.detach(), tensor._version)
 
 
 def _unpack(packed: _Later | tuple[torch.Tensor, int]) -> torch.Tensor:
-    return packed.view_of_now() if isinstance(packed, _Later) else unchanged(*packed)
+    return packed if isinstance(packed, _Later) else unchanged(*packed)
+
+
+_HOOKS = partial(_pack_with, _pack), partial(_unpack_with, _unpack)
 
 
 def _backward(context: Any, *gradients: Any) -> Any:
-    with nullcontext() if is_hooked() else torch.autograd.graph.saved_tensors_hooks(_pack, _unpack):
+    with nullcontext() if is_hooked() else torch.autograd.graph.saved_tensors_hooks(*_HOOKS):
         return _THEIRS[-1](context, *gradients)
 
 

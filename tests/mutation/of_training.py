@@ -339,8 +339,8 @@ OF_TRAINING = [
     Mutant(
         "what a non-reentrant checkpoint recomputes holds no slots",
         "infinity/runtime/recomputed.py",
-        "    return pack(tensor if later is None else later)\n",
-        "    return pack(tensor)\n",
+        "        self.pack_hook = partial(_pack_uncompiled, self.pack_hook)\n",
+        "",
         (_RECOMPUTED, "-k", "room_for_two and body"),
     ),
     Mutant(
