@@ -64,6 +64,8 @@ class Room:
         self._held: list[OffloadedUnit] = []
         forward = [unit.index for unit in units if not unit.unit.stays]
         self._staying = [unit.index for unit in units if unit.unit.stays]
+        self._takes_room = frozenset(unit.index for unit in units if slots.counts(unit.homes.weights))
+        self._sizes = [unit.unit.weight_bytes if unit.index in self._takes_room else 0 for unit in units]
         self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
         self._training = True
 
@@ -171,7 +173,7 @@ class Room:
         self._prefetch_staying()
         upcoming = to_prefetch(
             self._trace,
-            self._room_bytes,
+            self._sizes.__getitem__,
             self._resources.plan.budgets.slot_bytes,
             [*self._staying, *(unit.index for unit in (*self._present.values(), *self._held) if unit.weights.in_use)],
             lambda index: self.units[index].weights.residency is Residency.RELEASED,
@@ -187,10 +189,6 @@ class Room:
             unit = self.units[index]
             if unit.weights.residency is Residency.RELEASED and self._policy.may_come(unit):
                 self._start(unit, 0)
-
-    def _room_bytes(self, index: int) -> int:
-        unit = self.units[index]
-        return unit.unit.weight_bytes if self._takes_room(unit) else 0
 
     def finish_fetches(self) -> None:
         for unit in list(self._fetching.values()):
@@ -232,7 +230,7 @@ class Room:
     def _start_or_raise(self, unit: OffloadedUnit) -> None:
         if self._start(unit, None):
             return
-        busy = [other for other in self._in_order() if self._takes_room(other)]
+        busy = [other for other in self._in_order() if other.index in self._takes_room]
         rearranges = self._policy.rearranges
         if rearranges and self._make_room(unit):
             return
@@ -240,7 +238,7 @@ class Room:
             return
         budgets = self._resources.plan.budgets
         needed = unit.unit.weight_bytes + sum(other.unit.weight_bytes for other in busy)
-        every = sum(other.unit.weight_bytes for other in self.units if self._takes_room(other))
+        every = sum(self._sizes)
         raise PlanError(
             f"no device memory for unit '{unit.name}' ({format_bytes(unit.unit.weight_bytes)}): the units in use "
             f"({', '.join(other.name for other in busy)}) take the "
@@ -271,7 +269,7 @@ class Room:
             other
             for other in self._in_order()
             if other.weights.residency is Residency.RESIDENT
-            and self._takes_room(other)
+            and other.index in self._takes_room
             and not other.weights.referred_to()
             and not other.reads_slot()
         ]
@@ -305,16 +303,13 @@ class Room:
         """The units that are present, in the order of their indices: the same on every rank."""
         return (self._present[index] for index in sorted(self._present))
 
-    def _takes_room(self, unit: OffloadedUnit) -> bool:
-        return self._slots.counts(unit.homes.weights)
-
     def _victim(self, distance: int | None) -> OffloadedUnit | None:
         """Args: distance: of the fetch that needs room, as for `_start`."""
         units = (self.units[index] for index in victims(sorted(self._present), self._trace, distance))
         return next((unit for unit in units if self._may_go(unit, prefetch=distance is not None)), None)
 
     def _may_go(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
-        if unit.weights.in_use or unit.unit.stays or not self._takes_room(unit) or unit.reads_slot():
+        if unit.weights.in_use or unit.unit.stays or unit.index not in self._takes_room or unit.reads_slot():
             return False
         return self._policy.may_evict(unit, prefetch=prefetch)
 
