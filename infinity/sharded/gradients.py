@@ -305,7 +305,7 @@ class SharedGradients:
             self._outbox.send(index, complete=self._units[index].arrivals.all_came)
         self._outbox.land()
 
-    def about_to_land(self, index: int) -> None:
+    def about_to_land(self, index: int, /) -> None:
         return  # the outbox does it, when gradients of all ranks land
 
     def complete(self, index: int) -> Sequence[int]:

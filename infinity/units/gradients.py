@@ -401,7 +401,7 @@ class Gradients(Protocol):
     def left(self, units: Iterable[int]) -> None:
         """The backward of these units is over. Raises PeerError."""
 
-    def about_to_land(self, index: int) -> None:
+    def about_to_land(self, index: int, /) -> None:
         """Backward brings a gradient of a unit."""
 
     def complete(self, index: int) -> Iterable[int]:
@@ -464,7 +464,7 @@ class LocalGradients:
     ) -> None:
         self._units = units
         self._window = window
-        self._before = before
+        self.about_to_land = before
 
     def of(self, place: Place) -> GroupGradients:
         return self._units[place.unit.index].groups[place.group_index]
@@ -492,9 +492,6 @@ class LocalGradients:
 
     def left(self, units: Iterable[int]) -> None:
         return
-
-    def about_to_land(self, index: int) -> None:
-        self._before(index)
 
     def complete(self, index: int) -> Iterable[int]:
         self._units[index].send()
