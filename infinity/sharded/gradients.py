@@ -348,4 +348,4 @@ class SharedGradients:
         return self.agreement.make(facts, skip, told)
 
     def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
-        return sum_of((self.of(place), place.spec) for place in places)
+        return sum_of(self.of, places)

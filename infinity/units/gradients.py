@@ -525,15 +525,15 @@ class LocalGradients:
         return Decision(skip, [told])
 
     def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
-        return sum_of((self.of(place), place.spec) for place in places)
+        return sum_of(self.of, places)
 
 
-def sum_of(parts: Iterable[tuple[Landed, ParameterSpec]]) -> tuple[float, str]:
-    """As Gradients.sum_squares."""
+def sum_of(of: Callable[[Place], Landed], places: Iterable[Place]) -> tuple[float, str]:
+    """As Gradients.sum_squares. Args: of: gives the gradients that the one at a place is among."""
     every: list[float] = []
-    for group, spec in parts:
-        found = group.partials(spec)
+    for place in places:
+        found = of(place).partials(place.spec)
         if not all(map(math.isfinite, found)):
-            return float("nan"), spec.name
+            return float("nan"), place.spec.name
         every += found
     return total_of(every), ""
