@@ -116,13 +116,20 @@ PARTS = (
 """What the coordinator asks, and nobody above it."""
 
 
-def test_hooks_and_optimizers_reach_nothing_beneath_the_coordinator() -> None:
+_PARTS_OF_UNIT = ("homes", "views", "weights", "gradients", "update")
+"""What a unit asks; its description (`unit.unit`, `unit.local`, `unit.shard`) is a value, which anybody may read."""
+
+
+def test_use_cases_hooks_and_optimizers_reach_nothing_beneath_the_coordinator() -> None:
     """What they want of a unit they ask the unit."""
     of_coordinator = re.compile(rf"coordinator(_of\([^)]*\))?\.({'|'.join(PARTS)})\b")
-    of_unit = re.compile(r"coordinator\.units\[[^]]*(\[[^]]*\])?[^]]*\]\.\w+\.\w+")
+    of_unit = re.compile(
+        r"coordinator\.units\[[^]]*(\[[^]]*\])?[^]]*\]\.\w+\.\w+"
+        rf"|(?<![.\w])unit\.({'|'.join(_PARTS_OF_UNIT)})\b"
+    )
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for room in ("runtime", "optim")
+        for room in ("access", "runtime", "optim")
         for path in sorted((ROOT / room).rglob("*.py"))
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if of_coordinator.search(line) or of_unit.search(line)

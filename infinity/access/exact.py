@@ -7,17 +7,14 @@ import torch
 from infinity import _native
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import NotAvailableError
-from infinity.io import reading
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.moments import Moment
 from infinity.state.unit import Place
-from infinity.tiers.home import Home
-from infinity.tiers.resources import Resources
 
 
 def exact_bytes(coordinator: Coordinator, place: Place) -> int:
     """Of what `exact_value` returns."""
-    states = coordinator.units[place.unit.index].homes.states.get(place.group_index)
+    states = coordinator.units[place.unit.index].states_of(place.group_index)
     finer = states is not None and states.residual is not None
     return place.spec.numel * (4 if finer else place.group.dtype.itemsize)
 
@@ -31,11 +28,11 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
     unit, spec = coordinator.units[place.unit.index], place.spec
     with coordinator.locked(), coordinator.taking([place.unit.index]), torch.no_grad():
         weight = unit.parameters[spec.name].detach().to("cpu", copy=True).contiguous()
-    states = unit.homes.states.get(place.group_index)
+    states = unit.states_of(place.group_index)
     if states is None or states.residual is None or not spec.numel:
         return weight
     itemsize = residual_itemsize(states.master)
-    rest = read_part(coordinator.resources, states.residual, spec.offset * itemsize, spec.numel * itemsize)
+    rest = coordinator.read_part(states.residual, spec.offset * itemsize, spec.numel * itemsize)
     if states.master == "fp32":
         return rest.view(torch.float32).view(spec.shape)
     values = torch.empty(spec.numel, dtype=torch.float32)
@@ -51,26 +48,20 @@ def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torc
         NotAvailableError: there are several ranks, and this one has a slice of it.
         SwapIOError: the store could not be read.
     """
-    if not coordinator.shards[place.unit.index].whole:
+    unit, spec = coordinator.units[place.unit.index], place.spec
+    if not unit.shard.whole:
         raise NotAvailableError(
-            f"{moment} of '{place.spec.name}' lies in slices on several ranks. `infinity checkpoint export` writes it "
+            f"{moment} of '{spec.name}' lies in slices on several ranks. `infinity checkpoint export` writes it "
             "whole, from a generation of the run."
         )
-    states, spec = coordinator.units[place.unit.index].homes.states[place.group_index], place.spec
-    home = states.exp_avg if moment == "exp_avg" else states.exp_avg_sq
+    states = unit.states_of(place.group_index)
+    home = None if states is None else states.moment(moment)
     if home is None:
         raise AssertionError(f"the run keeps no {moment}")
     values = torch.empty(place.group.numel, dtype=torch.float32)
     with coordinator.locked():
         coordinator.fence()
-        encoded = read_part(coordinator.resources, home, 0, home.nbytes)
+        encoded = coordinator.read_part(home, 0, home.nbytes)
     is_signed = moment == "exp_avg"
     _native.decode_moments(encoded.numpy(), place.group.moments, is_signed=is_signed, values=values.numpy())
     return values[spec.offset : spec.offset + spec.numel].clone().view(spec.shape)
-
-
-def read_part(resources: Resources, home: Home, begin: int, nbytes: int) -> torch.Tensor:
-    """Bytes of a state, uint8."""
-    if home.in_memory:
-        return torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + nbytes].clone()
-    return reading.read_part(resources.require_store(), home.stored(), begin, nbytes).clone()

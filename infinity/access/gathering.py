@@ -20,8 +20,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 import torch
 
-from infinity.access.exact import read_part
-from infinity.access.ingest import residual_of, write_parts
+from infinity.access.ingest import residual_of
 from infinity.access.lent_gradients import LentGradients
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.coordinator import Coordinator
@@ -30,9 +29,7 @@ from infinity.plan.machine import available_device_bytes
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.values import sum_of_bits
-from infinity.tiers.slots import Slot
 from infinity.units.unit import OffloadedUnit
-from infinity.units.weights import Residency
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +83,8 @@ class Gathering:
                 unit = coordinator.units[index]
                 with coordinator.taking([index]), torch.inference_mode(False), torch.no_grad():
                     copies = {name: unit.parameters[name].detach().clone() for name in names}
-                    self._undo.callback(_scatter, unit, names)
-                    unit.views.gather(copies, _slot_in_use(unit))
+                    self._undo.callback(unit.scatter, names)
+                    unit.gather(copies)
                 if not self._write:
                     self._marks |= {id(unit.parameters[name]): sum_of_bits(unit.parameters[name]) for name in names}
             if self._lent is not None:
@@ -106,7 +103,7 @@ class Gathering:
             if kind is None and self._lent is not None:
                 self._lent.take_back()
         finally:
-            self._coordinator.masters.written()
+            self._coordinator.write_ended()
             self._leave()
 
     def __del__(self) -> None:
@@ -125,7 +122,7 @@ def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> di
     """What an outer context has gathered already stays as it is there."""
     fresh = {}
     for index, names in wanted.items():
-        gathered = coordinator.units[index].views.gathered
+        gathered = set(coordinator.units[index].gathered)
         if write and not gathered.isdisjoint(names):
             raise ModelError(
                 f"parameter '{min(gathered & set(names))}' is gathered already, by an outer infinity.gathered: what is "
@@ -138,10 +135,10 @@ def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> di
 
 def _require_memory(coordinator: Coordinator, wanted: Named, nbytes: int) -> None:
     """Args: nbytes: needed beside these weights."""
-    device = coordinator.resources.torch_device
+    device = coordinator.torch_device
     for index, names in wanted.items():
-        found = [coordinator.units[index].unit.find(name) for name in names]
-        nbytes += sum(spec.numel * group.dtype.itemsize for group, spec in found)
+        unit = coordinator.units[index].unit
+        nbytes += sum(spec.numel * group.dtype.itemsize for group, spec in map(unit.find, names))
     free = available_device_bytes(device)
     if nbytes > free:
         raise PlanError(
@@ -181,9 +178,9 @@ def _take_home(coordinator: Coordinator, wanted: Named) -> None:
             for index, names in wanted.items():
                 unit = coordinator.units[index]
                 with coordinator.taking([index]), torch.inference_mode(False), torch.no_grad():
-                    _write(coordinator, unit, unit.weights.require_slot(), _changed(unit, names))
+                    _write(coordinator, unit, _changed(unit, names))
         except BaseException as error:
-            coordinator.health.fail(InfinityError(f"weights were written in part: {error}"))
+            coordinator.fail(InfinityError(f"weights were written in part: {error}"))
             raise
 
 
@@ -211,17 +208,8 @@ def _require_same_everywhere(coordinator: Coordinator, wanted: Named) -> None:
         )
 
 
-def _slot_in_use(unit: OffloadedUnit) -> Slot | None:
-    """The slot that the parameters are views of."""
-    return unit.weights.slot if unit.weights.residency is Residency.RESIDENT else None
-
-
-def _scatter(unit: OffloadedUnit, names: Sequence[str]) -> None:
-    unit.views.scatter(names, _slot_in_use(unit))
-
-
 def _changed(unit: OffloadedUnit, names: Sequence[str]) -> list[str]:
-    return [name for name in names if not _same_bits(unit, unit.weights.require_slot(), name)]
+    return [name for name in names if not _same_bits(unit, name)]
 
 
 def _require_shapes(unit: OffloadedUnit, names: Sequence[str]) -> None:
@@ -236,10 +224,10 @@ def _require_shapes(unit: OffloadedUnit, names: Sequence[str]) -> None:
             )
 
 
-def _same_bits(unit: OffloadedUnit, slot: Slot, name: str) -> bool:
+def _same_bits(unit: OffloadedUnit, name: str) -> bool:
     """Of the copy and the unit's own; NaN is compared, too."""
-    mine = unit.parameters[name].detach().to(slot.tensor.device).contiguous().reshape(-1)
-    own = unit.views.value_in(slot, name).reshape(-1)
+    own = unit.own_value(name).reshape(-1)
+    mine = unit.parameters[name].detach().to(own.device).contiguous().reshape(-1)
     return torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
 
 
@@ -265,7 +253,7 @@ def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: S
 
 def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
     """The generations of a run share one copy of frozen weights."""
-    generations = coordinator.resources.generations
+    generations = coordinator.generations
     frozen = [name for name in names if not unit.unit.find(name)[0].trainable]
     if generations is None or generations.newest is None:
         return
@@ -278,49 +266,45 @@ def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Se
         )
 
 
-def _write(coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: Sequence[str]) -> None:
+def _write(coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]) -> None:
     """Put new values into the slot, and from there into the homes of weights and master."""
-    resources, shard = coordinator.resources, coordinator.shards[unit.index]
-    fresh = _residuals(coordinator, unit, slot, changed)
+    fresh = _residuals(coordinator, unit, changed)
     for name in changed:
-        unit.views.value_in(slot, name).copy_(unit.parameters[name])
+        unit.own_value(name).copy_(unit.parameters[name])
     touched = {unit.unit.groups.index(unit.unit.find(name)[0]) for name in changed}
     if touched:
-        resources.synchronize_uploads()
+        coordinator.synchronize_uploads()
     for index in sorted(touched):
-        begin, end = shard.weight_range(index, shard.cut.index)
-        if begin == end:
+        weights = unit.own_slice(index)
+        if not weights.numel():
             continue  # other ranks have all of the group
-        write_parts(resources, unit.homes.weights.groups[index], {0: slot.tensor[begin:end].cpu()})
-        states = unit.homes.states.get(index)
+        coordinator.write_parts(unit.weights_home.groups[index], {0: weights.cpu()})
+        states = unit.states_of(index)
         if states is not None and states.residual is not None and fresh.get(index):
-            write_parts(resources, states.residual, fresh[index])
+            coordinator.write_parts(states.residual, fresh[index])
     if changed:
-        coordinator.rewrote(changed)
-        unit.weights.bump()  # what was saved for backward is of before
-        coordinator.commits.touched()
+        coordinator.rewrote(unit.index, changed)
 
 
 def _residuals(
-    coordinator: Coordinator, unit: OffloadedUnit, slot: Slot, changed: Sequence[str]
+    coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
 ) -> dict[int, dict[int, torch.Tensor]]:
     """Of what this rank has of the changed parameters: by the group's index, and by where it begins in the group's
     residual. The slot has the old weights."""
-    shard = coordinator.shards[unit.index]
     fresh: dict[int, dict[int, torch.Tensor]] = {}
     for name in changed:
         group, spec = unit.unit.find(name)
         index = unit.unit.groups.index(group)
-        states, piece = unit.homes.states.get(index), shard.piece(spec, index)
+        states, piece = unit.states_of(index), unit.shard.piece(spec, index)
         if states is None or states.residual is None or piece is None:
             continue
         begin, itemsize = piece.index - spec.index, residual_itemsize(states.master)
         old, new = (
             value.detach().cpu().contiguous().reshape(-1)[begin : begin + piece.numel]
-            for value in (unit.views.value_in(slot, name), unit.parameters[name])
+            for value in (unit.own_value(name), unit.parameters[name])
         )
         at = piece.offset * itemsize
-        residual = read_part(coordinator.resources, states.residual, at, piece.numel * itemsize)
+        residual = coordinator.read_part(states.residual, at, piece.numel * itemsize)
         given = residual_of(new, states.master)
-        fresh.setdefault(index, {})[at] = coordinator.masters.after_write(name, old, new, residual, given)
+        fresh.setdefault(index, {})[at] = coordinator.residual_after_write(name, old, new, residual, given)
     return fresh

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,12 +15,11 @@ from infinity import _native
 from infinity.base.mapped import read_ahead
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, SwapIOError, SwapTimeoutError
-from infinity.io.arena import Lease
+from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
 from infinity.sharded.opening import open_comparison
 from infinity.sizes import PAGE_BYTES, round_up
-from infinity.state.codec import encode
 from infinity.state.dtypes import native_name, residual_itemsize
 from infinity.state.frozen import given
 from infinity.state.int8 import blocks_of, put_scales_back
@@ -28,13 +27,11 @@ from infinity.state.moments import Moment
 from infinity.state.unit import Group, ParameterSpec
 from infinity.state.values import Source
 from infinity.tiers.home import Home
-from infinity.tiers.resources import Resources
 from infinity.units.unit import OffloadedUnit
 
 logger = logging.getLogger(__name__)
 
 _CHUNK_NUMEL = 1 << 20
-_CHUNK_BYTES = 4 << 20
 _MOMENTS_NUMEL = 4 * _native.CHUNK_NUMEL
 
 
@@ -51,10 +48,10 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
         PeerError: another rank's file has other values.
     """
     comparison = open_comparison(coordinator.world)
-    with _Writes(coordinator.resources) as writes:
+    with _Writes(coordinator.arena) as writes:
         for unit in coordinator.units:
             _ingest_unit(coordinator, unit, comparison.values_of(unit, source, in_memory), writes)
-            unit.views.adopt(coordinator.resources.torch_device)
+            unit.adopt(coordinator.torch_device)
     comparison.say()
 
 
@@ -63,8 +60,8 @@ class _Writes:
     and again; leaving the block waits for all of them. Memory is given back once nothing writes from it: never after a
     timeout, as the disk may read it yet."""
 
-    def __init__(self, resources: Resources) -> None:
-        self._resources = resources
+    def __init__(self, arena: PinnedArena) -> None:
+        self._arena = arena
         self._under_way: deque[tuple[Lease, list[Transfer]]] = deque()
 
     def __enter__(self) -> _Writes:
@@ -87,9 +84,9 @@ class _Writes:
     def lease(self, nbytes: int, what: str) -> Lease:
         """Memory for a unit. Waits for units on their way where there is none."""
         # Nothing is fetched yet, so the space for slots (or uploads) is free.
-        while self._under_way and not self._resources.arena.fits(nbytes):
+        while self._under_way and not self._arena.fits(nbytes):
             self._end_oldest()
-        return self._resources.arena.lease(nbytes, what)
+        return self._arena.lease(nbytes, what)
 
     def start(self, lease: Lease, writes: Iterable[Callable[[], Transfer]]) -> None:
         """Begin these writes of what the lease holds."""
@@ -114,14 +111,12 @@ class _Writes:
 
 
 def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None, writes: _Writes) -> None:
-    resources = coordinator.resources
-    weights = unit.homes.weights
+    weights = unit.weights_home
     if not weights.nbytes:
         return  # other ranks have all of it
     if weights.lease is not None:
         _fill(coordinator, unit, weights.lease, source)
         return
-    store = resources.require_store()
     lease = writes.lease(weights.nbytes, f"loading unit '{unit.name}'")
     try:
         _fill(coordinator, unit, lease, source)
@@ -129,17 +124,16 @@ def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source |
         lease.release()
         raise
     stored = [home for home in weights.groups if home.nbytes]
-    writes.start(lease, [partial(store.write, home.stored(), lease.view(home.start, home.nbytes)) for home in stored])
+    writes.start(lease, [partial(coordinator.write_home, home, lease.view(home.start, home.nbytes)) for home in stored])
 
 
 def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: Source | None) -> None:
-    shard = coordinator.shards[unit.index]
     for index, group in enumerate(unit.unit.groups):
         if group.codec is not None:
             _fill_encoded(coordinator, unit, index, lease, source)
             continue
         for spec in group.specs:
-            piece = shard.piece(spec, index)
+            piece = unit.shard.piece(spec, index)
             if piece is None and spec.numel:
                 continue  # another rank has all of it
             value = _value_of(unit, spec, source)
@@ -148,14 +142,14 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
             begin = piece.index - spec.index
             start, end = unit.local.groups[index].byte_range(piece)
             mine = value[begin : begin + piece.numel]
-            _place(coordinator.resources, unit, index, piece, mine, lease.view(start, end - start))
+            _place(coordinator, unit, index, piece, mine, lease.view(start, end - start))
 
 
 def _fill_encoded(
     coordinator: Coordinator, unit: OffloadedUnit, index: int, lease: Lease, source: Source | None
 ) -> None:
     """Weights that rest encoded: as the checkpoint has them, or encoded now."""
-    group, home = unit.unit.groups[index], unit.homes.weights.groups[index]
+    group, home = unit.unit.groups[index], unit.weights_home.groups[index]
     if group.codec is None:
         raise AssertionError("a group without a codec is not encoded")
     for name, (begin, end) in group.encoded.items():
@@ -171,7 +165,7 @@ def _fill_encoded(
             _native.round_weights(_bytes(value.float()), _bytes(rounded), native_name(group.dtype))
             value = rounded
         if value.numel():
-            encode(name, value, group.codec, into, coordinator.resources.pool)
+            coordinator.encode(name, value, group.codec, into)
 
 
 def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -> torch.Tensor:
@@ -192,7 +186,7 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
 
 
 def _place(
-    resources: Resources,
+    coordinator: Coordinator,
     unit: OffloadedUnit,
     index: int,
     spec: ParameterSpec,
@@ -201,7 +195,7 @@ def _place(
 ) -> None:
     """Write one parameter's weight, and the rest of its master where the source is finer than the weight."""
     group = unit.local.groups[index]
-    states = unit.homes.states.get(index)
+    states = unit.states_of(index)
     if value.dtype == group.dtype:
         torch.frombuffer(weight, dtype=group.dtype).copy_(value)
     else:
@@ -211,7 +205,7 @@ def _place(
     itemsize = residual_itemsize(states.master)
     for begin in range(0, spec.numel, _CHUNK_NUMEL):
         rest = residual_of(value[begin : begin + _CHUNK_NUMEL], states.master)
-        write_parts(resources, states.residual, {(spec.offset + begin) * itemsize: rest})
+        coordinator.write_parts(states.residual, {(spec.offset + begin) * itemsize: rest})
 
 
 def residual_of(values: torch.Tensor, master: _native.MasterName) -> torch.Tensor:
@@ -221,32 +215,6 @@ def residual_of(values: torch.Tensor, master: _native.MasterName) -> torch.Tenso
     high, rest = torch.empty(values.numel(), dtype=torch.int16), torch.empty(values.numel(), dtype=torch.int16)
     _native.encode_split16(_bytes(values.float()), high.numpy(), rest.numpy())
     return rest.view(torch.uint8)
-
-
-def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]) -> None:
-    """Write bytes of a state, by where they begin in it; the others stay."""
-    if home.in_memory:
-        for begin, part in parts.items():
-            torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
-        home.changed()
-        return
-    store, extent = resources.require_store(), home.stored()
-    copy = resources.destination(extent)
-    start, end = 0, home.nbytes
-    if copy == extent.copy:  # in place: whole pages around the parts will do
-        start = min(parts) // PAGE_BYTES * PAGE_BYTES
-        end = round_up(max(begin + part.numel() for begin, part in parts.items()), PAGE_BYTES)
-    memory = _native.Arena(min(_CHUNK_BYTES, end - start), huge_pages=False)
-    for at in range(start, end, _CHUNK_BYTES):
-        page = memory.view(0, min(_CHUNK_BYTES, end - at))
-        wait_all([store.read(extent, page, at=at, io_class="states")])
-        held = torch.frombuffer(page, dtype=torch.uint8)
-        for begin, part in parts.items():
-            first, last = max(begin, at), min(begin + part.numel(), at + len(page))
-            if first < last:
-                held[first - at : last - at].copy_(part[first - begin : last - begin])
-        wait_all([store.write(extent, page, at=at, io_class="states", copy=copy)])
-    home.written(copy)
 
 
 def _bytes(tensor: torch.Tensor) -> _native.Buffer:
@@ -283,10 +251,10 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
     """
     states: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
     for unit in coordinator.units:
-        for index, homes in unit.homes.states.items():
-            group = unit.local.groups[index]
+        for index, group, homes in unit.trained():
             whole = {spec.name: spec for spec in unit.unit.groups[index].specs}
-            for state, home in zip(states, (homes.exp_avg, homes.exp_avg_sq), strict=True):
+            for state in states:
+                home = homes.moment(state)
                 named = [(spec, source(spec.name, state)) for spec in group.specs if spec.numel]
                 given = [
                     _GivenPiece(spec, spec.index - whole[spec.name].index, moment)
@@ -333,7 +301,7 @@ def _fill_moment(
         _native.encode_moments(values.numpy(), group.moments, is_signed=state == "exp_avg", data=target)
         if memory is not None:
             whole = memory.view(0, round_up(end - at, PAGE_BYTES))
-            wait_all([coordinator.resources.require_store().write(home.stored(), whole, at=at, io_class="states")])
+            wait_all([coordinator.write_home(home, whole, at=at, io_class="states")])
 
 
 def _assemble(given: Sequence[_GivenPiece], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:

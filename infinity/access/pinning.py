@@ -84,7 +84,7 @@ def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
 def pinned(coordinator: Coordinator) -> dict[Path, int]:
     """The steps of the pinned generations by their folders, the oldest pin first. Takes no lock: whoever removes a
     folder asks, on any thread, also a finalizer while another thread waits for other ranks."""
-    kept = coordinator.resources.generations
+    kept = coordinator.generations
     return {} if kept is None else kept.pins
 
 
@@ -101,8 +101,8 @@ def require_none_pinned(coordinator: Coordinator) -> None:
 
 def generations_of(coordinator: Coordinator) -> Generations:
     """Raises ConfigError where no generations are kept, InfinityError once the model is closed."""
-    coordinator.health.require_open()
-    kept = coordinator.resources.generations
+    coordinator.require_open()
+    kept = coordinator.generations
     if kept is None:
         raise ConfigError("commit_every: 0 keeps no generations; set commit_every: 1, or how many steps apart")
     return kept

@@ -7,6 +7,7 @@ it is. So a replay tells what a step's I/O takes alone, and leaves the run's bit
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infinity.coordinator.coordinator import Coordinator
@@ -35,13 +36,13 @@ def replay_step(coordinator: Coordinator, micro_batches: int = 1) -> ReplayedSte
     Raises:
         SwapIOError: the device failed; the model refuses to go on, as after a failed step.
     """
-    before = coordinator.resources.engine.counters()
+    before = coordinator.counters().io
     began = time.perf_counter()
     for _ in range(micro_batches):
         _replay_passes(coordinator)
     _replay_update(coordinator)
     seconds = time.perf_counter() - began
-    after = coordinator.resources.engine.counters()
+    after = coordinator.counters().io
     return ReplayedStep(
         seconds=seconds,
         io_s=(after["busy_ns"] - before["busy_ns"]) / 1e9,
@@ -58,8 +59,7 @@ def _replay_passes(coordinator: Coordinator) -> None:
         coordinator.release(index)
     for index in reversed(indices):
         coordinator.hold([index])
-        for group in coordinator.units[index].gradients.groups.values():
-            group.replay()
+        coordinator.units[index].replay_gradients()
     coordinator.end_backward(outermost=True)
 
 
@@ -67,18 +67,15 @@ def _replay_update(coordinator: Coordinator) -> None:
     coordinator.begin_step({}, "")
     requests = {}
     for unit in coordinator.units:
-        for group_index in unit.homes.states:
-            whole = SegmentRequest(
-                0, unit.local.groups[group_index].numel, 1, 0, True, 1.0, (("lr", 0.0), ("eps", 1.0))
-            )
+        for group_index, group, _ in unit.trained():
+            whole = SegmentRequest(0, group.numel, 1, 0, True, 1.0, (("lr", 0.0), ("eps", 1.0)))
             requests[unit.index, group_index] = GroupUpdate((whole,), None, arithmetic=False)
     coordinator.update(requests)
     coordinator.end_step()
     coordinator.fence()
     for unit in coordinator.units:
-        for group in unit.gradients.groups.values():
-            group.forget()
+        unit.forget_gradients()
 
 
-def _moved(counters: dict[str, int], direction: str) -> int:
+def _moved(counters: Mapping[str, int], direction: str) -> int:
     return sum(value for key, value in counters.items() if key.startswith(f"{direction}_bytes_"))

@@ -8,11 +8,9 @@ from torch import nn
 
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers, rng
-from infinity.durable.commits import facts_of
 from infinity.durable.records import Body, parse_body
 from infinity.errors import ResumeError
 from infinity.io.manifest import Manifest
-from infinity.io.store import wait_all
 from infinity.io.whole import Eligible
 from infinity.sharded.recovery import recover
 
@@ -35,17 +33,17 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
         ResumeError: there is none, or its states have another form than the config asks for.
         SwapIOError: the device failed.
     """
-    resources, generations = coordinator.resources, coordinator.resources.generations
+    generations = coordinator.generations
     if generations is None:
         raise AssertionError("resuming without generations")
-    memory = resources.staging.view()
+    memory = coordinator.idle_memory()
 
     def attempt(eligible: Eligible) -> Manifest:
         return generations.recover(memory, step, _check, digest, eligible)
 
-    place = resources.require_store().directories[0].path.parent
+    place = coordinator.directories[0].parent
     manifest = recover(coordinator.world, generations, place, attempt, step, pinned=digest is not None)
-    expected = facts_of(resources)
+    expected = coordinator.facts()
     if manifest.facts != expected:
         differ = ", ".join(
             f"{key} is {manifest.facts.get(key)!r} there and {expected.get(key)!r} here"
@@ -57,20 +55,14 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
             "them with `infinity checkpoint export` and infinity.offload_from_checkpoint, or infinity finetune "
             "--from-checkpoint."
         )
-    store = resources.require_store()
-    held = [home for home in resources.homes() if home.in_memory]
-    wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
-    for home in held:
-        home.read()
-    coordinator.room.adopt()
+    coordinator.adopt()
     return go_on_from(coordinator, manifest)
 
 
 def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:
     """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
-    coordinator.at_step(manifest.step, manifest.run)
     body = parse_body(manifest.body, f"generation {manifest.step}")
-    coordinator.commits.resume(manifest.step, body)
+    coordinator.resume(manifest.step, manifest.run, body)
     rng.restore(body.rng)
     return body
 

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,8 +28,9 @@ from infinity.coordinator.put_back import Masters
 from infinity.coordinator.readers import Readers
 from infinity.coordinator.transition import transition
 from infinity.durable import rng
-from infinity.durable.commits import Commits
+from infinity.durable.commits import Commits, facts_of
 from infinity.durable.optimizers import Checkpointed, Optimizers
+from infinity.durable.records import Body
 from infinity.durable.tracked import Stateful
 from infinity.errors import (
     InfinityError,
@@ -37,12 +39,18 @@ from infinity.errors import (
     SwapIOError,
     SwapTimeoutError,
 )
+from infinity.io.arena import PinnedArena
+from infinity.io.engine import Transfer
+from infinity.io.generations import Generations
 from infinity.io.store import Extent
 from infinity.plan.plan import Plan
 from infinity.sharded.opening import open_comparison, open_fetches, open_gradients, open_pool
+from infinity.state.codec import Codec, encode
 from infinity.state.request import GroupUpdate
 from infinity.state.shard import Shard
 from infinity.state.unit import Place, Unit
+from infinity.tiers import parts
+from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
 from infinity.units.arrivals import Passes
 from infinity.units.gradients import UnitGradients, groups_of
@@ -172,6 +180,14 @@ class Coordinator(Lender):
         """As Readers.watch."""
         self.readers.watch(end_if_dead)
 
+    def require_open(self) -> None:
+        """As Health.require_open."""
+        self.health.require_open()
+
+    def fail(self, error: InfinityError) -> None:
+        """As Health.fail."""
+        self.health.fail(error)
+
     def native_logs(self) -> tuple[_native.IOEngine, _native.UpdatePipeline]:
         """What records transfers, and what records tiles."""
         return self.resources.engine, self.resources.pipeline
@@ -221,9 +237,11 @@ class Coordinator(Lender):
         if all(shard.whole for shard in self.shards):  # else a rank has but a part of each master
             self.saved_wide, self.saved_from = frozenset(names), frozen
 
-    def rewrote(self, names: Iterable[str]) -> None:
-        """These parameters got other values than those that were brought home, by no step."""
+    def rewrote(self, index: int, names: Iterable[str]) -> None:
+        """These parameters of a unit got other values than those that were brought home, by no step."""
         self.rewritten.update(names)
+        self.units[index].weights.bump()  # what was saved for backward is of before
+        self.commits.touched()
 
     def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
         for unit in self.units:
@@ -804,6 +822,75 @@ class Coordinator(Lender):
         self.forget_dead()
         with torch.no_grad(), self.gathering(), self.taking([self._owners[id(parameter)][0]]):
             return parameter.detach().to("cpu", copy=True)
+
+    # -- states, for use-cases ----------------------------------------------------------------------------------------
+
+    @property
+    def arena(self) -> PinnedArena:
+        """The memory that units come through on their way home, before the first of them is fetched."""
+        return self.resources.arena
+
+    def idle_memory(self) -> memoryview:
+        """Memory that no update uses before the first step."""
+        return self.resources.staging.view()
+
+    @property
+    def generations(self) -> Generations | None:
+        """None where no generations are kept."""
+        return self.resources.generations
+
+    @property
+    def directories(self) -> list[Path]:
+        """Of the store; [] without one."""
+        store = self.resources.store
+        return [] if store is None else [directory.path for directory in store.directories]
+
+    def facts(self) -> dict[str, Any]:
+        """As commits.facts_of."""
+        return facts_of(self.resources)
+
+    def adopt(self) -> None:
+        """The states in the store are those of the model: what rests in RAM is read, and the parameters become
+        placeholders. Raises SwapIOError."""
+        self.resources.read_homes()
+        self.room.adopt()
+
+    def resume(self, step: int, run: str, body: Body) -> None:
+        """The states are those of a run's generation: the run goes on from it."""
+        self.at_step(step, run)
+        self.commits.resume(step, body)
+
+    def read_part(self, home: Home, begin: int, nbytes: int) -> torch.Tensor:
+        """As parts.read_part."""
+        return parts.read_part(self.resources, home, begin, nbytes)
+
+    def write_parts(self, home: Home, new: Mapping[int, torch.Tensor]) -> None:
+        """As parts.write_parts."""
+        parts.write_parts(self.resources, home, new)
+
+    def write_home(
+        self, home: Home, data: memoryview, *, at: int = 0, io_class: _native.IOClassName = "weights"
+    ) -> Transfer:
+        """Start writing a state that comes home to the store, from byte `at` on."""
+        return self.resources.require_store().write(home.stored(), data, at=at, io_class=io_class)
+
+    def encode(self, name: str, values: torch.Tensor, codec: Codec, into: memoryview) -> None:
+        """As codec.encode."""
+        encode(name, values, codec, into, self.resources.pool)
+
+    def synchronize_uploads(self) -> None:
+        """As Resources.synchronize_uploads."""
+        self.resources.synchronize_uploads()
+
+    def residual_after_write(
+        self, name: str, old: torch.Tensor, new: torch.Tensor, residual: torch.Tensor, given: torch.Tensor
+    ) -> torch.Tensor:
+        """As Masters.after_write."""
+        return self.masters.after_write(name, old, new, residual, given)
+
+    def write_ended(self) -> None:
+        """As Masters.written."""
+        self.masters.written()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

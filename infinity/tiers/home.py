@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from infinity import _native
 from infinity.io.arena import Lease
 from infinity.io.store import Extent
+from infinity.state.moments import Moment
 from infinity.state.unit import Group, Unit
 
 
@@ -151,6 +152,9 @@ class GroupStates:
 
     def homes(self) -> list[Home]:
         return list(self.updated(None).values())
+
+    def moment(self, name: Moment) -> Home | None:
+        return self.exp_avg if name == "exp_avg" else self.exp_avg_sq
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.io.directory import require_place
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
-from infinity.io.store import Extent, Mode, SwapStore
+from infinity.io.store import Extent, Mode, SwapStore, wait_all
 from infinity.plan.layout import StateLayout, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.ranks.world import World
@@ -130,6 +130,13 @@ class Resources:
         """Every state of every unit."""
         for unit in self.units:
             yield from unit
+
+    def read_homes(self) -> None:
+        """What rests in RAM is read from the store. Raises SwapIOError."""
+        store, held = self.require_store(), [home for home in self.homes() if home.in_memory]
+        wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
+        for home in held:
+            home.read()
 
     def extents(self) -> Iterator[Extent]:
         """Every place in the swap file, those of gradients that spill among them."""

@@ -9,7 +9,7 @@ homes       where all states rest (tiers/home.py)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -19,14 +19,16 @@ from infinity.base.timeline import Timeline
 from infinity.errors import SwapIOError
 from infinity.io.store import wait_all
 from infinity.state.shard import Shard
+from infinity.state.unit import Group
 from infinity.tiers.destination import Written
-from infinity.tiers.home import UnitHomes
+from infinity.tiers.home import GroupStates, UnitHomes, WeightsHome
+from infinity.tiers.slots import Slot
 from infinity.units.gradients import UnitGradients
 from infinity.units.health import Health
 from infinity.units.parameters import ParameterViews
 from infinity.units.shadows import Shadows
 from infinity.units.update import Milestone, UnitUpdate, UpdateState
-from infinity.units.weights import Weights
+from infinity.units.weights import Residency, Weights
 
 
 class OffloadedUnit:
@@ -37,6 +39,7 @@ class OffloadedUnit:
     Attributes:
         unit: the whole, as its slot holds it.
         local: what this rank keeps and updates of it: all, or its slice.
+        shard: how `local` is cut.
 
     Args:
         health: is told when an update that was decided fails.
@@ -54,6 +57,7 @@ class OffloadedUnit:
     ) -> None:
         self.unit = shard.unit
         self.local = shard.local
+        self.shard = shard
         self.index = shard.unit.index
         self.name = shard.unit.name
         self.homes = homes
@@ -92,6 +96,57 @@ class OffloadedUnit:
     def hide(self) -> None:
         """As ParameterViews.hide."""
         self.views.hide()
+
+    def adopt(self, device: torch.device) -> None:
+        """As ParameterViews.adopt."""
+        self.views.adopt(device)
+
+    def gather(self, values: Mapping[str, torch.Tensor]) -> None:
+        """As ParameterViews.gather."""
+        self.views.gather(values, self._viewed)
+
+    def scatter(self, names: Collection[str]) -> None:
+        """As ParameterViews.scatter."""
+        self.views.scatter(names, self._viewed)
+
+    @property
+    def _viewed(self) -> Slot | None:
+        """The slot that the parameters are views of."""
+        return self.weights.slot if self.weights.residency is Residency.RESIDENT else None
+
+    def own_value(self, name: str) -> torch.Tensor:
+        """A view of the slot, which must be there: the value of a parameter, also while a copy of it is gathered."""
+        return self.views.value_in(self.weights.require_slot(), name)
+
+    def own_slice(self, group: int) -> torch.Tensor:
+        """A view of the slot, which must be there: what this rank keeps of the weights of a group, uint8."""
+        begin, end = self.shard.weight_range(group, self.shard.cut.index)
+        return self.weights.require_slot().tensor[begin:end]
+
+    # -- where its states rest ----------------------------------------------------------------------------------------
+
+    @property
+    def weights_home(self) -> WeightsHome:
+        return self.homes.weights
+
+    def states_of(self, group: int) -> GroupStates | None:
+        """None where the group is frozen."""
+        return self.homes.states.get(group)
+
+    def trained(self) -> Iterator[tuple[int, Group, GroupStates]]:
+        """The groups with optimizer states, by index, as far as this rank keeps them."""
+        for index, states in self.homes.states.items():
+            yield index, self.local.groups[index], states
+
+    def replay_gradients(self) -> None:
+        """As GroupGradients.replay."""
+        for group in self.gradients.groups.values():
+            group.replay()
+
+    def forget_gradients(self) -> None:
+        """As GroupGradients.forget."""
+        for group in self.gradients.groups.values():
+            group.forget()
 
     # -- the update under way -----------------------------------------------------------------------------------------
 

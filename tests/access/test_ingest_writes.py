@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tests.tiers.fakes import TIMEOUT, Failure, Future, pages, transfer
 
 
 def writes_in(arena: Any) -> _Writes:
-    return _Writes(SimpleNamespace(arena=arena))  # type: ignore[arg-type]
+    return _Writes(arena)
 
 
 def test_units_are_on_their_way_together_as_far_as_there_is_memory() -> None:

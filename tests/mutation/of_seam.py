@@ -48,7 +48,7 @@ OF_SEAM = [
     Mutant(
         "weights in RAM are written when no upload reads them",
         "infinity/access/gathering.py",
-        "        resources.synchronize_uploads()\n",
+        "        coordinator.synchronize_uploads()\n",
         "        pass\n",
         _SIMULATE,
     ),

@@ -185,13 +185,13 @@ OF_TRAINING = [
     Mutant(
         "a written weight has a master of its value",
         "infinity/access/gathering.py",
-        "            write_parts(resources, states.residual, fresh[index])\n",
+        "            coordinator.write_parts(states.residual, fresh[index])\n",
         "            pass\n",
         (_GATHERED, "-k", "master_of_exactly"),
     ),
     Mutant(
         "what is written by hand goes where no generation is",
-        "infinity/access/ingest.py",
+        "infinity/tiers/parts.py",
         "    copy = resources.destination(extent)\n",
         "    copy = extent.copy\n",
         (_GATHERED, "-k", "crash"),
