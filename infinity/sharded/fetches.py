@@ -6,7 +6,7 @@ How far updates are, and what refers to a slot, may differ between the ranks, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
@@ -20,6 +20,7 @@ class AgreedFetches:
     """
 
     rearranges = False
+    keeps_slots = False  # the update may be one of other ranks' slices alone
 
     def __init__(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
@@ -37,10 +38,3 @@ class AgreedFetches:
         """Ranks save the same parameters for backward."""
         fetching = unit.weights.residency is Residency.FETCHING
         return not (prefetch and fetching) and not unit.views.saved_by_autograd()
-
-    def rewritten(self, begun: Sequence[OffloadedUnit], everywhere: Sequence[OffloadedUnit]) -> Sequence[OffloadedUnit]:
-        return everywhere
-
-    def voids_slot(self, unit: OffloadedUnit) -> bool:
-        """Always: the update may be one of other ranks' slices alone."""
-        return True

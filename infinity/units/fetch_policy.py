@@ -5,7 +5,7 @@ Of several ranks that bring their units together each may do only what all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from infinity.units.unit import OffloadedUnit
@@ -18,9 +18,11 @@ class FetchPolicy(Protocol):
     Attributes:
         rearranges: where no unit may go that would make room, the room may wait for updates, collect garbage, and move
             units that are in use.
+        keeps_slots: an update here may leave a unit its slot. Otherwise an update on any rank voids the unit's slot.
     """
 
     rearranges: bool
+    keeps_slots: bool
 
     def may_come(self, unit: OffloadedUnit) -> bool:
         """Whether a prefetch may begin."""
@@ -35,22 +37,12 @@ class FetchPolicy(Protocol):
             prefetch: that waits for no update, and makes room for what is needed now, not for another prefetch.
         """
 
-    def rewritten(self, begun: Sequence[OffloadedUnit], everywhere: Sequence[OffloadedUnit]) -> Sequence[OffloadedUnit]:
-        """The units whose weights are void once a step is decided, in the order in which they go.
-
-        Args:
-            begun: those with an update here.
-            everywhere: those with one on any rank.
-        """
-
-    def voids_slot(self, unit: OffloadedUnit) -> bool:
-        """Whether a unit's slot is void once a step is decided, even if no update of the unit is under way here."""
-
 
 class LocalFetches:
     """The policy of a process that brings its units alone (FetchPolicy)."""
 
     rearranges = True
+    keeps_slots = True
 
     def may_come(self, unit: OffloadedUnit) -> bool:
         return unit.can_be_fetched()
@@ -63,9 +55,3 @@ class LocalFetches:
         if prefetch and (unit.weights.residency is Residency.FETCHING or not unit.at_rest):
             return False
         return not unit.weights.referred_to()
-
-    def rewritten(self, begun: Sequence[OffloadedUnit], everywhere: Sequence[OffloadedUnit]) -> Sequence[OffloadedUnit]:
-        return begun
-
-    def voids_slot(self, unit: OffloadedUnit) -> bool:
-        return False

@@ -340,7 +340,7 @@ class Room:
 
     def updates_decided(self, begun: Sequence[OffloadedUnit], everywhere: Sequence[OffloadedUnit]) -> None:
         """Args: begun: the units of which this process updates something; everywhere: those of which any rank does."""
-        for unit in self._policy.rewritten(begun, everywhere):
+        for unit in begun if self._policy.keeps_slots else everywhere:
             self.update_decided(unit)
 
     def update_decided(self, unit: OffloadedUnit) -> None:
@@ -350,7 +350,7 @@ class Room:
         update, slot = unit.decided, unit.weights.slot
         if slot is None or unit.weights.residency is not Residency.RESIDENT:
             return
-        if self._policy.voids_slot(unit):
+        if not self._policy.keeps_slots:
             self._evict(unit)
             return
         if update is None:
