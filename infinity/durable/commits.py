@@ -26,6 +26,7 @@ from infinity.durable.tracked import Noted, Stateful, Tracking
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, SwapIOError
 from infinity.io import document
 from infinity.io.engine import Transfer
+from infinity.io.generations import Generations
 from infinity.io.store import wait_all
 from infinity.tiers.resources import Resources
 
@@ -181,10 +182,13 @@ class Commits:
         """Whether finish() would wait for nothing but small files."""
         return self._commit is not None and self._commit.ready
 
-    def _write_dirty(self) -> None:
-        generations, store = self._resources.generations, self._resources.require_store()
-        if generations is None:
+    def _require_generations(self) -> Generations:
+        if self._resources.generations is None:
             raise AssertionError("a commit without generations")
+        return self._resources.generations
+
+    def _write_dirty(self) -> None:
+        generations, store = self._require_generations(), self._resources.require_store()
         writes, moved = [], []
         try:
             for home in self._resources.homes():
@@ -284,7 +288,7 @@ class Commits:
             raise AssertionError("a commit that was not begun")
         body = commit.body if commit.body is not None else self._body_now(before_forward=False)
         commit.sync.result()
-        self._maker.make(commit.step, facts_of(self._resources), body)
+        self._maker.make(self._require_generations(), commit.step, facts_of(self._resources), body)
 
     # -- others who make them -----------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class Maker(Protocol):
     decides_alone: bool
     makes_again: bool
 
-    def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
+    def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
         """Make generation `step` of values that are durable. Raises as Generations.prepare."""
 
     def told(self, pace: Pace) -> list[int]:
@@ -49,13 +49,8 @@ class LocalMaker:
     decides_alone = True
     makes_again = True
 
-    def __init__(self, generations: Generations | None) -> None:
-        self._generations = generations
-
-    def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
-        if self._generations is None:
-            raise AssertionError("a commit without generations")
-        self._generations.make(step, facts, body)
+    def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
+        generations.make(step, facts, body)
 
     def told(self, pace: Pace) -> list[int]:
         return []

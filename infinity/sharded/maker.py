@@ -22,10 +22,8 @@ class SharedMaker:
         self._world = world
         self._generations = generations
 
-    def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
-        if self._generations is None:
-            raise AssertionError("a commit without generations")
-        self._generations.prepare(step, facts, body)
+    def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
+        generations.prepare(step, facts, body)
         self._world.exchange.say(step)
 
     def told(self, pace: Pace) -> list[int]:

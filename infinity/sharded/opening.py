@@ -43,7 +43,7 @@ def open_gradients(
 
 
 def open_maker(world: World, generations: Generations | None) -> Maker:
-    return SharedMaker(world, generations) if isinstance(world, Among) else LocalMaker(generations)
+    return SharedMaker(world, generations) if isinstance(world, Among) else LocalMaker()
 
 
 def open_comparison(world: World) -> Comparison:

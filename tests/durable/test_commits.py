@@ -82,7 +82,7 @@ class Run:
         )
         kept: Any = below.generations
         world: Any = SimpleNamespace(exchange=self.exchange)
-        maker = SharedMaker(world, kept) if several else LocalMaker(kept)
+        maker = SharedMaker(world, kept) if several else LocalMaker()
         optimizers: Any = self.optimizers
         model = ModelRecord(class_name="A", config=None, generation_config=None, groups=[], parameters=[])
         self.commits = Commits(below, optimizers, maker, model, dict)

@@ -63,8 +63,8 @@ OF_RANKS = [
     Mutant(
         "of several ranks a generation is prepared, and retired later",
         "infinity/sharded/maker.py",
-        "        self._generations.prepare(step, facts, body)\n",
-        "        self._generations.make(step, facts, body)\n",
+        "        generations.prepare(step, facts, body)\n",
+        "        generations.make(step, facts, body)\n",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(

@@ -94,8 +94,10 @@ OF_TRAINING = [
     Mutant(
         "the manifest after the fdatasync, not before",
         "infinity/durable/commits.py",
-        "        commit.sync.result()\n        self._maker.make(commit.step, facts_of(self._resources), body)\n",
-        "        self._maker.make(commit.step, facts_of(self._resources), body)\n        commit.sync.result()\n",
+        "        commit.sync.result()\n"
+        "        self._maker.make(self._require_generations(), commit.step, facts_of(self._resources), body)\n",
+        "        self._maker.make(self._require_generations(), commit.step, facts_of(self._resources), body)\n"
+        "        commit.sync.result()\n",
         (_RESUME, "-k", "failed_fdatasync"),
     ),
     Mutant(
