@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from infinity.errors import NotAvailableError, PeerError
-from infinity.io.arena import Space
 from infinity.ranks.exchange import Exchange
 from infinity.sharded.outbox import Outbox, trained
 from infinity.state.shard import Shard
@@ -244,7 +243,7 @@ class SharedGradients:
 
     Args:
         local: of this rank's slices, by unit.
-        space: memory for gradients on their way (Outbox).
+        outbox: of these gradients.
         before: as of Outbox.
     """
 
@@ -253,16 +252,16 @@ class SharedGradients:
         shards: Sequence[Shard],
         local: Sequence[UnitGradients],
         exchange: Exchange,
-        space: Space,
+        outbox: Outbox,
         before: Callable[[int], None],
     ) -> None:
         self._units = local
         self._own = LocalGradients(local, None, before)
-        self._outbox = Outbox(shards, local, exchange, space, before)
-        self.agreement = Agreement(shards, local, exchange, self._outbox)
+        self._outbox = outbox
+        self.agreement = Agreement(shards, local, exchange, outbox)
         self._groups = {
             (shard.unit.index, index): SharedGroup(
-                shard, index, local[shard.unit.index].groups.get(index), self._outbox, self.agreement
+                shard, index, local[shard.unit.index].groups.get(index), outbox, self.agreement
             )
             for shard in shards
             for index in trained(shard)

@@ -11,6 +11,7 @@ from infinity.ranks.world import Among, World
 from infinity.sharded.fetches import AgreedFetches
 from infinity.sharded.gradients import SharedGradients
 from infinity.sharded.maker import SharedMaker
+from infinity.sharded.outbox import Outbox
 from infinity.sharded.same_values import Comparison, NoComparison, SameOnAllRanks
 from infinity.sharded.slots import GatheredSlots
 from infinity.state.shard import Shard
@@ -38,7 +39,8 @@ def open_gradients(
     """Args: local: of this rank's slices, by unit; before: as of LocalGradients, and Outbox."""
     world = resources.world
     if isinstance(world, Among):
-        return SharedGradients(shards, local, world.exchange, resources.between_ranks, before)
+        outbox = Outbox(shards, local, world.exchange, resources.between_ranks, before)
+        return SharedGradients(shards, local, world.exchange, outbox, before)
     return LocalGradients(local, resources.landing, before)
 
 

@@ -18,7 +18,7 @@ from infinity.errors import PeerError, SwapIOError
 from infinity.io.arena import PinnedArena
 from infinity.ranks.operations import AllToAll, Operation
 from infinity.sharded.gradients import PARTIAL_NUMEL, SharedGradients
-from infinity.sharded.outbox import trained
+from infinity.sharded.outbox import Outbox, trained
 from infinity.sizes import round_up
 from infinity.state.shard import Cut, Shard
 from infinity.state.unit import ELEMENT_ALIGNMENT, Group, ParameterSpec, Place, Unit
@@ -145,7 +145,8 @@ class Rank:
         between: Any = self.exchange
         self.space = PinnedArena(nbytes).lease(nbytes, "gradients between ranks").space()
         self.told: list[int] = []  # of each unit that lands, before it does
-        self.shared = SharedGradients(self.shards, self.local, between, self.space, self._before)
+        outbox = Outbox(self.shards, self.local, between, self.space, self._before)
+        self.shared = SharedGradients(self.shards, self.local, between, outbox, self._before)
 
     def _before(self, index: int) -> None:
         self.told.append(index)
