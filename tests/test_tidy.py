@@ -67,11 +67,26 @@ def _functions(tree: ast.AST, inside: str = "") -> Iterator[tuple[str, ast.Funct
         yield from _functions(node, f"{name}." if named else inside)
 
 
+_TELL_OF_RANKS = ("plan/problem.py", "state/shard.py")
+"""Peers and Limits, and Cut: whoever wants to know what follows from the number of ranks asks these, or World."""
+
+
 def test_only_sharded_asks_whether_there_are_other_ranks() -> None:
     """What a process says to the others it says through World; cli/ may speak of ranks."""
     asks = re.compile(r"\b(exchange|shared|agreed)\b is (not )?None|isinstance\(.*\b(Alone|Among)\)|\bExchange\b")
+    number = r"(\b_?(ranks|count)|world\.size|rank_and_world\(\)\[1\])"
+    compared = r"\s*(==|!=|<=|>=|<|>)\s*"
+    counts = re.compile(rf"\b(peers|self)\.together\b|{number}{compared}1\b|\b1{compared}\S*{number}")
     rooms = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in ("sharded", "ranks", "cli")]
     assert [path.name for path in rooms if asks.search(path.read_text())] == []
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in rooms
+        if path.relative_to(ROOT).as_posix() not in _TELL_OF_RANKS
+        for line in path.read_text().splitlines()
+        if counts.search(line)
+    ]
+    assert found == []
 
 
 def test_every_file_begins_with_why_it_exists() -> None:

@@ -20,16 +20,14 @@ from infinity.durable.description import describe
 from infinity.durable.optimizers import Optimizers
 from infinity.errors import DeviceRoomError, ModelError
 from infinity.io.headers import header_in
-from infinity.io.rank_paths import rank_path
 from infinity.plan.frequency import Frequency
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.plan.problem import ALONE, Peers
-from infinity.ranks.ranks import rank_and_world
+from infinity.ranks.paths import rank_path
 from infinity.sharded.opening import open_maker
-from infinity.sharded.together import Together, come_together, meeting
+from infinity.sharded.together import Together, come_together, meeting, peers_here
 from infinity.state.discover import Discovery, discover
-from infinity.state.shard import Cut
 from infinity.state.terms import Terms
 from infinity.state.values import Source
 from infinity.tiers.resources import Resources
@@ -152,12 +150,11 @@ def pins_in_store(model: nn.Module, terms: Terms) -> int:
     with meeting(config.nvme.deadline_s) as tell:
         found = discover(model, config.moments, config.frozen)
         without = replace(terms, config=config.model_copy(update={"pins": 0}), resumes=True)
-        rank, ranks = rank_and_world()
-        peers = ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
+        peers = peers_here()
         plan = plan_for(model, found, without, peers)
         swap = plan.layout.swap
         copy_bytes = swap.further_copies // config.keep
-        store = rank_path(config.nvme.paths[0].expanduser().absolute(), rank, ranks)
+        store = rank_path(config.nvme.paths[0].expanduser().absolute(), peers.cut.index, peers.cut.count)
         more = header_in(store).header.nbytes - swap.kept
         pins, rest = divmod(more, copy_bytes) if copy_bytes else (0, more)
         mine = pins if not rest and 0 <= pins <= PINS_MAX else config.pins

@@ -13,7 +13,7 @@ from infinity.errors import ConfigError, InfinityError, PeerError, ResumeError
 from infinity.io.generations import Generations
 from infinity.io.headers import header_in
 from infinity.io.pins import Marker, begin_folder, read_pins, require_marker, said
-from infinity.io.rank_paths import rank_path
+from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.sharded.stores import ranks_said
 

@@ -18,13 +18,12 @@ from infinity.durable.records import GroupRecord, ModelRecord, ParameterRecord, 
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import whole
 from infinity.io.engine import open_engine
-from infinity.io.headers import headers_of, members_of
+from infinity.io.headers import headers_of
 from infinity.io.manifest import Manifest
-from infinity.io.rank_paths import rank_path
 from infinity.io.reading import read_part
 from infinity.io.store import Extent, SwapStore
 from infinity.io.whole import extents_of
-from infinity.sharded.stores import furthest_in
+from infinity.sharded.stores import stores_in
 from infinity.sizes import round_up
 from infinity.state.codec import decode, encoded_ranges
 from infinity.state.dtypes import residual_itemsize
@@ -77,15 +76,6 @@ def opened(
         engine.close()  # idle before the stores let go of their files
         for store in held:
             store.close()
-
-
-def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path]]:
-    """The directories of each store in these: of one process, or of each of `count` ranks, by default of those that
-    went furthest. Raises ResumeError."""
-    count = furthest_in(paths[0]) if count is None else count
-    if count > 1:
-        return [[rank_path(path, rank, count) for path in paths] for rank in range(count)]
-    return [members_of(paths[0]) if len(paths) == 1 else list(paths)]
 
 
 def newest_whole(
@@ -177,7 +167,7 @@ class StoredPart:
         if group.codec is None:
             begin, end = self.slice_of(group)
             return (end - begin) * dtype_of(group).itemsize
-        if self._cut.count > 1:
+        if not self._cut.whole:
             raise ManifestError(self.source, f"has slices of encoded weights of unit '{group.unit}'")
         return max((end for _, end in encoded_in(self.body.model, group).values()), default=0)
 
@@ -188,7 +178,7 @@ class StoredPart:
         for name in ("master", "moments"):
             fact = facts.get(name)
             forms = {getattr(group, name) for group in self.body.model.groups if group.trainable}
-            if isinstance(fact, list) and self._cut.count == 1 and set(fact) != forms:
+            if isinstance(fact, list) and self._cut.whole and set(fact) != forms:
                 raise ManifestError(self.source, f"says that {name} is {fact}, and its groups have {sorted(forms)}")
         mine = [facts.get("rank", 0), facts.get("ranks", 1), facts.get("slice_numel", self._cut.numel)]
         if mine != [self._cut.index, self._cut.count, self._cut.numel]:

@@ -40,7 +40,7 @@ from infinity.durable.description import names_of
 from infinity.errors import ConfigError, ModelError
 from infinity.files import nearest
 from infinity.io.directory import generations_in
-from infinity.io.rank_paths import rank_path
+from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime.anew import remember_readers
 from infinity.runtime.deferred import defer as defer_values

@@ -23,19 +23,26 @@ from torch import nn
 
 from infinity import _native
 from infinity.checkpoint.carry_on import carry_on
-from infinity.checkpoint.generation import StoredGeneration, newest_whole, opened, stores_in
+from infinity.checkpoint.generation import StoredGeneration, newest_whole, opened
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.durable.records import parse_body
 from infinity.errors import ManifestError, PlanError, ResumeError
 from infinity.io.directory import generations_in, pinned_in
 from infinity.io.manifest import read_manifest
-from infinity.io.rank_paths import rank_path
+from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.runtime import offload
 from infinity.runtime.tiles import tile_as
 from infinity.runtime.track import commit
-from infinity.sharded.stores import counts_in, ranks_said, remove_rank_stores, require_none_pinned, steps_of
+from infinity.sharded.stores import (
+    counts_in,
+    ranks_said,
+    remove_rank_stores,
+    require_none_pinned,
+    steps_of,
+    stores_in,
+)
 from infinity.sharded.together import Tell, meeting
 from infinity.state.moments import OptimizerName
 from infinity.state.terms import Terms

@@ -100,12 +100,12 @@ def _require_there(pin: Pin, store: SwapStore) -> None:
 @contextmanager
 def _stores_of(coordinator: Coordinator) -> Iterator[Sequence[SwapStore]]:
     """The stores of all ranks, for reading."""
-    mine, ranks = coordinator.resources.require_store(), coordinator.world.size
-    if ranks == 1:
+    mine, cut = coordinator.resources.require_store(), coordinator.plan.peers.cut
+    if cut.whole:
         yield [mine]
         return
     paths = [directory.path.parent for directory in mine.directories]
-    with opened(paths, count=ranks, shared=True) as every:
+    with opened(paths, count=cut.count, shared=True) as every:
         yield every
 
 

@@ -73,8 +73,7 @@ def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
                         write_weights(places[0], parts.meta(), gathered, parts.numel, max_shard_size)
                         write_configs(parts.model, places[0], parts.dtype)
             finally:
-                for part in gathered if coordinator.world.size > 1 else ():
-                    part.clear()  # what rank 0 writes is gathered by all, also where it could not go on
+                coordinator.world.gather_rest(gathered)
 
         def publish() -> None:
             with failing(target, "saving to"):

@@ -27,9 +27,10 @@ from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generat
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
 from infinity.io.pins import Pin, read_pins
-from infinity.io.rank_paths import is_rank_path, rank_paths
+from infinity.io.rank_paths import is_rank_path
 from infinity.io.store import SwapStore
 from infinity.io.whole import Damage, extents_of, verify
+from infinity.ranks.paths import rank_paths
 from infinity.sharded.stores import counts_in, parts_of, remove_rank_stores, steps_of
 from infinity.sizes import format_bytes
 

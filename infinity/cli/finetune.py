@@ -40,7 +40,7 @@ from infinity.errors import (
     printable,
 )
 from infinity.io.headers import header_in
-from infinity.io.rank_paths import rank_path
+from infinity.ranks.paths import rank_path
 from infinity.runtime.offload import close
 from infinity.runtime.statistics import statistics
 from infinity.runtime.track import commit

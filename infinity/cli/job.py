@@ -22,7 +22,7 @@ from infinity.errors import ConfigError, ManifestError, ResumeError
 from infinity.io.directory import generations_in
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_manifest
-from infinity.io.rank_paths import rank_path
+from infinity.ranks.paths import rank_path
 from infinity.sharded.stores import furthest_in, ranks_said, steps_of
 from infinity.sharded.together import Tell
 

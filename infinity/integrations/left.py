@@ -10,7 +10,7 @@ from pathlib import Path
 from infinity.errors import ManifestError
 from infinity.io.directory import parts_said
 from infinity.io.pins import Pin, read_pins
-from infinity.io.rank_paths import rank_path
+from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
 from infinity.sharded.stores import counts_in, steps_of
 

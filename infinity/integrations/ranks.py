@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from infinity.coordinator import registry
 from infinity.integrations.patches import Patches
-from infinity.ranks.ranks import rank_and_world
+from infinity.ranks.ranks import has_others
 from infinity.runtime.deferred import is_deferred
 
 
@@ -37,7 +37,7 @@ def replace_generating(patches: Patches, generation: ModuleType) -> None:
     weights of all."""
 
     def generate(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("synced_gpus") is None and rank_and_world()[1] > 1 and _is_ours(model):
+        if kwargs.get("synced_gpus") is None and has_others() and _is_ours(model):
             kwargs["synced_gpus"] = True
         return original(model, *args, **kwargs)
 

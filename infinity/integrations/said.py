@@ -30,7 +30,7 @@ def say(model: nn.Module, *, trained: bool) -> None:
         "infinity: %s, %s%s: weights rest on %s%s; it takes %s of device and %s of host memory",
         printable(type(model).__name__),
         f"trained: {trained_of(part, numel)}" if trained else f"only evaluated: {numel:,} parameters",
-        f", cut over {coordinator.world.size} ranks" if coordinator.world.size > 1 else "",
+        "" if plan.peers.cut.whole else f", cut over {plan.peers.cut.count} ranks",
         plan.placement.weights.tier,
         states,
         format_bytes(plan.device_bytes),

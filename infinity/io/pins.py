@@ -41,6 +41,7 @@ from pydantic import AfterValidator, Field
 from infinity import files
 from infinity.errors import ConfigError, InfinityError, ManifestError, ResumeError, SwapIOError
 from infinity.io import document, durable
+from infinity.io.rank_paths import rank_name
 from infinity.io.schema import AbsolutePath, Count, Name, Record, require_unique, validated
 from infinity.strict import parse_json
 
@@ -280,7 +281,8 @@ class Pins:
         Raises:
             SwapIOError: the folder has the marker that it had, or none.
         """
-        own = self._directories if self._ranks == 1 else [path.parent for path in self._directories]
+        of_rank = rank_name(self._rank, self._ranks)
+        own = [path.parent if path.name == of_rank else path for path in self._directories]
         marker = Marker(
             run=self._run,
             step=pin.step,

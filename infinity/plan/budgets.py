@@ -220,7 +220,7 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         largest = max(needed, key=lambda unit: unit.weight_bytes)
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
         more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
-        each = f" for each of the {limits.ranks} ranks on this machine" if limits.in_place and limits.ranks > 1 else ""
+        each = limits.for_each if limits.in_place else ""
         raise DeviceRoomError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "

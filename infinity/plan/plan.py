@@ -83,7 +83,7 @@ class Plan:
     @property
     def needs_store(self) -> bool:
         """Whether there is a swap file. A rank that has a slice of nothing still has manifests of every generation."""
-        return bool(self.layout.swap.nbytes or (self.peers.together and self.placement.commit_every))
+        return bool(self.layout.swap.nbytes or (self.peers.shares and self.placement.commit_every))
 
     @property
     def device_bytes(self) -> int:
@@ -163,12 +163,12 @@ def forecast(
 
 
 def _rank(cut: Cut) -> str:
-    return "" if cut.count == 1 else f": what rank {cut.index} of {cut.count} keeps"
+    return "" if cut.whole else f": what rank {cut.index} of {cut.count} keeps"
 
 
 def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
     """The line on where the weights come from each time they are used."""
-    if peers.cut.count == 1:
+    if peers.cut.whole:
         return []
     if peers.near is None:
         return [f"  ranks        weights come from all {peers.cut.count} (ZeRO-3)"]

@@ -188,15 +188,14 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) ->
     """The two budgets: those of the config, or a share of what is available now. What the ranks of a machine have
     together is divided by their number."""
     in_place, ranks = device.type == "cpu", peers.on_machine
-    shares = peers.cut.count if peers.together else 0
     if peers.memory is not None:
-        return Limits(*peers.memory, in_place, shares, ranks)
+        return Limits(*peers.memory, in_place, peers.shares, ranks)
     on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else DEVICE_SHARE))
     return Limits(
         device=on_device // ranks if in_place else on_device,
         host=(config.memory.host or int(available_host_bytes() * HOST_SHARE)) // ranks,
         in_place=in_place,
-        shares=shares,
+        shares=peers.shares,
         ranks=ranks,
     )
 
@@ -295,7 +294,6 @@ def _fitting(problem: Problem) -> Iterator[_Chosen]:
 
 def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, needed: int) -> PlanError:
     config, largest = problem.config, problem.largest
-    each = f" for each of the {problem.limits.ranks} ranks on this machine" if problem.limits.ranks > 1 else ""
     advice = [f"raise memory.host to {enough_bytes(needed * problem.limits.ranks)}"]
     in_ram = {"weights": placed.weights.tier, "optimizer": placed.optimizer.tier}
     if keys := [key for key, tier in in_ram.items() if tier == "host"]:
@@ -308,7 +306,7 @@ def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, 
         kept = f", {format_bytes(problem.secondary_bytes)} for copies of weights (ranks.gather)"
     measured = "" if config.memory.host else f" ({HOST_SHARE:.0%} of the RAM that is available now)"
     return PlanError(
-        f"memory.host is {format_bytes(problem.limits.host)}{each}{measured}, but the plan needs "
+        f"memory.host is {format_bytes(problem.limits.host)}{problem.limits.for_each}{measured}, but the plan needs "
         f"{format_bytes(needed)}: "
         f"{format_bytes(gradients.host_bytes)} for gradients{' on their way to NVMe' if gradients.spills else ''} and "
         f"{format_bytes(needed - gradients.host_bytes - problem.secondary_bytes)} for states and staging kept "

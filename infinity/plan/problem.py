@@ -47,6 +47,11 @@ class Limits:
         return self.host + self.device * self.in_place
 
     @property
+    def for_each(self) -> str:
+        """Whose the budgets are, in messages."""
+        return f" for each of the {self.ranks} ranks on this machine" if self.ranks > 1 else ""
+
+    @property
     def used_at_home(self) -> bool:
         """Weights that rest in RAM are used where they are."""
         return self.in_place and not self.shares
@@ -91,6 +96,11 @@ class Peers:
     together: bool = True
     memory: tuple[int, int] | None = None
     near: Cut | None = None
+
+    @property
+    def shares(self) -> int:
+        """As Limits.shares."""
+        return self.cut.count if self.together else 0
 
     @property
     def facts(self) -> dict[str, int]:

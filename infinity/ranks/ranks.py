@@ -63,6 +63,11 @@ def rank_and_world() -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
+def has_others() -> bool:
+    """Whether torch.distributed's default group has further ranks."""
+    return rank_and_world()[1] > 1
+
+
 @dataclass(frozen=True)
 class Group:
     """Some of the ranks.

@@ -7,7 +7,7 @@ All ranks make the same calls in the same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
@@ -63,6 +63,10 @@ class World(ABC):
         """Like once(), for work that may take longer than ranks wait for each other."""
 
     @abstractmethod
+    def gather_rest(self, parts: Iterable[list[Any]]) -> None:
+        """Go through parts that all ranks gather, also where this one cannot go on."""
+
+    @abstractmethod
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one cannot go on. Does not raise."""
 
@@ -84,6 +88,9 @@ class Alone(World):
 
     def once_slow(self, what: str, act: Callable[[], None]) -> None:
         act()
+
+    def gather_rest(self, parts: Iterable[list[Any]]) -> None:
+        return
 
     def fail(self, error: BaseException) -> None:
         return
@@ -128,6 +135,10 @@ class Among(World):
             while not self.tell(what, is_done())[0]:
                 pass
             self.each(what, lambda: None if doing is None else doing.result())
+
+    def gather_rest(self, parts: Iterable[list[Any]]) -> None:
+        for part in parts:
+            part.clear()
 
     def fail(self, error: BaseException) -> None:
         self.exchange.fail(error)

@@ -21,7 +21,8 @@ from infinity.io.directory import (
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_header
 from infinity.io.pins import read_pins, said
-from infinity.io.rank_paths import NAME, is_rank_path, place_of, rank_paths
+from infinity.io.rank_paths import NAME, is_rank_path, place_of
+from infinity.ranks.paths import rank_path, rank_paths
 
 
 def counts_in(path: Path) -> list[int]:
@@ -40,6 +41,15 @@ def furthest_in(path: Path) -> int:
     none. Raises SwapIOError."""
     steps = {count: max(steps_of(path, count), default=-1) for count in counts_in(path)}
     return max(steps, key=lambda count: (steps[count], -count), default=1)
+
+
+def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path]]:
+    """The directories of each store in these: of one process, or of each of `count` ranks, by default of those that
+    went furthest. Raises ResumeError."""
+    count = furthest_in(paths[0]) if count is None else count
+    if count > 1:
+        return [[rank_path(path, rank, count) for path in paths] for rank in range(count)]
+    return [members_of(paths[0]) if len(paths) == 1 else list(paths)]
 
 
 def clear_others(paths: Iterable[Path], count: int) -> None:

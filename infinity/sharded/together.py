@@ -17,13 +17,13 @@ from infinity.config import NvmeConfig, SwapConfig
 from infinity.errors import DeviceRoomError, NotAvailableError, ResumeError
 from infinity.io import durable
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
-from infinity.io.rank_paths import rank_path
 from infinity.io.store import new_run
 from infinity.plan.frequency import Frequency, rarest
 from infinity.plan.planner import limits_of
 from infinity.plan.problem import ALONE, Peers, secondary_bytes
 from infinity.ranks.exchange import Exchange
-from infinity.ranks.ranks import Ranks, require_ranks_met
+from infinity.ranks.paths import rank_path
+from infinity.ranks.ranks import Ranks, rank_and_world, require_ranks_met
 from infinity.ranks.world import Alone, Among, World
 from infinity.sharded.gradients import require_same
 from infinity.sharded.stores import (
@@ -67,6 +67,12 @@ def meeting(deadline_s: float) -> Iterator[Tell]:
         raise
     finally:
         world.close()
+
+
+def peers_here() -> Peers:
+    """Which slices are this process's, before the ranks have met."""
+    rank, ranks = rank_and_world()
+    return ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
 
 
 def _world_of(ranks: Ranks | None) -> World:

@@ -62,6 +62,11 @@ class Cut:
         if self.numel < 1 or self.numel % SHARD_NUMEL_MIN:
             raise ValueError(f"slices begin at multiples of {SHARD_NUMEL_MIN} elements, not of {self.numel}")
 
+    @property
+    def whole(self) -> bool:
+        """There is one rank, which has all of every unit."""
+        return self.count == 1
+
     def of(self, unit: Unit) -> Shard:
         return Shard(unit, self)
 
@@ -80,7 +85,7 @@ class Shard:
     @property
     def whole(self) -> bool:
         """There is one rank, which has all of the unit."""
-        return self.cut.count == 1
+        return self.cut.whole
 
     @cached_property
     def slices(self) -> tuple[tuple[Range, ...], ...]:

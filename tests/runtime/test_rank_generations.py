@@ -23,7 +23,7 @@ from infinity.checkpoint import other_ranks
 from infinity.cli.main import main
 from infinity.errors import InfinityError, PeerError, ResumeError, SwapIOError
 from infinity.io import durable
-from infinity.io.rank_paths import rank_path, rank_paths
+from infinity.ranks.paths import rank_path, rank_paths
 from infinity.runtime.pins import pin
 from infinity.sharded.stores import counts_in
 from tests import sampling

@@ -27,8 +27,8 @@ from infinity.io import durable
 from infinity.io.directory import generations_in
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import MARKER_NAME, PINS_NAME, digest_of, read_marker, read_pins
-from infinity.io.rank_paths import rank_paths
 from infinity.ranks import world
+from infinity.ranks.paths import rank_paths
 from infinity.runtime.pins import pin, pinned, unpin
 from tests import sampling
 from tests.ranks.workers import ended, run

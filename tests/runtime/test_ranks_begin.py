@@ -15,7 +15,7 @@ from transformers import AutoModelForSequenceClassification
 
 import infinity
 from infinity.errors import ConfigError, InfinityError, ModelError, PeerError
-from infinity.io.rank_paths import rank_paths
+from infinity.ranks.paths import rank_paths
 from tests.models import llama
 from tests.ranks.workers import ended, run
 from tests.runtime.over_ranks import TIERS, Blocks, batch, digest, offloaded

@@ -12,8 +12,8 @@ from infinity.config import NvmeConfig
 from infinity.errors import StoreLockedError, StoreNotEmptyError
 from infinity.io.engine import open_engine
 from infinity.io.generations import Generations
-from infinity.io.rank_paths import rank_path, rank_paths
 from infinity.io.store import Extent, Mode, SwapStore
+from infinity.ranks.paths import rank_path, rank_paths
 from infinity.sharded.stores import clear_leftovers, clear_others, counts_in, remove_generations, run_and_steps_in
 from infinity.sizes import PAGE_BYTES
 
