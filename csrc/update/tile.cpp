@@ -127,6 +127,16 @@ void bring_scales(const Tile& tile) {
   }
 }
 
+// The last page of a state is written whole. What of it is behind the last element is not read with a source: it is
+// zero, so that two runs write the same bytes.
+void zero_padding(const Tile& tile) {
+  for (const State state : states_apart(tile)) {
+    if (!tile.job->written(state)) continue;
+    const std::uint64_t end = tile.job->bytes(state, tile.numel);
+    std::memset(tile.memory[state] + end, 0, round_up_to_page(end) - end);
+  }
+}
+
 bool changes(const UpdateJob& job, const Segment& segment, State state) {
   if (!job.arithmetic || segment.skip) return false;
   if (state == State::exp_avg) return segment.hyper.uses_exp_avg();
@@ -221,6 +231,7 @@ std::optional<Failure> update_tile(const Tile& tile, ThreadPool& pool, Isa isa, 
   // The pages of scales belong to no piece: they are checked and brought before, and taken after.
   if (auto damage = first_damage(scale_pages(tile, Pages::read))) return damage;
   bring_scales(tile);
+  zero_padding(tile);
   const std::size_t task = task_numel();
   const std::size_t tasks = (tile.numel + task - 1) / task;
   std::vector<std::optional<Failure>> damage(tasks);

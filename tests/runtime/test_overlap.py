@@ -21,6 +21,8 @@ import infinity
 from infinity import _native
 from infinity.config import load_config
 from infinity.coordinator import registry
+from infinity.io.directory import generations_in
+from infinity.io.manifest import read_manifest
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
 from infinity.state.terms import Terms
@@ -326,6 +328,27 @@ def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tm
         found = weights_of(model) | states_of(model)
         assert all(torch.equal(values, after[step][name]) for name, values in found.items()), step
         infinity.close(model)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_what_staging_held_before_is_not_in_a_generation(moments: str, tmp_path: Path) -> None:
+    """An update writes whole pages, and the last element of a state lies amid one."""
+    sums = []
+    for held in (b"\xaa", b"\x55"):
+        path = tmp_path / held.hex()
+        model, batches = model_and_batches(1)
+        given = config_of(path, "nvme", "none", overlap="during_backward", moments=moments, commit_every=1)
+        model = infinity.offload(model, given)
+        staging = registry.coordinator_of(model).resources.staging.view()
+        staging[:] = held * len(staging)
+        optim = infinity.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model, batches[0]).backward()
+        optim.step()
+        infinity.commit(model)
+        assert infinity.statistics(model).updates.early > 0
+        infinity.close(model)
+        sums.append(read_manifest(next(iter(generations_in(path).values()))).sums)
+    assert sums[0] == sums[1]
 
 
 @pytest.mark.covering(strength=1)
