@@ -262,6 +262,15 @@ def test_an_update_that_may_be_undone_leaves_no_trace_in_the_optimizer(offload: 
     assert optim.state_dict()["state"] == {}
 
 
+def test_zero_grad_undoes_the_updates_that_began_with_the_gradients(offload: Any) -> None:
+    model, optim, _ = speculated(offload)
+    before = weights_of(model)
+    optim.zero_grad()
+    assert not registry.coordinator_of(model).updates.speculative
+    optim.step()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
+
+
 def test_a_step_after_an_interrupted_zero_grad_is_a_step(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C comes while speculative updates are undone."""
     model, optim, batch = speculated(offload)
