@@ -290,7 +290,7 @@ class Exchange:
         operation, watch, index = begun.operation, self._ranks.watch, begun.index
         for each in operation.after:
             watch.note(index, _BEFORE, f"what comes before {begun.what}")
-            each.wait()
+            each()
         self.raise_if_broken()
         watch.note(index, _AGREEING, begun.what)
         told = self._move(begun) if self._ranks.world > 1 else self._alone(begun)

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import torch
-
-
-class Waits(Protocol):
-    """What an operation waits for before it is issued, such as the read that fills this rank's slice."""
-
-    def wait(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,8 @@ class Operation:
         collective: what is moved. Its memory belongs to the exchange until the ticket is done.
         subject: a number that is the same on all ranks, such as the index of a unit; compared before anything is moved.
         name: of the subject, for messages: "unit 'layers.3'", "step 7".
-        after: awaited in their order before the collective is issued. What one of them raises is this rank's failure.
+        after: called in their order before the collective is issued, to wait for what fills this rank's slice, such as
+            a read. What one of them raises is this rank's failure.
         arrived: called on the exchange's thread when the bytes are there and before the ticket is done. Short: the next
             operation waits. On a device it is where the exchange's stream is told to the one that uses the bytes.
     """
@@ -68,5 +62,5 @@ class Operation:
     collective: Gather | AllToAll | Control
     subject: int
     name: str
-    after: Sequence[Waits] = field(default=())
+    after: Sequence[Callable[[], object]] = ()
     arrived: Callable[[], None] | None = None

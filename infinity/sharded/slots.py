@@ -35,6 +35,9 @@ from infinity.tiers.slots import CopiedSlot, Fetch, Slot
 
 logger = logging.getLogger(__name__)
 
+_Wait = Callable[[], object]
+"""Waits until this rank's slice is in its place (Operation.after)."""
+
 
 class GatheredSlots:
     """The slots of a model whose units are cut over ranks (SlotPool).
@@ -63,7 +66,7 @@ class GatheredSlots:
         if copy is not None and copy.version == version:
             return self._gather(lease, copy.shard, near=True, own=copy.own)
 
-        def own(index: int, mine: memoryview) -> _FromRam | _FromStore:
+        def own(index: int, mine: memoryview) -> _Wait:
             return self._own(home, index, mine, after)
 
         fetch = self._gather(lease, shard, near=False, own=own, keep=copy)
@@ -77,7 +80,7 @@ class GatheredSlots:
         shard: Shard,
         *,
         near: bool,
-        own: Callable[[int, memoryview], _FromRam | _FromStore],
+        own: Callable[[int, memoryview], _Wait],
         keep: _Copy | None = None,
     ) -> Fetch:
         """Args: own: what brings this rank's slice of a group to its place; keep: takes what has come."""
@@ -113,14 +116,14 @@ class GatheredSlots:
             )
         return PinnedArena(nbytes).lease(nbytes, f"the weights of '{shard.unit.name}'")
 
-    def _own(self, home: WeightsHome, index: int, mine: memoryview, after: Written) -> _FromRam | _FromStore:
+    def _own(self, home: WeightsHome, index: int, mine: memoryview, after: Written) -> _Wait:
         group = home.groups[index]
         new = after.get(index, Destination(group))
         rests_in = new.rests_in
         if rests_in is not None:
-            return _FromRam(rests_in.view(group.start, group.nbytes), mine, new.written)
+            return partial(_copy, mine, rests_in.view(group.start, group.nbytes), new.written)
         store = self._resources.require_store()
-        return _FromStore(store.read(group.stored(), mine, copy=new.copy, after=new.written))
+        return store.read(group.stored(), mine, copy=new.copy, after=new.written).result
 
     def counts(self, home: WeightsHome) -> bool:
         return True
@@ -146,9 +149,9 @@ class _Copy:
         nbytes = shard.local.weight_bytes
         self._lease = space.lease(nbytes, f"a copy of the weights of '{shard.unit.name}'") if nbytes else None
 
-    def own(self, index: int, mine: memoryview) -> _FromRam:
+    def own(self, index: int, mine: memoryview) -> _Wait:
         """Args: mine: the place of a group's slice, of which there is something."""
-        return _FromRam(self._view(index), mine, None)
+        return partial(_copy, mine, self._view(index))
 
     def fill(self, index: int, slot: Lease) -> None:
         """Args: slot: has all weights of a group."""
@@ -163,32 +166,11 @@ class _Copy:
         return self._lease.view(group.weight_offset, group.weight_bytes)
 
 
-def _copy(to: memoryview, source: memoryview) -> None:
+def _copy(to: memoryview, source: memoryview, written: Transfer | None = None) -> None:
+    """Args: written: when the source has its new values; None: now."""
+    if written is not None:
+        written.result()
     torch.frombuffer(to, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
-
-
-class _FromRam:
-    """This rank's slice, copied once it has its new values."""
-
-    def __init__(self, home: memoryview, mine: memoryview, written: Transfer | None) -> None:
-        self._home = home
-        self._mine = mine
-        self._written = written
-
-    def wait(self) -> None:
-        if self._written is not None:
-            self._written.result()
-        _copy(self._mine, self._home)
-
-
-class _FromStore:
-    """This rank's slice on its way from the store."""
-
-    def __init__(self, read: Transfer) -> None:
-        self._read = read
-
-    def wait(self) -> None:
-        self._read.result()
 
 
 class _GatherFetch(Fetch):

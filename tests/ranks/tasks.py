@@ -59,12 +59,10 @@ def done(exchange: Exchange, operation: Operation) -> bytes:
     return received(operation, exchange.submit(operation).result())
 
 
-class Kill:
+def kill() -> None:
     """Something to wait for that kills this process."""
-
-    def wait(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-        threading.Event().wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
 
 
 def told_by(exchange: Exchange, *operations: Operation) -> tuple[tuple[int, ...], str]:

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,16 +75,6 @@ def test_ranks_that_are_at_different_things_do_not_take_in_what_the_others_tell(
 # Random sequences
 
 
-class Late:
-    """Something to wait for that takes a while."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def wait(self) -> None:
-        time.sleep(self._seconds)
-
-
 def _bytes(nbytes: int, *key: int) -> torch.Tensor:
     data = random.Random(repr(key)).randbytes(nbytes)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).clone() if data else torch.empty(0, dtype=torch.uint8)
@@ -94,7 +85,7 @@ def _drawn(seed: int, index: int, late: random.Random) -> tuple[Operation, Any]:
     rank, n = dist.get_rank(), dist.get_world_size()
     chance = random.Random(repr((seed, index)))
     sizes = [[chance.choice((0, 1, 7, 64, 1000, 70000)) for _ in range(n)] for _ in range(n)]
-    after = [Late(late.random() * 0.003) for _ in range(late.randrange(2))]
+    after = [partial(time.sleep, late.random() * 0.003) for _ in range(late.randrange(2))]
     kind = chance.choice(KINDS)
     if kind == "gather":
         pieces = [_bytes(size, seed, index, r) for r, size in enumerate(sizes[0])]
@@ -249,7 +240,7 @@ def test_closing_ends_operations_that_wait_and_the_others_say_who_left() -> None
 def closed_beside_one_that_stays(kind: str) -> Any:
     """Rank 1 fails when it has sent its header, and keeps its connections open until the others have closed."""
     exchange, store = opened(), dist.distributed_c10d._get_default_store()
-    ticket = exchange.submit(operation(kind, 0, after=[Fails()] if dist.get_rank() == 1 else []))
+    ticket = exchange.submit(operation(kind, 0, after=[fails] if dist.get_rank() == 1 else []))
     with pytest.raises((PeerError, OSError)) as caught:
         ticket.result()
     if dist.get_rank() == 1:
@@ -259,11 +250,9 @@ def closed_beside_one_that_stays(kind: str) -> Any:
     return type(caught.value).__name__, quiet, groups
 
 
-class Fails:
+def fails() -> None:
     """Something to wait for that fails."""
-
-    def wait(self) -> None:
-        raise OSError(5, "the disk failed")
+    raise OSError(5, "the disk failed")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -287,7 +276,7 @@ class Hangs:
 
 def closed_behind_a_disk_that_hangs() -> Any:
     exchange, read = opened(), Hangs()
-    tickets = [exchange.submit(operation("gather", index, after=[read])) for index in range(2)]
+    tickets = [exchange.submit(operation("gather", index, after=[read.wait])) for index in range(2)]
     read.began.wait()
     assert not exchange.close()
     assert not exchange.close()
@@ -362,17 +351,16 @@ def chained(failing: str) -> Any:
     """What the rank itself raises where its own read fails, and what the others do."""
     exchange = opened()
 
-    class Read:
-        def wait(self) -> None:
-            if dist.get_rank() == 1 and failing == "after":
-                raise OSError(5, "the disk failed")
+    def read() -> None:
+        if dist.get_rank() == 1 and failing == "after":
+            raise OSError(5, "the disk failed")
 
     def arrived() -> None:
         if dist.get_rank() == 1 and failing == "arrived":
             raise OSError(5, "the disk failed")
 
     raised = []
-    for each in (operation("gather", 4, after=[Read()], arrived=arrived), operation("gather", 5)):
+    for each in (operation("gather", 4, after=[read], arrived=arrived), operation("gather", 5)):
         try:
             exchange.submit(each).result()
         except (PeerError, OSError) as error:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from infinity.errors import PeerError
 from tests import sampling
-from tests.ranks.tasks import KINDS, Kill, done, opened, operation, received, told_by
+from tests.ranks.tasks import KINDS, done, kill, opened, operation, received, told_by
 from tests.ranks.workers import Outcome, ended, run
 from tests.sampling import SEED, number
 
@@ -32,8 +32,8 @@ def killed(kind: str, victim: int, when: str, apart: bool) -> Any:
     exchange = opened(apart=apart)
     assert done(exchange, operation(kind, 0))
     if dist.get_rank() == victim and when == "before":
-        Kill().wait()
-    after = [Kill()] if dist.get_rank() == victim else []
+        kill()
+    after = [kill] if dist.get_rank() == victim else []
     return told_by(exchange, operation(kind, 1, BIG, after=after), operation(kind, 2))
 
 
@@ -59,7 +59,7 @@ def killed_at_any_instant(victim: int, apart: bool, instant_s: float) -> Any:
     """One rank is killed while all of them move bytes without a pause, three operations ahead."""
     exchange = opened(apart=apart)
     if dist.get_rank() == victim:
-        threading.Timer(instant_s, Kill().wait).start()
+        threading.Timer(instant_s, kill).start()
     waiting: deque[Any] = deque()
     try:
         for index in itertools.count():
@@ -87,7 +87,7 @@ def orphaning() -> Any:
     exchange = opened()
     assert done(exchange, operation("gather", 0))
     if dist.get_rank() == 1 and os.fork():
-        Kill().wait()
+        kill()
     if dist.get_rank() == 1:
         for name in os.listdir("/proc/self/fd"):
             if not is_of_gloo(int(name)):
@@ -187,7 +187,7 @@ def is_missed(name: str) -> Any:
         exchange.close()
         return (1,), ""
     if name == "killed" and dist.get_rank() == 1:
-        Kill().wait()
+        kill()
     try:
         ranks.assemble("resume" if name == "other" and dist.get_rank() == 1 else "step 1", timeout_s=1.0)
     except PeerError as error:
