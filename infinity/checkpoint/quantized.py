@@ -201,7 +201,7 @@ class QuantizedFiles:
                 f"{file}: '{weight}' is quantized with shape {state.shape}, and is {tuple(shape)} in the model."
                 f"{turned if state.shape == tuple(shape)[::-1] else ''} {_IN_16_BITS}"
             )
-        self._require_map(weight, "quant_map", _native.NF4_MAP, state)
+        self._require_nf4_map(weight)
         nested = f"{weight}.nested_absmax" in self._files
         same = state.blocksize == BLOCK_NUMEL and state.nested_blocksize == NESTED_BLOCKS
         if nested and same and self._is_map(f"{weight}.nested_quant_map", _native.NESTED_MAP):
@@ -291,10 +291,10 @@ class QuantizedFiles:
     def _is_map(self, name: str, known: Collection[float]) -> bool:
         return self._tensor(name).float().tolist() == list(known)
 
-    def _require_map(self, weight: str, name: str, known: Collection[float], state: _State) -> None:
-        if not self._is_map(f"{weight}.{name}", known):
+    def _require_nf4_map(self, weight: str) -> None:
+        if not self._is_map(f"{weight}.quant_map", _native.NF4_MAP):
             raise ModelError(
-                f"{self._files[weight]}: the 4-bit codes of '{weight}' stand for other numbers ({name}) than NF4's. "
+                f"{self._files[weight]}: the 4-bit codes of '{weight}' stand for other numbers (quant_map) than NF4's. "
                 f"{_IN_16_BITS}"
             )
 

@@ -95,7 +95,7 @@ class Commits:
         self._waited = False  # a forward has begun since the commit was, and the loop was not at its top
         self._several_steps_an_item = False
         self._closing = False
-        self.tracking = Tracking(optimizers, buffers)
+        self.tracking = Tracking(optimizers.checkpoint, buffers)
         self.resumed: Resumed | None = None
 
     def track(self, objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> None:

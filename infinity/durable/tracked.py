@@ -34,12 +34,6 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-class Checkpointing(Protocol):
-    """The optimizers of a run (durable/optimizers.py), which a loop changes between two steps."""
-
-    def checkpoint(self) -> list[dict[str, Any]]: ...
-
-
 @dataclass(frozen=True)
 class Noted:
     """A loop at one moment, in copies that nothing changes.
@@ -63,11 +57,11 @@ class Tracking:
     """The objects of one run, by name.
 
     Args:
-        optimizers: whose hyperparameters belong to the same moment.
+        optimizers: gives the hyperparameters of the run's optimizers, which belong to the same moment.
         buffers: gives the model's persistent buffers, which do, too.
     """
 
-    def __init__(self, optimizers: Checkpointing, buffers: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, optimizers: Callable[[], list[dict[str, Any]]], buffers: Callable[[], dict[str, Any]]) -> None:
         self._optimizers = optimizers
         self._buffers = buffers
         self._gradients = False
@@ -183,7 +177,7 @@ class Tracking:
 
     def _note(self, names: list[str]) -> Noted:
         states = {name: state_of(name, self.items[name]) for name in names}
-        around = document.copy_of({"optimizers": self._optimizers.checkpoint(), "buffers": self._buffers()})
+        around = document.copy_of({"optimizers": self._optimizers(), "buffers": self._buffers()})
         return Noted(
             rng.snapshot(),
             states,

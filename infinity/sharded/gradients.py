@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from infinity.state.unit import ParameterSpec, Place
 from infinity.units.gradients import (
     Decision,
     GroupGradients,
-    LocalGradients,
     Named,
     UnitGradients,
     sum_of,
@@ -244,7 +243,6 @@ class SharedGradients:
     Args:
         local: of this rank's slices, by unit.
         outbox: of these gradients.
-        before: as of Outbox.
     """
 
     def __init__(
@@ -253,10 +251,8 @@ class SharedGradients:
         local: Sequence[UnitGradients],
         exchange: Exchange,
         outbox: Outbox,
-        before: Callable[[int], None],
     ) -> None:
         self._units = local
-        self._own = LocalGradients(local, None, before)
         self._outbox = outbox
         self.agreement = Agreement(shards, local, exchange, outbox)
         self._groups = {
@@ -296,7 +292,7 @@ class SharedGradients:
         self.take_completed()  # of a pass that an exception ended
 
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
-        self._own.backward_begins(units, staying)
+        return
 
     def left(self, units: Iterable[int]) -> None:
         """Of these units what came is sent, and what has arrived of any lands. Raises PeerError."""
@@ -331,11 +327,14 @@ class SharedGradients:
                 self._outbox.send(index)
 
     def send(self) -> None:
-        self._own.send()
+        for unit in self._units:
+            unit.send()
 
     def synchronize(self) -> None:
         self._outbox.settle()
-        self._own.synchronize()
+        for unit in self._units:
+            for group in unit.groups.values():
+                group.settle()
 
     def drop_cleared(self, named: Named) -> None:
         with torch._C.DisableTorchFunctionSubclass():

@@ -40,7 +40,7 @@ def open_gradients(
     world = resources.world
     if isinstance(world, Among):
         outbox = Outbox(shards, local, world.exchange, resources.between_ranks, before)
-        return SharedGradients(shards, local, world.exchange, outbox, before)
+        return SharedGradients(shards, local, world.exchange, outbox)
     return LocalGradients(local, resources.landing, before)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,8 +36,7 @@ class Loader(Counter):
 
 
 def tracking_of(rates: list[int], buffers: dict[str, Any]) -> Tracking:
-    optimizers: Any = SimpleNamespace(checkpoint=lambda: rates)
-    return Tracking(optimizers, lambda: buffers)
+    return Tracking(lambda: rates, lambda: buffers)
 
 
 class Loop:

@@ -146,7 +146,7 @@ class Rank:
         self.space = PinnedArena(nbytes).lease(nbytes, "gradients between ranks").space()
         self.told: list[int] = []  # of each unit that lands, before it does
         outbox = Outbox(self.shards, self.local, between, self.space, self._before)
-        self.shared = SharedGradients(self.shards, self.local, between, outbox, self._before)
+        self.shared = SharedGradients(self.shards, self.local, between, outbox)
 
     def _before(self, index: int) -> None:
         self.told.append(index)
