@@ -75,7 +75,7 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
     folder, was = Path(pin.folder), list[os.stat_result]()
 
     def copy() -> None:
-        _require_there(pin, coordinator.resources.require_store())
+        _require_there(pin, coordinator.directories[0])
         was.append(folder.stat())
         with _stores_of(coordinator) as stores:
             _write(newest_whole(stores, digests=digests), pin, folder, max_shard_size)
@@ -86,10 +86,10 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
     coordinator.world.once(f"ending {what}", lambda: os.utime(folder, ns=(was[0].st_atime_ns, was[0].st_mtime_ns)))
 
 
-def _require_there(pin: Pin, store: SwapStore) -> None:
+def _require_there(pin: Pin, directory: Path) -> None:
     """Raises PlanError where the folder of a pin is gone."""
     if not Path(pin.folder).is_dir():
-        unpin = f"infinity checkpoint unpin {place_of(store.directories[0].path)}"
+        unpin = f"infinity checkpoint unpin {place_of(directory)}"
         raise PlanError(
             f"all pins are taken, and the oldest is of {pin}, which is gone: it cannot become a portable copy there. "
             f"Put the folder back; or, when no process holds the store, `{unpin} --all-gone`; or "

@@ -159,7 +159,7 @@ def name_vanished(model: nn.Module) -> None:
     """Say which folders pin a generation and are not there. They stay pinned: their disk may not be mounted."""
     vanished = [str(folder) for folder in folders_of(model) if not os.path.lexists(folder)]
     if vanished:
-        store = place_of(registry.coordinator_of(model).resources.require_store().directories[0].path)
+        store = place_of(registry.coordinator_of(model).directories[0])
         logger.warning(
             "infinity: %s pin generations and are not there. If they were removed, `infinity checkpoint unpin %s "
             "--all-gone` lets the generations go once this process has ended",

@@ -308,8 +308,7 @@ class Run:
         self._offloaded.append(weakref.ref(model))
         self._names.append(name)
         coordinator = registry.coordinator_of(model)
-        if coordinator.resources.store is not None:
-            paths = [directory.path for directory in coordinator.resources.store.directories]
+        if paths := coordinator.directories:
             self._stores.append((weakref.ref(model), coordinator.run, paths))
         say(model, trained=trained)
 
