@@ -98,7 +98,7 @@ matrix-test: bootstrap
 long-test: bootstrap
 	$(WHOLE) -m "not gpu and not simulated and long" $(APART:%=--ignore=%) tests
 
-# The scripts of examples/unchanged in fp32 and bf16.
+# The scripts of examples/recipes and examples/unchanged in fp32 and bf16.
 unchanged-test: bootstrap
 	$(WHOLE) $(UNCHANGED)
 

@@ -1,8 +1,8 @@
 """Make the input of the demo: a checkpoint of Llama's architecture with random weights, a tokenizer, and text.
 
 The text, on which the tokenizer is trained as well, is the sources of the Python standard library: every machine that
-can run this has them. From some of it the data of examples/unchanged is made: texts.jsonl, chats.jsonl,
-preferences.jsonl and prompts.jsonl.
+can run this has them. From some of it the data of examples/recipes and examples/unchanged is made: texts.jsonl,
+chats.jsonl, preferences.jsonl and prompts.jsonl.
 """
 
 from __future__ import annotations

@@ -204,8 +204,11 @@ def fine_tune(trial: Trial) -> None:
         "DATA": "input/texts.jsonl",
         "OUTPUT": "adapters",
         "STEPS": "2",
+        "EVERY": "2",
+        "LENGTH": "128",
+        "DTYPE": "float32",
     }
-    trial.call("infinity", "run", "adapters.yaml", ROOT / "examples" / "unchanged" / "sft_lora.py")
+    trial.call("infinity", "run", "adapters.yaml", ROOT / "examples" / "recipes" / "lora.py")
     if not (work / "adapters" / "adapter_model.safetensors").exists():
         raise TrialError("TRL's trainer wrote no adapters")
 

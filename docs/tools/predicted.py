@@ -1,7 +1,8 @@
 """Write docs/reference/predicted.md: what `infinity plan` says of every preset on three machines that are not here.
-Write the table of the README, too: some of these predictions beside what was measured on an H200.
+Write the table of the README, too: some of these predictions beside what was measured on an H200; and the table of
+docs/recipes.md, with what the recipes of examples/recipes take.
 
-`make docs` runs this. tests/docs/test_predicted.py compares the page and the table with what this script would write.
+`make docs` runs this. tests/docs/test_predicted.py compares the page and the tables with what this script would write.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,9 +21,11 @@ from infinity.cli.planning.model import Batch, adapt, build
 from infinity.cli.planning.presets import PRESETS
 from infinity.cli.planning.report import duration
 from infinity.cli.planning.scenario import Scenario
-from infinity.config import load_config
+from infinity.config import SwapConfig, load_config
 from infinity.errors import PlanError
+from infinity.integrations.folders import pins_for
 from infinity.plan.disk import Disks
+from infinity.sizes import format_bytes
 
 PAGE = Path(__file__).parents[1] / "reference" / "predicted.md"
 GENERATED = "<!-- Written by docs/tools/predicted.py. Change the code it reads, then run `make docs`. -->\n\n"
@@ -63,6 +67,19 @@ IN_README = {
 }
 """By the row: the preset, the form, and the name of the row in the file of measurements."""
 
+RECIPES_PAGE = Path(__file__).parents[1] / "recipes.md"
+RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
+IN_RECIPES = {
+    "full": Batch(4, 2048, passes=2),
+    "lora": Batch(4, 2048, passes=2),
+    "dpo": Batch(4, 1024, passes=2),
+    "reward": Batch(4, 1024, passes=2),
+    "deepspeed": Batch(4, 2048, passes=2),
+}
+"""By the recipe, what its script does in a step. A pair of DPO's and of the reward model's is two sequences."""
+FOLDERS = 3
+"""How many checkpoint folders the scripts keep."""
+
 
 def machine_line(name: str) -> str:
     machine = MACHINES[name]
@@ -75,18 +92,23 @@ def machine_line(name: str) -> str:
 
 
 def scenario(preset: str, name: str, form: dict[str, str]) -> Scenario:
+    config = load_config({"weights": "auto", "optimizer": "auto", **form})
+    return of_config(preset, name, config, Batch(SEQUENCES, LENGTH))
+
+
+def of_config(preset: str, name: str, config: SwapConfig, batch: Batch) -> Scenario:
     machine, model = MACHINES[name], build(preset, torch.bfloat16)
     ranks = machine.gpus
-    if "frozen" in form:
+    if config.frozen != "auto":
         adapt(model, 16)
         ranks = 1  # several ranks cannot share encoded weights yet
     return Scenario(
         model=model,
-        config=on_machine(machine, load_config({"weights": "auto", "optimizer": "auto", **form})),
+        config=on_machine(machine, config),
         machine=machine,
         disks=Disks(machine.disk_bytes // ranks),
         device=torch.device("cuda", 0),
-        batch=Batch(SEQUENCES, LENGTH),
+        batch=batch,
         ranks=ranks,
     )
 
@@ -143,6 +165,43 @@ def readme_table() -> str:
     return "\n".join([head, *map(readme_row, IN_README)])
 
 
+def recipe_row(name: str) -> str:
+    """Of a model of 8 B on a machine with a GPU of 24 GB."""
+    batch, config = IN_RECIPES[name], load_config(RECIPES / f"{name}.yaml")
+    given = of_config("llama-3-8b", "consumer", config.model_copy(update={"pins": pins_for(FOLDERS)}), batch)
+    if name == "dpo":  # the reference has half of the device memory and a fifth of the RAM
+        memory = given.config.memory
+        share = memory.model_copy(update={"device": memory.device // 2, "host": memory.host * 4 // 5})
+        given = replace(given, config=given.config.model_copy(update={"memory": share}))
+    found = given.outcome()
+    assert found.activations_fit, name
+    device = found.plan.device_bytes + found.work.peak_bytes
+    cells = [
+        name,
+        f"{batch.tokens * batch.count:,}",
+        duration(found.prediction.seconds),
+        f"{found.prediction.moved.written_bytes / 1e9:,.2f} TB",
+        format_bytes(device),
+        format_bytes(found.plan.host_bytes),
+        format_bytes(found.plan.layout.swap.nbytes),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def recipes_table() -> str:
+    head = (
+        "| recipe | tokens of a step | time of a step | written in 1,000 steps | device memory | RAM | swap files |\n"
+        "|---|---|---|---|---|---|---|"
+    )
+    return "\n".join([head, *map(recipe_row, IN_RECIPES)])
+
+
+def with_table(page: Path, table: str) -> str:
+    """The page with the table in its place."""
+    return TABLE.sub(lambda found: found[1] + table + found[3], page.read_text())
+
+
 if __name__ == "__main__":
     PAGE.write_text(page())
-    README.write_text(TABLE.sub(lambda found: found[1] + readme_table() + found[3], README.read_text()))
+    README.write_text(with_table(README, readme_table()))
+    RECIPES_PAGE.write_text(with_table(RECIPES_PAGE, recipes_table()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 import yaml
 
 from tests import processes, sampling
-from tests.docs.pages import Block, blocks
+from tests.docs.pages import ROOT, Block, blocks
 
 MODEL = "path/or/hub-id"
 _TIMEOUT_S = 300
 _TEXT = "Once upon a time the quick brown fox asked a hen what a fox is. The hen said nothing, and the fox went on.\n"
 _TALK = [{"role": "user", "content": "What is a fox?"}, {"role": "assistant", "content": "Quick and brown."}]
+_WORSE = [{"role": "assistant", "content": "I do not know."}]
 _SWAP = {"weights": "nvme", "optimizer": "nvme", "memory": {"device": "64MiB", "host": "256MiB"}, "commit_every": 1}
 STOPPED = f"""\
 import os, signal, sys
@@ -67,6 +69,11 @@ def make_things(place: Path) -> None:
     LlamaForCausalLM(config).bfloat16().save_pretrained(place / MODEL)
     (place / "notes.txt").write_text(_TEXT * 600)
     (place / "chats.jsonl").write_text((json.dumps({"messages": _TALK}) + "\n") * 50)
+    rows = {"texts": {"text": _TEXT}, "preferences": {"prompt": _TALK[:1], "chosen": _TALK[1:], "rejected": _WORSE}}
+    for name, row in rows.items():
+        (place / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 50)
+    for recipe in (ROOT / "examples" / "recipes").glob("*.py"):
+        shutil.copy(recipe, place)
     (place / "texts").mkdir()
     (place / "texts/one.txt").write_text(_TEXT * 100)
 
@@ -94,7 +101,7 @@ def make_files(place: Path, block: Block) -> None:
         (place / name).write_text(yaml.safe_dump(config))
     script = next(each for each in blocks("python") if each.marks.get("file") == "train.py")
     (place / "train.py").write_text(script.text)
-    for each in blocks("yaml", "python"):
+    for each in blocks("yaml", "json", "python"):
         if each.page == block.page and each.line < block.line and "file" in each.marks:
             (place / each.marks["file"]).write_text(here(each.text, place))
 
@@ -115,7 +122,8 @@ def environment(place: Path) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "hf"), "XDG_CACHE_HOME": str(place / "cache")}
     quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
-    return {**os.environ, "PATH": path, **offline, **quiet}
+    recipes = {"STEPS": "2", "EVERY": "2", "LENGTH": "128"}
+    return {**os.environ, "PATH": path, **offline, **quiet, **recipes}
 
 
 def require_success(command: list[str], place: Path) -> None:

@@ -31,6 +31,7 @@ BENCH = {
     "adam": bench.build_adam_parser,
     "compare": bench.build_compare_parser,
 }
+ENVIRONMENT = re.compile(r"^(?:[A-Z]+=\S+ )*")
 LAUNCHERS = re.compile(r"^(?:torchrun .*?-m infinity|\.venv/bin/infinity)(?=[ .-])")
 
 
@@ -41,7 +42,8 @@ def commands(text: str) -> Iterator[list[str]]:
     """The words of each command in a block."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(
-            LAUNCHERS.sub("infinity", line.strip()).replace("infinity.run ", "infinity run "), comments=True
+            LAUNCHERS.sub("infinity", ENVIRONMENT.sub("", line.strip())).replace("infinity.run ", "infinity run "),
+            comments=True,
         )
         if words:
             yield words

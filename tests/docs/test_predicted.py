@@ -57,6 +57,14 @@ def test_the_table_of_the_readme_says_what_plans_and_measurements_say(predicted:
         assert row == predicted.readme_row(row.split(" | ")[0].removeprefix("| ")), "run `make docs`"
 
 
+def test_the_table_of_the_recipes_says_what_plans_say(predicted: ModuleType) -> None:
+    rows = predicted.TABLE.search(predicted.RECIPES_PAGE.read_text())[2].splitlines()[2:]
+    chosen = range(len(rows)) if sampling.SHARE == 1 else random.Random(sampling.SEED).sample(range(len(rows)), 1)
+    for index in chosen:
+        assert rows[index] == predicted.recipe_row(list(predicted.IN_RECIPES)[index]), "run `make docs`"
+    assert len(rows) == len(predicted.IN_RECIPES)
+
+
 def test_what_was_measured_is_of_every_run_that_has_the_row(predicted: ModuleType) -> None:
     assert predicted.measured("8.0 B, LoRA on NF4, 8,192 tokens, clipped") == "1.21 s and 0.99 s"
     assert predicted.measured("no such row") == "not measured"

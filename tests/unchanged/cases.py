@@ -1,4 +1,5 @@
-"""Which script runs in which dtype: Trainer in fp32 in all long forms, others in the share that INFINITY_TESTS says."""
+"""Which script runs in which dtype: full fine-tuning in fp32 in all long forms, others in the share that
+INFINITY_TESTS says."""
 
 from __future__ import annotations
 

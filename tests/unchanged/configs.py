@@ -1,4 +1,5 @@
-"""The swap configs of the launched runs: everything on NVMe, and device memory for a part of the model."""
+"""The swap configs of the launched runs: device memory for a part of the model; and everything on NVMe, or where a
+recipe has it."""
 
 from __future__ import annotations
 
@@ -6,10 +7,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+from infinity.strict import parse_yaml
+
 DEVICE_MEMORY = {"float32": "4MiB", "bfloat16": "2MiB"}
 """Half of it is for weights: of 5.6 MB in fp32, of 2.8 MB in bf16."""
 _WITH_REFERENCE = {"float32": "8MiB", "bfloat16": "4MiB"}
 """A reference of the same size gets half of it."""
+
+
+_HOST_TO_DEVICE = 6
+"""With this much RAM `auto` keeps all weights there, and of the optimizer states those of half of the units."""
 
 
 def evicting(swap: Path, device_memory: str) -> dict[str, Any]:
@@ -21,6 +28,17 @@ def evicting(swap: Path, device_memory: str) -> dict[str, Any]:
         "update": {"threads": 1},
         "commit_every": 1,
     }
+
+
+def of_recipe(recipe: Path, directory: Path, *, reference: bool, ranks: int) -> Path:
+    """Write the swap config of a recipe to a file, with the sizes and the directories of the test."""
+    config = parse_yaml(recipe.read_text())
+    mebibytes = ranks * int((_WITH_REFERENCE if reference else DEVICE_MEMORY)["float32"].removesuffix("MiB"))
+    config["memory"] = {"device": f"{mebibytes}MiB", "host": f"{_HOST_TO_DEVICE * mebibytes}MiB"}
+    config["nvme"]["paths"] = [str(directory / f"swap{number}") for number in range(len(config["nvme"]["paths"]))]
+    path = directory / recipe.name
+    path.write_text(json.dumps(config))
+    return path
 
 
 def write(directory: Path, dtype: str, *, reference: bool, ranks: int = 1) -> Path:

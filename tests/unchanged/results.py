@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from tests.unchanged.scripts import SAVED, STEPS, Job
 
@@ -74,16 +74,16 @@ def _state_dict_in(saved: Path) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def logits_of(job: Job, saved: Path) -> torch.Tensor:
     """The logits of a model that was saved, loaded as its library says."""
-    dtype = getattr(torch, job.dtype)
+    dtype, model_class = getattr(torch, job.dtype), getattr(transformers, job.script.model_class)
     if job.script.adapters:
         from peft import AutoPeftModelForCausalLM
 
         model = AutoPeftModelForCausalLM.from_pretrained(saved, dtype=dtype)
     elif saved.suffix == ".ckpt" or not (saved / "config.json").exists():  # of Lightning, or of Accelerate
-        model = AutoModelForCausalLM.from_pretrained(job.inputs / "checkpoint", dtype=dtype)
+        model = model_class.from_pretrained(job.inputs / "checkpoint", dtype=dtype)
         model.load_state_dict(_state_dict_in(saved))
     else:
-        model = AutoModelForCausalLM.from_pretrained(saved, dtype=dtype)
+        model = model_class.from_pretrained(saved, dtype=dtype)
     assert {parameter.dtype for parameter in model.parameters()} <= {dtype, torch.float32}
     ids = torch.arange(3, 67).reshape(2, 32)
     return model.eval()(input_ids=ids).logits.float()

@@ -1,4 +1,5 @@
-"""The scripts of examples/unchanged in processes of their own: plain or under `infinity run`, ended or killed.
+"""The scripts of examples/recipes and examples/unchanged in processes of their own: plain or under `infinity run`,
+ended or killed.
 
 In `make test` one of them is started as a user starts it, and the others are forked; in the long forms all are started.
 """
@@ -20,7 +21,7 @@ from tests.unchanged.forked import ForkedScript
 ROOT = Path(__file__).parents[2]
 STEPS = 12
 SAVED = 4
-"""The scripts save every fourth step."""
+"""The scripts save every fourth step: recipes are told to."""
 _WITHIN_S = 240.0
 ALL_SPAWNED = sampling.SHARE > 0
 
@@ -31,8 +32,11 @@ class Script:
 
     Attributes:
         data: which of the files that make_demo_checkpoint writes.
+        folder: of examples.
         checkpoint: the name of a checkpoint, by its step.
         adapters: whether it leaves LoRA adapters, not a model.
+        model_class: of transformers, which loads what it leaves.
+        rate, length: sizes of the test for a recipe: the learning rate, and the tokens of a sequence.
         reference: whether it has a second model, which is not trained.
         resumed_by_launcher: whether it says where it goes on only after the model was offloaded: then `infinity run` is
             told, too.
@@ -40,7 +44,11 @@ class Script:
 
     name: str
     data: str
+    folder: str = "recipes"
     checkpoint: str = "checkpoint-{}"
+    model_class: str = "AutoModelForCausalLM"
+    rate: str = "1e-4"
+    length: int = 128
     adapters: bool = False
     reference: bool = False
     resumed_by_launcher: bool = False
@@ -48,16 +56,21 @@ class Script:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def path(self) -> Path:
+        return ROOT / "examples" / self.folder / f"{self.name}.py"
+
 
 SCRIPTS = {
     script.name: script
     for script in (
-        Script("trainer", "texts"),
-        Script("sft_lora", "chats", adapters=True),
-        Script("dpo", "preferences", reference=True),
-        Script("grpo", "prompts"),
-        Script("accelerate_loop", "texts", resumed_by_launcher=True),
-        Script("lightning_module", "texts", checkpoint="checkpoint-step={}.ckpt"),
+        Script("full", "texts"),
+        Script("lora", "chats", rate="1e-3", adapters=True),
+        Script("dpo", "preferences", length=192, reference=True),
+        Script("reward", "preferences", length=256, model_class="AutoModelForSequenceClassification"),
+        Script("grpo", "prompts", "unchanged"),
+        Script("accelerate_loop", "texts", "unchanged", resumed_by_launcher=True),
+        Script("lightning_module", "texts", "unchanged", checkpoint="checkpoint-step={}.ckpt"),
     )
 }
 
@@ -144,7 +157,7 @@ class Job:
         return [int(children.split()[-1])]
 
     def _started(self, resume: int | None) -> subprocess.Popen[bytes] | ForkedScript:
-        script = str(ROOT / "examples" / "unchanged" / f"{self.script}.py")
+        script = str(self.script.path)
         several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
         command = [sys.executable, *(several if self.ranks > 1 else []), *self._launcher(resume), script]
         environment = os.environ | {
@@ -152,7 +165,10 @@ class Job:
             "DATA": str(self.inputs / f"{self.script.data}.jsonl"),
             "OUTPUT": str(self.output),
             "STEPS": str(STEPS),
+            "EVERY": str(SAVED),
             "BATCH": str(self.batch),
+            "LENGTH": str(self.script.length),
+            "RATE": self.script.rate,
             "DTYPE": self.dtype,
             "HF_HOME": str(self.inputs / "hf"),
             "HF_HUB_OFFLINE": "1",

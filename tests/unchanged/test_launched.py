@@ -57,7 +57,7 @@ def require_same(job: Job, expected: Job) -> None:
     assert not different
 
 
-@cases("trainer")
+@cases("full")
 def test_losses_and_what_is_saved_are_those_of_the_plain_run(
     script: Script, dtype: str, plain: Plain, launched: Launched
 ) -> None:
@@ -86,7 +86,7 @@ def require_same_artefacts(job: Job, expected: Job, logits: list[torch.Tensor]) 
 
 
 @cases(
-    "trainer", kept="a script that `python -m infinity.run` starts, as users do it, that SIGKILL ends, and that goes on"
+    "full", kept="a script that `python -m infinity.run` starts, as users do it, that SIGKILL ends, and that goes on"
 )
 def test_a_killed_run_resumes_to_the_losses_of_the_uninterrupted_one(
     script: Script, dtype: str, plain: Plain, launched: Launched

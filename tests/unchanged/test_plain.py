@@ -14,19 +14,19 @@ import infinity
 from tests.unchanged.cases import cases
 from tests.unchanged.configs import DEVICE_MEMORY, evicting
 from tests.unchanged.results import completions_of, first_step_of_last_run, history_of, logits_of, saved_by, weights_of
-from tests.unchanged.scripts import ROOT, SAVED, SCRIPTS, STEPS, Job, Script
+from tests.unchanged.scripts import SAVED, SCRIPTS, STEPS, Job, Script
 
 Plain = Callable[[Script, str], Job]
 
 
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=str)
 def test_no_script_knows_infinity(script: Script) -> None:
-    source = (ROOT / "examples" / "unchanged" / f"{script}.py").read_text()
+    source = script.path.read_text()
     assert "infinity" not in source
     assert 30 <= len(source.splitlines()) <= 80
 
 
-@cases("trainer", kept="a script without infinity, with which those under infinity are compared")
+@cases("full", kept="a script without infinity, with which those under infinity are compared")
 def test_a_plain_run_learns_and_what_it_saves_can_be_loaded(script: Script, dtype: str, plain: Plain) -> None:
     job = plain(script, dtype)
     history = history_of(job)

@@ -21,7 +21,7 @@ Launched = Callable[[Job], Job]
 
 RANKS = 2
 # GRPO is not among them: its prompts are too few for two ranks. Lightning's strategy is for one process.
-OTHERS = ["accelerate_loop", "sft_lora", "dpo"]
+OTHERS = ["accelerate_loop", "lora", "dpo"]
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def require_same_weights(job: Job, expected: Job) -> None:
         torch.testing.assert_close(weight, theirs[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("script", [SCRIPTS[name] for name in sampling.some(["trainer", *OTHERS])], ids=str)
+@pytest.mark.parametrize("script", [SCRIPTS[name] for name in sampling.some(["full", *OTHERS])], ids=str)
 def test_ranks_train_as_with_ddp(script: Script, plain: Plain, launched: Launched) -> None:
     expected = plain(script, "float32", RANKS)
     job = launched(expected)
@@ -66,14 +66,14 @@ def test_ranks_train_as_with_ddp(script: Script, plain: Plain, launched: Launche
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(SCRIPTS["trainer"], marks=pytest.mark.long),
+        pytest.param(SCRIPTS["full"], marks=pytest.mark.long),
         *(SCRIPTS[name] for name in sampling.some(OTHERS)),
     ],
     ids=str,
 )
 def test_ranks_of_which_one_was_killed_go_on(script: Script, plain: Plain, launched: Launched) -> None:
     """A Trainer's ranks together are as one process with all their batches; others are as ranks with DDP."""
-    alone = script.name == "trainer"
+    alone = script.name == "full"
     expected = plain(script, "float32", batch=2 * RANKS) if alone else plain(script, "float32", RANKS)
     job = launched(expected)
     job.run_until_killed()
