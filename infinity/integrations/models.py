@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +12,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from infinity.checkpoint.load import on_meta
-from infinity.coordinator import registry
 from infinity.errors import ModelError
 from infinity.integrations.patches import Patches
 from infinity.integrations.quantization import form_of, is_left_to_transformers
-from infinity.integrations.ranks import ranks_of
 from infinity.integrations.run import Run
-from infinity.runtime.deferred import defer, is_deferred
+from infinity.runtime.deferred import defer
 from infinity.runtime.offload import move_buffers
 
 logger = logging.getLogger(__name__)
@@ -37,15 +32,6 @@ _OF_PLACES = (
     "quantization_config",
 )
 """Arguments of from_pretrained that say where weights are, and in which form."""
-_ONLY_THEIRS = (
-    "state_dict",
-    "variant",
-    "selected_adapters",
-    "save_embedding_layers",
-    "path_initial_model_for_weight_conversion",
-)
-"""Arguments of save_pretrained with which the libraries are left to save as they do."""
-_OF_THE_HUB = ("token", "private", "commit_message", "commit_description", "create_pr", "revision", "tags")
 
 
 def replace_loading(run: Run, patches: Patches) -> None:
@@ -66,25 +52,6 @@ def replace_loading(run: Run, patches: Patches) -> None:
             run.placed(parent, child)
 
     patches.add(register_module_module_registration_hook(placed).remove)
-    replace_saving(patches)
-
-
-def replace_saving(patches: Patches) -> None:
-    """From now on `save_pretrained` of an offloaded model writes one shard at a time."""
-
-    def replace(kind: str, module: ModuleType) -> None:
-        patches.wrap(getattr(module, kind), "save_pretrained", _save_pretrained)
-
-    patches.when_imported("transformers.modeling_utils", partial(replace, "PreTrainedModel"))
-    patches.when_imported("peft", partial(replace, "PeftModel"))
-
-
-@contextmanager
-def saving_as_infinity() -> Iterator[None]:
-    """`replace_saving` in a context."""
-    with Patches() as patches:
-        replace_saving(patches)
-        yield
 
 
 def _from_pretrained(run: Run) -> Callable[..., Any]:
@@ -159,20 +126,3 @@ def _preparing(run: Run) -> Callable[..., Any]:
         return model
 
     return prepare
-
-
-def _save_pretrained(original: Callable[..., Any], model: nn.Module, directory: Any, *args: Any, **kwargs: Any) -> Any:
-    from infinity.checkpoint.save import save_pretrained
-
-    ours = registry.is_offloaded(model) and not is_deferred(model)
-    if not ours or args or any(kwargs.get(name) is not None for name in _ONLY_THEIRS):
-        return original(model, directory, *args, **kwargs)  # which may call state_dict(), and that gathers
-    leads = kwargs.get("is_main_process", True)
-    if not leads and ranks_of(model) == 1:
-        return None
-    size = kwargs.get("max_shard_size")
-    save_pretrained(model, directory, **({} if size is None else {"max_shard_size": str(size)}))
-    if leads and kwargs.get("push_to_hub"):
-        options = {name: kwargs[name] for name in _OF_THE_HUB if name in kwargs}
-        model.push_to_hub(kwargs.get("repo_id") or Path(directory).name, **options)  # type: ignore[operator]
-    return None

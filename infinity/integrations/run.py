@@ -27,6 +27,7 @@ from infinity.integrations.folders import folders_of, go_on, keeps_generations, 
 from infinity.integrations.left import say_what_is_left
 from infinity.integrations.quantization import Forms
 from infinity.integrations.said import say, say_that_nothing_was_offloaded
+from infinity.integrations.saving import give_saving, take_saving
 from infinity.integrations.shares import Claim, Shares, naming_the_shares
 from infinity.io.directory import parts_said
 from infinity.io.rank_paths import place_of
@@ -261,6 +262,7 @@ class Run:
                 take_back(each)
                 self._evaluated.discard(each)
                 each.__dict__.pop("resize_token_embeddings", None)
+                take_saving(each)
                 self._offloaded = [one for one in self._offloaded if one() is not each]
                 self._stores = [one for one in self._stores if one[0]() is not each]
 
@@ -305,6 +307,7 @@ class Run:
                 self.wish(folder=None)  # another model is not the one of that folder
             else:
                 offload(model, config, **how)
+        give_saving(model)
         self._offloaded.append(weakref.ref(model))
         self._names.append(name)
         coordinator = registry.coordinator_of(model)

@@ -27,12 +27,12 @@ from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, NotAvailableError
 from infinity.integrations.folders import Saving, is_at, letting_go, pins_for, require_pins
-from infinity.integrations.models import saving_as_infinity
 from infinity.integrations.names import class_and_options, wish_for
 from infinity.integrations.optimizers import ours_for
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.ranks import ranks_of
 from infinity.integrations.run import Run
+from infinity.integrations.saving import give_saving
 from infinity.integrations.vertical import TrainingSteps
 from infinity.io.pins import require_marker
 
@@ -74,17 +74,14 @@ class _OfTrainer:
 
     def _tell(self, trainer: Any) -> None:
         """What this Trainer wishes: a script may have several."""
-        wish_for(trainer.args, self._run)
-        self._run.computes_in(trainer.accelerator.mixed_precision)
-        passes = 1 if self._run.config.vertical else trainer.args.gradient_accumulation_steps
-        self._run.wish(accumulation_steps=passes, pins=_pins_of(trainer.args, self._run))
+        tell(trainer.args, self._run, trainer.accelerator.mixed_precision)
 
     def create_optimizer(self, original: Callable[..., Any], trainer: Any, model: nn.Module | None = None) -> Any:
         self._tell(trainer)
         offloaded = trainer.model if model is None else model
         self._require_one_beginning(offloaded)
         self._run.ensure_offloaded(offloaded)
-        if _saves_states(trainer.args):
+        if saves_states(trainer.args):
             require_pins(offloaded)  # now, and not after hours
         given = () if model is None else (model,)  # subclasses may take none
         optimizer: torch.optim.Optimizer = original(trainer, *given)
@@ -159,6 +156,8 @@ class _OfTrainer:
         self, original: Callable[..., None], trainer: Any, output_dir: str | None = None, state_dict: Any = None
     ) -> None:
         """Ranks that write nothing have a part in gathering what rank 0 writes."""
+        if registry.is_offloaded(trainer.model):  # also where the script offloaded it itself
+            give_saving(trainer.model)
         if trainer.args.should_save or ranks_of(trainer.model) == 1:
             original(trainer, output_dir, state_dict)
         elif hasattr(trainer.model, "save_pretrained"):
@@ -169,6 +168,14 @@ class _OfTrainer:
     def finalize_training(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
         with letting_go(trainer.model):
             return original(trainer, *args, **kwargs)
+
+
+def tell(args: Any, run: Run, precision: str) -> None:
+    """What a Trainer wishes, by its arguments. Args: precision: as accelerate has it."""
+    wish_for(args, run)
+    run.computes_in(precision)
+    passes = 1 if run.config.vertical else args.gradient_accumulation_steps
+    run.wish(accumulation_steps=passes, pins=_pins_of(args, run))
 
 
 def _agreed(told: Path, named: str | bool | None, output: str) -> str:
@@ -189,13 +196,14 @@ def _agreed(told: Path, named: str | bool | None, output: str) -> str:
     return str(told)
 
 
-def _saves_states(args: Any) -> bool:
+def saves_states(args: Any) -> bool:
+    """Whether a Trainer's checkpoint folders hold more than weights."""
     return str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model
 
 
 def _pins_of(args: Any, run: Run) -> int:
     """How many checkpoint folders with states there are at a time."""
-    if not _saves_states(args):
+    if not saves_states(args):
         return run.wishes.pins
     limit = args.save_total_limit
     if not limit or limit <= 0:
@@ -246,8 +254,7 @@ class TrainerMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         theirs: Any = super()
-        with saving_as_infinity():
-            self._infinity.save(lambda _, *args: theirs._save(*args), self, output_dir, state_dict)
+        self._infinity.save(lambda _, *args: theirs._save(*args), self, output_dir, state_dict)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         theirs: Any = super()
