@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from infinity.checkpoint.save import save_pretrained
     from infinity.config import SwapConfig, load_config
     from infinity.integrations.chunked_loss import use_chunked_loss
+    from infinity.integrations.infinity_config import InfinityConfig
     from infinity.optim.adagrad import Adagrad
     from infinity.optim.adamw import Adam, AdamW
     from infinity.optim.lion import Lion
@@ -68,6 +69,7 @@ _HOMES = {
     "checkpoint.save": ("save_pretrained",),
     "config": ("SwapConfig", "load_config"),
     "integrations.chunked_loss": ("use_chunked_loss",),
+    "integrations.infinity_config": ("InfinityConfig",),
     "optim.adagrad": ("Adagrad",),
     "optim.adamw": ("Adam", "AdamW"),
     "optim.lion": ("Lion",),
@@ -84,7 +86,7 @@ _HOMES = {
     "runtime.track": ("commit", "track"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("_native", "config", "sizes")
+_MODULES = ("_native", "config", "hf", "sizes")
 _PACKAGES = ("checkpoint", "io", "optim", "plan", "runtime", "state")
 """Packages that are there after `import infinity` alone, as in `infinity.optim.adamw.AdamW`."""
 
@@ -99,6 +101,7 @@ __all__ = [
     "DeviceError",
     "DirtyStoreError",
     "ForkError",
+    "InfinityConfig",
     "InfinityError",
     "Lion",
     "ManifestError",
@@ -152,7 +155,8 @@ if not TYPE_CHECKING:  # a name that does not exist stays an error for type chec
             value = import_module(f"infinity.{name}")
         elif name in _PACKAGES:
             for home in _HOMES:  # with the modules below it
-                import_module(f"infinity.{home}")
+                if not home.startswith("integrations"):
+                    import_module(f"infinity.{home}")
             value = import_module(f"infinity.{name}")
         else:
             raise AttributeError(f"module 'infinity' has no attribute {name!r}")

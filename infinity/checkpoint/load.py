@@ -337,7 +337,7 @@ def on_meta(
         logger.warning("'%s' has no tensors for %s: they are initialized", path, ", ".join(same[0] for same in lacking))
     with contextlib.suppress(OSError):  # not empty: tensors were converted
         os.rmdir(scratch)  # now, as a process that is killed leaves it
-    return model, _Files(model, loader, path), found.info
+    return model, Files(model, loader, path), found.info
 
 
 @dataclass(frozen=True)
@@ -408,7 +408,7 @@ def _weights_loader(model: nn.Module) -> Any:
     raise ModelError("transformers did not leave the weights on disk; is the checkpoint in safetensors format?")
 
 
-class _Files:
+class Files:
     """The tensors of a checkpoint. Of quantized ones the encoded form is remembered (state/frozen.py).
 
     Args:

@@ -94,6 +94,17 @@ def _bringing(run: Run) -> Callable[..., None]:
     return init
 
 
+def optimizer_for(run: Run | None, kind: type[GroupedOptimizer], params: Any, **options: Any) -> GroupedOptimizer:
+    """An optimizer of infinity's for a model that is, or is to be, offloaded. Args: run: that loaded the model."""
+    params = _listed(params)
+    if run is None:
+        return kind(params, **options)
+    bring_home(run, parameters_in(params), kind)
+    made = kind(_in_tiles(params), **({"accumulation_steps": run.wishes.accumulation_steps} | options))
+    run.optimizer_made()
+    return made
+
+
 def _refusing(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)

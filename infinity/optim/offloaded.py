@@ -437,7 +437,8 @@ class OffloadedOptimizer(GroupedOptimizer):
                 raise ModelError(
                     f"cannot load {key} of '{name}': {_difference(theirs, mine)}. A state_dict names states, which are "
                     "in the store of the run that saved it. States come back from a checkpoint folder (Trainer's "
-                    "resume_from_checkpoint, infinity run --resume FOLDER), with infinity.resume, or from a copy with "
+                    "resume_from_checkpoint, for a model of InfinityConfig(..., resume=FOLDER) or under "
+                    "infinity run --resume FOLDER), with infinity.resume, or from a copy with "
                     "infinity.offload_from_checkpoint."
                 )
         if saved.get("step") != now.get("step"):

@@ -362,6 +362,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "If they were removed, `infinity checkpoint unpin <> --all-go": "cli/test_pins.py::"
         "test_unpin_all_gone_leaves_the_folders_that_are_there",
     },
+    "integrations/infinity_config.py": {
+        "A Trainer pins with callbacks=[infinity.hf.Checkpoints()]": "integrations/test_plug_points.py::"
+        "test_a_later_process_goes_on_from_a_folder_to_the_same_bits",
+    },
     "integrations/launcher.py": {
         "infinity run needs transformer": "integrations/test_launcher.py::"
         "test_what_pip_is_told_to_install_is_a_version_that_works",
@@ -377,6 +381,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "integrations/optimizers.py": {
         "the swap config, with infinity.runtime.pins.pin(model, folder): su": "integrations/test_accelerate.py::"
         "test_a_script_that_saves_a_state_dict_itself_goes_on_from_a_folder_that_it_pins_as_the_warning_says",
+    },
+    "integrations/plug_points.py": {
+        "quantization_config=infinity.InfinityConfig(...)": "integrations/test_plug_points.py::"
+        "test_a_later_process_goes_on_from_a_folder_to_the_same_bits",
     },
     "integrations/run.py": {
         "go on from it: <>. `infinity checkpoint remove --pinned <": "cli/test_pins.py::"
@@ -459,6 +467,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "optim/offloaded.py": {
         "infinity run --resume FOLDER),": "integrations/test_accelerate.py::"
         "test_resume_and_load_state_go_on_to_the_bits_of_the_uninterrupted_loop",
+        "for a model of InfinityConfig(..., resume=FOLDER)": "integrations/test_plug_points.py::"
+        "test_a_later_process_goes_on_from_a_folder_to_the_same_bits",
         "with infinity.resume, or from a copy": "optim/test_groups.py::"
         "test_instead_of_a_copy_of_the_optimizer_the_ways_that_its_error_names_have_its_states",
         "moments and its step anew, call optimizer": "optim/test_adamw.py::"

@@ -1,0 +1,216 @@
+"""`from_pretrained(path, quantization_config=infinity.InfinityConfig("swap.yaml"))`: transformers' own loading, with
+infinity as what transformers calls a quantizer.
+
+[Note: loading through a quantizer]
+transformers asks a quantizer about each parameter of the checkpoint, one at a time, and sets what the quantizer makes
+of it. infinity's quantizer makes a parameter on the meta device, and notes the file that the values are in. Tensors
+that transformers converts on loading (such as fused experts) are written to a scratch directory on the swap disk. When
+loading ends, nothing of the quantizer stays in the model or in its config: the parameters are deferred ones
+(runtime/deferred.py), as under `infinity run`, and the model is offloaded when an optimizer is made for it or when it
+is first used.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import OffloadedWeightsLoader
+from safetensors.torch import save_file
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from infinity.base.fork import in_this_process
+from infinity.checkpoint.load import Files, scratch_directory
+from infinity.checkpoint.tensor_files import names_in
+from infinity.config import SwapConfig, load_config
+from infinity.errors import NotAvailableError, ResumeError
+from infinity.integrations.run import Run
+from infinity.io.pins import folder_path, require_marker
+from infinity.runtime.deferred import defer, is_deferred
+from infinity.runtime.offload import move_buffers
+
+_NAME = "infinity"
+_runs: dict[str, Run] = {}
+"""Models of the same swap config share its memory. Keys: the config, and the folder to go on from."""
+
+
+@register_quantization_config(_NAME)
+class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Where the states of a model rest, for `from_pretrained(quantization_config=...)`.
+
+    Args:
+        swap: as infinity.offload's config.
+        resume: a checkpoint folder that infinity.hf.Checkpoints pinned a generation for: the model that is trained goes
+            on from there, and `trainer.train(resume_from_checkpoint=...)` names the same folder.
+
+    Raises:
+        ConfigError: the swap config cannot be used.
+        ResumeError: the folder pins no generation.
+    """
+
+    def __init__(
+        self,
+        swap: str | Path | Mapping[str, Any] | SwapConfig | None = None,
+        *,
+        resume: str | Path | None = None,
+    ) -> None:
+        self.quant_method = _NAME
+        self.swap = load_config(swap)
+        self.resume = None if resume is None else folder_path(Path(resume))
+        if self.resume is not None:
+            try:
+                require_marker(self.resume)
+            except ResumeError as error:
+                raise ResumeError(f"{error} A Trainer pins with callbacks=[infinity.hf.Checkpoints()].") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Values that JSON has."""
+        resume = None if self.resume is None else str(self.resume)
+        return {"quant_method": _NAME, "swap": self.swap.model_dump(mode="json"), "resume": resume}
+
+    @property
+    def run(self) -> Run:
+        """What the models of this config share."""
+        key = self.to_json_string()
+        if key not in _runs:
+            _runs[key] = Run(self.swap)
+            _runs[key].wish(folder=self.resume)
+        return _runs[key]
+
+
+def run_of(parameters: list[Any]) -> Run | None:
+    """The run of a loaded model that has some of these parameters."""
+    return next((run for run in _runs.values() if run.owner_of(parameters) is not None), None)
+
+
+@register_quantizer(_NAME)
+class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
+    """Keeps weights in their files while transformers loads a model."""
+
+    def __init__(self, quantization_config: InfinityConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._run = quantization_config.run
+        self._keep: _Keep | None = None
+
+    def update_device_map(self, device_map: Any) -> None:
+        """Where weights are is the swap config's to say."""
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        converted = (each for each in weight_conversions if isinstance(each, WeightConverter))
+        self._kept.converted = {pattern for each in converted for pattern in each.source_patterns}
+        return weight_conversions
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        module, _, name = param_name.rpartition(".")
+        return name in model.get_submodule(module)._parameters and param_name not in self._kept.misfits
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return self._kept
+
+    @property
+    def _kept(self) -> _Keep:
+        assert self._keep is not None, "transformers has not made the model"
+        return self._keep
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> None:
+        files = checkpoint_files or []
+        if not files or not all(file.endswith(".safetensors") for file in files):
+            raise NotAvailableError(
+                f"InfinityConfig: {Path(files[0]).name if files else 'a state_dict'}: weights stay in their files "
+                "until they are offloaded, which only safetensors files allow. Load the model without "
+                "quantization_config, and save it with save_pretrained once."
+            )
+        scratch = ExitStack()
+        directory = scratch.enter_context(scratch_directory(self._run.config))
+        weakref.finalize(model, in_this_process(scratch.close))
+        self._keep = _Keep(files, Path(directory))
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        self.remove_quantization_config(model)
+        for module in model.modules():
+            vars(module).pop("is_quantized", None)
+            if hasattr(module, "config"):
+                vars(module.config).pop("_is_quantized", None)
+        with suppress(OSError):  # not empty: tensors were converted
+            self._kept.scratch.rmdir()  # now, as a process that is killed leaves it
+        source = Files(model, self._kept.loader(), str(model.config.name_or_path))
+        self._keep = None
+        defer(model, source, self._run.device)
+        move_buffers(model, self._run.device)
+        self._run.loaded(model)
+        if self._run.wishes.folder is not None:
+            model.register_load_state_dict_pre_hook(self._load_nothing)
+            model.register_load_state_dict_post_hook(self._miss_nothing)
+
+    def _load_nothing(self, model: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
+        """What a Trainer loads from the folder to go on from is read from the folder's generation instead."""
+        if self._goes_on(model):
+            state_dict.clear()
+
+    def _miss_nothing(self, model: nn.Module, keys: Any) -> None:
+        if self._goes_on(model):
+            keys.missing_keys.clear()
+
+    def _goes_on(self, model: nn.Module) -> bool:
+        """Whether the model is still to be offloaded from a generation."""
+        return self._run.wishes.folder is not None and is_deferred(model)
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    def is_serializable(self) -> bool:
+        return True
+
+
+class _Keep(ConversionOps):  # type: ignore[misc]
+    """Takes each parameter of a checkpoint, and gives one on the meta device for it.
+
+    Args:
+        files: of the checkpoint.
+
+    Attributes:
+        scratch: a directory for tensors that are in none of the files as the model has them.
+        converted: patterns of the tensors that transformers converts.
+        misfits: parameters whose tensors have another shape, of which transformers says what becomes.
+    """
+
+    def __init__(self, files: list[str], scratch: Path) -> None:
+        self._files = {name: file for file in files for name in names_in(file)}
+        self.scratch = scratch
+        self._index: dict[str, dict[str, str]] = {}
+        self.converted: set[str] = set()
+        self.misfits: set[str] = set()
+
+    def convert(
+        self, input_dict: dict[str, Any], *, source_patterns: list[str], model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Args: input_dict: tensors by the name of their parameter, those of one conversion."""
+        kept = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        for name, tensor in kept.items():
+            if tensor.shape != model.get_parameter(name).shape:
+                self.misfits.add(name)
+                continue
+            file, named = self._files.get(source_patterns[0]), source_patterns[0]
+            if file is None or not self.converted.isdisjoint(source_patterns):
+                file, named = str(self.scratch / f"{name}.safetensors"), name
+                save_file({name: tensor.contiguous()}, file)
+            self._index[name] = {"safetensors_file": file, "weight_name": named, "dtype": str(tensor.dtype)[6:]}
+            kept[name] = nn.Parameter(tensor.to("meta"), requires_grad=tensor.is_floating_point())
+        return kept
+
+    def loader(self) -> Any:
+        """The place of each tensor, as accelerate keeps it."""
+        return OffloadedWeightsLoader(index=self._index, save_folder=str(self.scratch))

@@ -1,0 +1,111 @@
+"""What a script gives to a Trainer by the Trainer's own arguments: an optimizer, and a callback for checkpoint folders.
+
+trainer = Trainer(
+    model=model,  # of from_pretrained(path, quantization_config=infinity.InfinityConfig("swap.yaml"))
+    args=args,
+    train_dataset=rows,
+    optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {"lr": 1e-5}),
+    callbacks=[infinity.hf.Checkpoints()],
+)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from infinity.coordinator import registry
+from infinity.errors import ConfigError
+from infinity.integrations.folders import Saving, folders_of, require_pins
+from infinity.integrations.infinity_config import run_of
+from infinity.integrations.optimizers import optimizer_for
+from infinity.integrations.transformers import saves_states, tell
+from infinity.optim.adamw import AdamW
+from infinity.optim.groups import GroupedOptimizer
+from infinity.runtime.pins import unpin
+
+
+def optimizer_factory(
+    model: nn.Module | None = None,
+    *,
+    optimizer: type[GroupedOptimizer] = AdamW,
+    weight_decay: float = 0.0,
+    **options: Any,
+) -> Any:
+    """Make an optimizer of infinity's for a model, which is offloaded for it if it is not yet.
+
+    A Trainer takes the factory: `optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {"lr": 1e-5})`. Trainers that
+    lack this argument, as those of TRL for DPO and GRPO do, take what the factory makes, and so does a plain loop:
+    `optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5), None)`. Wrap the model in adapters before that.
+
+    Args:
+        model: a model that from_pretrained loaded with an InfinityConfig, or an offloaded one, with what libraries put
+            around it. transformers calls the factory without one first.
+        optimizer: infinity.AdamW, or another class of infinity's optimizers.
+        weight_decay: of the parameters that a Trainer decays: all but biases and those of norms.
+        options: of the optimizer; `lr` among them.
+
+    Raises:
+        ModelError: the model was neither loaded with an InfinityConfig nor offloaded.
+        others: as infinity.offload.
+    """
+    if model is None:
+        return optimizer_factory
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[name not in decayed]["params"].append(parameter)
+    return optimizer_for(
+        run_of(list(model.parameters())), optimizer, [each for each in groups if each["params"]], **options
+    )
+
+
+class Checkpoints(TrainerCallback):  # type: ignore[misc]
+    """Checkpoint folders of a Trainer pin the generation with the optimizer's states, so that a later process goes on
+    from a folder to the same bits: it loads the model with `InfinityConfig("swap.yaml", resume=folder)`, and calls
+    `trainer.train(resume_from_checkpoint=folder)`.
+
+    A Trainer removes old folders before it tells callbacks of a new one. A process that is killed between the two has
+    pinned all folders but the newest: keep two or more (save_total_limit), so that one of them can be gone on from.
+
+    Raises (when the Trainer is made):
+        ConfigError: several GPUs are visible to one process, or the model was not loaded with an InfinityConfig.
+        PlanError: the model was offloaded before, without room for pins.
+    """
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if args.n_gpu > 1:
+            raise ConfigError(
+                f"{args.n_gpu} GPUs are visible, and a Trainer would copy the model to each. Set "
+                "CUDA_VISIBLE_DEVICES=0, or start a process for each GPU with torchrun."
+            )
+        run = run_of(list(model.parameters()))
+        if run is None:
+            raise ConfigError(
+                f"Checkpoints: the Trainer's {type(model).__name__} was not loaded with "
+                "quantization_config=infinity.InfinityConfig(...), and its folders would pin nothing"
+            )
+        tell(args, run, _precision(args))
+        if registry.is_offloaded(model) and saves_states(args):
+            require_pins(model)
+
+    def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if args.save_only_model or not registry.is_offloaded(model):
+            return
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}").absolute()
+        for each in folders_of(model):
+            if each.parent == folder.parent and not each.exists():
+                unpin(model, each)  # the Trainer has removed it
+        with Saving(model, folder) as saving:
+            saving.finish()
+
+
+def _precision(args: Any) -> str:
+    return "bf16" if args.bf16 else "fp16" if args.fp16 else "no"

@@ -1,0 +1,234 @@
+"""A script that names infinity at the libraries' own plug points trains the same, and nothing of a library is replaced
+meanwhile."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+import infinity
+from infinity.coordinator import registry
+from infinity.integrations import infinity_config
+from infinity.runtime.deferred import is_a_deferred
+from tests.integrations.training import Rows, log_of
+
+Load = Callable[..., Any]
+STEPS = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "logging_steps": 1}
+QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+ADAMW = {"lr": 1e-3}
+
+
+@pytest.fixture
+def swap(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "memory": {"device": "640KiB", "host": "96MiB"},
+        "nvme": {"paths": [str(tmp_path / "swap")]},
+        "commit_every": 1,
+    }
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """The models of a test are closed at its end."""
+    yield
+    end()
+
+
+def end() -> None:
+    """As the end of a process: its models are closed, and their generations stay."""
+    for run in infinity_config._runs.values():
+        run.close(failed=True)
+    infinity_config._runs.clear()
+
+
+def loaded(path: Path, swap: dict[str, Any], **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=infinity.InfinityConfig(swap, **options))
+
+
+def trainer(model: Any, rows: Rows, output: Path, **options: Any) -> Trainer:
+    ours: dict[str, Any] = {}
+    if "optimizers" not in options:
+        ours = {
+            "optimizer_cls_and_kwargs": options.pop("factory", (infinity.hf.optimizer_factory, ADAMW)),
+            "callbacks": options.pop("callbacks", [infinity.hf.Checkpoints()]),
+        }
+    optimizers = options.pop("optimizers", (None, None))
+    args = TrainingArguments(str(output), **({"save_strategy": "no"} | STEPS | QUIET | options))
+    return Trainer(model, args, train_dataset=rows, eval_dataset=rows[:4], optimizers=optimizers, **ours)
+
+
+def plain(path: Path, rows: Rows, output: Path, **options: Any) -> Trainer:
+    args = TrainingArguments(str(output), **({"save_strategy": "no"} | STEPS | QUIET | options))
+    return Trainer(AutoModelForCausalLM.from_pretrained(path), args, train_dataset=rows, eval_dataset=rows[:4])
+
+
+def test_a_trainer_trains_the_same_and_saves_what_plain_transformers_reads(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    model = loaded(checkpoint, swap)
+    assert not registry.is_offloaded(model)
+    ours, theirs = trainer(model, rows, tmp_path / "ours"), plain(checkpoint, rows, tmp_path / "theirs")
+    for each in (ours, theirs):
+        each.train()
+        each.evaluate()
+        each.save_model()
+    assert registry.is_offloaded(model)
+    torch.testing.assert_close(log_of(ours), log_of(theirs), rtol=1e-6, atol=1e-6)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    for name, weight in theirs.model.state_dict().items():
+        torch.testing.assert_close(saved.state_dict()[name], weight, rtol=1e-5, atol=1e-6)
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config == json.loads((tmp_path / "theirs" / "config.json").read_text())
+
+
+def test_nothing_of_the_quantizer_stays_in_the_model(checkpoint: Path, swap: dict[str, Any]) -> None:
+    model, other = loaded(checkpoint, swap), AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert model.config.to_dict() == other.config.to_dict()
+    assert vars(model).keys() == vars(other).keys()
+    assert vars(model.config).keys() == vars(other.config).keys()
+
+
+def test_an_optimizer_that_is_made_first_serves_trainers_without_the_argument(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    model = loaded(checkpoint, swap)
+    optimizer = infinity.hf.optimizer_factory(model, lr=1e-3)
+    ours, theirs = trainer(model, rows, tmp_path, optimizers=(optimizer, None)), plain(checkpoint, rows, tmp_path)
+    for each in (ours, theirs):
+        each.train()
+    torch.testing.assert_close(log_of(ours), log_of(theirs), rtol=1e-6, atol=1e-6)
+
+
+def test_a_plain_loop_trains_the_same(checkpoint: Path, swap: dict[str, Any], rows: Rows) -> None:
+    losses: list[list[float]] = []
+    for ours in (True, False):
+        model = loaded(checkpoint, swap) if ours else AutoModelForCausalLM.from_pretrained(checkpoint)
+        make: Any = infinity.hf.optimizer_factory if ours else lambda m, **o: torch.optim.AdamW(m.parameters(), **o)
+        optimizer = make(model, lr=1e-3, weight_decay=0.0)
+        losses.append([])
+        for row in rows[:3]:
+            loss = model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-6)
+
+
+def test_weight_decay_is_that_of_a_trainer(checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path) -> None:
+    model = loaded(checkpoint, swap)
+    ours = trainer(model, rows, tmp_path, factory=(infinity.hf.optimizer_factory, ADAMW | {"weight_decay": 0.1}))
+    theirs = plain(checkpoint, rows, tmp_path, weight_decay=0.1)
+    for each in (ours, theirs):
+        each.create_optimizer()
+    assert [(len(group["params"]), group["weight_decay"]) for group in ours.optimizer.param_groups] == [
+        (len(group["params"]), group["weight_decay"]) for group in theirs.optimizer.param_groups
+    ]
+
+
+def test_a_trainers_own_optimizer_is_refused_with_the_fix(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    model = loaded(checkpoint, swap)
+    args = TrainingArguments(str(tmp_path), save_strategy="no", **STEPS, **QUIET)
+    with pytest.raises(infinity.InfinityError, match=r"an optimizer of infinity"):
+        Trainer(model, args, train_dataset=rows).train()
+
+
+def test_a_later_process_goes_on_from_a_folder_to_the_same_bits(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "save_total_limit": 2}
+    first = trainer(loaded(checkpoint, swap), rows, tmp_path / "out", **saving)
+    first.train()
+    folder = tmp_path / "out" / "checkpoint-4"
+    assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    expected = {name: value.clone() for name, value in first.model.state_dict().items()}
+    end()
+    second = trainer(loaded(checkpoint, swap, resume=folder), rows, tmp_path / "out", **saving)
+    second._load_from_checkpoint(str(folder))
+    assert all(map(is_a_deferred, second.model.parameters())), "the folder's weights are not read into memory"
+    second.train(resume_from_checkpoint=str(folder))
+    assert log_of(second) == log_of(first)
+    for name, value in second.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_folder_is_gone_on_from_only_by_a_model_that_was_loaded_for_it(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer(loaded(checkpoint, swap), rows, tmp_path / "out", **saving).train()
+    end()
+    folder = str(tmp_path / "out" / "checkpoint-2")
+    other = swap | {"nvme": {"paths": [str(tmp_path / "other")]}}
+    with pytest.raises(infinity.ModelError, match="InfinityConfig.*resume="):
+        trainer(loaded(checkpoint, other), rows, tmp_path / "out", **saving).train(resume_from_checkpoint=folder)
+
+
+def test_without_the_callback_a_folder_says_that_it_pins_nothing(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer(loaded(checkpoint, swap), rows, tmp_path / "out", callbacks=[], **saving).train()
+    end()
+    with pytest.raises(infinity.ResumeError, match="Checkpoints"):
+        loaded(checkpoint, swap, resume=tmp_path / "out" / "checkpoint-2")
+
+
+def test_a_model_above_the_memory_is_saved_shard_by_shard(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(checkpoint, swap)
+    infinity.hf.optimizer_factory(model, lr=1e-3)
+    monkeypatch.setattr(type(model), "state_dict", _never)
+    model.save_pretrained(tmp_path / "out", max_shard_size="200KB")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("all weights are gathered")
+
+
+def test_a_checkpoint_of_other_files_is_loaded_as_its_refusal_says(
+    checkpoint: Path, swap: dict[str, Any], tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.config.save_pretrained(tmp_path / "old")
+    torch.save(model.state_dict(), tmp_path / "old" / "pytorch_model.bin")
+    with pytest.raises(infinity.NotAvailableError, match=r"pytorch_model\.bin.*save it with save_pretrained"):
+        loaded(tmp_path / "old", swap)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "old").save_pretrained(tmp_path / "new")
+    assert infinity.hf.optimizer_factory(loaded(tmp_path / "new", swap), lr=1e-3).param_groups
+
+
+def test_several_visible_gpus_and_a_model_of_another_way_are_refused(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(infinity.ConfigError, match="was not loaded with"):
+        trainer(AutoModelForCausalLM.from_pretrained(checkpoint), rows, tmp_path)
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(infinity.ConfigError, match="CUDA_VISIBLE_DEVICES=0"):
+        trainer(loaded(checkpoint, swap), rows, tmp_path)
+
+
+def test_what_a_checkpoint_lacks_and_what_has_another_size_is_initialized_as_without_infinity(
+    checkpoint: Path, swap: dict[str, Any]
+) -> None:
+    found = []
+    for options in ({}, {"quantization_config": infinity.InfinityConfig(swap)}):
+        torch.manual_seed(3)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            checkpoint, num_labels=3, vocab_size=80, ignore_mismatched_sizes=True, pad_token_id=0, **options
+        )
+        found.append({name: value.clone() for name, value in model.named_parameters()})
+    for name, value in found[0].items():
+        assert torch.equal(found[1][name], value), name
