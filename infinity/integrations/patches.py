@@ -12,6 +12,16 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from infinity.errors import NotAvailableError
+from infinity.integrations.points import TABLE, TESTED
+
+_active: list[str] = []
+
+
+def active() -> list[str]:
+    """The names of what is replaced now, and of modules whose import is awaited."""
+    return list(_active)
+
 
 class Patches:
     """Replaced attributes of classes and modules, in the order they were replaced. A context manager, which puts back
@@ -30,7 +40,12 @@ class Patches:
 
     def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Let `owner.name(*args)` be `ours(theirs, *args)`, where `theirs` is what it was. What a class inherits, and
-        classmethods and staticmethods, stay what they are for callers."""
+        classmethods and staticmethods, stay what they are for callers.
+
+        Raises:
+            NotAvailableError: the library no longer has it.
+        """
+        place = place_of(owner, name)
         own = name in vars(owner)
         found = vars(owner)[name] if own else getattr(owner, name)
         kind = type(found) if isinstance(found, classmethod | staticmethod) else None
@@ -41,11 +56,14 @@ class Patches:
             return ours(theirs, *args, **kwargs)
 
         self._before.append((owner, name, found if own else _INHERITED))
+        _active.append(place)
         setattr(owner, name, call if kind is None else kind(call))
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Let the attribute `owner.name`, which exists, have this value."""
+        """Let the attribute `owner.name` have this value. Raises NotAvailableError: the library no longer has it."""
+        place = place_of(owner, name)
         self._before.append((owner, name, vars(owner)[name]))
+        _active.append(place)
         setattr(owner, name, value)
 
     def add(self, undo: Callable[[], None]) -> None:
@@ -59,6 +77,7 @@ class Patches:
             return
         waiting = _WhenImported(name, act)
         self._waiting.append(waiting)
+        _active.append(name)
         sys.meta_path.insert(0, waiting)
 
     def undo(self) -> None:
@@ -69,6 +88,7 @@ class Patches:
             self._others.pop()()
         while self._before:
             owner, name, before = self._before.pop()
+            _active.remove(_place(owner, name))
             if before is _INHERITED:
                 delattr(owner, name)
             else:
@@ -76,6 +96,35 @@ class Patches:
 
 
 _INHERITED = object()
+
+
+def place_of(owner: Any, name: str) -> str:
+    """The dotted name of a row of the table.
+
+    Args:
+        owner: a class, a module, or an object of a class.
+
+    Raises:
+        NotAvailableError: the library no longer has it.
+    """
+    place = _place(owner, name)
+    point = TABLE.get(place)
+    assert point is not None, f"{place} is replaced, and has no row in infinity/integrations/points.py"
+    every = isinstance(owner, type) and name.startswith("__")  # a class without __init__ has that of its base
+    if not (name in vars(owner) if every else hasattr(owner, name)):
+        package = place.partition(".")[0]
+        mend = f" Install {package}=={TESTED[package]}." if package in TESTED else ""
+        raise NotAvailableError(
+            f"{place} is not there. infinity replaces it: it {point.does}. Without it: {point.breaks}.{mend}"
+        )
+    return place
+
+
+def _place(owner: Any, name: str) -> str:
+    if isinstance(owner, ModuleType):
+        return f"{owner.__name__}.{name}"
+    kind = owner if isinstance(owner, type) else type(owner)
+    return f"{kind.__module__}.{kind.__qualname__}.{name}"
 
 
 class _WhenImported(MetaPathFinder):
@@ -107,6 +156,7 @@ class _WhenImported(MetaPathFinder):
     def forget(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
+            _active.remove(self._name)
 
 
 @contextmanager

@@ -49,7 +49,6 @@ def replace_training(run: Run, patches: Patches) -> None:
     patches.wrap(kind, "_load_from_checkpoint", of.load_from_checkpoint)
     patches.wrap(kind, "_save_checkpoint", of.save_checkpoint)
     patches.wrap(kind, "_save", of.save)
-    patches.wrap(kind, "_finalize_training", of.finalize_training)
 
 
 class _OfTrainer:

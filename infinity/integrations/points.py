@@ -1,0 +1,266 @@
+"""The table of patches: every function of a library that infinity replaces, with the reason.
+
+`Patches` (patches.py) replaces nothing that has no row here. A row goes as soon as the library has an official point
+that serves; those that infinity uses are in plug_points.py, infinity_config.py and lightning.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TESTED = {
+    "accelerate": "1.15.0",
+    "lightning": "2.6.6",
+    "peft": "0.21.2",
+    "pytorch_lightning": "2.6.6",
+    "torch": "2.13.0",
+    "transformers": "5.23.0",
+}
+"""The versions of constraints.txt, for who meets a version in which a function is gone."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A patch.
+
+    Attributes:
+        where: the dotted names of the function; several where libraries have it in several places.
+        does: what it does under infinity.
+        why: why no official point serves.
+        breaks: what breaks first when the function moves.
+        takes: the leading parameters that infinity's function is called with, without `self`.
+    """
+
+    where: tuple[str, ...]
+    does: str
+    why: str
+    breaks: str
+    takes: tuple[str, ...] = ()
+
+
+_TRAINER = "transformers.trainer.Trainer"
+_UNCHANGED = "an unchanged script calls it itself, and gives it nothing of infinity's"
+
+POINTS = (
+    Point(
+        ("transformers.modeling_utils.PreTrainedModel.from_pretrained",),
+        "loads a model without its weights",
+        f"{_UNCHANGED}: a quantization_config is the script's to give",
+        "the whole model is in RAM",
+        ("pretrained_model_name_or_path",),
+    ),
+    Point(
+        ("peft.peft_model.PeftModel.__init__",),
+        "makes the wrapper known as what is called from then on",
+        "PEFT tells nobody that it wraps a model",
+        "adapters are trained in memory, around a model that is offloaded without them",
+        ("model",),
+    ),
+    Point(
+        (
+            "peft.prepare_model_for_kbit_training",
+            "peft.utils.prepare_model_for_kbit_training",
+            "peft.utils.other.prepare_model_for_kbit_training",
+        ),
+        "freezes the weights and leaves their dtype",
+        f"{_UNCHANGED}; the function casts all weights to fp32",
+        "all weights are read into RAM, in fp32",
+        ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    ),
+    Point(
+        (
+            "torch.optim.adamw.AdamW.__init__",
+            "torch.optim.adam.Adam.__init__",
+            "torch.optim.sgd.SGD.__init__",
+            "torch.optim.adagrad.Adagrad.__init__",
+        ),
+        "offloads the model of the parameters, and is infinity's optimizer from then on",
+        _UNCHANGED,
+        "the first step ends in ReleasedParameterError",
+        ("params",),
+    ),
+    Point(
+        ("torch.optim.optimizer.Optimizer.__init__",),
+        "refuses other optimizers of an offloaded model",
+        "torch has hooks for steps and none for making an optimizer",
+        "the refusal comes at the first step, as ReleasedParameterError",
+        ("params",),
+    ),
+    Point(
+        ("infinity.optim.groups.GroupedOptimizer.__init__",),
+        "offloads the model of the parameters",
+        "infinity's own optimizers know nothing of scripts, which stand above them",
+        "infinity.AdamW in a script says that the model is not offloaded",
+        ("params",),
+    ),
+    Point(
+        ("infinity.optim.handles.StateHandle.__reduce__",),
+        "warns of a file that has the names of states only",
+        "infinity's own optimizers know nothing of scripts, which stand above them",
+        "the warning",
+    ),
+    Point(
+        (
+            "torch.nn.parallel.DistributedDataParallel",
+            "torch.nn.parallel.distributed.DistributedDataParallel",
+        ),
+        "leaves an offloaded model unwrapped: its ranks average gradients themselves",
+        f"{_UNCHANGED}; communication hooks come after gradients are kept in buckets",
+        "ranks hold all gradients in memory, or DDP refuses placeholders",
+    ),
+    Point(
+        ("transformers.generation.utils.GenerationMixin.generate",),
+        "keeps ranks together that generate sequences of different lengths",
+        "synced_gpus is an argument that scripts leave out",
+        "generate hangs with several ranks",
+        ("inputs", "generation_config"),
+    ),
+    Point(
+        (f"{_TRAINER}.__init__",),
+        "takes what its arguments say of the training",
+        "on_init_end is told to callbacks, and a script gives none",
+        "checkpoint folders have no room for pins, and gradients are kept in more space than they need",
+        ("model", "args"),
+    ),
+    Point(
+        (f"{_TRAINER}.create_accelerator_and_postprocess",),
+        "keeps what the arguments say where the Trainer's Accelerator would say otherwise",
+        "there is no callback before the Accelerator is made",
+        "there is room for fewer or more pins than the arguments say",
+        (),
+    ),
+    Point(
+        (f"{_TRAINER}.create_optimizer",),
+        "offloads the model",
+        "optimizer_cls_and_kwargs is the script's to give, and trainers of TRL lack it",
+        "the model is offloaded later, by the optimizer; pins are not checked before hours of training",
+        ("model",),
+    ),
+    Point(
+        (f"{_TRAINER}.get_optimizer_cls_and_kwargs",),
+        "takes infinity's optimizers for those of bitsandbytes",
+        "optim= names a fixed list",
+        "optim='paged_adamw_8bit' asks for bitsandbytes",
+        ("args", "model"),
+    ),
+    Point(
+        (f"{_TRAINER}.training_step",),
+        "with vertical: true, runs the micro-batches of a step unit by unit",
+        "callbacks see no inputs",
+        "vertical: true does nothing",
+        ("model", "inputs"),
+    ),
+    Point(
+        ("torch.Tensor.backward",),
+        "withholds the backward pass of a micro-batch, until all of a step are there",
+        "training_step calls it itself",
+        "vertical: true runs each backward pass twice",
+        ("gradient",),
+    ),
+    Point(
+        (f"{_TRAINER}.train",),
+        "goes on from the folder that the launcher was given",
+        f"{_UNCHANGED}: resume_from_checkpoint is an argument",
+        "--resume is refused, as nothing begins from it",
+        ("resume_from_checkpoint",),
+    ),
+    Point(
+        (f"{_TRAINER}._load_from_checkpoint",),
+        "lets the model go on from the folder's generation",
+        "callbacks hear of a resumed run after its weights were loaded",
+        "a resumed run begins with weights and without states, and says so",
+        ("resume_from_checkpoint", "model"),
+    ),
+    Point(
+        (f"{_TRAINER}._save_checkpoint", "transformers.trainer.rotate_checkpoints"),
+        "pins the generation before older folders are removed",
+        "on_save comes after older folders were removed: a kill between the two would leave no folder to go on from",
+        "checkpoint folders pin nothing",
+    ),
+    Point(
+        (f"{_TRAINER}._save",),
+        "lets ranks that write nothing take part in gathering what rank 0 writes",
+        "a Trainer saves on rank 0 alone",
+        "saving hangs with several ranks",
+        ("output_dir", "state_dict"),
+    ),
+    Point(
+        ("transformers.training_args.TrainingArguments.__post_init__",),
+        "refuses DeepSpeed and FSDP by name",
+        "transformers imports DeepSpeed while it reads the argument",
+        "DeepSpeed is asked for, or shards the model",
+    ),
+    Point(
+        (
+            "accelerate.utils.dataclasses.DeepSpeedPlugin.__post_init__",
+            "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin.__post_init__",
+        ),
+        "refuses DeepSpeed and FSDP by name",
+        "accelerate reads the environment of its launcher",
+        "DeepSpeed is asked for, or FSDP shards the model",
+    ),
+    Point(
+        ("accelerate.accelerator.Accelerator.__init__",),
+        "takes its precision, its accumulation and the number of its folders",
+        "accelerate has no callbacks",
+        "folders of save_state have no room for pins",
+    ),
+    Point(
+        ("accelerate.accelerator.Accelerator.prepare_model",),
+        "knows a model that is prepared to be evaluated",
+        "accelerate has no callbacks",
+        "a reference model has room for optimizer states",
+        ("model", "device_placement", "evaluation_mode"),
+    ),
+    Point(
+        ("accelerate.accelerator.Accelerator.save_state", "accelerate.accelerator.Accelerator.get_state_dict"),
+        "pins the generation when the folder is whole, and streams weights that do not fit in RAM",
+        "the pre-hook of save_state runs when all weights were gathered, and there is none after it",
+        "folders of save_state pin nothing",
+    ),
+    Point(
+        ("accelerate.accelerator.Accelerator.load_state",),
+        "requires that the model is at the folder's generation",
+        "the pre-hook of load_state is given no folder where accelerate names it itself",
+        "load_state writes weights over those of another step",
+        ("input_dir",),
+    ),
+    Point(
+        (
+            "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_strategy",
+            "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._init_strategy",
+            "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_strategy",
+            "pytorch_lightning.trainer.connectors.accelerator_connector._AcceleratorConnector._init_strategy",
+        ),
+        "takes infinity's strategy where a Trainer names none, and refuses others",
+        "strategy= is the script's to give",
+        "a LightningModule is trained in memory",
+    ),
+    Point(
+        ("infinity.integrations.strategy.Offloading.launched",),
+        "tells infinity's strategy that the launcher has a swap config",
+        "Lightning makes the strategy, and gives it nothing",
+        "the strategy asks for a swap config",
+    ),
+    Point(
+        ("lightning.fabric.fabric.Fabric.__init__", "lightning_fabric.fabric.Fabric.__init__"),
+        "takes its precision",
+        "a Fabric's callbacks are the script's to give",
+        "fp32 weights stay fp32 under bf16-mixed",
+    ),
+    Point(
+        ("shutil.rmtree",),
+        "lets the generation go that a folder pins, before the folder is removed",
+        f"{_UNCHANGED}, and so does a Trainer",
+        "folders that are gone stay pinned, and take space",
+        ("path",),
+    ),
+    Point(
+        ("atexit.register", "atexit.unregister"),
+        "runs a script's functions while its models are open",
+        "Python runs them after the launcher has closed the models",
+        "a script that saves at its end fails",
+    ),
+)
+
+TABLE = {where: point for point in POINTS for where in point.where}
