@@ -18,6 +18,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from accelerate.utils import OffloadedWeightsLoader
 from safetensors.torch import save_file
 from torch import nn
@@ -29,7 +31,7 @@ from infinity.base.fork import in_this_process
 from infinity.checkpoint.load import Files, scratch_directory
 from infinity.checkpoint.tensor_files import names_in
 from infinity.config import SwapConfig, load_config
-from infinity.errors import NotAvailableError, ResumeError
+from infinity.errors import ModelError, NotAvailableError, ResumeError
 from infinity.integrations.run import Run
 from infinity.io.pins import folder_path, require_marker
 from infinity.runtime.deferred import defer, is_deferred
@@ -139,6 +141,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
             vars(module).pop("is_quantized", None)
             if hasattr(module, "config"):
                 vars(module.config).pop("_is_quantized", None)
+        self._kept.require_fitting(model)
         with suppress(OSError):  # not empty: tensors were converted
             self._kept.scratch.rmdir()  # now, as a process that is killed leaves it
         source = Files(model, self._kept.loader(), str(model.config.name_or_path))
@@ -184,7 +187,8 @@ class _Keep(ConversionOps):  # type: ignore[misc]
     Attributes:
         scratch: a directory for tensors that are in none of the files as the model has them.
         converted: patterns of the tensors that transformers converts.
-        misfits: parameters whose tensors have another shape, of which transformers says what becomes.
+        misfits: the shape that the model has of parameters whose tensors have another one. transformers initializes
+            such a parameter or refuses it.
     """
 
     def __init__(self, files: list[str], scratch: Path) -> None:
@@ -192,7 +196,7 @@ class _Keep(ConversionOps):  # type: ignore[misc]
         self.scratch = scratch
         self._index: dict[str, dict[str, str]] = {}
         self.converted: set[str] = set()
-        self.misfits: set[str] = set()
+        self.misfits: dict[str, torch.Size] = {}
 
     def convert(
         self, input_dict: dict[str, Any], *, source_patterns: list[str], model: Any = None, **kwargs: Any
@@ -200,8 +204,9 @@ class _Keep(ConversionOps):  # type: ignore[misc]
         """Args: input_dict: tensors by the name of their parameter, those of one conversion."""
         kept = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         for name, tensor in kept.items():
-            if tensor.shape != model.get_parameter(name).shape:
-                self.misfits.add(name)
+            wanted = model.get_parameter(name).shape
+            if tensor.shape != wanted:
+                self.misfits[name] = wanted
                 continue
             file, named = self._files.get(source_patterns[0]), source_patterns[0]
             if file is None or not self.converted.isdisjoint(source_patterns):
@@ -210,6 +215,17 @@ class _Keep(ConversionOps):  # type: ignore[misc]
             self._index[name] = {"safetensors_file": file, "weight_name": named, "dtype": str(tensor.dtype)[6:]}
             kept[name] = nn.Parameter(tensor.to("meta"), requires_grad=tensor.is_floating_point())
         return kept
+
+    def require_fitting(self, model: nn.Module) -> None:
+        """Raises ModelError where a parameter has not the model's shape, which older transformers does not check."""
+        for name, wanted in self.misfits.items():
+            found = model.get_parameter(name).shape
+            if found != wanted:
+                raise ModelError(
+                    f"InfinityConfig: '{name}' is {tuple(found)} in the checkpoint and {tuple(wanted)} in the model, "
+                    f"which transformers {transformers.__version__} does not check under a quantization_config. "
+                    "Install transformers 5.23 or later."
+                )
 
     def loader(self) -> Any:
         """The place of each tensor, as accelerate keeps it."""
