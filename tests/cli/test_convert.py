@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.cli.deepspeed.report import key_tables
 from infinity.cli.main import main
 from tests.cli.test_finetune import TEXT, tokenizer
+from tests.docs.pages import tool
 from tests.models import llama
 
 DS_CONFIG = {
@@ -182,7 +182,7 @@ def part(name: str) -> str:
 
 
 def test_the_table_of_the_page_is_the_table_of_the_code() -> None:
-    assert part("keys").strip() == key_tables().strip()
+    assert part("keys").strip() == tool("deepspeed_keys").key_tables().strip()
 
 
 def test_the_example_of_the_page_is_what_is_printed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

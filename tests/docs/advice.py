@@ -124,12 +124,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "or a smaller --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
         "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
     },
-    "cli/deepspeed/conversion.py": {
-        "take AdamW (optim adamw_torch | --optimizer adamw)": "cli/deepspeed/test_reading.py::"
-        "test_optimizers_that_compress_gradients_are_named_with_what_to_take",
-        "infinity finetune has constant, lin": "cli/deepspeed/test_reading.py::"
-        "test_a_schedule_that_is_not_there_is_named_with_those_that_are",
-    },
     "cli/deepspeed/reading.py": {
         "Write that to swap.yaml": "cli/deepspeed/test_reading.py::"
         "test_where_nothing_says_where_states_rest_the_swap_configs_that_are_named_can_be_written",
@@ -147,10 +141,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "Take `--fsdp_config <>` and `-": "cli/test_convert.py::test_training_starts_as_the_report_says",
         "Take `--deepspeed <>` out of ITS AR": "cli/test_convert.py::test_training_starts_as_the_report_says",
         "  <> --model MODEL --data DATA": "cli/test_convert.py::test_training_starts_as_the_report_says",
-        "or to `infinity finetune` (--options)": "cli/deepspeed/test_keys.py::test_each_key_says_what_its_fate_needs",
-        "to the script, or to `infinity finetune`": "cli/deepspeed/test_keys.py::"
-        "test_each_key_says_what_its_fate_needs",
-        "`infinity finetune` | `TrainingArgum": "cli/deepspeed/test_keys.py::test_arguments_of_the_trainer_are_there",
     },
     "cli/default_dtype.py": {
         "dtype <>: <> (--dtype takes another)": "cli/test_default_dtype.py::"

@@ -1,23 +1,59 @@
-"""A DeepSpeed config becomes a swap config and a list of findings: what became of each key that it has."""
+"""A DeepSpeed config becomes a swap config and a list of findings: what became of each key that it has.
+
+[Note: what is not offloaded]
+Weights and states that DeepSpeed keeps on the GPUs become `auto`, not `device`. With ZeRO-3 each of N GPUs has a share
+of the weights, and one device may not hold them all; `weights: device` would be an error there, and with several ranks
+always. `auto` keeps them on the device where they take half of its memory at most, else in RAM. The optimizer's states
+have no place on the device yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from infinity.cli.deepspeed import trainer
-from infinity.cli.deepspeed.keys import COMPRESSING, OPTIMIZERS, SCHEDULES, SECTIONS, Effect, Fate, Key
-from infinity.cli.deepspeed.placement import Line, Placed, place, place_fsdp, said
-from infinity.cli.deepspeed.reading import AUTO, Item, Source, known_key, nearest_key
-from infinity.cli.deepspeed.training import optimizer_name
+from infinity.cli.deepspeed.keys import KEYS, SECTIONS, Fate, Key
+from infinity.cli.deepspeed.reading import AUTO, Item, Source, nearest_key
+from infinity.echo import quoted
+from infinity.errors import ConfigError, printable
+from infinity.files import require_different, require_possible
+from infinity.sizes import PAGE_BYTES, exact_bytes
 
-STAGE_OF_ACCELERATE = 2
-"""The stage of ZeRO that Accelerate takes where its config file names none."""
 HINTS_MAX = 50
-_COMMENTS = ("_", "//", "#")
-_OFF = "it is off"
-_BY_TRAINER = "auto: the Trainer says it already, with an argument of its own"
+"""Unknown keys that are told the nearest known one, which takes time."""
+_ZERO = "zero_optimization"
+_BLOCK_DEFAULT, _BLOCK_MAX = 1 << 20, 1 << 30
+_DEPTH_DEFAULT, _DEPTH_MAX = 8, 1024
+_COUNT_MAX = 1 << 60
+_WORD_CHARS_MAX = 40
+_STATES_WERE_ON_GPUS = (
+    "The optimizer's states were on the GPUs. Here they rest in RAM, and the CPU updates them beside the backward "
+    "pass. Where RAM is too small for them add `nvme: {paths: [...]}`."
+)
+_FSDP_HAS_NO_NVME = (
+    "FSDP has no place on NVMe. Where RAM is too small for weights and states, write `weights: nvme`, "
+    "`optimizer: nvme` and `nvme: {paths: [DIRECTORY]}` in their place."
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A key of the swap config.
+
+    Attributes:
+        key: with its section.
+        why: what it comes from, in words.
+        sources: the keys of the DeepSpeed config that it comes from.
+    """
+
+    key: str
+    value: str | int | list[str]
+    why: str
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -30,7 +66,6 @@ class Finding:
         says: why, or what to do; without a full stop.
         to: keys of the swap config, or options of `infinity finetune`.
         trainer: the argument of TrainingArguments, with its value where that is another word.
-        effect: of a key without counterpart.
     """
 
     shown: str
@@ -39,10 +74,9 @@ class Finding:
     says: str = ""
     to: str = ""
     trainer: str = ""
-    effect: Effect | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Conversion:
     """Attributes:
     lines: of the swap config.
@@ -50,104 +84,181 @@ class Conversion:
     remarks: sentences about the whole.
     """
 
-    lines: tuple[Line, ...]
-    findings: tuple[Finding, ...]
-    remarks: tuple[str, ...]
+    lines: list[Line] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
-    def of(self, fate: Fate) -> list[Finding]:
-        """The findings with one fate."""
-        return [finding for finding in self.findings if finding.fate is fate]
+    def of(self, *fates: Fate) -> list[Finding]:
+        """The findings with one of these fates."""
+        return [finding for finding in self.findings if finding.fate in fates]
+
+    def add(self, key: str, value: str | int | list[str], why: str, *sources: str) -> None:
+        """Add a line to the swap config."""
+        self.lines.append(Line(key, value, why, sources))
 
 
 def convert(source: Source) -> Conversion:
     """The swap config that says what a config of DeepSpeed or FSDP says, and what became of its keys.
 
     Raises:
-        ConfigError: a value that decides on a key of the swap config is none that DeepSpeed has.
+        ConfigError: a value that decides on a key of the swap config is none that the key has, or NVMe has no path.
     """
-    items = {item.key: item for item in source.items}
-    default = STAGE_OF_ACCELERATE if source.accelerate and not source.file else 0
-    placed = place_fsdp(items) if source.fsdp else place(items, stage_default=default)
-    findings = [_finding(item, items, placed) for item in source.items]
-    findings = [*_with_hints(findings, {item.shown: item.key for item in source.items})]
+    items, conversion = {item.key: item for item in source.items}, Conversion()
+    active = {key: item for key, item in items.items() if key in KEYS and not _why_nothing(KEYS[key], item, items)}
+    _add_tiers(conversion, source, items, active)
+    _add_disks(conversion, active)
+    for ours in ("ranks.gather", "activations", "frozen", "master", "moments"):
+        found = [item for key, item in active.items() if KEYS[key].to == ours and _meaning(item)]
+        if found:
+            conversion.add(ours, _meaning(found[0]), ", ".join(map(_say, found)), *(item.key for item in found))
+    hints = [item for item in source.items if _is_unknown(item)][:HINTS_MAX]
+    conversion.findings += [_finding(item, items, conversion.lines, hinted=item in hints) for item in source.items]
     doubled = "another key says it, and this one is not read"
-    findings += [Finding(item.shown, said(item.value), Fate.NOT_NEEDED, doubled) for item in source.overruled]
-    fates, effects = [Fate.NONE, Fate.UNKNOWN, Fate.SCRIPT, Fate.NOT_NEEDED, Fate.MAPPED], list(Effect)
-    findings.sort(key=lambda each: (fates.index(each.fate), effects.index(each.effect) if each.effect else 0))
-    return Conversion(tuple(placed.lines), tuple(findings), tuple(placed.remarks))
+    conversion.findings += [
+        Finding(item.shown, said(item.value), Fate.NOT_NEEDED, doubled) for item in source.overruled
+    ]
+    conversion.findings.sort(key=lambda each: list(Fate).index(each.fate))
+    return conversion
 
 
-def _finding(item: Item, items: Mapping[str, Item], placed: Placed) -> Finding:
-    key = known_key(item.key)
-    if item.key in SECTIONS:
-        return Finding(item.shown, said(item.value), Fate.NOT_NEEDED, "it is empty")
-    if key is None:
-        return _unknown(item)
-    says = _why_nothing(key, item, items)
-    if key.fate is Fate.MAPPED:
-        ours = placed.lines_of(item.key)
-        if ours:
-            return Finding(item.shown, said(item.value), Fate.MAPPED, key.says, ", ".join(ours))
-        says = says or placed.unused.get(item.key) or f"{said(item.value)} changes nothing"
-    if says:
-        return Finding(item.shown, said(item.value), Fate.NOT_NEEDED, says)
-    if key.fate is Fate.SCRIPT and item.value == AUTO:
-        return Finding(item.shown, AUTO, Fate.SCRIPT, _BY_TRAINER)
-    lost = _lost_by_value(item)
-    if lost:
-        return Finding(item.shown, said(item.value), Fate.NONE, lost, effect=Effect.TRAINING)
-    effect = key.effect if key.fate is Fate.NONE else None
-    word, theirs = _words(item, items)
-    to, arguments = f"{key.to} {word}".rstrip(), f"{key.trainer} {theirs}".rstrip()
-    return Finding(item.shown, said(item.value), key.fate, key.says, to, arguments, effect)
+# -- the swap config ---------------------------------------------------------------------------------------------------
 
 
-def _words(item: Item, items: Mapping[str, Item]) -> tuple[str, str]:
-    """The value that an option of `infinity finetune` has another word for, and an argument of Trainer; "" where there
-    is none."""
-    if item.key == "scheduler.type":
-        word = SCHEDULES[item.value]
-        return word, trainer.SCHEDULES[word]
-    if item.key == "optimizer.type":
-        word = optimizer_name({key: each.value for key, each in items.items()}) or ""
-        return word, trainer.OPTIMIZERS.get(word, "")
-    return "", ""
+def _add_tiers(conversion: Conversion, source: Source, items: Mapping[str, Item], active: Mapping[str, Item]) -> None:
+    default = 2 if source.accelerate and not source.file else 0  # where Accelerate's own file has none, it takes 2
+    given = items.get(f"{_ZERO}.stage")
+    stage = default if given is None else _whole(given, 0, 3)
+    why = f"ZeRO stage {default}, the default" if given is None else _say(given)
+    kept = "the weights are not offloaded: on the device if they fit there, else in RAM"
+    for ours, rest in (("weights", kept), ("optimizer", "the states are not offloaded")):
+        found = [each for key, each in active.items() if ours in KEYS[key].to.split(", ") and _meaning(each)]
+        if ours == "weights" and stage is not None and stage < 3 and not source.fsdp:
+            found = []  # ZeRO offloads weights with stage 3 only
+        if found:
+            conversion.add(ours, _meaning(found[0]), _say(found[0]), found[0].key)
+        elif source.fsdp:
+            conversion.add(ours, "auto", "FSDP, with nothing offloaded")
+        else:
+            conversion.add(ours, "auto", f"{why}; {rest}", f"{_ZERO}.stage")
+    if source.fsdp:
+        conversion.remarks.append(_FSDP_HAS_NO_NVME)
+    elif conversion.lines[1].value == "auto":
+        conversion.remarks.append(_STATES_WERE_ON_GPUS)
 
 
-def _unknown(item: Item) -> Finding:
-    if item.key.rpartition(".")[2].startswith(_COMMENTS):
-        return Finding(item.shown, said(item.value), Fate.NOT_NEEDED, "it is a comment")
-    return Finding(item.shown, said(item.value), Fate.UNKNOWN)
-
-
-def _with_hints(findings: list[Finding], keys: Mapping[str, str]) -> Iterator[Finding]:
-    """The findings; the first unknown keys with the known ones that they are most like, which takes time."""
-    unknown = 0
-    for finding in findings:
-        unknown += finding.fate is Fate.UNKNOWN
-        if finding.fate is not Fate.UNKNOWN or unknown > HINTS_MAX:
-            yield finding
+def _add_disks(conversion: Conversion, active: Mapping[str, Item]) -> None:
+    paths: dict[str, list[Item]] = {}
+    for line in [line for line in conversion.lines if line.value == "nvme"]:
+        item = _path(active, line.sources[0])
+        try:
+            require_different(list(map(Path, {*paths, item.value})))
+        except ValueError:
             continue
-        near = nearest_key(keys[finding.shown])
-        yield replace(
-            finding, says=f"did you mean {near}?" if near else "infinity knows no such key of DeepSpeed or FSDP"
+        paths.setdefault(item.value, []).append(item)
+    for path in paths:
+        if not os.path.exists(os.path.expanduser(path)):
+            conversion.remarks.append(
+                f"nvme.paths: {printable(path)} is not there on this machine. A run makes it if the directory above it "
+                "is there."
+            )
+    if not paths:
+        return
+    items = [item for each in paths.values() for item in each]
+    conversion.add("nvme.paths", [*paths], ", ".join(item.shown for item in items), *(item.key for item in items))
+    block = active.get("aio.block_size")
+    block_bytes = _BLOCK_DEFAULT if block is None else _whole(block, 1, _COUNT_MAX)
+    if (
+        block is not None
+        and block_bytes != _BLOCK_DEFAULT
+        and not block_bytes % PAGE_BYTES
+        and block_bytes <= _BLOCK_MAX
+    ):
+        conversion.add("nvme.block", exact_bytes(block_bytes), _say(block), block.key)
+    threads = [active[f"aio.{name}"] for name in ("intra_op_parallelism", "thread_count") if f"aio.{name}" in active]
+    counts = [active["aio.queue_depth"]] if "aio.queue_depth" in active else []
+    depth = math.prod([_whole(item, 1, _COUNT_MAX) for item in counts] or [_DEPTH_DEFAULT])
+    depth *= math.prod(_whole(item, 1, _COUNT_MAX) for item in threads[:1])
+    if depth != _DEPTH_DEFAULT:
+        used = [*counts, *threads[:1]]
+        most = f"; {_DEPTH_MAX} at most" if depth > _DEPTH_MAX else ""
+        why = f"{' × '.join(map(_say, used))}{most}"
+        conversion.add("nvme.queue_depth", min(depth, _DEPTH_MAX), why, *(item.key for item in used))
+
+
+def _path(active: Mapping[str, Item], device: str) -> Item:
+    """The directory beside a device that is nvme. Raises ConfigError."""
+    item = active.get(f"{device.rpartition('.')[0]}.nvme_path")
+    if item is None:
+        raise ConfigError(
+            f"{active[device].shown} is nvme, and no nvme_path is named beside it: add the directory that the swap "
+            "files are to be in"
         )
+    if not isinstance(item.value, str):
+        raise ConfigError(f"{item.shown} is {quoted(item.value)}; the path of a directory belongs there")
+    try:
+        require_possible(item.value)
+    except ValueError as error:
+        raise ConfigError(f"{item.shown}: {error}") from None
+    return item
+
+
+# -- findings ----------------------------------------------------------------------------------------------------------
+
+
+def _finding(item: Item, items: Mapping[str, Item], lines: list[Line], *, hinted: bool) -> Finding:
+    key, value = KEYS.get(item.key), said(item.value)
+    if item.key in SECTIONS:
+        return Finding(item.shown, value, Fate.NOT_NEEDED, "it is empty")
+    if key is None and not _is_unknown(item):
+        return Finding(item.shown, value, Fate.NOT_NEEDED, "it is a comment")
+    if key is None:
+        near = nearest_key(item.key) if hinted else ""
+        hint = f"did you mean {near}?" if near else "infinity knows no such key of DeepSpeed or FSDP"
+        return Finding(item.shown, value, Fate.UNKNOWN, hint if hinted else "")
+    ours = [line.key for line in lines if item.key in line.sources]
+    if ours:
+        return Finding(item.shown, value, Fate.MAPPED, key.says, ", ".join(ours))
+    nothing = _why_nothing(key, item, items)
+    if key.fate is Fate.MAPPED:
+        nothing = nothing or (key.unless if not key.values or _meaning(item) else "") or f"{value} changes nothing"
+    if nothing:
+        return Finding(item.shown, value, Fate.NOT_NEEDED, nothing)
+    if key.fate is Fate.SCRIPT and item.value == AUTO:
+        trainer_says = "auto: the Trainer says it already, with an argument of its own"
+        return Finding(item.shown, AUTO, Fate.SCRIPT, trainer_says)
+    words = words_of(key, items)
+    if isinstance(words, str) and words:
+        return Finding(item.shown, value, Fate.TRAINING, words)
+    to, trainer = words or (key.to, key.trainer)
+    return Finding(item.shown, value, key.fate, key.says, to, trainer.removeprefix("--"))
+
+
+def words_of(key: Key, items: Mapping[str, Item]) -> list[str] | str:
+    """The option of `infinity finetune` and the argument of Trainer that a value has words for; why it is lost, where
+    it is; or ""."""
+    word = said(items[key.name].value).lower()
+    plain = items.get("optimizer.params.adam_w_mode")
+    if key.name == "optimizer.type" and word == "adam" and plain is not None and plain.value is False:
+        word = "adam without adam_w_mode"
+    return key.words.get(word, key.otherwise)
+
+
+def _is_unknown(item: Item) -> bool:
+    """Whether the table has no such key, and the key is no comment."""
+    is_comment = item.key.rpartition(".")[2].startswith(("_", "//", "#"))
+    return item.key not in KEYS and item.key not in SECTIONS and not is_comment
 
 
 def _why_nothing(key: Key, item: Item, items: Mapping[str, Item]) -> str:
     """Why the key does nothing in this config; "" where it does something."""
-    value = item.value
-    if value is None or value in ({}, "none") or (value is False and False in key.off):
-        return _OFF
-    if _is_one_of(value, key.off):
-        return f"{said(value)} changes nothing"
-    if key.switch:
-        on = value.get(key.switch, False) if isinstance(value, Mapping) else value
-        if on is False:
-            return _OFF
-    if value == AUTO and key.fate in (Fate.MAPPED, Fate.NONE):
+    value, (section, _, name) = item.value, item.key.rpartition(".")
+    switch = value.get(key.switch, False) if key.switch and isinstance(value, Mapping) else value
+    if value in (None, {}, "none") or (key.switch and switch is False):
+        return "it is off"
+    if value in key.off:  # 0 is false, as in DeepSpeed
+        return "it is off" if value is False else f"{said(value)} changes nothing"
+    if value == AUTO and key.fate not in (Fate.SCRIPT, Fate.NOT_NEEDED):
         return "auto: infinity chooses"
-    section, _, name = item.key.rpartition(".")
     if section in ("fp16", "bf16") and name != "enabled" and key.fate is not Fate.NOT_NEEDED:
         enabled = items.get(f"{section}.enabled")
         if enabled is None or enabled.value is False:
@@ -155,18 +266,50 @@ def _why_nothing(key: Key, item: Item, items: Mapping[str, Item]) -> str:
     return ""
 
 
-def _is_one_of(value: Any, values: tuple[object, ...]) -> bool:
-    """Whether it is one of these; 0 is false, as in DeepSpeed."""
-    return not isinstance(value, list | dict) and value in values
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _lost_by_value(item: Item) -> str:
-    """What is lost where infinity has the key and not the value."""
-    if item.key == "optimizer.type" and str(item.value).lower() not in OPTIMIZERS:
-        why = (
-            "it compresses gradients between GPUs" if str(item.value).lower() in COMPRESSING else "infinity has it not"
-        )
-        return f"{why}: take AdamW (optim adamw_torch | --optimizer adamw), or Adam, Lion, Adagrad, SGD"
-    if item.key == "scheduler.type" and item.value not in tuple(SCHEDULES):
-        return "infinity finetune has constant, linear and cosine; a script has torch's own"
-    return ""
+def whole_number(value: Any) -> int | None:
+    """3, 3.0 and '3' as 3, and 1e9 as 1000000000; None for what is no whole number."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 18:
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return int(value) if isinstance(value, int) or (math.isfinite(value) and value == int(value)) else None
+
+
+def _whole(item: Item, low: int, high: int) -> Any:
+    """A whole number; None where the config leaves it open. Raises ConfigError."""
+    value = whole_number(item.value)
+    if item.value in (None, AUTO) or (value is not None and low <= value <= high):
+        return value
+    raise ConfigError(f"{item.shown} is {quoted(item.value)}; a whole number from {low} to {high} belongs there")
+
+
+def _meaning(item: Item) -> str:
+    """What its key of the swap config becomes by a value that the table has; "" for nothing. Raises ConfigError."""
+    key, value = KEYS[item.key], item.value
+    if not key.values:
+        return ""
+    if key.above is not None and not isinstance(value, bool):
+        value = _whole(item, 0, _COUNT_MAX) > key.above
+    elif isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.lower(), value)
+    if isinstance(value, list | dict) or value not in key.values:
+        values = ", ".join(said(each) for each in key.values)
+        raise ConfigError(f"{item.shown} is {quoted(item.value)}, and none of {values}")
+    return key.values[value]
+
+
+def _say(item: Item) -> str:
+    return f"{item.shown}: {said(item.value)}"
+
+
+def said(value: Any) -> str:
+    """A value as JSON writes it, shortened."""
+    if isinstance(value, bool) or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, float) and abs(value) < 1e15 and value == int(value):
+        return f"{value:.0f}"
+    is_word = isinstance(value, str) and len(value) <= _WORD_CHARS_MAX and value.isidentifier()
+    return str(value) if is_word else quoted(value)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.deepspeed.keys import ACCELERATE_KEYS, ACCELERATE_NAMES, FSDP_KEYS, KEYS, SECTIONS
+from infinity.cli.deepspeed.keys import DEEPSPEED, KEYS, ROWS, SECTIONS
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
@@ -27,7 +27,6 @@ from infinity.strict import parse_json, parse_yaml
 FILE_BYTES_MAX = 1 << 20
 AUTO = "auto"
 _LINK, _ACCELERATE, _FSDP = "deepspeed_config_file", "deepspeed_config", "fsdp_config"
-_YAML = (".yaml", ".yml")
 _OURS = {"weights", "nvme", "memory", "commit_every"}
 _SHOWN = 5
 
@@ -37,7 +36,7 @@ class Item:
     """A key of a config, and its value.
 
     Attributes:
-        key: DeepSpeed's name with its sections, or a key of Accelerate.
+        key: its name in the table of keys.
         shown: as the file has it.
     """
 
@@ -74,67 +73,79 @@ def read(path: Path) -> Source:
             told.
     """
     name, values = printable(path), _values(path)
-    link = values.get("deepspeed")
     if values.get("distributed_type") == "FSDP":
-        inner = values.pop(_FSDP, None) or {}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{name}: {_FSDP} is {quoted(inner)}; keys and values belong there")
-        told = {key: value for key, value in values.items() if value != {} and key != "distributed_type"}
-        others = [Item(f"accelerate.{key}", value, key) for key, value in told.items()]
-        return Source((*_of_fsdp(inner, f"{_FSDP}."), *others), (), "", str(path), fsdp=True)
+        inner = _of_fsdp(_section(name, _FSDP, values.pop(_FSDP, None) or {}), f"{_FSDP}.")
+        others = {key: value for key, value in values.items() if value != {} and key != "distributed_type"}
+        return Source((*inner, *_of_accelerate(others)), (), "", str(path), fsdp=True)
     if _ACCELERATE in values:
-        return _of_accelerate(path, values)
+        return _with_accelerate(path, _section(name, _ACCELERATE, values.pop(_ACCELERATE)), values)
+    link = values.get("deepspeed")
     if isinstance(link, str) and "zero_optimization" not in values:
         file = shlex.quote(printable(link))
         raise ConfigError(f"{name}: is no DeepSpeed config; it names one: infinity convert {file}")
-    if _is_fsdp(values):
-        return Source(_of_fsdp(values), (), str(path), "", fsdp=True)
-    _require_deepspeed(name, values)
-    items, doubles = _once(_items(name, values))
-    return Source(items, doubles, str(path), "")
+    # Only DeepSpeed has activation_checkpointing as a section, and the other keys that FSDP has not.
+    fsdp = _of_fsdp(values)
+    known = {each.shown for each in fsdp if each.key in KEYS and not isinstance(each.value, Mapping)}
+    if known and not (values.keys() - known) & {*DEEPSPEED, *SECTIONS}:
+        return Source(fsdp, (), str(path), "", fsdp=True)
+    return Source(*_of_deepspeed(name, values), str(path), "")
 
 
-def _is_fsdp(values: Mapping[str, Any]) -> bool:
-    """Whether it has keys of FSDP, and none that only DeepSpeed has, in which activation_checkpointing is a section."""
-    known = [each for each in _of_fsdp(values) if each.key in FSDP_KEYS and not isinstance(each.value, Mapping)]
-    return bool(known) and not (values.keys() - {each.shown for each in known}) & (KEYS.keys() | SECTIONS)
-
-
-def _of_fsdp(values: Mapping[str, Any], section: str = "") -> tuple[Item, ...]:
-    """Its keys, which may do without `fsdp_`. Args: section: that they are in."""
-    return tuple(
-        Item(f"fsdp.{str(key).removeprefix('fsdp_')}", value, f"{section}{key}") for key, value in values.items()
-    )
+def nearest_key(key: str) -> str:
+    """The known key or section that is most like an unknown one; "" where none is."""
+    known = [each for each in KEYS if each.startswith("fsdp.")] if key.startswith("fsdp.") else [*DEEPSPEED, *SECTIONS]
+    section, _, last = key.rpartition(".")
+    inside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
+    anywhere = {each.rpartition(".")[2]: each for each in known}
+    for names, cutoff in ((inside, 0.6), (anywhere, 0.75)):
+        for near in difflib.get_close_matches(last[:80], names, n=1, cutoff=cutoff):
+            return names[near]
+    return ""
 
 
 def _values(path: Path) -> dict[str, Any]:
-    name = printable(path)
+    name, is_yaml = printable(path), path.suffix in (".yaml", ".yml")
     try:
         text = read_regular(path.expanduser(), FILE_BYTES_MAX, follow=True).decode("utf-8-sig")
+        values = parse_yaml(text) if is_yaml else parse_json(text)
     except OSError as error:
         raise ConfigError(f"cannot read the DeepSpeed config {name}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name}: not UTF-8 text ({error.reason} at byte {error.start})") from error
-    is_yaml = path.suffix in _YAML
-    try:
-        values = parse_yaml(text) if is_yaml else parse_json(text)
     except ValueError as error:
-        hint = "" if is_yaml else _about_comments(text)
+        hint, comment = "", re.search(r"(?m)(?:^|[,{\[])\s*(//|#|/\*)", text)
+        if comment and not is_yaml:
+            hint = (
+                f". It has comments, as in line {text.count(chr(10), 0, comment.start(1)) + 1}, which JSON has not: "
+                "remove them. Where DeepSpeed is installed, `hjson -j FILE > plain.json` does that"
+            )
         raise ConfigError(f"{name}: not valid {'YAML' if is_yaml else 'JSON'}: {error}{hint}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: expected the keys and values of a DeepSpeed config, found {type(values).__name__}")
     return {str(key): value for key, value in values.items()}
 
 
-def _about_comments(text: str) -> str:
-    line = next((number for number, line in enumerate(text.splitlines(), 1) if re.match(r"\s*(//|#|/\*)", line)), None)
-    if line is None and not re.search(r"[,{\[]\s*(//|#|/\*)", text):
-        return ""
-    where = "" if line is None else f", as in line {line}"
-    return (
-        f". It has comments{where}, which JSON has not: remove them. Where DeepSpeed is installed, "
-        "`hjson -j FILE > plain.json` does that"
-    )
+def _section(name: str, shown: str, value: Any) -> dict[Any, Any]:
+    """Raises ConfigError for what is no mapping."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: {shown} is {quoted(value)}; keys and values belong there")
+    return value
+
+
+# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+
+
+def _of_deepspeed(name: str, values: dict[str, Any]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """The items whose keys are new, and the others; a key in its own place goes before one that is shown elsewhere."""
+    _require_deepspeed(name, values)
+    if isinstance(values.get("zero_optimization"), bool):  # of DeepSpeed before 0.2
+        old = [Item("zero_optimization.stage", int(values.pop("zero_optimization")), "zero_optimization")]
+    else:
+        old = []
+    items = [*old, *(item for key, value in values.items() for item in _flat(name, key, value, key))]
+    ordered = sorted(items, key=lambda item: item.key != item.shown)
+    first = {item.key: item for item in reversed(ordered)}
+    return tuple(first[key] for key in reversed(first)), tuple(item for item in ordered if first[item.key] is not item)
 
 
 def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
@@ -149,32 +160,13 @@ def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
             "`{weights: nvme, optimizer: nvme, nvme: {paths: [DIRECTORY]}}`; "
             "`infinity plan --model MODEL --config swap.yaml` says whether it fits"
         )
-    known = KEYS.keys() | SECTIONS
-    if not values.keys() & known:
-        first = list(values)[:_SHOWN]
-        near = {key: nearest_key(key) for key in first}
-        found = ", ".join(f"{quoted(key)}{f' (did you mean {near[key]}?)' if near[key] else ''}" for key in first)
+    if not values.keys() & {*DEEPSPEED, *SECTIONS}:
+        near = {key: nearest_key(key) for key in list(values)[:_SHOWN]}
+        found = ", ".join(f"{quoted(key)}{f' (did you mean {hint}?)' if hint else ''}" for key, hint in near.items())
         raise ConfigError(
             f"{name}: is no DeepSpeed config: it has no key of one, such as zero_optimization. Found: "
             f"{found or 'nothing'}"
         )
-
-
-def _items(name: str, values: Mapping[str, Any]) -> Iterator[Item]:
-    values = dict(values)
-    zero = values.get("zero_optimization")
-    if isinstance(zero, bool):  # of DeepSpeed before 0.2
-        yield Item("zero_optimization.stage", int(zero), "zero_optimization")
-        del values["zero_optimization"]
-    for key, value in values.items():
-        yield from _flat(name, key, value, key)
-
-
-def _once(items: Iterator[Item]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The items whose keys are new, and the others; a key in its own place goes before one that is shown elsewhere."""
-    ordered = sorted(items, key=lambda item: item.key != item.shown)
-    first = {item.key: item for item in reversed(ordered)}
-    return tuple(first[key] for key in reversed(first)), tuple(item for item in ordered if first[item.key] is not item)
 
 
 def _flat(name: str, key: str, value: Any, shown: str) -> Iterator[Item]:
@@ -182,64 +174,52 @@ def _flat(name: str, key: str, value: Any, shown: str) -> Iterator[Item]:
         key = "aio"
     if key in KEYS or key not in SECTIONS or value is None or value == {}:
         yield Item(key, value, shown)
-    elif isinstance(value, Mapping):
-        for below, each in value.items():
-            yield from _flat(name, f"{key}.{below}", each, f"{shown}.{below}")
-    else:
-        raise ConfigError(f"{name}: {shown} is {quoted(value)}; keys and values belong there")
+        return
+    for below, each in _section(name, shown, value).items():
+        yield from _flat(name, f"{key}.{below}", each, f"{shown}.{below}")
 
 
-# -- Accelerate --------------------------------------------------------------------------------------------------------
+# -- FSDP, Accelerate --------------------------------------------------------------------------------------------------
 
 
-def _of_accelerate(path: Path, values: dict[str, Any]) -> Source:
-    name, inner = printable(path), values.pop(_ACCELERATE)
-    if not isinstance(inner, dict):
-        raise ConfigError(f"{name}: {_ACCELERATE} is {quoted(inner)}; keys and values belong there")
-    given: list[Item] = []
-    others: list[Item] = []
+def _of_fsdp(values: Mapping[str, Any], section: str = "") -> tuple[Item, ...]:
+    """Its keys, which may do without `fsdp_`. Args: section: that they are in."""
+    return tuple(
+        Item(f"fsdp.{str(key).removeprefix('fsdp_')}", value, f"{section}{key}") for key, value in values.items()
+    )
+
+
+def _of_accelerate(values: Mapping[str, Any]) -> tuple[Item, ...]:
+    return tuple(Item(f"accelerate.{key}", value, key) for key, value in values.items())
+
+
+def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) -> Source:
+    """Args: inner: the keys of DeepSpeed. values: the others."""
+    names = {key.accelerate: key.name for key in ROWS if key.accelerate}
+    given, others = [], []
     for below, value in inner.items():
         shown = f"{_ACCELERATE}.{below}"
-        known = ACCELERATE_NAMES.get(str(below))
-        value = None if value == "none" and "path" in str(below) else value
-        (others if known is None else given).append(Item(known or shown, value, shown))
-    others += [Item(f"accelerate.{key}", value, key) for key, value in values.items()]
+        if str(below) in names:
+            open_path = value == "none" and "path" in str(below)
+            given.append(Item(names[str(below)], None if open_path else value, shown))
+        else:
+            others.append(Item(f"accelerate.{shown}", value, shown))
+    rest = (*others, *_of_accelerate(values))
     link = inner.get(_LINK)
     if link in (None, "none"):
-        return Source((*given, *others), (), "", str(path))
+        return Source((*given, *rest), (), "", str(path))
     if not isinstance(link, str):
-        raise ConfigError(f"{name}: {_ACCELERATE}.{_LINK} is {quoted(link)}; the path of a file belongs there")
-    file = _beside(path, Path(link))
+        raise ConfigError(
+            f"{printable(path)}: {_ACCELERATE}.{_LINK} is {quoted(link)}; the path of a file belongs there"
+        )
+    # Accelerate takes a path from the working directory; people write it from the file.
+    beside = path.expanduser().parent / link
+    file = Path(link) if Path(link).expanduser().exists() or not beside.exists() else beside
     theirs = _values(file)
     if _ACCELERATE in theirs:
         raise ConfigError(f"{printable(file)}: is a config file of Accelerate again, and no DeepSpeed config")
-    _require_deepspeed(printable(file), theirs)
-    items, doubles = _once(_items(printable(file), theirs))
+    items, doubles = _of_deepspeed(printable(file), theirs)
     asked = {item.key for item in items if item.value == AUTO}
     told = {item.key: item for item in given if item.key in asked}
     overruled = (*doubles, *(item for item in given if item.key not in asked))
-    return Source((*(told.get(item.key, item) for item in items), *others), overruled, str(file), str(path))
-
-
-def _beside(path: Path, link: Path) -> Path:
-    """Where a path in a config file leads: from the working directory, as Accelerate takes it, or from the file."""
-    from_file = path.expanduser().parent / link
-    return link if link.expanduser().exists() or not from_file.exists() else from_file
-
-
-def nearest_key(key: str) -> str:
-    """The known key or section that is most like an unknown one; "" where none is."""
-    known = [*FSDP_KEYS] if key.startswith("fsdp.") else [*KEYS, *SECTIONS]
-    section, _, last = key.rpartition(".")
-    inside = [each for each in known if each.rpartition(".")[0] == section]
-    near = difflib.get_close_matches(last[:80], [each.rpartition(".")[2] for each in inside], n=1, cutoff=0.6)
-    if near:
-        return f"{section}.{near[0]}" if section else near[0]
-    ends = {each.rpartition(".")[2]: each for each in known}
-    near = difflib.get_close_matches(last[:80], ends, n=1, cutoff=0.75)
-    return ends[near[0]] if near else ""
-
-
-def known_key(key: str) -> Any:
-    """The table's entry of a key; None for one that is unknown."""
-    return KEYS.get(key) or FSDP_KEYS.get(key) or ACCELERATE_KEYS.get(key.removeprefix("accelerate."))
+    return Source((*(told.get(item.key, item) for item in items), *rest), overruled, str(file), str(path))

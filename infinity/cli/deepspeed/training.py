@@ -1,66 +1,114 @@
-"""What a DeepSpeed config says about training, as options of `infinity finetune` and as a call of infinity.AdamW. The
-swap config says nothing about training."""
+"""What a DeepSpeed config says about training, of which the swap config says nothing: as options of `infinity
+finetune`, as arguments of transformers' Trainer (TrainingArguments), and as a call of infinity.AdamW."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+import json
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from infinity.cli.arguments import build_finetune_parser
-from infinity.cli.deepspeed.keys import OPTIMIZERS, SCHEDULES
-from infinity.cli.deepspeed.placement import whole_number
-from infinity.cli.deepspeed.reading import AUTO, Source
+from infinity.cli.deepspeed.conversion import whole_number, words_of
+from infinity.cli.deepspeed.keys import ROWS
+from infinity.cli.deepspeed.reading import AUTO, Item, Source
 
-_HAVE_BETAS, _HAVE_EPS = ("adamw", "adam", "lion"), ("adamw", "adam", "adagrad")
-_PARAMS = "optimizer.params."
+_LR, _RATIO, _MOMENTUM = "optimizer.params.lr", "scheduler.params.cos_min_ratio", "optimizer.params.momentum"
 _MOST = 2**63
-_NEVER = 100_000
-"""From so many steps per print on a config says that nothing is to be printed."""
 
 
-def finetune_options(source: Source) -> list[str]:
-    """Options of `infinity finetune` that say what the config says; without a value that is open ("auto"), or that the
-    option does not take."""
-    values = _told(source)
+@dataclass(frozen=True)
+class Training:
+    """Attributes:
+    options: of `infinity finetune`, without a value that is open ("auto"), or that the option does not take.
+    arguments: of TrainingArguments. Trainer has no Adam, and makes its own schedule where DeepSpeed has none.
+    call: the optimizer in a script of one's own; "" where the config has none that infinity has.
+    """
+
+    options: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)
+    call: str = ""
+
+
+def training_of(source: Source) -> Training:
+    """What the config says about training."""
+    items, options, arguments = _told(source), dict[str, str](), dict[str, str]()
     parsers = {name: action for action in build_finetune_parser()._actions for name in action.option_strings}
-    words: list[str] = []
-    for option, value in (*_sizes(values), *_optimizer(values), *_schedule(values), *_forms(values, source)):
-        text = repr(value) if isinstance(value, float) else str(value)
-        if option not in words and _takes(parsers[option], text):
-            words += [option, text]
-    return words
+
+    def add(option: str, value: object, argument: str = "", theirs: object = None) -> None:
+        if option not in options and _takes(parsers[option], _text(value)):
+            options[option] = _text(value)
+            if argument:
+                arguments[f"--{argument.removeprefix('--')}"] = _text(value if theirs is None else theirs)
+
+    for key in [key for key in ROWS if key.name in items]:
+        words = words_of(key, items)
+        if isinstance(words, list):
+            add(*words[0].split(), *words[1].split())
+        elif key.takes and (not key.only or options.get("--optimizer") in key.only):
+            values = _values(key.takes, items[key.name].value)
+            for option, argument, value in zip(key.to.split(", "), key.trainer.split(", "), values, strict=False):
+                if value < key.below:
+                    add(option, value, argument)
+    rate, ratio = (items[key].value if key in items else None for key in (_LR, _RATIO))
+    if _is_number(rate) and not any(key.startswith("scheduler.") for key in items):
+        add("--schedule", "constant")  # DeepSpeed without a scheduler changes nothing
+    if options.get("--schedule") == "cosine" and _is_number(rate) and _is_number(ratio):
+        add("--min-lr", float(f"{ratio * rate:.6g}"), "lr_scheduler_kwargs", json.dumps({"min_lr_rate": ratio}))
+        arguments["--lr_scheduler_type"] = "cosine_with_min_lr"
+    precisions = {item.key for item in source.items if item.value == AUTO} & {"bf16.enabled", "fp16.enabled"}
+    if not (precisions or source.accelerate or source.fsdp):
+        add("--dtype", "fp32")
+    return Training(options, arguments, _call(options, items))
 
 
-def optimizer_call(source: Source) -> str:
-    """The optimizer of the config in a script of one's own; "" where the config has none that infinity has."""
-    values = _told(source)
-    name = optimizer_name(values)
-    if name is None:
+def _call(options: dict[str, str], items: dict[str, Item]) -> str:
+    if "--optimizer" not in options:
         return ""
-    given = {key.removeprefix(_PARAMS): value for key, value in values.items() if key.startswith(_PARAMS)}
-    shown = [f"{key}={given[key]!r}" for key in ("lr", "eps", "weight_decay") if _is_number(given.get(key))]
-    if name == "adagrad" or name in ("lion", "sgd"):
-        shown = [each for each in shown if name == "adagrad" or not each.startswith("eps")]
-    betas = given.get("betas")
-    if name in _HAVE_BETAS and isinstance(betas, list) and len(betas) == 2 and all(map(_is_number, betas)):
-        shown.insert(1 if "lr" in given else 0, f"betas=({betas[0]!r}, {betas[1]!r})")
-    if name == "sgd" and _is_number(given.get("momentum")):
-        shown.append(f"momentum={given['momentum']!r}")
-    if _is_number(values.get("gradient_clipping")) and values["gradient_clipping"] > 0:
-        shown.append(f"max_grad_norm={values['gradient_clipping']!r}")
-    classes = {"adamw": "AdamW", "adam": "Adam", "lion": "Lion", "adagrad": "Adagrad", "sgd": "SGD"}
-    return f"infinity.{classes[name]}({', '.join(('model.parameters()', *shown))})"
+    given = {
+        name: options.get(f"--{name.replace('_', '-')}") for name in ("lr", "eps", "weight_decay", "max_grad_norm")
+    }
+    if "--beta1" in options:
+        given = {"lr": given.pop("lr"), "betas": f"({options['--beta1']}, {options['--beta2']})"} | given
+    momentum = items[_MOMENTUM].value if _MOMENTUM in items else None
+    if options["--optimizer"] == "sgd" and _is_number(momentum):
+        given["momentum"] = repr(momentum)
+    if float(given["max_grad_norm"] or 0) == 0:
+        del given["max_grad_norm"]
+    shown = [f"{name}={value}" for name, value in given.items() if value is not None]
+    classes = {"adamw": "AdamW", "sgd": "SGD"}
+    name = classes.get(options["--optimizer"], options["--optimizer"].capitalize())
+    return f"infinity.{name}({', '.join(['model.parameters()', *shown])})"
 
 
-def _told(source: Source) -> dict[str, Any]:
-    """The keys that have a value. Adam of DeepSpeed's own has no weight decay unless it is told; torch's has."""
+def _told(source: Source) -> dict[str, Item]:
+    """The keys that have a value, and those that follow from them: the same batch of a step in one process, and the
+    weight decay that Adam of DeepSpeed's own has not unless it is told; torch's has."""
     named = {item.key for item in source.items}
-    values = {item.key: item.value for item in source.items if item.value is not None and item.value != AUTO}
-    is_torchs = values.get(f"{_PARAMS}torch_adam") is True
-    if "optimizer.type" in values and f"{_PARAMS}weight_decay" not in named and not is_torchs:
-        values[f"{_PARAMS}weight_decay"] = 0.0
-    return values
+    items = {item.key: item for item in source.items if item.value is not None and item.value != AUTO}
+
+    def follows(key: str, value: object) -> None:
+        items[key] = Item(key, value, key)
+
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+    micro, passes, batch = (whole_number(items[key].value) if key in items else None for key in sizes)
+    if micro and batch and batch % micro == 0:
+        follows(sizes[1], batch // micro)
+    if micro is None and batch is not None:
+        follows(sizes[0], batch // passes if passes and batch % passes == 0 else batch)
+    is_torchs = "optimizer.params.torch_adam" in items and items["optimizer.params.torch_adam"].value is True
+    if "optimizer.type" in items and "optimizer.params.weight_decay" not in named and not is_torchs:
+        follows("optimizer.params.weight_decay", 0.0)
+    return items
+
+
+def _values(takes: str, value: Any) -> list[Any]:
+    """The values of the options; none where the value is not of that kind."""
+    if takes == "whole":
+        number = whole_number(value)
+        return [] if number is None else [number]
+    values = value if takes == "pair" and isinstance(value, list) and len(value) == 2 else [value]
+    return values if all(map(_is_number, values)) and len(values) == (2 if takes == "pair" else 1) else []
 
 
 def _takes(action: argparse.Action, text: str) -> bool:
@@ -72,82 +120,8 @@ def _takes(action: argparse.Action, text: str) -> bool:
     return action.choices is None or value in action.choices
 
 
-def _sizes(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Micro-batch and accumulation: the same batch of a step in one process."""
-    micro = whole_number(values.get("train_micro_batch_size_per_gpu"))
-    passes = whole_number(values.get("gradient_accumulation_steps"))
-    batch = whole_number(values.get("train_batch_size"))
-    if micro and batch and batch % micro == 0:
-        passes = batch // micro
-    if micro is None and batch is not None:
-        micro = batch // passes if passes and batch % passes == 0 else batch
-    if micro is not None:
-        yield "--batch-size", micro
-    if passes is not None:
-        yield "--gradient-accumulation", passes
-
-
-def optimizer_name(values: Mapping[str, Any]) -> str | None:
-    """What `--optimizer` calls the optimizer; None where the config has none that infinity has.
-
-    Args:
-        values: of the config, by DeepSpeed's keys.
-    """
-    kind = str(values.get("optimizer.type", "")).lower()
-    if kind == "adam" and values.get(f"{_PARAMS}adam_w_mode") is False:
-        return "adam"
-    return OPTIMIZERS.get(kind)
-
-
-def _optimizer(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    name = optimizer_name(values)
-    if name is not None:
-        yield "--optimizer", name
-    rate = next((values[key] for key in (f"{_PARAMS}lr", "scheduler.params.warmup_max_lr") if key in values), None)
-    if _is_number(rate):
-        yield "--lr", rate
-    betas = values.get(f"{_PARAMS}betas")
-    if isinstance(betas, list) and len(betas) == 2 and all(map(_is_number, betas)) and name in _HAVE_BETAS:
-        yield "--beta1", betas[0]
-        yield "--beta2", betas[1]
-    if _is_number(values.get(f"{_PARAMS}eps")) and name in _HAVE_EPS:
-        yield "--eps", values[f"{_PARAMS}eps"]
-    if _is_number(values.get(f"{_PARAMS}weight_decay")):
-        yield "--weight-decay", values[f"{_PARAMS}weight_decay"]
-    for key in ("gradient_clipping", f"{_PARAMS}max_grad_norm"):
-        if _is_number(values.get(key)):
-            yield "--max-grad-norm", values[key]
-
-
-def _schedule(values: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    kind, has_one = values.get("scheduler.type"), any(key.startswith("scheduler.") for key in values)
-    if isinstance(kind, str) and kind in SCHEDULES:
-        yield "--schedule", SCHEDULES[kind]
-    elif not has_one and _is_number(values.get(f"{_PARAMS}lr")):
-        yield "--schedule", "constant"  # DeepSpeed without a scheduler changes nothing
-    for key, option in (("warmup_num_steps", "--warmup-steps"), ("total_num_steps", "--steps")):
-        steps = whole_number(values.get(f"scheduler.params.{key}"))
-        if steps is not None:
-            yield option, steps
-    ratio, rate = values.get("scheduler.params.cos_min_ratio"), values.get(f"{_PARAMS}lr")
-    if kind == "WarmupCosineLR" and _is_number(ratio) and _is_number(rate):
-        yield "--min-lr", float(f"{ratio * rate:.6g}")
-
-
-def _forms(values: Mapping[str, Any], source: Source) -> Iterator[tuple[str, object]]:
-    open_ones = {item.key for item in source.items if item.value == AUTO}
-    precision = values.get("accelerate.mixed_precision")
-    if values.get("bf16.enabled") is True or values.get("bfloat16.enabled") is True or precision == "bf16":
-        yield "--dtype", "bf16"
-    elif values.get("fp16.enabled") is True or precision == "fp16":
-        yield "--dtype", "fp16"
-    elif not open_ones & {"bf16.enabled", "fp16.enabled", "bfloat16.enabled"} and not (
-        source.accelerate or source.fsdp
-    ):
-        yield "--dtype", "fp32"
-    every = whole_number(values.get("steps_per_print"))
-    if every is not None and every < _NEVER:
-        yield "--log-every", every
+def _text(value: object) -> str:
+    return repr(value) if isinstance(value, float) else str(value)
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:

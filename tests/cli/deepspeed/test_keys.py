@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
+from transformers import TrainingArguments
 
 from infinity.cli.arguments import build_finetune_parser
-from infinity.cli.deepspeed.keys import (
-    _BY_ITSELF,
-    _IN_THE_SCRIPT,
-    _LOST,
-    _PLACES,
-    ACCELERATE_KEYS,
-    ACCELERATE_NAMES,
-    KEYS,
-    OPTIMIZERS,
-    SCHEDULES,
-    SECTIONS,
-    Fate,
-    Key,
-)
-from infinity.config import SwapConfig, _known_keys
+from infinity.cli.deepspeed.keys import DEEPSPEED, KEYS, LOST, ROWS, SECTIONS, Fate, Key
+from infinity.cli.optimizers import _BETAS, _HAVE_EPS
+from infinity.config import SwapConfig, _known_keys, load_config
 
-ALL = [*KEYS.values(), *ACCELERATE_KEYS.values()]
+ALL = [*KEYS.values()]
 
 
-def test_no_key_has_two_entries() -> None:
-    entries = [key.name for key in (*_PLACES, *_BY_ITSELF, *_IN_THE_SCRIPT, *_LOST)]
-    assert len(entries) == len(set(entries)) == len(KEYS)
+def test_no_key_has_two_rows() -> None:
+    assert len(ROWS) == len(KEYS) > 250
 
 
 def test_a_key_is_no_section_so_that_its_value_is_taken_as_a_whole() -> None:
@@ -38,32 +28,40 @@ def test_each_key_says_what_its_fate_needs(key: Key) -> None:
     if key.fate is Fate.MAPPED:
         assert set(key.to.split(", ")) <= set(_known_keys(SwapConfig))
         assert key.says
+        for name in key.to.split(", "):
+            for value in filter(None, key.values.values()):
+                paths = {"nvme": {"paths": ["/tmp"]}} if value == "nvme" else {}
+                section, _, last = name.rpartition(".")
+                load_config(({section: {last: value}} if section else {last: value}) | paths)
     elif key.fate is Fate.SCRIPT:
         options = {name for action in build_finetune_parser()._actions for name in action.option_strings}
         assert {part.split()[0] for part in key.to.split(", ") if part} <= options
         assert key.to or key.trainer or key.says
     else:
-        assert key.fate in (Fate.NONE, Fate.NOT_NEEDED)
+        assert key.fate in (*LOST, Fate.NOT_NEEDED)
         assert key.says
     assert "|" not in key.says
     assert not key.says.endswith(".")
 
 
 def test_arguments_of_the_trainer_are_there() -> None:
-    from dataclasses import fields
-
-    from transformers import TrainingArguments
-
     known = {field.name for field in fields(TrainingArguments)}
-    named = {name for key in ALL for name in key.trainer.split(", ") if name}
-    assert named <= known
+    assert {name for key in ALL for name in key.trainer.split(", ") if name} <= known
 
 
-def test_optimizers_and_schedules_are_those_of_finetune() -> None:
-    choices = {action.dest: action.choices for action in build_finetune_parser()._actions}
-    assert set(OPTIMIZERS.values()) <= set(choices["optimizer"] or ())
-    assert set(SCHEDULES.values()) <= set(choices["schedule"] or ())
+def test_the_words_of_finetune_are_options_that_it_takes() -> None:
+    told = [words for key in ALL for words in key.words.values() if isinstance(words, list)]
+    assert len(told) > 10
+    for words in told:
+        build_finetune_parser().parse_args(words[0].split())
 
 
-def test_names_of_accelerate_are_names_of_keys() -> None:
-    assert set(ACCELERATE_NAMES.values()) <= KEYS.keys()
+def test_an_option_goes_to_the_optimizers_that_have_it() -> None:
+    assert set(KEYS["optimizer.params.betas"].only) == set(_BETAS)
+    assert set(KEYS["optimizer.params.eps"].only) == set(_HAVE_EPS)
+
+
+def test_names_of_accelerate_are_those_of_deepspeeds_keys() -> None:
+    named = [key.name for key in ALL if key.accelerate]
+    assert len({KEYS[name].accelerate for name in named}) == len(named) == 8
+    assert set(named) <= set(DEEPSPEED)

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 import infinity
 from infinity.cli.arguments import build_finetune_parser
 from infinity.cli.deepspeed.conversion import convert
-from infinity.cli.deepspeed.keys import Fate
+from infinity.cli.deepspeed.keys import LOST, Fate
 from infinity.cli.deepspeed.reading import FILE_BYTES_MAX, read
 from infinity.cli.deepspeed.report import report, swap_text
 from infinity.config import load_config
@@ -113,7 +113,7 @@ def test_a_key_in_two_places_is_read_where_deepspeed_looks(tmp_path: Path) -> No
             "cannot read the DeepSpeed config missing.json",
         ),
         ('{\n  // ZeRO\n  "bf16": {}}', "has comments, as in line 2.*hjson -j"),
-        ('{"bf16": {}, # mine\n "fp16": {}}', "has comments, which JSON has not"),
+        ('{"bf16": {}, # mine\n "fp16": {}}', "has comments, as in line 1, which JSON has not"),
         ('{"bf16": {},}', "not valid JSON"),
         ("{" * 100_000, "not valid JSON"),
     ],
@@ -170,7 +170,7 @@ def test_a_config_of_fsdp_becomes_a_swap_config_and_all_of_its_keys_are_known(
     found = {line.key: line.value for line in conversion.lines}
     assert (found.pop("weights"), found.pop("optimizer")) == (tier, tier)
     assert found == ({"activations": "auto"} if values.get("activation_checkpointing") else {})
-    assert not conversion.of(Fate.UNKNOWN) + conversion.of(Fate.NONE)
+    assert not conversion.of(Fate.UNKNOWN, *LOST)
     load_config(parse_yaml(swap_text(conversion, read(path))))
 
 
@@ -201,7 +201,7 @@ def test_optimizers_that_compress_gradients_are_named_with_what_to_take(tmp_path
 
 
 def test_a_schedule_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
-    (found,) = converted({"scheduler": {"type": "OneCycle"}}, tmp_path).of(Fate.NONE)
+    (found,) = converted({"scheduler": {"type": "OneCycle"}}, tmp_path).of(*LOST)
     assert found.says == "infinity finetune has constant, linear and cosine; a script has torch's own"
     for name in "constant", "linear", "cosine":
         assert build_finetune_parser().parse_args(["--schedule", name]).schedule == name

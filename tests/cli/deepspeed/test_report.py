@@ -54,7 +54,7 @@ def test_a_trainers_own_arguments_are_one_line(tmp_path: Path) -> None:
 def test_the_words_of_an_option_are_said(tmp_path: Path) -> None:
     values = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}, "scheduler": {"type": "WarmupDecayLR"}}
     said = told(values, tmp_path)
-    assert "optimizer.type: Adam -> optim | --optimizer adam (" in said  # Trainer has none
+    assert "optimizer.type: Adam -> --optimizer adam (" in said  # Trainer has none
     assert "scheduler.type: WarmupDecayLR -> lr_scheduler_type linear | --schedule linear (" in said
 
 
