@@ -148,7 +148,7 @@ OPTIONS = {
         "--sequence-length --micro-batches --gradient-accumulation --dtype --optimizer --lora --frozen --clips --steps "
         "--json --plot --verbose"
     ),
-    "infinity doctor": "config --swap-dir --json",
+    "infinity doctor": "config --swap-dir --json --report",
     "infinity convert": "input -o/--output --force",
     "infinity": "--version",
     "infinity-bench": (

@@ -479,7 +479,13 @@ def _add_doctor(commands: Any) -> None:
         metavar="DIR",
         help="directories, one per disk, to look at as well (default without a swap config: .)",
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the report as JSON")
+    form.add_argument(
+        "--report",
+        action="store_true",
+        help="print the report as Markdown to paste into an issue, without names of users, hosts and directories",
+    )
 
 
 def _add_convert(commands: Any) -> None:

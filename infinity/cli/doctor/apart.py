@@ -2,24 +2,24 @@
 process costs the doctor a row and not the report.
 
 [Note: probes apart]
-Each group of probes has a forked process, and all of them work at once. It writes a line of JSON for each row that it
-finds, and one when a probe is done; what is not done when the process has died, or its time has passed, is unknown.
-Nothing that a library prints meanwhile is shown. Ctrl-C is for the parent alone, which ends them.
+Each group of probes has a forked process, and all of them work at once. It sends each row that it finds, and a word
+when a probe is done; what is not done when the process has died, or its time has passed, is unknown. Nothing that a
+library prints meanwhile is shown. Ctrl-C is for the parent alone, which ends them. The processes are not those of
+multiprocessing, which waits at its end for one that a dead disk holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
-import selectors
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from infinity.cli.doctor.rows import Found, Probe, Probes, Row
 from infinity.echo import one_line, raised
@@ -51,45 +51,37 @@ def ends(act: Callable[[], object], within_s: float) -> bool:
 @contextlib.contextmanager
 def _watched(groups: Sequence[Probes]) -> Iterator[list[_Child]]:
     """Processes that have looked at the probes, or are late."""
-    began = time.monotonic()
     children: list[_Child] = []
     try:
-        with selectors.DefaultSelector() as waiting:
-            for group in groups:
-                children.append(_Child(group, began + group.limit_s))
-                waiting.register(children[-1].pipe, selectors.EVENT_READ, children[-1])
-            _wait(waiting)
+        for group in groups:
+            children.append(_Child(group))
+        while waiting := [child for child in children if not (child.ended or child.late)]:
+            first = min(child.deadline for child in waiting)
+            ready = wait([child.pipe for child in waiting], max(first - time.monotonic(), 0))
+            for child in waiting:
+                if child.pipe in ready:
+                    child.read()
+                child.late = not child.ended and time.monotonic() >= child.deadline
         yield children
     finally:
         for child in children:
             child.close()
 
 
-def _wait(waiting: selectors.BaseSelector) -> None:
-    """Take what the processes say until each has ended or is late."""
-    while waiting.get_map():
-        first = min(key.data.deadline for key in waiting.get_map().values())
-        for key, _ in waiting.select(max(first - time.monotonic(), 0)):
-            if not key.data.read():
-                waiting.unregister(key.fileobj)
-        for key in list(waiting.get_map().values()):
-            if time.monotonic() >= key.data.deadline:
-                key.data.give_up()
-                waiting.unregister(key.fileobj)
-
-
 class _Child:
     """A process that looks at a group of probes, and what it has said so far.
 
     Attributes:
+        ended: by itself: it has closed its end of the pipe, which is the last thing it does.
         late: its time passed before it was done.
     """
 
-    def __init__(self, group: Probes, deadline: float) -> None:
-        self.group, self.deadline, self.late = group, deadline, False
-        self._said = b""
+    def __init__(self, group: Probes) -> None:
+        self.group, self.deadline, self.ended, self.late = group, time.monotonic() + group.limit_s, False, False
+        self._found: dict[int, list[Row]] = {at: [] for at in range(len(group.probes))}
+        self._done: set[int] = set()
         self._status: int | None = None
-        self.pipe, writer = os.pipe()
+        self.pipe, writer = Pipe(duplex=False)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # no KeyboardInterrupt in the child
@@ -99,81 +91,61 @@ class _Child:
                 _work(group, writer)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(writer)
+        writer.close()
 
-    def give_up(self) -> None:
-        self.late = True
-
-    def read(self) -> bool:
-        """Take what it says now; False at its end."""
-        said = os.read(self.pipe, 1 << 16)
-        self._said += said
-        return bool(said)
+    def read(self) -> None:
+        """Take a row, or its end."""
+        try:
+            at, row = self.pipe.recv()
+        except (EOFError, OSError):  # it closed the pipe, or died within a message
+            self.ended = True
+        else:
+            self._done.add(at) if row is None else self._found[at].append(row)
 
     def rows(self) -> list[Row]:
         """What it found, and for each probe that is not done an unknown row. Ends the process."""
         self._end()
-        found: dict[int, list[Row]] = {at: [] for at in range(len(self.group.probes))}
-        done: set[int] = set()
-        for line in self._said.splitlines(keepends=True):
-            if not line.endswith(b"\n"):  # it died within the line
-                continue
-            at, values = json.loads(line)
-            if values is None:
-                done.add(at)
-            else:
-                found[at].append(Row(**values))
         why, rows = "", []
         for at, probe in enumerate(self.group.probes):
-            rows += found[at]
-            if at not in done:
+            rows += self._found[at]
+            if at not in self._done:
                 rows += probe.rows(Found("unknown", why or self._problem()))
                 why = why or f"not looked at, because '{probe.what}' came to no end"
         return rows
 
     def close(self) -> None:
         """End the process, and remove what it left. Idempotent."""
-        if self.pipe < 0:
-            return
         self._end()
-        os.close(self.pipe)
-        self.pipe = -1
+        self.pipe.close()
         if self._status not in (None, 0) and self.group.leaves is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self.group.leaves.unlink()
+            self.group.leaves.unlink(missing_ok=True)
 
     def _end(self) -> None:
         """Kill it unless it has ended, and take its status; None if it does not die."""
-        if self._status is not None:
-            return
         until = time.monotonic() + _DEATH_S
-        if not self._ended_by_itself():
+        if self._status is None and not self.ended:
             os.kill(self._pid, signal.SIGKILL)
-        while self._status is None and time.monotonic() < until:
+        while self._status is None:
             pid, status = os.waitpid(self._pid, os.WNOHANG)
             self._status = status if pid else None
-            if not pid:
-                time.sleep(0.005)
-
-    def _ended_by_itself(self) -> bool:
-        """Whether its end of the pipe is closed, which is the last thing it does."""
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(self.pipe, selectors.EVENT_READ)
-            return bool(waiting.select(0)) and not self.read() and not self.late
+            if time.monotonic() >= until:
+                return
+            time.sleep(0 if pid else 0.005)
 
     def _problem(self) -> str:
         if self.late:
-            stuck = "" if self._status is not None or not self.group.leaves else self._left()
+            stuck = ""
+            if self._status is None and self.group.leaves:
+                stuck = (
+                    f"; the disk does not let go of the process that looked, which may leave {self.group.leaves} behind"
+                )
             return f"no answer within {self.group.limit_s:g} s{stuck}"
         if self._status is not None and os.WIFSIGNALED(self._status):
             return f"the process that looked was ended by {signal.Signals(os.WTERMSIG(self._status)).name}"
         return "the process that looked ended too early"
 
-    def _left(self) -> str:
-        return f"; the disk does not let go of the process that looked, which may leave {self.group.leaves} behind"
 
-
-def _work(group: Probes, writer: int) -> NoReturn:
+def _work(group: Probes, writer: Connection) -> NoReturn:
     """In the new process."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -186,16 +158,10 @@ def _work(group: Probes, writer: int) -> NoReturn:
             os.dup2(nowhere, stream)
         for at, probe in enumerate(group.probes):
             for row in rows_of(probe):
-                _say(writer, [at, dataclasses.asdict(row)])
-            _say(writer, [at, None])
+                writer.send((at, row))
+            writer.send((at, None))
     finally:
         os._exit(0)  # with no word of what ended it: the parent sees which probes are not done
-
-
-def _say(writer: int, message: Any) -> None:
-    left = json.dumps(message).encode() + b"\n"
-    while left:
-        left = left[os.write(writer, left) :]
 
 
 def rows_of(probe: Probe) -> list[Row]:

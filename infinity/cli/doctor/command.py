@@ -17,7 +17,7 @@ from infinity.cli.doctor.apart import ends, look
 from infinity.cli.doctor.core import core
 from infinity.cli.doctor.disks import disk
 from infinity.cli.doctor.machine import machine, numa
-from infinity.cli.doctor.report import is_ready, ordered, to_json, to_text
+from infinity.cli.doctor.report import is_ready, ordered, to_issue, to_json, to_text
 from infinity.cli.doctor.rows import Found, Probe, Probes, Row
 from infinity.cli.doctor.versions import versions
 from infinity.cli.doctor.with_torch import with_torch
@@ -47,7 +47,7 @@ def doctor(options: argparse.Namespace) -> int:
         rows = ordered(look(groups(config, paths, given=options.config is not None)))
     finally:
         signal.signal(signal.SIGTERM, previous)
-    print(_report(rows, as_json=options.json))
+    print(_report(rows, paths or [Path(".")], options))
     return 0 if is_ready(rows) else 1
 
 
@@ -91,9 +91,11 @@ def _without_paths(config: SwapConfig) -> Found:
     return Found("ok", "the swap config names none, and uses no disk")
 
 
-def _report(rows: Sequence[Row], *, as_json: bool) -> str:
-    if as_json:
+def _report(rows: Sequence[Row], paths: Sequence[Path], options: argparse.Namespace) -> str:
+    if options.json:
         return json.dumps(to_json(rows, __version__), indent=2)
+    if options.report:
+        return to_issue(rows, paths, __version__, _PLAIN_WIDTH)
     width = shutil.get_terminal_size((_PLAIN_WIDTH, 0)).columns if sys.stdout.isatty() else _PLAIN_WIDTH
     return to_text(rows, width)
 

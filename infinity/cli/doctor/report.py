@@ -1,4 +1,4 @@
-"""The doctor's report: a verdict, and a table for people or JSON for programs.
+"""The doctor's report: a verdict, and a table for people, JSON for programs or Markdown for an issue.
 
 [Note: the JSON]
 `schema` and `version` name it; a version only ever gains keys. `rows` has an object for each row of the table, in its
@@ -7,10 +7,16 @@ order: section, what, finding, state ('ok', 'slower', 'missing' or 'unknown') an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import platform
+import pwd
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from infinity.cli.doctor.rows import Row, State
@@ -21,6 +27,10 @@ SCHEMA, VERSION = "infinity-doctor", 1
 _STATE_WIDTH, _WHAT_WIDTH = 9, 22
 _FOUND_AT = 2 + _STATE_WIDTH + _WHAT_WIDTH
 _WIDTH_MIN = _FOUND_AT + 30
+
+_NOT_PRIVATE = {"", ".", "/", "~", "root", "localhost"}
+_PATHS = re.compile(r"(?<![\w/])/(?!(?:dev|proc|sys|etc)/)(?:[\w.@+~-]+/)*[\w.@+~-]+")
+"""Of files and directories, but for those of the system."""
 
 
 def is_ready(rows: Sequence[Row]) -> bool:
@@ -64,6 +74,22 @@ def to_text(rows: Sequence[Row], width: int) -> str:
     return "\n".join(lines)
 
 
+def to_issue(rows: Sequence[Row], paths: Sequence[Path], version: str, width: int) -> str:
+    """Markdown to paste into an issue, without names of this user, this machine and its directories, and without mends.
+
+    Args:
+        paths: the swap directories.
+        version: of infinity.
+    """
+    private = {str(each): f"SWAP_DIR_{at}" for at, path in enumerate(paths, 1) for each in (path, path.absolute())}
+    private |= _names()
+    told = [Row(_without(private, row.section), row.what, _without(private, row.finding), row.state) for row in rows]
+    machine = f"infinity {version} on {platform.system()} {platform.machine()}"
+    return (
+        f"<details><summary>{machine}: {verdict(rows)}</summary>\n\n```text\n{to_text(told, width)}\n```\n\n</details>"
+    )
+
+
 def _lines(row: Row, width: int) -> list[str]:
     name = f"{printable(row.what)} " if len(row.what) >= _WHAT_WIDTH else f"{printable(row.what):<{_WHAT_WIDTH}}"
     begin = f"  {row.state:<{_STATE_WIDTH}}{name}"
@@ -92,3 +118,22 @@ def to_json(rows: Sequence[Row], version: str) -> dict[str, Any]:
 
 def _s(number: int) -> str:
     return "" if number == 1 else "s"
+
+
+def _names() -> dict[str, str]:
+    """Names of this user, of its home and of this machine, each with another word."""
+    names = {os.environ.get(variable, ""): "USER" for variable in ("USER", "LOGNAME", "SUDO_USER")}
+    homes = [os.path.expanduser("~")]
+    with contextlib.suppress(KeyError):  # as in a container with a user that it does not know
+        user = pwd.getpwuid(os.getuid())
+        names[user.pw_name] = "USER"
+        homes.append(user.pw_dir)
+    host = platform.node()
+    return names | dict.fromkeys(homes, "HOME") | {host: "HOST", host.partition(".")[0]: "HOST"}
+
+
+def _without(private: Mapping[str, str], text: str) -> str:
+    """The text with other words for private names, and without other paths than those that every machine has."""
+    for name in sorted(private.keys() - _NOT_PRIVATE, key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", private[name], text)
+    return _PATHS.sub("PATH", text)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
+import sys
 from functools import partial
 from importlib import metadata
 from typing import Any
 
-from infinity.cli.doctor.mends import pip_install
+import infinity
+from infinity.cli.doctor.mends import pip_install, python
 from infinity.cli.doctor.rows import Found, Probe, Probes, State
 
-_DISTRIBUTION = "infinity-offload"
+_DISTRIBUTION, _OTHER = "infinity-offload", "infinity"
 _LIMIT_S = 20
 _SHOWN = ("torch", "transformers", "accelerate", "safetensors")
 _OPTIONAL = {
@@ -27,6 +30,7 @@ _RINGS, _TABLES = (5, 6), (5, 19)
 
 def versions() -> Probes:
     probes = [Probe("versions", "Python", python_version), Probe("versions", "infinity", infinity_version)]
+    probes.append(Probe("versions", "import infinity", imported))
     probes += [Probe("versions", name, partial(library, name)) for name in _SHOWN]
     probes.append(Probe("versions", "other requirements", others))
     probes += [Probe("versions", name, partial(library, name)) for name in _OPTIONAL]
@@ -44,6 +48,29 @@ def python_version() -> Found:
 
 def infinity_version() -> Found:
     return Found("ok", _about()["Version"])
+
+
+def imported() -> Found:
+    """What a script in this directory imports as infinity. PyPI has another package of that name: infinity.py."""
+    asked = "import importlib.util as u; found = u.find_spec('infinity'); print(found.origin if found else '')"
+    line = [sys.executable, "-c", asked]
+    origin = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout.strip()
+    again = pip_install(_DISTRIBUTION, how="--force-reinstall --no-deps")
+    away = f"{python()} -m pip uninstall -y {_OTHER}"
+    try:
+        other = f"PyPI's other package {_OTHER} {metadata.version(_OTHER)} is installed"
+    except metadata.PackageNotFoundError:
+        other = ""
+    if not os.path.exists(origin) or not os.path.samefile(origin, str(infinity.__file__)):
+        said = f"`import infinity` finds {origin or 'nothing'} here, and not this infinity"
+        if other:
+            return Found("missing", f"{said}; {other}", f"{away} && {again}")
+        return Found("missing", f"{said}: rename it, or start scripts elsewhere" if origin else said)
+    if other:
+        return Found(
+            "slower", f"{other} as well: `import infinity` finds infinity, and what needs the other fails", away
+        )
+    return Found("ok", "finds infinity")
 
 
 def library(name: str) -> Found:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_only_what_is_missing_is_a_failure(
 def test_a_directory_that_does_not_answer_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "ends", lambda act, within_s: False)
     with pytest.raises(InfinityError, match="gives no answer within"):
-        doctor(argparse.Namespace(config=None, swap_dir=[], json=False))
+        doctor(argparse.Namespace(config=None, swap_dir=[], json=False, report=False))
 
 
 @pytest.mark.parametrize(
@@ -126,3 +127,27 @@ def test_sections_are_in_one_order_whatever_is_slow(found: Any, tmp_path: Path) 
     made = groups(SwapConfig(), [tmp_path], given=False)
     sections = list(dict.fromkeys(probe.section for group in made for probe in group.probes))
     assert sections == [*SECTIONS[:5], "GPU", f"disk {tmp_path}", "NUMA"]
+
+
+def test_the_report_for_an_issue_has_what_the_machine_is_and_no_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "home" / "anna"
+    home.mkdir(parents=True)
+    for name, value in (("HOME", home), ("USER", "anna")):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(platform, "node", lambda: "box7.lab.example")
+    main.main(["doctor", "--report", "--swap-dir", str(home / "my swap"), str(tmp_path / "other" / "gone")])
+    said = capsys.readouterr().out
+    assert said.startswith("<details><summary>infinity ")
+    assert said.endswith("\n```\n\n</details>\n")
+    for section in (*SECTIONS, "disk SWAP_DIR_1", "disk SWAP_DIR_2"):
+        assert f"\n{section}\n" in said
+    assert f"kernel                {platform.release()}" in said
+    for name in ("anna", "box7", "my swap", "/tmp", str(tmp_path), "→"):
+        assert name not in said
+
+
+def test_a_report_has_one_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--report", "--json"]) == 2
+    assert "not allowed with" in capsys.readouterr().err

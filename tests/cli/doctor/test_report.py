@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import platform
+from pathlib import Path
 
 import pytest
 
-from infinity.cli.doctor.report import is_ready, ordered, to_json, to_text, verdict
+from infinity.cli.doctor.report import is_ready, ordered, to_issue, to_json, to_text, verdict
 from infinity.cli.doctor.rows import Row, State
 
 
@@ -70,3 +72,24 @@ def test_the_json_has_every_row() -> None:
         "state": "missing",
         "mend": "",
     }
+
+
+@pytest.mark.parametrize(
+    ("finding", "told"),
+    [
+        ("the file /mnt/cluster/eve/x.py is odd", "the file PATH is odd"),
+        ("3.00 GB/s up, of /dev/nvme0 and /proc/cpuinfo", "3.00 GB/s up, of /dev/nvme0 and /proc/cpuinfo"),
+        ("/swaps/a b: node 0; eve@box7 asked", "SWAP_DIR_1: node 0; USER@HOST asked"),
+        ("/home/eve/.cache: full", "HOME/.cache: full"),
+        ("eventually; the drive tells it to root only", "eventually; the drive tells it to root only"),
+    ],
+)
+def test_what_is_pasted_into_an_issue_names_nobody(finding: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HOME", "/home/eve"), ("USER", "eve")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(platform, "node", lambda: "box7")
+    row = Row("disk /swaps/a b", "what", finding, "missing", "rm /home/eve/x")
+    said = to_issue([row], [Path("/swaps/a b")], "1.0", 200)
+    assert "\ndisk SWAP_DIR_1\n" in said
+    assert f"  missing  what                  {told}\n```" in said
+    assert f"infinity 1.0 on Linux {platform.machine()}: not ready: 1 thing is missing" in said

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from infinity.cli.doctor import mends, versions
-from infinity.cli.doctor.versions import infinity_version, kernel, library, others, python_version
+from infinity.cli.doctor.versions import imported, infinity_version, kernel, library, others, python_version
 
 REQUIRES = ["torch>=2.6", "numpy>=1.26", "transformers>=4.56", 'peft>=0.21; extra == "hf"']
 
@@ -59,6 +60,42 @@ def test_requirements_without_a_row_share_one(installed: dict[str, str]) -> None
     assert others() == ("ok", "numpy 2.0", "", "")
     del installed["numpy"]
     assert others() == ("missing", "numpy not installed", "python -m pip install --upgrade 'numpy>=1.26'", "")
+
+
+def test_infinity_is_what_a_script_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert imported() == ("ok", "finds infinity", "", "")
+
+
+def test_another_infinity_that_a_script_would_import_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    there = versions.infinity.__file__
+    (tmp_path / "mine.py").touch()
+    monkeypatch.setattr(versions.infinity, "__file__", str(tmp_path / "mine.py"))
+    found = imported()
+    assert (found.state, found.mend) == ("missing", "")
+    assert found.finding.startswith(f"`import infinity` finds {there} here, and not this infinity: rename it")
+    monkeypatch.setattr(sys, "executable", "true")
+    assert imported().finding == "`import infinity` finds nothing here, and not this infinity"
+
+
+def test_the_other_package_of_that_name_is_told_by_its_version(
+    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(versions, "python", lambda: "python")
+    installed["infinity"] = "1.5"
+    found = imported()
+    assert (found.state, found.mend) == ("slower", "python -m pip uninstall -y infinity")
+    assert "PyPI's other package infinity 1.5 is installed as well" in found.finding
+    (tmp_path / "infinity.py").touch()
+    monkeypatch.setattr(versions.infinity, "__file__", str(tmp_path / "infinity.py"))
+    found = imported()
+    assert found.state == "missing"
+    assert found.mend == (
+        "python -m pip uninstall -y infinity && python -m pip install --force-reinstall --no-deps infinity-offload"
+    )
 
 
 def test_a_python_that_is_too_old_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
