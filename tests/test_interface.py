@@ -152,7 +152,7 @@ OPTIONS = {
     "infinity convert": "input -o/--output --force",
     "infinity": "--version",
     "infinity-bench": (
-        "--version --path --size --engine --json --plot --sustained --limit-s --vs-fio --rounds --fio-bytes "
+        "--version --path --size --engine --json --sustained --limit-s --vs-fio --rounds --fio-bytes "
         "--block --depth"
     ),
     "infinity-bench step": (

@@ -66,7 +66,6 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--engine", type=word, choices=("auto", "io_uring", "threads"), default="auto")
     parser.add_argument("--json", type=path, metavar="FILE", help="write everything found as JSON")
-    parser.add_argument("--plot", type=path, metavar="PNG", help="write a picture of the sweep")
     mode = parser.add_argument_group("instead of the sweep")
     mode.add_argument("--sustained", action="store_true", help="overwrite until the rate settles")
     mode.add_argument("--limit-s", type=number(1, 7 * 86400), help="of --sustained, in seconds (default 3600)")
@@ -189,11 +188,6 @@ def _survey(arguments: list[str]) -> None:
     survey = run_survey(options, console)
     if options.json:
         _write_json(options.json, to_json(survey, __version__))
-    if options.plot:
-        from infinity.cli.bench.plot import plot
-
-        plot(survey.paths, options.plot)
-        console.print(f"plot: {options.plot}", markup=False)
     conclude(survey, console)
 
 
@@ -205,12 +199,7 @@ def _require_use(options: argparse.Namespace) -> None:
     require_alone("--fio-bytes", options.fio_bytes, "--vs-fio", options.vs_fio)
     for option, given in (("--block", options.block), ("--depth", options.depth)):
         require_alone(option, given, mode, options.sustained or options.vs_fio)
-    if options.plot and (options.sustained or options.vs_fio):
-        raise ConfigError(f"--plot draws the sweep, which {mode} leaves out")
-    if options.json and options.plot and options.json.absolute() == options.plot.absolute():
-        raise ConfigError(f"--json and --plot are the same file, {options.json}")
     require_file_place("--json", options.json)
-    require_file_place("--plot", options.plot)
     defaults = {"limit_s": 3600.0, "rounds": _ROUNDS, "fio_bytes": 512 << 20, "block": 1 << 20, "depth": 32}
     for option, default in defaults.items():
         if getattr(options, option) is None:

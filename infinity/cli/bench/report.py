@@ -12,7 +12,7 @@ import dataclasses
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,44 +73,37 @@ def cell(text: object) -> Text:
 # -- tables -----------------------------------------------------------------------------------------------------------
 
 
-def print_machine(console: Console, survey: Survey) -> None:
-    machine = survey.machine
+def print_facts(console: Console, facts: Mapping[str, object]) -> None:
+    """Facts by their names in the JSON; not those that the system does not tell."""
     table = Table(show_header=False, box=None, padding=(0, 2))
-    lock = "unlimited" if machine.memlock_soft_bytes is None else format_bytes(machine.memlock_soft_bytes)
-    lock += " (this process may exceed it)" if machine.can_lock_any else ""
-    rows = [
-        ("machine", f"{machine.cpu_model}, {machine.cores} cores, {format_bytes(machine.total_memory_bytes)} RAM"),
-        ("kernel", f"{machine.kernel}{', in a container' if machine.container else ''}"),
-        ("engine", f"{survey.engine}: {survey.engine_reason}"),
-        ("locked memory", f"limit {lock}; {survey.registered}"),
-        ("NUMA nodes", str(machine.numa_nodes)),
-        ("huge pages", machine.transparent_hugepage or "not known"),
-    ]
-    if machine.cgroup_io_max:
-        rows.append(("cgroup io.max", machine.cgroup_io_max))
-    for name, value in rows:
-        table.add_row(name, cell(value))
+    for name, value in facts.items():
+        if value not in (None, "", ()):
+            size = isinstance(value, int) and name.endswith("_bytes")
+            said = (
+                format_bytes(int(str(value)))
+                if size
+                else " ".join(map(str, value))
+                if isinstance(value, tuple)
+                else value
+            )
+            table.add_row(name.removesuffix("_bytes").replace("_", " "), cell(said))
     console.print(table)
 
 
-def print_disk(console: Console, disk: DiskFacts, alignment: tuple[int, int], endurance: Endurance | None) -> None:
-    table = Table(show_header=False, box=None, padding=(0, 2))
-    device = " + ".join(disk.members) or disk.device or "not known"
-    table.add_row("path", cell(disk.path))
-    table.add_row("file system", cell(f"{disk.filesystem} ({disk.mount_point}), {format_bytes(disk.free_bytes)} free"))
-    table.add_row("device", cell(f"{device} {disk.model}".strip()))
-    table.add_row("direct I/O", f"memory {alignment[0]} B, offset {alignment[1]} B")
-    table.add_row("NUMA node", "none" if disk.numa_node is None else str(disk.numa_node))
-    if disk.write_cache:
-        table.add_row("write cache", disk.write_cache)
-    table.add_row("endurance", _endurance(endurance))
-    console.print(table)
+def machine_facts(survey: Survey) -> dict[str, object]:
+    """Of the machine, and of the engine that it has."""
+    lock = {"memlock_soft_bytes": "no limit"} if survey.machine.memlock_soft_bytes is None else {}
+    engine = {"engine": f"{survey.engine}: {survey.engine_reason}", "registered": survey.registered}
+    return dataclasses.asdict(survey.machine) | lock | engine
 
 
-def _endurance(told: Endurance | None) -> str:
-    if told is None:
-        return "not readable (smartctl as root can; virtual disks have none)"
-    return f"{told.written_bytes / 1e12:.1f} TB written, {told.percentage_used} % used"
+def disk_facts(report: PathReport) -> dict[str, object]:
+    """Of the disk, with its wear."""
+    memory, offset = report.alignment
+    wear = "not readable (smartctl as root can; virtual disks have none)"
+    if report.endurance is not None:
+        wear = f"{report.endurance.written_bytes / 1e12:.1f} TB written, {report.endurance.percentage_used} % used"
+    return dataclasses.asdict(report.disk) | {"alignment": f"memory {memory} B, offset {offset} B", "endurance": wear}
 
 
 def print_points(console: Console, points: Sequence[Point]) -> None:
@@ -161,17 +154,6 @@ def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> No
             "fio: sysctl vm.nr_hugepages=64",
             soft_wrap=True,
         )
-
-
-def print_sustained(console: Console, sustained: Sustained) -> None:
-    table = Table(title="sustained overwriting")
-    for name in ("minute", "GB/s", "written"):
-        table.add_column(name, justify="right")
-    for number, minute in enumerate(sustained.minutes, 1):
-        table.add_row(str(number), f"{minute.rate / 1e9:.2f}", format_bytes(minute.written_bytes))
-    console.print(table)
-    if not sustained.settled:
-        console.print("It has not settled: each of the last three minutes should be within 5 % of the one before.")
 
 
 def format_block(nbytes: int) -> str:

@@ -6,6 +6,7 @@ import argparse
 import datetime
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,16 +16,16 @@ from infinity import _native
 from infinity.cli.bench.report import (
     PathReport,
     Survey,
+    disk_facts,
+    machine_facts,
     print_comparisons,
-    print_disk,
-    print_machine,
+    print_facts,
     print_points,
-    print_sustained,
     swap_config,
 )
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.sustained import Minute, Sustained, sustain
-from infinity.cli.bench.sweep import Choice, Point, Sweep, most_written
+from infinity.cli.bench.sweep import Point, Sweep, most_written
 from infinity.cli.bench.versus import COMPARED, Comparison, compare_with_fio
 from infinity.cli.bench.workload import WRITTEN_SHARE, Rig, Workload, verify
 from infinity.cli.disk_facts import describe_disk
@@ -52,9 +53,9 @@ def run_survey(options: argparse.Namespace, console: Console) -> Survey:
     registered = engine.register_memory(_native.Arena(1 << 20).view(0, 1 << 20)) or "buffers can be registered"
     machine, name, reason = describe_machine(), engine.name, engine.reason
     engine.close()
-    print_machine(console, Survey(machine, name, reason, registered, ()))
-    reports = [_measure(path, options, name, console) for path in options.path]
-    return Survey(machine, name, reason, registered, tuple(reports))
+    survey = Survey(machine, name, reason, registered, ())
+    print_facts(console, machine_facts(survey))
+    return replace(survey, paths=tuple(_measure(path, options, name, console) for path in options.path))
 
 
 def conclude(survey: Survey, console: Console) -> None:
@@ -102,36 +103,33 @@ def _measure(path: Path, options: argparse.Namespace, engine: str, console: Cons
     fio_bytes = _fio_bytes(options, memory)
     _announce(path, options, file_bytes, fio_bytes, console)
     with Scratch(path, file_bytes) as scratch:
-        disk, alignment = describe_disk(path), scratch.file.alignment
+        disk = describe_disk(path)
         endurance = endurance_of(disk.members[0]) if disk.members else None
-        print_disk(console, disk, alignment, endurance)
+        report = PathReport(path, disk, scratch.file.alignment, endurance)
+        print_facts(console, disk_facts(report))
         if not scratch.file.direct:
             console.print("[yellow]no direct I/O here: the page cache is measured as well[/]")
         rig = Rig(scratch, memory)
         with console.status("filling the file"):
             rig.fill()
-        points: list[Point] = []
-        choice: Choice | None = None
-        sustained: Sustained | None = None
-        comparisons: list[Comparison] = []
         if not (options.sustained or options.vs_fio):
             sweep = Sweep(path, rig, _sample_bytes(rig, engine), engine, lambda point: _say(console, point))
-            choice, points = sweep.run(), sweep.points
-            print_points(console, points)
+            choice = sweep.run()
+            report = replace(report, choice=choice, points=sweep.points)
+            print_points(console, report.points)
         if options.vs_fio:
-            comparisons = _compare(scratch, rig, options, fio_bytes, console)
-            print_comparisons(console, comparisons)
+            report = replace(report, comparisons=_compare(scratch, rig, options, fio_bytes, console))
+            print_comparisons(console, report.comparisons)
         if options.sustained:
             load = Workload("overwrite", options.block, options.depth, file_bytes, engine)
-            sustained = sustain(rig, load, options.limit_s, lambda minute: _say_minute(console, minute))
-            print_sustained(console, sustained)
+            report = replace(report, sustained=_sustain(rig, load, options.limit_s, console))
         with console.status("verifying"):
             verify(scratch, options.faults)
         console.print(f"verified: all {file_bytes >> 20} MiB read back as written")
-    written = _written(points, sustained, file_bytes, memory)
+    written = _written(report, file_bytes, memory)
     written += _written_beside_fio(options.rounds, fio_bytes) if options.vs_fio else 0
     console.print(f"written to this disk: about {format_bytes(written)}", highlight=False)
-    return PathReport(path, disk, alignment, endurance, points, choice, sustained, comparisons, written)
+    return replace(report, written_bytes=written)
 
 
 def _announce(path: Path, options: argparse.Namespace, file_bytes: int, fio_bytes: int, console: Console) -> None:
@@ -179,8 +177,15 @@ def _say(console: Console, point: Point) -> None:
     )
 
 
-def _say_minute(console: Console, minute: Minute) -> None:
-    console.print(f"{minute.rate / 1e9:.2f} GB/s", highlight=False)
+def _sustain(rig: Rig, load: Workload, limit_s: float, console: Console) -> Sustained:
+    def say(minute: Minute) -> None:
+        rate = f"{minute.rate / 1e9:.2f} GB/s"
+        console.print(f"overwriting, a minute: {rate}, {format_bytes(minute.written_bytes)} written", highlight=False)
+
+    sustained = sustain(rig, load, limit_s, say)
+    if not sustained.settled:
+        console.print("It has not settled: each of the last three minutes should be within 5 % of the one before.")
+    return sustained
 
 
 def _sample_bytes(rig: Rig, engine: str) -> int:
@@ -200,12 +205,11 @@ def _memory_bytes(size: int) -> int:
     return memory
 
 
-def _written(points: list[Point], sustained: Sustained | None, file_bytes: int, probe_bytes: int) -> int:
+def _written(report: PathReport, file_bytes: int, probe_bytes: int) -> int:
     """Filling and verifying the file included."""
+    points, settled = report.points, report.sustained.written_bytes if report.sustained else 0
     moved = sum(sample.nbytes * WRITTEN_SHARE[point.workload.kind] for point in points for sample in point.samples)
-    probe = probe_bytes if points else 0
-    settled = sustained.written_bytes if sustained else 0
-    return int(moved) + settled + 2 * file_bytes + probe
+    return int(moved) + settled + 2 * file_bytes + (probe_bytes if points else 0)
 
 
 def require_directories(paths: Sequence[Path]) -> list[Path]:
