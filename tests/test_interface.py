@@ -152,8 +152,7 @@ OPTIONS = {
     "infinity convert": "input -o/--output --force",
     "infinity": "--version",
     "infinity-bench": (
-        "--version --path --size --engine --json --sustained --limit-s --vs-fio --rounds --fio-bytes "
-        "--block --depth"
+        "--version --path --size --engine --json --sustained --limit-s --vs-fio --rounds --fio-bytes --block --depth"
     ),
     "infinity-bench step": (
         "--model --config --dtype --optimizer --steps --micro-batches --tflops --rated-tb --cpu --json"

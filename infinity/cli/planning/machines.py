@@ -4,7 +4,7 @@ none was measured by us but where it says so."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from typing import Any
 
 from infinity.cli.planning.rates import ADAM_BYTES, Machine
 
@@ -35,118 +35,71 @@ _OURS = {
 }
 
 
-def _adam(cores: int, dram: float, per_core: Mapping[str, float]) -> dict[str, float]:
-    return {form: min(cores * rate, dram / ADAM_BYTES[form]) for form, rate in per_core.items()}
-
-
-_H200 = Machine(
-    name="H200-like, 1 NVMe",
-    cores=16,
-    dram=140 * GB,
-    disk_read=7 * GB,
-    disk_write=5 * GB,
-    adam=_adam(16, 140 * GB, _PER_CORE),
-    checksums=16 * _CHECKSUMS_PER_CORE,
-    land=16 * _LAND_PER_CORE,
-    flops=0.45e15,
-    host_bytes=128 * GIB,
-    device_bytes=139 * GIB,
-    disk_bytes=8 * TB,
-    endurance_bytes=8 * 1800 * TB,
-    up=53 * GB,
-    down=53 * GB,
-    both=106 * GB,
-    sources=_OURS
-    | {
-        "dram": "the middle of 80 to 200 GB/s that 16 cores of such a machine are expected to give",
-        "up, down": "PCIe Gen5 ×16: 50 to 56 GB/s each way is expected of registered memory",
-    },
-)
-_CONSUMER = Machine(
-    name="24 GB consumer-like",
-    cores=12,
-    dram=65 * GB,
-    disk_read=7 * GB,
-    disk_write=5 * GB,
-    adam=_adam(12, 65 * GB, _PER_CORE_AVX2),
-    checksums=12 * _CHECKSUMS_PER_CORE,
-    land=12 * _LAND_PER_CORE,
-    flops=0.074e15,
-    host_bytes=64 * GIB,
-    device_bytes=24 * GIB,
-    disk_bytes=4 * TB,
-    endurance_bytes=4 * 600 * TB,
-    up=25 * GB,
-    down=25 * GB,
-    both=50 * GB,
-    sources=_OURS
-    | {
-        "dram": "two channels of DDR5-5600 are 89.6 GB/s; 0.73 of it",
-        "up, down": "PCIe 4 ×16: 31.5 GB/s, 0.8 of it",
-        "flops": "0.45 of 165 TFLOP/s, dense bf16 with fp32 sums, of an RTX 4090",
-    },
-)
-_GH200 = Machine(
-    name="GH200-like, 4 NVMe",
-    cores=72,
-    dram=340 * GB,
-    disk_read=28 * GB,
-    disk_write=20 * GB,
-    adam=_adam(72, 340 * GB, _PER_CORE_BASELINE),
-    checksums=72 * _CHECKSUMS_PER_CORE,
-    land=72 * _LAND_PER_CORE,
-    flops=0.45e15,
-    host_bytes=480 * GIB,
-    device_bytes=96 * GIB,
-    disk_bytes=32 * TB,
-    disks=4,
-    endurance_bytes=32 * 1800 * TB,
-    up=450 * GB,
-    down=300 * GB,
-    both=750 * GB,
-    sources=_OURS
-    | {
-        "dram": "LPDDR5X of 480 GB: 384 GB/s, 0.89 of it",
-        "up, down": "NVLink-C2C, as given: 450 GB/s up and 300 down",
-        "adam": _OURS["adam"] + "; no kernel for NEON or SVE, so one core does what the baseline does",
-    },
-)
-_EIGHT_H200 = replace(
-    _H200,
-    name="8 H200-like, 8 NVMe",
-    cores=128,
-    dram=800 * GB,
-    disk_read=56 * GB,
-    disk_write=40 * GB,
-    disks=8,
-    disk_bytes=64 * TB,
-    endurance_bytes=64 * 1800 * TB,
-    adam=_adam(128, 800 * GB, _PER_CORE),
-    checksums=128 * _CHECKSUMS_PER_CORE,
-    land=128 * _LAND_PER_CORE,
-    host_bytes=2048 * GIB,
-    gpus=8,
-    between=300 * GB,
-    sources=_H200.sources
-    | {
-        "dram": "two sockets of 12 channels DDR5-5600 are 1,075 GB/s; three quarters of it",
-        "between": "NVLink 4: 450 GB/s each way, two thirds of it",
-    },
-)
 SYSTEM_BYTES = 6 << 30
 """Of the RAM of a machine that is not here: the system, and a process with torch and a GPU's context."""
-MACHINES = {
-    "h200": _H200,
-    "h200-4": replace(
-        _H200,
-        name="H200-like, 4 NVMe",
-        disk_read=28 * GB,
-        disk_write=20 * GB,
-        disks=4,
-        disk_bytes=32 * TB,
-        endurance_bytes=32 * 1800 * TB,
-    ),
-    "8xh200": _EIGHT_H200,
-    "consumer": _CONSUMER,
-    "gh200": _GH200,
+
+
+def _machine(
+    name: str,
+    sources: dict[str, str],
+    *,
+    cores: int,
+    dram: float,
+    adam: Mapping[str, float],
+    disk_tb: int,
+    overwrites: int,
+    disks: int = 1,
+    **more: Any,
+) -> Machine:
+    """Args: adam: of one core. disk_tb: of each disk. overwrites: that a disk endures."""
+    return Machine(
+        name=name,
+        cores=cores,
+        dram=dram,
+        adam={form: min(cores * rate, dram / ADAM_BYTES[form]) for form, rate in adam.items()},
+        checksums=cores * _CHECKSUMS_PER_CORE,
+        land=cores * _LAND_PER_CORE,
+        disks=disks,
+        disk_read=disks * 7 * GB,
+        disk_write=disks * 5 * GB,
+        disk_bytes=disks * disk_tb * TB,
+        endurance_bytes=disks * disk_tb * overwrites * TB,
+        both=more["up"] + more["down"],
+        sources=_OURS | sources,
+        **more,
+    )
+
+
+_H200: dict[str, Any] = {"adam": _PER_CORE, "flops": 0.45e15, "device_bytes": 139 * GIB, "up": 53 * GB, "down": 53 * GB}
+_H200 |= {"disk_tb": 8, "overwrites": 1800}
+_H200_SOURCES = {
+    "dram": "the middle of 80 to 200 GB/s that 16 cores of such a machine are expected to give",
+    "up, down": "PCIe Gen5 ×16: 50 to 56 GB/s each way is expected of registered memory",
 }
+_ONE_H200: dict[str, Any] = _H200 | {"cores": 16, "dram": 140 * GB, "host_bytes": 128 * GIB}
+_EIGHT_SOURCES = _H200_SOURCES | {
+    "dram": "two sockets of 12 channels DDR5-5600 are 1,075 GB/s; three quarters of it",
+    "between": "NVLink 4: 450 GB/s each way, two thirds of it",
+}
+_CONSUMER_SOURCES = {
+    "dram": "two channels of DDR5-5600 are 89.6 GB/s; 0.73 of it",
+    "up, down": "PCIe 4 ×16: 31.5 GB/s, 0.8 of it",
+    "flops": "0.45 of 165 TFLOP/s, dense bf16 with fp32 sums, of an RTX 4090",
+}
+_GH200_SOURCES = {
+    "dram": "LPDDR5X of 480 GB: 384 GB/s, 0.89 of it",
+    "up, down": "NVLink-C2C, as given: 450 GB/s up and 300 down",
+    "adam": _OURS["adam"] + "; no kernel for NEON or SVE, so one core does what the baseline does",
+}
+MACHINES = {
+    "h200": _machine("H200-like, 1 NVMe", _H200_SOURCES, **_ONE_H200),
+    "h200-4": _machine("H200-like, 4 NVMe", _H200_SOURCES, disks=4, **_ONE_H200),
+    "8xh200": _machine("8 H200-like, 8 NVMe", _EIGHT_SOURCES, cores=128, dram=800 * GB, disks=8, gpus=8,
+                       host_bytes=2048 * GIB, between=300 * GB, **_H200),
+    "consumer": _machine("24 GB consumer-like", _CONSUMER_SOURCES, cores=12, dram=65 * GB, adam=_PER_CORE_AVX2,
+                         flops=0.074e15, host_bytes=64 * GIB, device_bytes=24 * GIB, disk_tb=4, overwrites=600,
+                         up=25 * GB, down=25 * GB),
+    "gh200": _machine("GH200-like, 4 NVMe", _GH200_SOURCES, cores=72, dram=340 * GB, adam=_PER_CORE_BASELINE,
+                      flops=0.45e15, host_bytes=480 * GIB, device_bytes=96 * GIB, disks=4, disk_tb=8, overwrites=1800,
+                      up=450 * GB, down=300 * GB),
+}  # fmt: skip
