@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -70,20 +71,7 @@ class Gpus:
 
     def found(self) -> list[Found]:
         """The GPUs, with their memory."""
-        if not self._devices:
-            return [self._none(), *self._in_ram()]
-        rows = []
-        for device in self._devices:
-            facts = self._facts[device]
-            said = f"{facts.name}, {facts.architecture}, {format_bytes(facts.total_bytes)}, of which "
-            said += f"{format_bytes(facts.free_bytes)} are free"
-            wanted = self._config.memory.device
-            if wanted is not None and wanted > facts.free_bytes:
-                said += f"; memory.device is {format_bytes(wanted)}: lower it, or free what others have there"
-                rows.append(Found("missing", said, name=str(device)))
-            else:
-                rows.append(Found("ok", said, name=str(device)))
-        return rows
+        return self._each(self._memory, "") if self._devices else [self._none(), *self._in_ram()]
 
     def _in_ram(self) -> list[Found]:
         """Where the CPU computes: memory.device is taken from RAM, beside memory.host."""
@@ -101,45 +89,21 @@ class Gpus:
         )
         return [Found("missing", said, name="memory.device")]
 
-    def links(self) -> list[Found]:
-        if not self._devices:
-            return [_NO_GPU]
-        return [self._link(device) for device in self._devices]
-
     def entry_points(self) -> list[Found]:
         """Whether native code finds the functions of the runtime."""
-        if not self._devices:
-            return [_NO_GPU]
-        rows = []
-        for device in self._devices:
-            try:
-                table = self._open(device).gate()
-                gate = {"copy": table.copy, "record": table.record, "wait": table.wait}
-                index = device.index or 0
-                _native.DeviceGate(index, enter=table.enter, synchronize=table.synchronize, keep=table.keep, **gate)
-            except ConfigError as error:
-                rows.append(Found("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall")))
-            else:
-                rows.append(Found("ok", "copies and events are called without Python"))
-        return [row._replace(name=f"{device} runtime") for device, row in zip(self._devices, rows, strict=True)]
+        return self._each(self._entry_points, " runtime")
 
     def pinned(self) -> list[Found]:
-        if not self._devices:
-            return [_NO_GPU]
-        rows = []
-        for device in self._devices:
-            refused = self._copies(device).refused
-            found = Found("ok", f"{format_bytes(_COPIED_BYTES)} were pinned")
-            if refused:
-                mend = restarted("--ulimit memlock=-1", self._root)
-                found = Found("slower", f"{refused}: copies do not run beside compute", mend)
-            rows.append(found._replace(name=f"{device} pinned memory"))
-        return rows
+        return self._each(self._pinned, " pinned memory")
 
     def copies(self) -> list[Found]:
-        if not self._devices:
-            return [_NO_GPU]
-        return [self._rates(device) for device in self._devices]
+        return self._each(self._rates, " copies")
+
+    def links(self) -> list[Found]:
+        return self._each(self._link, " PCIe")
+
+    def _each(self, look: Callable[[torch.device], Found], what: str) -> list[Found]:
+        return [look(device)._replace(name=f"{device}{what}") for device in self._devices] or [_NO_GPU]
 
     # -- what is asked once --------------------------------------------------------------------------------------------
 
@@ -194,25 +158,51 @@ class Gpus:
         ubuntu = shutil.which("ubuntu-drivers") is not None
         return "sudo ubuntu-drivers install" if ubuntu else "sudo apt-get install nvidia-driver"
 
+    def _memory(self, device: torch.device) -> Found:
+        facts, wanted = self._facts[device], self._config.memory.device
+        said = f"{facts.name}, {facts.architecture}, {format_bytes(facts.total_bytes)}, of which "
+        said += f"{format_bytes(facts.free_bytes)} are free"
+        if wanted is not None and wanted > facts.free_bytes:
+            said += f"; memory.device is {format_bytes(wanted)}: lower it, or free what others have there"
+            return Found("missing", said)
+        return Found("ok", said)
+
+    def _entry_points(self, device: torch.device) -> Found:
+        try:
+            table = self._open(device).gate()
+            gate = {"copy": table.copy, "record": table.record, "wait": table.wait}
+            index = device.index or 0
+            _native.DeviceGate(index, enter=table.enter, synchronize=table.synchronize, keep=table.keep, **gate)
+        except ConfigError as error:
+            return Found("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall"))
+        return Found("ok", "copies and events are called without Python")
+
+    def _pinned(self, device: torch.device) -> Found:
+        if refused := self._copies(device).refused:
+            mend = restarted("--ulimit memlock=-1", self._root)
+            return Found("slower", f"{refused}: copies do not run beside compute", mend)
+        return Found("ok", f"{format_bytes(_COPIED_BYTES)} were pinned")
+
     def _link(self, device: torch.device) -> Found:
-        address, name = self._facts[device].address, f"{device} PCIe"
-        most, now = pci.link(address, "max", self._root), self._copies(device).link
+        most, now = self._most(device), self._copies(device).link
         if most is None or now is None:
-            return Found("unknown", "the system does not tell, as in many virtual machines", name=name)
+            return Found("unknown", "the system does not tell, as in many virtual machines")
         if now.rate < most.rate:
-            said = f"{now} while copying, {most} at most: try another slot, and the slot's settings in the BIOS"
-            return Found("slower", said, name=name)
-        return Found("ok", f"{now}, which is the most that it can", name=name)
+            advice = "try another slot, and the slot's settings in the BIOS"
+            return Found("slower", f"{now} while copying, {most} at most: {advice}")
+        return Found("ok", f"{now}, which is the most that it can")
 
     def _rates(self, device: torch.device) -> Found:
-        copied, most = self._copies(device), pci.link(self._facts[device].address, "max", self._root)
+        copied, most = self._copies(device), self._most(device)
         said = f"{copied.up_rate / 1e9:.1f} GB/s up, {copied.down_rate / 1e9:.1f} GB/s down"
-        name = f"{device} copies"
         if copied.refused:
-            return Found("slower", f"{said}, with memory that is not pinned", name=name)
+            return Found("slower", f"{said}, with memory that is not pinned")
         if most is not None and min(copied.up_rate, copied.down_rate) < _POOR * most.rate:
-            return Found("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way", name=name)
-        return Found("ok", said, name=name)
+            return Found("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way")
+        return Found("ok", said)
+
+    def _most(self, device: torch.device) -> pci.Link | None:
+        return pci.link(self._facts[device].address, "max", self._root)
 
 
 def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:

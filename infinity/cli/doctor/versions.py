@@ -13,7 +13,7 @@ from typing import Any
 
 import infinity
 from infinity.cli.doctor.mends import pip_install, python
-from infinity.cli.doctor.rows import Found, Probe, Probes, State
+from infinity.cli.doctor.rows import Found, Probe, Probes
 
 _DISTRIBUTION, _OTHER = "infinity-offload", "infinity"
 _LIMIT_S = 20
@@ -75,34 +75,26 @@ def imported() -> Found:
 
 def library(name: str) -> Found:
     """A library that infinity needs, or that it can use."""
+    each = {each.name: each for each in _requirements()}.get(name)
+    asked, needed = ("", False) if each is None else (str(each.specifier), each.marker is None)
+    mend = pip_install(f"{name}{asked}")
     try:
         version = metadata.version(name)
     except metadata.PackageNotFoundError:
-        asked = _required().get(name)
-        if asked is None:
-            return Found("ok", f"not installed; {_OPTIONAL.get(name, 'not needed')}")
-        return Found("missing", "not installed", pip_install(f"{name}{asked}"))
-    asked = _required().get(name, _optional().get(name, ""))
+        said = "not installed"
+        return Found("missing", said, mend) if needed else Found("ok", f"{said}; {_OPTIONAL.get(name, 'not needed')}")
     if _fits(version, asked):
         return Found("ok", version)
-    state: State = "missing" if name in _required() else "slower"
-    return Found(state, f"{version}; infinity needs {asked}", pip_install(f"{name}{asked}"))
+    return Found("missing" if needed else "slower", f"{version}; infinity needs {asked}", mend)
 
 
 def others() -> Found:
     """The libraries that infinity requires and that have no row of their own."""
-    good, lacking = [], []
-    for name, asked in _required().items():
-        if name in _SHOWN:
-            continue
-        found = library(name)
-        if found.state == "ok":
-            good.append(f"{name} {found.finding}")
-        else:
-            lacking.append((f"{name} {found.finding}", f"{name}{asked}"))
-    if lacking:
-        return Found("missing", "; ".join(said for said, _ in lacking), pip_install(*(name for _, name in lacking)))
-    return Found("ok", ", ".join(good))
+    rest = [each for each in _requirements() if each.marker is None and each.name not in _SHOWN]
+    found = {f"{each.name}{each.specifier}": library(each.name)._replace(name=each.name) for each in rest}
+    lacking = {asked: each for asked, each in found.items() if each.state != "ok"}
+    said = [f"{each.name} {each.finding}" for each in (lacking or found).values()]
+    return Found("missing", "; ".join(said), pip_install(*lacking)) if lacking else Found("ok", ", ".join(said))
 
 
 def kernel(system: str = "", release: str = "") -> Found:
@@ -135,15 +127,6 @@ def c_library() -> Found:
 def _about() -> Any:
     """Raises PackageNotFoundError where infinity runs without being installed."""
     return metadata.metadata(_DISTRIBUTION)
-
-
-def _required() -> dict[str, str]:
-    """Of each library that infinity cannot do without, the versions."""
-    return {each.name: str(each.specifier) for each in _requirements() if each.marker is None}
-
-
-def _optional() -> dict[str, str]:
-    return {each.name: str(each.specifier) for each in _requirements() if each.marker is not None and each.specifier}
 
 
 def _requirements() -> list[Any]:
