@@ -15,7 +15,6 @@ from torch import nn
 
 from infinity.cli.planning.prediction import Work
 from infinity.cli.planning.presets import PRESETS
-from infinity.cli.planning.skeleton import Skeleton, skeleton
 from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, ModelError
 from infinity.state.codec import Codec
@@ -58,35 +57,48 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
     Raises:
         ConfigError, ModelError: there is no such model, or none that can be planned for.
     """
-    if name in PRESETS:
-        return skeleton(PRESETS[name], dtype)
-    directory = Path(name).expanduser()
-    if not directory.is_dir() and ("/" not in name or name.count("/") > 1):
-        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"{quoted(name)} is neither a directory nor one of {', '.join(PRESETS)}{hint}")
     from infinity.checkpoint.load import load_config_of
     from infinity.checkpoint.quantized import codec_said, without_quantization
 
-    found = {} if revision is None else {"revision": revision}
-    config = load_config_of(name, trust_remote_code=trust_remote_code, **found)
-    from transformers import AutoModelForCausalLM
+    said = None
+    if name in PRESETS:
+        from transformers import AutoConfig
 
+        config = AutoConfig.for_model(PRESETS[name].kind, **PRESETS[name].values)
+    else:
+        _require_place(name)
+        found = {} if revision is None else {"revision": revision}
+        given = load_config_of(name, trust_remote_code=trust_remote_code, **found)
+        said, config = codec_said(name, given), without_quantization(given)
+    model = _on_meta(name, config, dtype, trust_remote_code=trust_remote_code)
+    if said is not None:
+        _rest_encoded(model, *said)
+    return model
+
+
+def _require_place(name: str) -> None:
+    """Raises ConfigError for what can be neither a directory nor a hub id."""
+    if not Path(name).expanduser().is_dir() and ("/" not in name or name.count("/") > 1):
+        near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{quoted(name)} is neither a directory nor one of {', '.join(PRESETS)}{hint}")
+
+
+def _on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
+    """Raises ConfigError, ModelError."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    auto = AutoModelForSeq2SeqLM if name in PRESETS and config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        said = codec_said(name, config)
-        config = without_quantization(config)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         except Exception as error:  # a model's own code may raise anything
-            if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
+            if type(config) not in auto._model_mapping and not trust_remote_code:
                 kind = getattr(config, "model_type", "")
                 why = f"{name}: transformers has no causal language model of type {quoted(kind)}"
                 raise ConfigError(why) from error
             raise ModelError(f"{name}: transformers cannot make a model of its config: {error}") from error
-    if said is not None:
-        _rest_encoded(model, *said)
-    return model
 
 
 def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> None:
@@ -117,8 +129,7 @@ def adapt(model: nn.Module, rank: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     dtype = next(model.parameters()).dtype
-    head = ["head"] if isinstance(model, Skeleton) else None  # PEFT knows the head of a transformers model
-    lora = LoraConfig(r=rank, target_modules=ALL_LINEAR, exclude_modules=head, task_type="CAUSAL_LM")
+    lora = LoraConfig(r=rank, target_modules=ALL_LINEAR, task_type="CAUSAL_LM")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -237,12 +248,12 @@ def _attention_width(model: Any, width: int) -> float:
     rope = getattr(config, "qk_rope_head_dim", None)
     if rope:  # of latent attention, whose values are narrower than its queries
         each = (getattr(config, "qk_nope_head_dim", 0) + rope + getattr(config, "v_head_dim", each)) / 2
-    queries = getattr(model, "query_width", None) or heads * each or width
+    queries = heads * each or width
     return float(queries) * (2.5 if is_encoder_decoder(model) else 1.0)
 
 
 def is_encoder_decoder(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", model), "is_encoder_decoder", False))
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def _blocks(model: nn.Module) -> int:

@@ -1,92 +1,55 @@
-"""Shapes of public models, from their published configurations. Imports neither torch nor transformers."""
+"""Public models by name: the configurations that they were published with, for transformers to make models of. Imports
+neither torch nor transformers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model as a plan sees it: how large its matrices are.
+class Preset:
+    """A model without its weights.
 
     Attributes:
-        layers: blocks; of an encoder and a decoder each.
-        hidden: width of what goes from block to block.
-        intermediate: width inside the MLP.
-        heads, kv_heads, head_width: of the attention.
-        vocabulary: rows of the embedding.
-        gated: the MLP has three matrices instead of two.
-        tied: embedding and head are one matrix.
-        bias: of the linear layers: all of them, those of queries, keys and values, those of the MLP, or none.
-        positions: rows of an embedding of positions; 0: there is none.
-        norm_bias: norms have a bias, too.
-        norms: of a block, of the width `hidden`. head_norms: of queries and keys, of the width of a head.
-        decoder: there is a decoder beside the encoder, of as many layers, with attention to the encoder's output.
+        kind: `model_type` of transformers.
         source: where the shape is published.
+        values: of its configuration.
     """
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    vocabulary: int
+    kind: str
     source: str
-    kv_heads: int = 0
-    head_width: int = 0
-    gated: bool = False
-    tied: bool = False
-    bias: Literal["all", "qkv", "mlp", "none"] = "none"
-    positions: int = 0
-    norm_bias: bool = False
-    norms: int = 2
-    head_norms: bool = False
-    head_bias: bool = False
-    decoder: bool = False
-
-    @property
-    def query_width(self) -> int:
-        return self.heads * (self.head_width or self.hidden // self.heads)
-
-    @property
-    def kv_width(self) -> int:
-        return (self.kv_heads or self.heads) * (self.head_width or self.hidden // self.heads)
+    values: Mapping[str, int | bool]
 
 
-def _llama(layers: int, hidden: int, intermediate: int, heads: int, source: str) -> Shape:
-    return Shape(layers, hidden, intermediate, heads, 128256, source, kv_heads=8, gated=True)
+def _llama(kind: str, layers: int, hidden: int, inner: int, heads: int, words: int, source: str) -> Preset:
+    """Of eight heads of 128 for keys and values."""
+    values = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": words}
+    values |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
+    return Preset(kind, source, values | {"tie_word_embeddings": False})
 
 
-def _gpt(layers: int, hidden: int, heads: int, source: str, vocabulary: int = 51200, positions: int = 2048) -> Shape:
-    return Shape(
-        layers, hidden, 4 * hidden, heads, vocabulary, source, tied=True, bias="all", positions=positions,
-        norm_bias=True,
-    )  # fmt: skip
+def _gpt(layers: int, hidden: int, heads: int, source: str, words: int = 51200, positions: int = 2048) -> Preset:
+    values = {"n_layer": layers, "n_embd": hidden, "n_head": heads, "n_positions": positions, "vocab_size": words}
+    return Preset("gpt2", source, values)
 
 
-PRESETS: dict[str, Shape] = {
-    "llama-3-8b": _llama(32, 4096, 14336, 32, "config.json of Meta-Llama-3-8B"),
-    "llama-3-70b": _llama(80, 8192, 28672, 64, "config.json of Meta-Llama-3-70B"),
-    "llama-3-405b": _llama(126, 16384, 53248, 128, "config.json of Llama-3.1-405B"),
-    "qwen3-8b": Shape(
-        36, 4096, 12288, 32, 151936, "config.json of Qwen3-8B", kv_heads=8, head_width=128, gated=True, head_norms=True
-    ),
-    "qwen3-32b": Shape(
-        64, 5120, 25600, 64, 151936, "config.json of Qwen3-32B", kv_heads=8, head_width=128, gated=True, head_norms=True
-    ),
-    "gpt-j-6b": Shape(
-        28, 4096, 16384, 16, 50400, "config.json of GPT-J-6B", bias="mlp", norm_bias=True, norms=1, head_bias=True
-    ),
-    "gpt-neox-20b": Shape(
-        44, 6144, 24576, 64, 50432, "config.json of GPT-NeoX-20B", bias="all", norm_bias=True
-    ),
+_GPT_J = {"n_layer": 28, "n_embd": 4096, "n_head": 16, "rotary_dim": 64, "vocab_size": 50400}
+_NEOX = {"num_hidden_layers": 44, "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64}
+_T5 = {"num_layers": 24, "d_model": 1024, "d_ff": 65536, "num_heads": 128, "d_kv": 128, "vocab_size": 32128}
+PRESETS: dict[str, Preset] = {
+    "llama-3-8b": _llama("llama", 32, 4096, 14336, 32, 128256, "config.json of Meta-Llama-3-8B"),
+    "llama-3-70b": _llama("llama", 80, 8192, 28672, 64, 128256, "config.json of Meta-Llama-3-70B"),
+    "llama-3-405b": _llama("llama", 126, 16384, 53248, 128, 128256, "config.json of Llama-3.1-405B"),
+    "qwen3-8b": _llama("qwen3", 36, 4096, 12288, 32, 151936, "config.json of Qwen3-8B"),
+    "qwen3-32b": _llama("qwen3", 64, 5120, 25600, 64, 151936, "config.json of Qwen3-32B"),
+    "gpt-j-6b": Preset("gptj", "config.json of GPT-J-6B", _GPT_J | {"tie_word_embeddings": False}),
+    "gpt-neox-20b": Preset("gpt_neox", "config.json of GPT-NeoX-20B", _NEOX | {"vocab_size": 50432}),
     "turing-nlg-17b": _gpt(78, 4256, 28, "Turing-NLG, Microsoft Research, 2020", positions=1024),
     "megatron-8b": _gpt(72, 3072, 32, "Megatron-LM, arXiv 1909.08053, table 2", positions=1024),
     "mt-nlg-530b": _gpt(105, 20480, 128, "Megatron-Turing NLG 530B, arXiv 2201.11990"),
-    "gpt-3-175b": _gpt(96, 12288, 96, "GPT-3, arXiv 2005.14165, table 2.1", vocabulary=50257),
-    "mgpt-13b": _gpt(40, 5120, 40, "mGPT, arXiv 2204.07580", vocabulary=100000),
-    "t5-11b": Shape(
-        24, 1024, 65536, 128, 32128, "config.json of t5-11b", head_width=128, tied=True, decoder=True
-    ),
-    "dense-1t": _llama(142, 24576, 81920, 192, "no published model: a Llama of a trillion parameters"),
-}  # fmt: skip
+    "gpt-3-175b": _gpt(96, 12288, 96, "GPT-3, arXiv 2005.14165, table 2.1", words=50257),
+    "mgpt-13b": _gpt(40, 5120, 40, "mGPT, arXiv 2204.07580", words=100000),
+    "t5-11b": Preset("t5", "config.json of t5-11b", _T5),
+    "dense-1t": _llama("llama", 142, 24576, 81920, 192, 128256, "no published model: a Llama of a trillion parameters"),
+}

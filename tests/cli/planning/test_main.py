@@ -97,7 +97,7 @@ def test_what_is_only_tried_leaves_the_model_as_it_is() -> None:
     assert tried.plan.budgets.limits.device == 1536 << 20
     assert not scenario.tiled
     assert replace(scenario, config=tried.config).outcome().plan.layout == tried.plan.layout
-    assert scenario.tiled == {"head": 3}  # which is what the run does
+    assert scenario.tiled == {"lm_head": 3}  # which is what the run does
 
 
 def test_a_swap_file_that_the_disks_have_no_room_for_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,7 +145,7 @@ def test_a_layer_without_room_is_tiled_as_a_run_does(capsys: pytest.CaptureFixtu
     text = said(capsys, "llama-3-8b", "--machine", "consumer", "--set", "memory.device=1536MiB", "--frozen", "bf16",
                 "--lora", "8", "--sequence-length", "32")  # fmt: skip
     assert text.startswith("fits: ")
-    assert "'head' runs in 3 tiles: memory.device has no room for its weights at once" in text
+    assert "'lm_head' runs in 3 tiles: memory.device has no room for its weights at once" in text
 
 
 def test_copies_of_all_weights_are_read_once_a_step() -> None:

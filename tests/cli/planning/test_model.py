@@ -12,8 +12,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from infinity.cli.planning.model import Batch, adapt, build, shape_of, work_of
-from infinity.cli.planning.presets import PRESETS
-from infinity.cli.planning.skeleton import skeleton
 from infinity.errors import ConfigError, ModelError
 from infinity.state.discover import discover
 
@@ -92,9 +90,7 @@ def test_attention_is_as_wide_as_its_queries() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**given))
     assert attention(model) == 2 * 3 * 4 * 64
-    qwen = PRESETS["qwen3-32b"]
-    assert (qwen.hidden, qwen.query_width) == (5120, 8192)
-    assert attention(skeleton(qwen, torch.bfloat16)) == 2 * qwen.layers * 8192
+    assert attention(build("qwen3-32b", torch.bfloat16)) == 2 * 64 * 8192
 
 
 def test_latent_attention_has_narrower_values_than_queries() -> None:
@@ -110,8 +106,7 @@ def test_latent_attention_has_narrower_values_than_queries() -> None:
 
 
 def test_an_encoder_sees_all_tokens_and_a_decoder_those_of_the_encoder_too() -> None:
-    t5 = PRESETS["t5-11b"]
-    assert attention(skeleton(t5, torch.bfloat16)) == pytest.approx(2 * t5.layers * t5.query_width * (2 + 1 + 2))
+    assert attention(build("t5-11b", torch.bfloat16)) == pytest.approx(2 * 24 * 128 * 128 * (2 + 1 + 2))
 
 
 @pytest.mark.parametrize(("recompute", "copies"), [(True, 2), (False, 2 + 3)])
