@@ -18,9 +18,10 @@ from rich.console import Console
 from infinity.access.replay import ReplayedStep, replay_step
 from infinity.checkpoint.load import load_config_of, require_directory_or_id
 from infinity.cli.endurance import endurance_of
+from infinity.cli.planning.model import on_meta
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
-from infinity.errors import BenchError, ModelError
+from infinity.errors import BenchError
 from infinity.files import nearest
 from infinity.io.directory import require_place
 from infinity.io.disks import disk_under
@@ -169,21 +170,10 @@ def _rated_tb(paths: list[Path]) -> float | None:
 
 def _model_on_meta(name: str, dtype: str) -> Any:
     """The model of a checkpoint's directory, a config.json or a hub id, without its weights. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
-
     path = Path(name).expanduser()
     where = str(path.parent if path.name == "config.json" and path.is_file() else path if path.exists() else name)
     require_directory_or_id(where)
-    config = load_config_of(where)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    except Exception as error:  # a model's code meets values that it was not written for
-        said = " ".join(str(error).split())
-        raise ModelError(
-            f"--model {name}: cannot make the model of its config: {type(error).__name__}: {said}"
-        ) from error
-    return _real_buffers(model)
+    return _real_buffers(on_meta(f"--model {name}", load_config_of(where), getattr(torch, dtype)))
 
 
 def _real_buffers(model: torch.nn.Module) -> torch.nn.Module:

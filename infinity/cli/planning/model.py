@@ -70,7 +70,8 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
         found = {} if revision is None else {"revision": revision}
         given = load_config_of(name, trust_remote_code=trust_remote_code, **found)
         said, config = codec_said(name, given), without_quantization(given)
-    model = _on_meta(name, config, dtype, trust_remote_code=trust_remote_code)
+    seq2seq = name in PRESETS and config.is_encoder_decoder
+    model = on_meta(name, config, dtype, seq2seq=seq2seq, trust_remote_code=trust_remote_code)
     if said is not None:
         _rest_encoded(model, *said)
     return model
@@ -84,11 +85,21 @@ def _require_place(name: str) -> None:
         raise ConfigError(f"{quoted(name)} is neither a directory nor one of {', '.join(PRESETS)}{hint}")
 
 
-def _on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool) -> Any:
-    """Raises ConfigError, ModelError."""
+def on_meta(
+    name: str, config: Any, dtype: torch.dtype, *, seq2seq: bool = False, trust_remote_code: bool = False
+) -> Any:
+    """A model of its configuration, without values.
+
+    Args:
+        name: as the user gave it, for errors.
+        seq2seq: it is an encoder and a decoder; else it is a causal language model.
+
+    Raises:
+        ConfigError, ModelError: transformers has no such model, or cannot make it.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    auto = AutoModelForSeq2SeqLM if name in PRESETS and config.is_encoder_decoder else AutoModelForCausalLM
+    auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -98,7 +109,7 @@ def _on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: b
                 kind = getattr(config, "model_type", "")
                 why = f"{name}: transformers has no causal language model of type {quoted(kind)}"
                 raise ConfigError(why) from error
-            raise ModelError(f"{name}: transformers cannot make a model of its config: {error}") from error
+            raise ModelError(f"{name}: transformers cannot make a model of its config: {raised(error)}") from error
 
 
 def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> None:
