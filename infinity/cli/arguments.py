@@ -361,9 +361,6 @@ def _add_plan(commands: Any) -> None:
     job.add_argument("--clips", action="store_true", help="gradients are clipped in most steps")
     job.add_argument("--steps", type=whole(1, STEPS_MAX), help="say how long so many steps take")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument(
-        "--plot", type=path, metavar="PNG", help="write a picture: where every byte lives, and the step"
-    )
     parser.add_argument("--verbose", action="store_true", help="log what the planner tries")
 
 

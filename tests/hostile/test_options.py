@@ -102,7 +102,7 @@ NEEDED = {
 }
 """A command line that works; `{}` is where the things are."""
 BESIDE = {"--limit-s": ["--sustained"], "--rounds": ["--vs-fio"], "--fio-bytes": ["--vs-fio"]}
-WRITTEN = ("--trace", "--json", "--plot")
+WRITTEN = ("--trace", "--json")
 """Options that name a file to write."""
 REPORTS = ("infinity doctor", "infinity plan")
 """Commands that end with 1 where what they report, on stdout, is not well."""

@@ -13,7 +13,7 @@ import torch
 from infinity.base.accelerator import resolve
 from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.optimizers import DTYPES
-from infinity.cli.options import require_alone, require_file_place
+from infinity.cli.options import require_alone
 from infinity.cli.planning.here import machine_here
 from infinity.cli.planning.machines import MACHINES, SYSTEM_BYTES
 from infinity.cli.planning.model import Batch, adapt, build, widths
@@ -37,7 +37,6 @@ def plan(options: argparse.Namespace) -> int:
     """
     logging.getLogger("transformers").setLevel(logging.ERROR)
     require_alone("--frozen", options.frozen, "--lora", options.lora)
-    require_file_place("--plot", options.plot)
     device = _device(options)
     dtype = DTYPES[_dtype(options, device)]
     model = build(options.model, dtype, trust_remote_code=bool(options.trust_remote_code), revision=options.revision)
@@ -57,10 +56,6 @@ def plan(options: argparse.Namespace) -> int:
         print(json.dumps(as_json(scenario, outcome, alternatives), indent=2))
     else:
         print(report(scenario, outcome, alternatives, options.steps))
-    if options.plot:
-        from infinity.cli.planning.plot import plot
-
-        plot(scenario, outcome, options.plot.expanduser())
     return 0 if outcome.activations_fit else DOES_NOT_FIT
 
 

@@ -220,11 +220,6 @@ def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: 
     assert message in error
 
 
-def test_a_picture_is_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    said(capsys, "gpt-j-6b", "--machine", "consumer", "--plot", str(tmp_path / "plan.png"))
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-
-
 def _every_config() -> Iterator[dict[str, Any]]:
     """Of what alternatives choose from, by hand."""
     placements: list[dict[str, Any]] = [{}, {"weights": "auto", "optimizer": "auto"}]
