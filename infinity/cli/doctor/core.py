@@ -8,23 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.doctor.mends import pip_install, restarted, written
-from infinity.cli.doctor.rows import Found, Probe, Probes
+from infinity.cli.doctor.rows import Found, Probes
 
 _ROOT = Path("/")
-_LIMIT_S = 20
-_SECTION = "native core"
 _TRIED_BYTES = 1 << 20
 
 
 def core(engine: str, root: Path = _ROOT) -> Probes:
     """Args: engine: as the swap config asks for it."""
     looks = Core(engine, root)
-    probes = [
-        Probe(_SECTION, "instruction set", looks.instruction_set),
-        Probe(_SECTION, "I/O engine", looks.engine),
-        Probe(_SECTION, "registered buffers", looks.registered),
-    ]
-    return Probes(probes, _LIMIT_S)
+    return Probes.of(
+        "native core",
+        {"instruction set": looks.instruction_set, "I/O engine": looks.engine, "registered buffers": looks.registered},
+    )
 
 
 class Core:

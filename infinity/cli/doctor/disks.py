@@ -15,7 +15,7 @@ from infinity.cli.disk_kinds import NETWORK_FILESYSTEMS
 from infinity.cli.doctor.apart import new_name
 from infinity.cli.doctor.direct import takes_direct
 from infinity.cli.doctor.mends import restarted, written
-from infinity.cli.doctor.rows import Found, Probe, Probes
+from infinity.cli.doctor.rows import Found, Probes
 from infinity.cli.endurance import endurance_of, smartctl
 from infinity.errors import ConfigError
 from infinity.io.directory import require_place
@@ -44,19 +44,19 @@ def disk(directory: Path, root: Path = _ROOT) -> Probes:
     """Args: directory: of nvme.paths, which a run makes if only its last part is missing."""
     section, name = f"disk {directory}", directory.expanduser().absolute()
     looks = Disk(name, root)
-    probes = [
-        Probe(section, "directory", looks.directory),
-        Probe(section, "file system", looks.filesystem),
-        Probe(section, "device", looks.device),
-        Probe(section, "free space", looks.free),
-        Probe(section, "direct I/O", looks.direct),
-        Probe(section, "measured", looks.measured),
-        Probe(section, "scheduler", looks.scheduler),
-        Probe(section, "write cache", looks.write_cache),
-        Probe(section, "TRIM", looks.trim),
-        Probe(section, "wear", looks.wear),
-    ]
-    return Probes(probes, _LIMIT_S, looks.scratch)
+    rows = {
+        "directory": looks.directory,
+        "file system": looks.filesystem,
+        "device": looks.device,
+        "free space": looks.free,
+        "direct I/O": looks.direct,
+        "measured": looks.measured,
+        "scheduler": looks.scheduler,
+        "write cache": looks.write_cache,
+        "TRIM": looks.trim,
+        "wear": looks.wear,
+    }
+    return Probes.of(section, rows, _LIMIT_S, looks.scratch)
 
 
 class Disk:

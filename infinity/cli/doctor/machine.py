@@ -9,7 +9,7 @@ from pathlib import Path
 from infinity.base import pci
 from infinity.base.control_groups import processors_allowed
 from infinity.base.small_files import fields, text_of
-from infinity.cli.doctor.memory import memory_probes
+from infinity.cli.doctor.memory import memory
 from infinity.cli.doctor.mends import container_kind, restarted
 from infinity.cli.doctor.rows import Found, Probe, Probes
 from infinity.config import SwapConfig
@@ -23,23 +23,15 @@ _SHM = Path("/dev/shm")
 
 
 def machine(config: SwapConfig, root: Path = _ROOT) -> Probes:
-    probes = [
-        *memory_probes(config, root),
-        Probe("cores", "cores", lambda: cores(root)),
-        Probe("container", "container", lambda: container(root)),
-        Probe("container", "/dev/shm", lambda: shared(_SHM, root)),
-    ]
-    return Probes(probes, _LIMIT_S)
+    rows = {"container": lambda: container(root), "/dev/shm": lambda: shared(_SHM, root)}
+    inside = [Probe("cores", "cores", lambda: cores(root)), *Probes.of("container", rows).probes]
+    return Probes([*memory(config, root).probes, *inside], _LIMIT_S)
 
 
 def numa(paths: Sequence[Path], root: Path = _ROOT) -> Probes:
     """Args: paths: directories that are there, on the disks of the run."""
-    probes = [
-        Probe("NUMA", "nodes", lambda: nodes(root)),
-        Probe("NUMA", "disks and GPUs", lambda: places(paths, root)),
-        Probe("NUMA", "binding", lambda: binding(paths, root)),
-    ]
-    return Probes(probes, _LIMIT_S)
+    rows = {"nodes": lambda: nodes(root), "disks and GPUs": lambda: places(paths, root)}
+    return Probes.of("NUMA", rows | {"binding": lambda: binding(paths, root)})
 
 
 def cores(root: Path = _ROOT) -> Found:

@@ -5,21 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from infinity.cli.doctor.mends import written
-from infinity.cli.doctor.rows import Found, Probe
+from infinity.cli.doctor.rows import Found, Probes
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
 
 _ROOT = Path("/")
-_SECTION = "memory"
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
-def memory_probes(config: SwapConfig, root: Path = _ROOT) -> list[Probe]:
-    return [
-        Probe(_SECTION, "RAM", lambda: ram(config, root)),
-        Probe(_SECTION, "swap", swap),
-        Probe(_SECTION, "huge pages", lambda: huge_pages(root)),
-    ]
+def memory(config: SwapConfig, root: Path = _ROOT) -> Probes:
+    rows = {"RAM": lambda: ram(config, root), "swap": swap, "huge pages": lambda: huge_pages(root)}
+    return Probes.of("memory", rows)
 
 
 def ram(config: SwapConfig, root: Path = _ROOT) -> Found:

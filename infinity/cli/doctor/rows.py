@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
+
+_LIMIT_S = 20
 
 State: TypeAlias = Literal["ok", "slower", "missing", "unknown"]
 
@@ -62,3 +64,14 @@ class Probes:
     probes: Sequence[Probe]
     limit_s: float
     leaves: Path | None = None
+
+    @classmethod
+    def of(
+        cls,
+        section: str,
+        looks: Mapping[str, Callable[[], Found | Sequence[Found]]],
+        limit_s: float = _LIMIT_S,
+        leaves: Path | None = None,
+    ) -> Probes:
+        """Probes of one section. Args: looks: by what each looks at."""
+        return cls([Probe(section, what, look) for what, look in looks.items()], limit_s, leaves)

@@ -7,13 +7,14 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import metadata
 from typing import Any
 
 import infinity
 from infinity.cli.doctor.mends import pip_install, python
-from infinity.cli.doctor.rows import Found, Probe, Probes
+from infinity.cli.doctor.rows import Found, Probes
 
 _DISTRIBUTION, _OTHER = "infinity-offload", "infinity"
 _LIMIT_S = 20
@@ -29,13 +30,12 @@ _RINGS, _TABLES = (5, 6), (5, 19)
 
 
 def versions() -> Probes:
-    probes = [Probe("versions", "Python", python_version), Probe("versions", "infinity", infinity_version)]
-    probes.append(Probe("versions", "import infinity", imported))
-    probes += [Probe("versions", name, partial(library, name)) for name in _SHOWN]
-    probes.append(Probe("versions", "other requirements", others))
-    probes += [Probe("versions", name, partial(library, name)) for name in _OPTIONAL]
-    probes += [Probe("versions", "kernel", kernel), Probe("versions", "C library", c_library)]
-    return Probes(probes, _LIMIT_S)
+    def libraries(names: Iterable[str]) -> dict[str, Callable[[], Found]]:
+        return {name: partial(library, name) for name in names}
+
+    rows = {"Python": python_version, "infinity": infinity_version, "import infinity": imported}
+    rows |= libraries(_SHOWN) | {"other requirements": others} | libraries(_OPTIONAL)
+    return Probes.of("versions", rows | {"kernel": kernel, "C library": c_library})
 
 
 def python_version() -> Found:
