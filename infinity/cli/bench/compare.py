@@ -7,9 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rich.console import Console
-from rich.table import Table
 
-from infinity.cli.bench.report import SCHEMA, VERSION, cell
+from infinity.cli.bench.report import SCHEMA, VERSION, table
 from infinity.echo import quoted
 from infinity.errors import BenchError
 from infinity.files import read_regular
@@ -115,16 +114,15 @@ def print_changes(console: Console, changes: list[Change]) -> None:
     """Raises BenchError where the two have nothing in common."""
     if not changes:
         raise BenchError("the two surveys have no job in common")
-    table = Table(title="GB/s; * = more than the spread of the runs")
-    for name in ("path", "job", "before", "after", "after / before"):
-        table.add_column(name, justify="left" if name in ("path", "job") else "right")
-    for change in changes:
-        mark = " *" if change.beyond_noise else ""
-        table.add_row(
-            cell(change.path),
-            cell(change.job),
+    rows = [
+        (
+            change.path,
+            change.job,
             f"{change.before / 1e9:.2f}",
             f"{change.after / 1e9:.2f}",
-            f"{change.ratio:.2f}{mark}",
+            f"{change.ratio:.2f}{' *' if change.beyond_noise else ''}",
         )
-    console.print(table)
+        for change in changes
+    ]
+    title = "GB/s; * = more than the spread of the runs"
+    console.print(table(title, ("path", "job", "before", "after", "after / before"), rows, words=2))

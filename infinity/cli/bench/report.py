@@ -12,7 +12,7 @@ import dataclasses
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from infinity.cli.bench.sustained import Sustained
 from infinity.cli.bench.sweep import Choice, Point
-from infinity.cli.bench.versus import Comparison
+from infinity.cli.bench.versus import Comparison, Ratio
 from infinity.cli.bench.workload import FIO_NAMES, PERCENTILES, Latencies, percentile
 from infinity.cli.disk_facts import DiskFacts
 from infinity.cli.endurance import Endurance
@@ -75,19 +75,14 @@ def cell(text: object) -> Text:
 
 def print_facts(console: Console, facts: Mapping[str, object]) -> None:
     """Facts by their names in the JSON; not those that the system does not tell."""
-    table = Table(show_header=False, box=None, padding=(0, 2))
+    made = Table(show_header=False, box=None, padding=(0, 2))
     for name, value in facts.items():
-        if value not in (None, "", ()):
-            size = isinstance(value, int) and name.endswith("_bytes")
-            said = (
-                format_bytes(int(str(value)))
-                if size
-                else " ".join(map(str, value))
-                if isinstance(value, tuple)
-                else value
-            )
-            table.add_row(name.removesuffix("_bytes").replace("_", " "), cell(said))
-    console.print(table)
+        said = " ".join(map(str, value)) if isinstance(value, tuple) else value
+        if isinstance(value, int) and name.endswith("_bytes"):
+            said = format_bytes(value)
+        if said not in (None, ""):
+            made.add_row(name.removesuffix("_bytes").replace("_", " "), cell(said))
+    console.print(made)
 
 
 def machine_facts(survey: Survey) -> dict[str, object]:
@@ -106,47 +101,43 @@ def disk_facts(report: PathReport) -> dict[str, object]:
     return dataclasses.asdict(report.disk) | {"alignment": f"memory {memory} B, offset {offset} B", "endurance": wear}
 
 
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, words: int = 1) -> Table:
+    """Args: words: how many columns, from the left, are words; numbers are at the right of theirs."""
+    made = Table(title=title)
+    for at, name in enumerate(columns):
+        made.add_column(name, justify="left" if at < words else "right")
+    for row in rows:
+        made.add_row(*map(cell, row))
+    return made
+
+
 def print_points(console: Console, points: Sequence[Point]) -> None:
-    table = Table(title="GB/s = 10^9 bytes per second; latency of a block in ms; medians of the runs")
-    for name in ("", "block", "depth", "GB/s", "±", "p50", "p90", "p99", "p99.9", "max", "CPU s/GB"):
-        table.add_column(name, justify="left" if not name else "right")
-    for point in points:
+    def row(point: Point) -> list[object]:
         load = point.workload
         latencies = merge([side for sample in point.samples for side in (sample.reads, sample.writes)])
-        values = [percentile(latencies, percent) / 1e6 for percent in (*PERCENTILES, 100.0)]
-        table.add_row(
-            load.kind.replace("_", " "),
-            format_block(load.block_bytes),
-            str(load.queue_depth),
-            f"{point.rate / 1e9:.2f}",
-            f"{point.spread:.0%}",
-            *(f"{value:.2f}" for value in values),
-            f"{point.cpu_s_per_gb:.4f}",
-        )
-    console.print(table)
+        values = [f"{percentile(latencies, percent) / 1e6:.2f}" for percent in (*PERCENTILES, 100.0)]
+        rate = [f"{point.rate / 1e9:.2f}", f"{point.spread:.0%}"]
+        setting = [load.kind.replace("_", " "), format_block(load.block_bytes), load.queue_depth]
+        return [*setting, *rate, *values, f"{point.cpu_s_per_gb:.4f}"]
+
+    title = "GB/s = 10^9 bytes per second; latency of a block in ms; medians of the runs"
+    columns = ("", "block", "depth", "GB/s", "±", "p50", "p90", "p99", "p99.9", "max", "CPU s/GB")
+    console.print(table(title, columns, map(row, points)))
 
 
 def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> None:
-    table = Table(title="rate / fio's rate within a round; fio uses registered files and buffers")
-    for name in ("", "contender", "GB/s", "5 %", "median", "95 %", "CPU s/GB", "CPU / fio's", "as good as fio"):
-        table.add_column(name, justify="left" if name in ("", "contender") else "right")
-    for comparison in comparisons:
-        label = f"{comparison.kind}, {format_block(comparison.block_bytes)} × {comparison.queue_depth}"
-        for ratio in comparison.ratios:
-            as_good = "yes" if ratio.median > comparison.noise_low else "no"
-            table.add_row(
-                label,
-                ratio.contender,
-                f"{ratio.rate / 1e9:.2f}",
-                f"{ratio.low:.2f}",
-                f"{ratio.median:.3f}",
-                f"{ratio.high:.2f}",
-                f"{ratio.cpu_s_per_gb:.4f}",
-                f"{ratio.cpu_ratio:.2f}",
-                "" if ratio.contender.startswith("fio") else as_good,
-            )
-            label = ""
-    console.print(table)
+    def row(of: Comparison, ratio: Ratio) -> list[object]:
+        label = f"{of.kind}, {format_block(of.block_bytes)} × {of.queue_depth}" if ratio is of.ratios[0] else ""
+        as_good = "yes" if ratio.median > of.noise_low else "no"
+        shares = [f"{ratio.low:.2f}", f"{ratio.median:.3f}", f"{ratio.high:.2f}"]
+        cpu = [f"{ratio.cpu_s_per_gb:.4f}", f"{ratio.cpu_ratio:.2f}"]
+        of_fio = ratio.contender.startswith("fio")
+        return [label, ratio.contender, f"{ratio.rate / 1e9:.2f}", *shares, *cpu, "" if of_fio else as_good]
+
+    title = "rate / fio's rate within a round; fio uses registered files and buffers"
+    columns = ("", "contender", "GB/s", "5 %", "median", "95 %", "CPU s/GB", "CPU / fio's", "as good as fio")
+    rows = [row(comparison, ratio) for comparison in comparisons for ratio in comparison.ratios]
+    console.print(table(title, columns, rows, words=2))
     console.print("As good as fio: the median ratio lies above the 5 % quantile of fio against fio.")
     if any("4 KiB" in comparison.fio for comparison in comparisons):
         console.print(

@@ -6,7 +6,7 @@ import argparse
 import datetime
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -60,34 +60,20 @@ def run_survey(options: argparse.Namespace, console: Console) -> Survey:
 
 def conclude(survey: Survey, console: Console) -> None:
     """Remember the disks for the planner and print a config. Only after a sweep."""
-    swept = [report for report in survey.paths if report.choice is not None]
+    swept = [(report, report.choice) for report in survey.paths if report.choice is not None]
     if not swept:
         return
+    now = datetime.date.today().isoformat()
     try:
-        for report in swept:
-            remembered = save_profile(report.path, _profile(report, survey.engine))
+        for report, choice in swept:
+            found = DiskProfile(**asdict(choice), engine=survey.engine, path=str(report.path), measured=now)
+            remembered = save_profile(report.path, found)
         console.print(f"\nThe planner reads these figures from {one_line(remembered)}.", markup=False, highlight=False)
     except OSError as error:  # what was measured is worth its config all the same
         said = f"{error.filename}: {error.strerror}"
         console.print(f"\nThe planner cannot read these figures: {one_line(said)}", markup=False, highlight=False)
     console.print("A swap config for these disks:\n")
-    console.print(swap_config(swept), markup=False, highlight=False, soft_wrap=True)
-
-
-def _profile(report: PathReport, engine: str) -> DiskProfile:
-    choice = report.choice
-    if choice is None:
-        raise AssertionError("no choice to remember")
-    return DiskProfile(
-        read_rate=choice.read_rate,
-        overwrite_rate=choice.overwrite_rate,
-        mixed_rate=choice.mixed_rate,
-        block_bytes=choice.block_bytes,
-        in_flight_bytes=choice.in_flight_bytes,
-        engine=engine,
-        path=str(report.path),
-        measured=datetime.date.today().isoformat(),
-    )
+    console.print(swap_config([report for report, _ in swept]), markup=False, highlight=False, soft_wrap=True)
 
 
 def _open(engine: str) -> _native.IOEngine:

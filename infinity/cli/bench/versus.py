@@ -144,21 +144,10 @@ def fio_arguments(workload: Workload, path: str, file_bytes: int) -> list[str]:
     """The command line that does `workload` on the file at `path`."""
     engine = "io_uring" if workload.engine in ("auto", "io_uring") else "psync"
     arguments = [
-        "fio",
-        "--name=reference",
-        f"--filename={path}",
-        f"--rw={FIO_NAMES[workload.kind]}",
-        f"--bs={workload.block_bytes}",
-        f"--iodepth={workload.queue_depth}",
-        f"--ioengine={engine}",
-        f"--size={file_bytes}",
-        f"--io_size={workload.nbytes}",
-        "--direct=1",
-        "--numjobs=1",
-        "--allow_file_create=0",
-        "--end_fsync=0",
-        "--randrepeat=1",
-        "--output-format=json",
+        *("fio", "--name=reference", f"--filename={path}", f"--rw={FIO_NAMES[workload.kind]}"),
+        *(f"--bs={workload.block_bytes}", f"--iodepth={workload.queue_depth}", f"--ioengine={engine}"),
+        *(f"--size={file_bytes}", f"--io_size={workload.nbytes}", "--direct=1", "--numjobs=1"),
+        *("--allow_file_create=0", "--end_fsync=0", "--randrepeat=1", "--output-format=json"),
     ]
     if huge_pages_for(workload):
         arguments.append("--iomem=mmaphuge")
