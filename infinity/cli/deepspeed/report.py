@@ -106,7 +106,7 @@ def _how_to_start(source: Source, output: Path | None) -> list[str]:
         else f"Take `--fsdp_config {file}` and `--fsdp` out of ITS ARGUMENTS, and both out of TrainingArguments."
     )
     calls = "wraps its model with FSDP" if source.fsdp else "calls deepspeed.initialize"
-    loop = f" with {training.call}" if training.call else ""
+    loop = f" with {training.optimizer_call}" if training.optimizer_call else ""
     fixed = (
         "What follows ITS ARGUMENTS are the arguments of Trainer that the config fixes. They replace "
         "others of the same name; in a script that makes its TrainingArguments itself they belong there."

@@ -22,12 +22,12 @@ class Training:
     """Attributes:
     options: of `infinity finetune`, without a value that is open ("auto"), or that the option does not take.
     arguments: of TrainingArguments. Trainer has no Adam, and makes its own schedule where DeepSpeed has none.
-    call: the optimizer in a script of one's own; "" where the config has none that infinity has.
+    optimizer_call: the optimizer in a script of one's own; "" where the config has none that infinity has.
     """
 
     options: dict[str, str] = field(default_factory=dict)
     arguments: dict[str, str] = field(default_factory=dict)
-    call: str = ""
+    optimizer_call: str = ""
 
 
 def training_of(source: Source) -> Training:

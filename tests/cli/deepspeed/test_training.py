@@ -114,7 +114,7 @@ def test_values_become_options_where_the_option_takes_them(values: Any, expected
     ],
 )
 def test_the_optimizer_of_a_loop_of_ones_own_can_be_made(values: Any, call: str | None, tmp_path: Path) -> None:
-    got = training(values, tmp_path).call
+    got = training(values, tmp_path).optimizer_call
     expected = "" if call is None else f"infinity.{call}".replace("(", "(model.parameters(), ", 1)
     assert got == expected
     if got:
