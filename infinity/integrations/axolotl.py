@@ -3,24 +3,26 @@
     plugins: [infinity.integrations.axolotl.InfinityPlugin]
     infinity: swap.yaml
 
-It is written against BasePlugin of axolotl 0.19, and was not run inside axolotl. What it does is what `infinity run`
-does: from pre_model_load on models are loaded without their weights, and Trainer, beneath axolotl's own, is infinity's.
-So get_trainer_cls names no class, and axolotl takes its own.
+It is written against the sources of axolotl 0.19 and was not run inside axolotl. These were read: `prepare_plugins`,
+which calls `register` before the file is validated; `ModelLoader`, which gives `model_kwargs` of the file to
+`from_pretrained`; `TrainerBuilderBase.get_callbacks`, which asks for callbacks before the trainer is made; and
+`OptimizerMixin`, whose `create_optimizer` takes an optimizer that the trainer has. Nothing of a library
+is replaced.
 """
 
 from __future__ import annotations
 
-import atexit
-from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from infinity.config import load_config
 from infinity.errors import ConfigError
-from infinity.integrations.launcher import installed
-from infinity.integrations.run import Run
+from infinity.integrations.infinity_config import InfinityConfig
+from infinity.integrations.names import class_and_options
+from infinity.integrations.optimizers import ours_for
+from infinity.integrations.plug_points import Checkpoints, optimizer_factory
+from infinity.optim.groups import GroupedOptimizer
 
 _OTHERS = {
     "deepspeed": "offloads the same states itself",
@@ -28,6 +30,7 @@ _OTHERS = {
     "fsdp_config": "shards the model over processes",
     "load_in_4bit": "needs the quantized weights in memory, which `frozen: nf4` in the swap config does not",
     "load_in_8bit": "needs the quantized weights in memory, which `frozen: int8` in the swap config does not",
+    "auto_resume_from_checkpoints": "finds a folder after the model is loaded: name it in `resume_from_checkpoint` and",
 }
 
 
@@ -44,46 +47,47 @@ class InfinityArgs(BaseModel):
 class InfinityPlugin(BasePlugin):  # type: ignore[misc]
     """Offloads the model.
 
-    Raises (from pre_model_load):
-        ConfigError: the swap config cannot be used, or not together with another option of the YAML file.
+    Raises (from register, and where it says so from post_trainer_create):
+        ConfigError: the swap config cannot be used, or not together with another option of the YAML file. From
+            post_trainer_create: infinity has no such optimizer.
+        ResumeError: `resume_from_checkpoint` is a folder that pins no generation.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._installed: AbstractContextManager[Run] | None = None
+    _config: InfinityConfig
 
     def get_input_args(self) -> str:
         return f"{InfinityArgs.__module__}.{InfinityArgs.__name__}"
 
-    def pre_model_load(self, cfg: Any) -> None:
-        """From now on models are offloaded. A second call, for a reference model, changes nothing."""
-        if self._installed is not None:
-            return
+    def register(self, cfg: Any) -> None:
+        """Let axolotl load its models with an InfinityConfig."""
         if not cfg.get("infinity"):
             raise ConfigError("InfinityPlugin: the YAML file names no swap config: add `infinity: swap.yaml`")
         for option, why in _OTHERS.items():
             if cfg.get(option):
                 raise ConfigError(f"InfinityPlugin: `{option}` {why}: leave it out")
-        self._installed = installed(load_config(_plain(cfg.get("infinity"))))
-        self._installed.__enter__()
-        atexit.register(self._failed)
+        self._config = InfinityConfig(_plain(cfg["infinity"]), resume=cfg.get("resume_from_checkpoint"))
+        given = dict(cfg.get("model_kwargs") or {})
+        cfg["model_kwargs"] = given | {"quantization_config": self._config.to_dict()}
 
-    def get_trainer_cls(self, cfg: Any) -> None:
-        """axolotl's own."""
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        return [Checkpoints()]
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Give the trainer infinity's optimizer, with the hyperparameters of the YAML file."""
+        args = trainer.args
+        theirs = trainer.optimizer_cls_and_kwargs or class_and_options(args)
+        kind, options = theirs or trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
+        ours: Any = ours_for(kind)
+        if not (isinstance(ours, type) and issubclass(ours, GroupedOptimizer)):
+            raise ConfigError(
+                f"InfinityPlugin: `optimizer: {cfg.get('optimizer')}` works on weights in memory, and those of this "
+                "model are offloaded: use adamw_torch, lion_32bit, sgd or adagrad"
+            )
+        trainer.optimizer = optimizer_factory(trainer.model, optimizer=ours, weight_decay=args.weight_decay, **options)
 
     def post_train_unload(self, cfg: Any) -> None:
         """The model was saved: close it."""
-        context, self._installed = self._installed, None
-        if context is not None:
-            context.__exit__(None, None, None)
-
-    def _failed(self) -> None:
-        """The process ends, and training did not: the generations stay."""
-        context, self._installed = self._installed, None
-        if context is not None:
-            end = SystemExit(1)
-            with suppress(SystemExit):
-                context.__exit__(SystemExit, end, None)
+        self._config.close()
 
 
 def _plain(value: Any) -> Any:

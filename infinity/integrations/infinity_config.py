@@ -12,6 +12,8 @@ is first used.
 
 from __future__ import annotations
 
+import logging
+import os
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -23,7 +25,6 @@ import transformers
 from accelerate.utils import OffloadedWeightsLoader
 from safetensors.torch import save_file
 from torch import nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -31,11 +32,23 @@ from infinity.base.fork import in_this_process
 from infinity.checkpoint.load import Files, scratch_directory
 from infinity.checkpoint.tensor_files import names_in
 from infinity.config import SwapConfig, load_config
-from infinity.errors import ModelError, NotAvailableError, ResumeError
+from infinity.coordinator import registry
+from infinity.errors import ConfigError, ModelError, NotAvailableError, ResumeError
+from infinity.integrations.folders import is_at
 from infinity.integrations.run import Run
 from infinity.io.pins import folder_path, require_marker
 from infinity.runtime.deferred import defer, is_deferred
 from infinity.runtime.offload import move_buffers
+
+try:
+    from transformers.core_model_loading import ConversionOps, WeightConverter
+except ImportError:
+    raise ConfigError(
+        f"InfinityConfig needs transformers 5, and {transformers.__version__} is installed: "
+        "pip install --upgrade 'transformers>=5'"
+    ) from None
+
+logger = logging.getLogger(__name__)
 
 _NAME = "infinity"
 _runs: dict[str, Run] = {}
@@ -76,6 +89,12 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
         resume = None if self.resume is None else str(self.resume)
         return {"quant_method": _NAME, "swap": self.swap.model_dump(mode="json"), "resume": resume}
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """As to_dict made it."""
+        given = {name: value for name, value in config_dict.items() if name != "quant_method"}
+        return super().from_dict(given, return_unused_kwargs, **kwargs)
+
     @property
     def run(self) -> Run:
         """What the models of this config share."""
@@ -84,6 +103,12 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
             _runs[key] = Run(self.swap)
             _runs[key].wish(folder=self.resume)
         return _runs[key]
+
+    def close(self) -> None:
+        """Close the models of this config: the training is over, and its stores are removed, unless checkpoint folders
+        need them. Without it they stay when the process ends."""
+        self.run.close(failed=False)
+        del _runs[self.to_json_string()]
 
 
 def run_of(parameters: list[Any]) -> Run | None:
@@ -97,8 +122,16 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, quantization_config: InfinityConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._run = quantization_config.run
+        self._run, self._resume = quantization_config.run, quantization_config.resume
         self._keep: _Keep | None = None
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+            raise NotAvailableError(
+                "InfinityConfig: several ranks are not available yet, as libraries wrap the model for each of them. "
+                "Leave the quantization_config and what the Trainer has of infinity.hf out, and start the script with "
+                "`torchrun --nproc-per-node N -m infinity.run swap.yaml SCRIPT`."
+            )
 
     def update_device_map(self, device_map: Any) -> None:
         """Where weights are is the swap config's to say."""
@@ -149,22 +182,8 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
         defer(model, source, self._run.device)
         move_buffers(model, self._run.device)
         self._run.loaded(model)
-        if self._run.wishes.folder is not None:
-            model.register_load_state_dict_pre_hook(self._load_nothing)
-            model.register_load_state_dict_post_hook(self._miss_nothing)
-
-    def _load_nothing(self, model: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
-        """What a Trainer loads from the folder to go on from is read from the folder's generation instead."""
-        if self._goes_on(model):
-            state_dict.clear()
-
-    def _miss_nothing(self, model: nn.Module, keys: Any) -> None:
-        if self._goes_on(model):
-            keys.missing_keys.clear()
-
-    def _goes_on(self, model: nn.Module) -> bool:
-        """Whether the model is still to be offloaded from a generation."""
-        return self._run.wishes.folder is not None and is_deferred(model)
+        if self._resume is not None:
+            _take_weights_from(self._run, self._resume, model)
 
     @property
     def is_trainable(self) -> bool:
@@ -176,6 +195,30 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def is_serializable(self) -> bool:
         return True
+
+
+def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
+    """What a Trainer loads into the model that goes on from a folder changes nothing: the folder's generation has the
+    same weights, and finer masters."""
+
+    def goes_on(model: nn.Module) -> bool:
+        """Whether the model is still to be offloaded from the generation, or was, and is still there."""
+        if is_deferred(model):
+            return run.wishes.folder is not None
+        ours = registry.is_offloaded(model) and run.began_from(model) is not None
+        return ours and is_at(model, require_marker(folder))
+
+    def load_nothing(model: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
+        if goes_on(model):
+            logger.warning("infinity: load_state_dict changes nothing: the weights are those of %s", folder)
+            state_dict.clear()
+
+    def miss_nothing(model: nn.Module, keys: Any) -> None:
+        if goes_on(model):
+            keys.missing_keys.clear()
+
+    model.register_load_state_dict_pre_hook(load_nothing)
+    model.register_load_state_dict_post_hook(miss_nothing)
 
 
 class _Keep(ConversionOps):  # type: ignore[misc]

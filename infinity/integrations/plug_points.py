@@ -31,6 +31,7 @@ from infinity.runtime.pins import unpin
 def optimizer_factory(
     model: nn.Module | None = None,
     *,
+    lr: float | None = None,
     optimizer: type[GroupedOptimizer] = AdamW,
     weight_decay: float = 0.0,
     **options: Any,
@@ -44,16 +45,23 @@ def optimizer_factory(
     Args:
         model: a model that from_pretrained loaded with an InfinityConfig, or an offloaded one, with what libraries put
             around it. transformers calls the factory without one first.
+        lr: the learning rate, which must be given.
         optimizer: infinity.AdamW, or another class of infinity's optimizers.
         weight_decay: of the parameters that a Trainer decays: all but biases and those of norms.
-        options: of the optimizer; `lr` among them.
+        options: others of the optimizer.
 
     Raises:
+        ConfigError: there is no learning rate.
         ModelError: the model was neither loaded with an InfinityConfig nor offloaded.
         others: as infinity.offload.
     """
     if model is None:
         return optimizer_factory
+    if lr is None:
+        raise ConfigError(
+            "infinity.hf.optimizer_factory: there is no learning rate, and that of the Trainer does not count. Give "
+            "it: optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {'lr': 1e-5}), or lr=1e-5 beside the model"
+        )
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": weight_decay},
@@ -62,9 +70,8 @@ def optimizer_factory(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups[name not in decayed]["params"].append(parameter)
-    return optimizer_for(
-        run_of(list(model.parameters())), optimizer, [each for each in groups if each["params"]], **options
-    )
+    run = run_of(list(model.parameters()))
+    return optimizer_for(run, optimizer, [each for each in groups if each["params"]], lr=lr, **options)
 
 
 class Checkpoints(TrainerCallback):  # type: ignore[misc]
@@ -83,8 +90,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if args.n_gpu > 1:
             raise ConfigError(
-                f"{args.n_gpu} GPUs are visible, and a Trainer would copy the model to each. Set "
-                "CUDA_VISIBLE_DEVICES=0, or start a process for each GPU with torchrun."
+                f"{args.n_gpu} GPUs are visible, and a Trainer would copy the model to each: set CUDA_VISIBLE_DEVICES=0"
             )
         run = run_of(list(model.parameters()))
         if run is None:

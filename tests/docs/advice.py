@@ -353,6 +353,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_unpin_all_gone_leaves_the_folders_that_are_there",
     },
     "integrations/infinity_config.py": {
+        "InfinityConfig needs transformers 5": "integrations/test_launcher.py::"
+        "test_what_pip_is_told_to_install_is_a_version_that_works",
+        "`torchrun --nproc-per-node N -m infinity.run swap.yaml SCRIPT`": "unchanged/test_several_ranks.py::"
+        "test_ranks_train_as_with_ddp",
         "A Trainer pins with callbacks=[infinity.hf.Checkpoints()]": "integrations/test_plug_points.py::"
         "test_a_later_process_goes_on_from_a_folder_to_the_same_bits",
     },

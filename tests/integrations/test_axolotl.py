@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import infinity
 from infinity.coordinator import registry
+from infinity.integrations.patches import active
+from tests.integrations.test_plug_points import end
 
 Rows = list[dict[str, torch.Tensor]]
 
@@ -30,21 +33,22 @@ class BasePlugin:
     def pre_model_load(self, cfg: Any) -> None: ...
     def post_model_load(self, cfg: Any, model: Any) -> None: ...
     def get_trainer_cls(self, cfg: Any) -> Any: ...
+    def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[Any]:
+        return []
+
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None: ...
     def post_train(self, cfg: Any, model: Any) -> None: ...
     def post_train_unload(self, cfg: Any) -> None: ...
 
 
 class AxolotlTrainer(Trainer):
-    """Makes its optimizer and its checkpoints itself, by Trainer's methods, as axolotl's does."""
+    """Makes its optimizer itself where it has none, as axolotl's does."""
 
     def create_optimizer(self, model: Any = None) -> Any:
-        kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        self.optimizer = kind(self.get_decay_parameter_names(self.model) and self.model.parameters(), **options)
+        if not self.optimizer:
+            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer = kind(self.model.parameters(), **options)
         return self.optimizer
-
-    def _save_checkpoint(self, model: Any, trial: Any, **kwargs: Any) -> Any:
-        return super()._save_checkpoint(model, trial, **kwargs)
 
 
 @pytest.fixture
@@ -57,9 +61,8 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, base.__name__, base)
     monkeypatch.delitem(sys.modules, "infinity.integrations.axolotl", raising=False)
     module, _, name = "infinity.integrations.axolotl.InfinityPlugin".rpartition(".")
-    made = getattr(importlib.import_module(module), name)()
-    yield made
-    made._failed()
+    yield getattr(importlib.import_module(module), name)()
+    end()
     sys.modules.pop(module, None)
 
 
@@ -76,11 +79,11 @@ def cfg(tmp_path: Path) -> dict[str, Any]:
 
 
 def train(plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, output: Path, **options: Any) -> list[float]:
-    """As axolotl's train() goes."""
+    """As axolotl's load_cfg, ModelLoader, TrainerBuilderBase and train go."""
     if plugin is not None:
-        plugin.pre_model_load(cfg)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    kind = plugin.get_trainer_cls(cfg) if plugin is not None else None
+        plugin.register(cfg)
+        assert json.dumps(cfg["model_kwargs"]), "the file stays plain data"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, **(cfg.get("model_kwargs") or {}))
     arguments: dict[str, Any] = {
         "max_steps": 4,
         "logging_steps": 1,
@@ -91,51 +94,37 @@ def train(plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, output
         "learning_rate": 1e-3,
         "optim": "adamw_torch_fused",
     }
-    trainer = (kind or AxolotlTrainer)(model, TrainingArguments(str(output), **arguments), train_dataset=rows)
-    trainer.train(**options)
-    assert registry.is_offloaded(model) == (plugin is not None)
+    callbacks = [] if plugin is None else plugin.add_callbacks_pre_trainer(cfg, model)
+    args = TrainingArguments(str(output), **(arguments | options))
+    trainer = AxolotlTrainer(model, args, train_dataset=rows, callbacks=callbacks)
     if plugin is not None:
-        plugin.post_train(cfg, model)
+        plugin.post_trainer_create(cfg, trainer)
+    trainer.train(resume_from_checkpoint=cfg.get("resume_from_checkpoint"))
+    assert registry.is_offloaded(model) == (plugin is not None)
+    trainer.save_model()
+    if plugin is not None:
+        assert active() == []
         plugin.post_train_unload(cfg)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-def test_a_run_that_fails_keeps_its_generations(
-    plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, tmp_path: Path
-) -> None:
-    plugin.pre_model_load(cfg)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for row in rows[:3]:
-        model(input_ids=row["input_ids"][None], labels=row["labels"][None]).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    plugin._failed()
-    assert list((tmp_path / "swap").glob("generation-*.infinity"))
 
 
 def test_losses_are_those_without_the_plugin(
     plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, tmp_path: Path
 ) -> None:
-    plain = train(None, cfg, checkpoint, rows, tmp_path / "plain")
-    ours = train(plugin, cfg, checkpoint, rows, tmp_path / "ours")
+    plain = train(None, {}, checkpoint, rows, tmp_path / "plain")
+    ours = train(plugin, dict(cfg), checkpoint, rows, tmp_path / "ours")
     assert len(plain) == 4
     torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
-    assert (tmp_path / "ours" / "checkpoint-4" / "infinity.json").exists()
-    resumed = train(
-        plugin, cfg, checkpoint, rows, tmp_path / "ours", resume_from_checkpoint=str(tmp_path / "ours/checkpoint-2")
-    )
+    folder = tmp_path / "ours" / "checkpoint-2"
+    resumed = train(plugin, cfg | {"resume_from_checkpoint": str(folder)}, checkpoint, rows, tmp_path / "ours")
     assert resumed == ours
 
 
-def test_afterwards_transformers_is_as_it_was(
+def test_another_optimizer_is_refused(
     plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, tmp_path: Path
 ) -> None:
-    before = torch.optim.AdamW.__init__
-    plugin.pre_model_load(cfg)
-    assert torch.optim.AdamW.__init__ is not before
-    plugin.post_train_unload(cfg)
-    assert torch.optim.AdamW.__init__ is before
+    with pytest.raises(infinity.ConfigError, match=r"optimizer: adafactor.*use adamw_torch"):
+        train(plugin, cfg | {"optimizer": "adafactor"}, checkpoint, rows, tmp_path, optim="adafactor")
 
 
 def test_its_arguments_are_found_by_name(plugin: Any) -> None:
@@ -144,12 +133,14 @@ def test_its_arguments_are_found_by_name(plugin: Any) -> None:
     assert arguments(infinity="swap.yaml").infinity == "swap.yaml"
 
 
-@pytest.mark.parametrize("option", ["deepspeed", "fsdp", "fsdp_config", "load_in_4bit", "load_in_8bit"])
+@pytest.mark.parametrize(
+    "option", ["deepspeed", "fsdp", "fsdp_config", "load_in_4bit", "load_in_8bit", "auto_resume_from_checkpoints"]
+)
 def test_options_that_cannot_work_are_named(option: str, plugin: Any, cfg: dict[str, Any]) -> None:
     with pytest.raises(infinity.ConfigError, match=f"`{option}`.*leave it out"):
-        plugin.pre_model_load(cfg | {option: True})
+        plugin.register(cfg | {option: True})
 
 
 def test_a_file_without_a_swap_config_is_refused(plugin: Any) -> None:
     with pytest.raises(infinity.ConfigError, match=r"infinity: swap\.yaml"):
-        plugin.pre_model_load({})
+        plugin.register({})

@@ -3,8 +3,11 @@ meanwhile."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +27,7 @@ import infinity
 from infinity.coordinator import registry
 from infinity.integrations import infinity_config
 from infinity.runtime.deferred import is_a_deferred
+from tests.conftest import residuals_of, states_of, weights_of
 from tests.integrations.training import Rows, log_of
 
 Load = Callable[..., Any]
@@ -57,20 +61,25 @@ def end() -> None:
     infinity_config._runs.clear()
 
 
-def loaded(path: Path, swap: dict[str, Any], **options: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, quantization_config=infinity.InfinityConfig(swap, **options))
+def loaded(path: Path, swap: dict[str, Any], *, dtype: Any = "auto", **options: Any) -> Any:
+    config = infinity.InfinityConfig(swap, **options)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=config)
 
 
 def trainer(model: Any, rows: Rows, output: Path, **options: Any) -> Trainer:
-    ours: dict[str, Any] = {}
-    if "optimizers" not in options:
-        ours = {
-            "optimizer_cls_and_kwargs": options.pop("factory", (infinity.hf.optimizer_factory, ADAMW)),
-            "callbacks": options.pop("callbacks", [infinity.hf.Checkpoints()]),
-        }
+    callbacks = options.pop("callbacks", [infinity.hf.Checkpoints()])
     optimizers = options.pop("optimizers", (None, None))
+    factory = options.pop("factory", (infinity.hf.optimizer_factory, ADAMW) if optimizers[0] is None else None)
     args = TrainingArguments(str(output), **({"save_strategy": "no"} | STEPS | QUIET | options))
-    return Trainer(model, args, train_dataset=rows, eval_dataset=rows[:4], optimizers=optimizers, **ours)
+    return Trainer(
+        model,
+        args,
+        train_dataset=rows,
+        eval_dataset=rows[:4],
+        optimizers=optimizers,
+        optimizer_cls_and_kwargs=factory,
+        callbacks=callbacks,
+    )
 
 
 def plain(path: Path, rows: Rows, output: Path, **options: Any) -> Trainer:
@@ -151,23 +160,34 @@ def test_a_trainers_own_optimizer_is_refused_with_the_fix(
         Trainer(model, args, train_dataset=rows).train()
 
 
+@pytest.mark.parametrize("made_first", [False, True])
 def test_a_later_process_goes_on_from_a_folder_to_the_same_bits(
-    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+    made_first: bool, checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
 ) -> None:
+    """An optimizer that is made first has offloaded the model before the Trainer loads the folder's weights. These are
+    in 16 bits, and the model's masters are finer."""
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "save_total_limit": 2}
-    first = trainer(loaded(checkpoint, swap), rows, tmp_path / "out", **saving)
+    swap |= {"pins": 3}
+
+    def begun(**options: Any) -> Trainer:
+        model = loaded(checkpoint, swap, dtype=torch.bfloat16, **options)
+        first = {"optimizers": (infinity.hf.optimizer_factory(model, lr=1e-3), None)} if made_first else {}
+        return trainer(model, rows, tmp_path / "out", **saving, **first)
+
+    first = begun()
     first.train()
     folder = tmp_path / "out" / "checkpoint-4"
     assert sorted(each.name for each in (tmp_path / "out").iterdir()) == ["checkpoint-4", "checkpoint-6"]
-    expected = {name: value.clone() for name, value in first.model.state_dict().items()}
+    tensors, masters = weights_of(first.model) | states_of(first.model), dict(residuals_of(first.model))
     end()
-    second = trainer(loaded(checkpoint, swap, resume=folder), rows, tmp_path / "out", **saving)
+    second = begun(resume=folder)
     second._load_from_checkpoint(str(folder))
-    assert all(map(is_a_deferred, second.model.parameters())), "the folder's weights are not read into memory"
+    assert made_first or all(map(is_a_deferred, second.model.parameters())), "weights are read into memory"
     second.train(resume_from_checkpoint=str(folder))
     assert log_of(second) == log_of(first)
-    for name, value in second.model.state_dict().items():
-        assert torch.equal(value, expected[name]), name
+    assert dict(residuals_of(second.model)) == masters
+    for name, value in (weights_of(second.model) | states_of(second.model)).items():
+        assert torch.equal(value, tensors[name]), name
 
 
 def test_a_folder_is_gone_on_from_only_by_a_model_that_was_loaded_for_it(
@@ -218,14 +238,19 @@ def test_a_checkpoint_of_other_files_is_loaded_as_its_refusal_says(
     assert infinity.hf.optimizer_factory(loaded(tmp_path / "new", swap), lr=1e-3).param_groups
 
 
-def test_several_visible_gpus_and_a_model_of_another_way_are_refused(
+def test_what_cannot_work_is_refused(
     checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(infinity.ConfigError, match=r"no learning rate.*lr=1e-5"):
+        infinity.hf.optimizer_factory(loaded(checkpoint, swap))
     with pytest.raises(infinity.ConfigError, match="was not loaded with"):
         trainer(AutoModelForCausalLM.from_pretrained(checkpoint), rows, tmp_path)
     monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
     with pytest.raises(infinity.ConfigError, match="CUDA_VISIBLE_DEVICES=0"):
         trainer(loaded(checkpoint, swap), rows, tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(infinity.NotAvailableError, match="torchrun --nproc-per-node N -m infinity.run"):
+        loaded(checkpoint, swap)
 
 
 COMPARES = "param_needs_quantization" in inspect.getsource(core_model_loading.set_param_for_module)
@@ -247,3 +272,22 @@ def test_what_a_checkpoint_lacks_and_what_has_another_size_is_initialized_as_wit
             found.append({name: value.clone() for name, value in model.named_parameters()})
     for name, value in found[0].items():
         assert torch.equal(found[-1][name], value), name
+
+
+def test_transformers_4_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    with pytest.raises(infinity.ConfigError, match="InfinityConfig needs transformers 5.*pip install"):
+        runpy.run_path(infinity_config.__file__)
+
+
+def test_a_config_is_plain_data_and_shares_the_memory_of_its_models(checkpoint: Path, swap: dict[str, Any]) -> None:
+    config = infinity.InfinityConfig(swap)
+    again = infinity.InfinityConfig.from_dict(json.loads(config.to_json_string()))
+    assert again.to_dict() == config.to_dict()
+    assert again.run is config.run is copy.deepcopy(config).run
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config.to_dict())
+    assert infinity_config.run_of(list(model.parameters())) is config.run
+    infinity.hf.optimizer_factory(model, lr=1e-3)
+    assert list(Path(swap["nvme"]["paths"][0]).iterdir())
+    config.close()
+    assert not Path(swap["nvme"]["paths"][0]).exists()
