@@ -1,7 +1,9 @@
-"""Write the reference pages of the documentation, config.md and commands.md, from the code: `make docs` runs this.
+"""Write the reference pages of the documentation, config.md, commands.md and trainers.md, from the code: `make docs`
+runs this.
 
 What a key of the swap config says is its docstring in infinity/config.py; what an option does is its help in the
-parsers. tests/docs/test_reference.py compares the pages with what this script would write.
+parsers; what infinity replaces in other libraries is infinity/integrations/points.py. tests/docs/test_reference.py
+compares the pages with what this script would write.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from unittest import mock
 from pydantic import BaseModel, BeforeValidator
 
 import infinity.config
-from infinity import _native
+from infinity import InfinityConfig, _native, hf
 from infinity.cli import arguments
 from infinity.cli.bench import main as bench
 from infinity.config import SwapConfig, load_config
 from infinity.errors import NotAvailableError
+from infinity.integrations.points import POINTS
 from infinity.sizes import parse_bytes
 
 PLACE = Path(__file__).parents[1] / "reference"
@@ -77,6 +80,21 @@ COMMANDS_HEAD = """\
 Options have no abbreviations. A wrong option is an error of one line and exit code 2, before anything is loaded.
 [Environment variables and exit codes](environment.md) are on a page of their own.
 
+"""
+TRAINERS_HEAD = """\
+# A Trainer's own arguments, and what the launcher replaces
+
+[Unchanged scripts](../unchanged.md) has an example. With these nothing of a library is replaced.
+
+"""
+REPLACED_HEAD = """\
+## What `infinity run` replaces
+
+A script that names nothing of infinity meets these functions of its libraries as infinity's, which call the libraries'
+own. A library in which one is gone is named when `infinity run` starts.
+
+| what | what it does under infinity | why no official point serves | what breaks first when it moves |
+|---|---|---|---|
 """
 
 
@@ -211,6 +229,24 @@ def section(line: str, parser: argparse.ArgumentParser, told: str) -> str:
     return "\n".join(parts)
 
 
+# -- in a script ------------------------------------------------------------------------------------------------------
+
+
+def trainers_page() -> str:
+    named = {
+        "infinity.InfinityConfig": InfinityConfig,
+        "infinity.hf.optimizer_factory": hf.optimizer_factory,
+        "infinity.hf.Checkpoints": hf.Checkpoints,
+    }
+    parts = [f"## {name}\n\n```text\n{inspect.getdoc(what)}\n```\n\n" for name, what in named.items()]
+    rows = [
+        f"| {', '.join(f'`{where}`' for where in point.where)} | {escaped(point.does)} | {escaped(point.why)} "
+        f"| {escaped(point.breaks)} |\n"
+        for point in POINTS
+    ]
+    return TRAINERS_HEAD + "".join(parts) + REPLACED_HEAD + "".join(rows)
+
+
 def usage(line: str, parser: argparse.ArgumentParser) -> str:
     if parser.usage:
         return parser.usage
@@ -251,7 +287,8 @@ def escaped(text: str) -> str:
 
 def pages() -> dict[Path, str]:
     """The text of each page, by its path."""
-    return {PLACE / "config.md": GENERATED + config_page(), PLACE / "commands.md": GENERATED + commands_page()}
+    made = {"config.md": config_page, "commands.md": commands_page, "trainers.md": trainers_page}
+    return {PLACE / name: GENERATED + page() for name, page in made.items()}
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ def reference() -> ModuleType:
     return tool("reference")
 
 
-@pytest.mark.parametrize("name", ["config.md", "commands.md"])
+@pytest.mark.parametrize("name", ["config.md", "commands.md", "trainers.md"])
 def test_a_page_is_what_the_code_says(name: str, reference: ModuleType) -> None:
     pages: dict[Path, str] = reference.pages()
     assert (ROOT / "docs/reference" / name).read_text() == pages[ROOT / "docs/reference" / name], "run `make docs`"
