@@ -108,8 +108,7 @@ def convert(source: Source) -> Conversion:
     _add_tiers(conversion, source, items, active)
     _add_disks(conversion, active)
     for ours in ("ranks.gather", "activations", "frozen", "master", "moments"):
-        found = [item for key, item in active.items() if KEYS[key].to == ours and _meaning(item)]
-        if found:
+        if found := _meant(active, ours):
             conversion.add(ours, _meaning(found[0]), ", ".join(map(_say, found)), *(item.key for item in found))
     hints = [item for item in source.items if _is_unknown(item)][:HINTS_MAX]
     conversion.findings += [_finding(item, items, conversion.lines, hinted=item in hints) for item in source.items]
@@ -131,7 +130,7 @@ def _add_tiers(conversion: Conversion, source: Source, items: Mapping[str, Item]
     why = f"ZeRO stage {default}, the default" if given is None else _say(given)
     kept = "the weights are not offloaded: on the device if they fit there, else in RAM"
     for ours, rest in (("weights", kept), ("optimizer", "the states are not offloaded")):
-        found = [each for key, each in active.items() if ours in KEYS[key].to.split(", ") and _meaning(each)]
+        found = _meant(active, ours)
         if ours == "weights" and stage is not None and stage < 3 and not source.fsdp:
             found = []  # ZeRO offloads weights with stage 3 only
         if found:
@@ -165,21 +164,15 @@ def _add_disks(conversion: Conversion, active: Mapping[str, Item]) -> None:
         return
     items = [item for each in paths.values() for item in each]
     conversion.add("nvme.paths", [*paths], ", ".join(item.shown for item in items), *(item.key for item in items))
-    block = active.get("aio.block_size")
-    block_bytes = _BLOCK_DEFAULT if block is None else _whole(block, 1, _COUNT_MAX)
-    if (
-        block is not None
-        and block_bytes != _BLOCK_DEFAULT
-        and not block_bytes % PAGE_BYTES
-        and block_bytes <= _BLOCK_MAX
-    ):
-        conversion.add("nvme.block", exact_bytes(block_bytes), _say(block), block.key)
-    threads = [active[f"aio.{name}"] for name in ("intra_op_parallelism", "thread_count") if f"aio.{name}" in active]
-    counts = [active["aio.queue_depth"]] if "aio.queue_depth" in active else []
-    depth = math.prod([_whole(item, 1, _COUNT_MAX) for item in counts] or [_DEPTH_DEFAULT])
-    depth *= math.prod(_whole(item, 1, _COUNT_MAX) for item in threads[:1])
+    if (block := active.get("aio.block_size")) is not None:
+        nbytes = _whole(block, 1, _COUNT_MAX)
+        if nbytes != _BLOCK_DEFAULT and nbytes % PAGE_BYTES == 0 and nbytes <= _BLOCK_MAX:
+            conversion.add("nvme.block", exact_bytes(nbytes), _say(block), block.key)
+    threads = next((name for name in ("aio.intra_op_parallelism", "aio.thread_count") if name in active), "")
+    used = [active[name] for name in ("aio.queue_depth", threads) if name in active]
+    depth = math.prod(_whole(item, 1, _COUNT_MAX) for item in used)
+    depth *= 1 if "aio.queue_depth" in active else _DEPTH_DEFAULT
     if depth != _DEPTH_DEFAULT:
-        used = [*counts, *threads[:1]]
         most = f"; {_DEPTH_MAX} at most" if depth > _DEPTH_MAX else ""
         why = f"{' × '.join(map(_say, used))}{most}"
         conversion.add("nvme.queue_depth", min(depth, _DEPTH_MAX), why, *(item.key for item in used))
@@ -200,6 +193,13 @@ def _path(active: Mapping[str, Item], device: str) -> Item:
     except ValueError as error:
         raise ConfigError(f"{item.shown}: {error}") from None
     return item
+
+
+def _meant(active: Mapping[str, Item], ours: str) -> list[Item]:
+    """The keys that a key of the swap config comes from by their values, in the table's order: where two say where
+    states are offloaded to, the newer name goes first."""
+    found = [active[key.name] for key in KEYS.values() if key.name in active and ours in key.to.split(", ")]
+    return [item for item in found if _meaning(item)]
 
 
 # -- findings ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from infinity.cli.deepspeed.keys import ROWS
 from infinity.cli.deepspeed.reading import AUTO, Item, Source
 
 _LR, _RATIO, _MOMENTUM = "optimizer.params.lr", "scheduler.params.cos_min_ratio", "optimizer.params.momentum"
+_PRECISIONS = {"bf16.enabled", "bfloat16.enabled", "fp16.enabled"}
 _MOST = 2**63
 
 
@@ -56,8 +57,8 @@ def training_of(source: Source) -> Training:
     if options.get("--schedule") == "cosine" and _is_number(rate) and _is_number(ratio):
         add("--min-lr", float(f"{ratio * rate:.6g}"), "lr_scheduler_kwargs", json.dumps({"min_lr_rate": ratio}))
         arguments["--lr_scheduler_type"] = "cosine_with_min_lr"
-    precisions = {item.key for item in source.items if item.value == AUTO} & {"bf16.enabled", "fp16.enabled"}
-    if not (precisions or source.accelerate or source.fsdp):
+    open_ones = {item.key for item in source.items if item.value == AUTO}
+    if not (open_ones & _PRECISIONS or source.accelerate or source.fsdp):
         add("--dtype", "fp32")
     return Training(options, arguments, _call(options, items))
 
@@ -68,7 +69,7 @@ def _call(options: dict[str, str], items: dict[str, Item]) -> str:
     given = {
         name: options.get(f"--{name.replace('_', '-')}") for name in ("lr", "eps", "weight_decay", "max_grad_norm")
     }
-    if "--beta1" in options:
+    if {"--beta1", "--beta2"} <= options.keys():
         given = {"lr": given.pop("lr"), "betas": f"({options['--beta1']}, {options['--beta2']})"} | given
     momentum = items[_MOMENTUM].value if _MOMENTUM in items else None
     if options["--optimizer"] == "sgd" and _is_number(momentum):
@@ -112,10 +113,10 @@ def _values(takes: str, value: Any) -> list[Any]:
 
 
 def _takes(action: argparse.Action, text: str) -> bool:
-    convert: Any = action.type
+    convert: Any = action.type or str
     try:
         value = convert(text)
-    except argparse.ArgumentTypeError:
+    except (argparse.ArgumentTypeError, ValueError):
         return False
     return action.choices is None or value in action.choices
 

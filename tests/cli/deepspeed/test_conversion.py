@@ -280,6 +280,11 @@ def test_what_is_offloaded_rests_there_and_the_rest_is_left_to_the_plan(
     assert lines(values, tmp_path) == {"weights": weights, "optimizer": optimizer}
 
 
+def test_of_two_names_of_one_setting_the_newer_one_is_taken(tmp_path: Path) -> None:
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    assert lines(zero(stage=2, cpu_offload=True, offload_optimizer=disk), tmp_path)["optimizer"] == "nvme"
+
+
 def test_each_line_says_which_key_it_comes_from(tmp_path: Path) -> None:
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     values = zero(stage=3, offload_param=disk, offload_optimizer=disk) | {"aio": {"queue_depth": 16, "thread_count": 2}}
