@@ -23,7 +23,11 @@ _SHM = Path("/dev/shm")
 
 
 def machine(config: SwapConfig, root: Path = _ROOT) -> Probes:
-    rows = {"container": lambda: container(root), "/dev/shm": lambda: shared(_SHM, root)}
+    rows = {
+        "container": lambda: container(root),
+        "/dev/shm": lambda: shared(_SHM, root),
+        "I/O limit": lambda: io_limit(root),
+    }
     inside = [Probe("cores", "cores", lambda: cores(root)), *Probes.of("container", rows).probes]
     return Probes([*memory(config, root).probes, *inside], _LIMIT_S)
 
@@ -60,14 +64,22 @@ def shared(place: Path = _SHM, root: Path = _ROOT) -> Found:
     return Found("slower", said, restarted("--shm-size 8g", root) or f"sudo mount -o remount,size=8G {place}")
 
 
+def io_limit(root: Path = _ROOT) -> Found:
+    """How far the control groups hold the disks back."""
+    from infinity.cli.machine_facts import describe_machine
+
+    limits = describe_machine(root).cgroup_io_max
+    return Found("slower", f"io.max of the control group: {limits}") if limits else Found("ok", "none")
+
+
 # -- NUMA --------------------------------------------------------------------------------------------------------------
 
 
 def nodes(root: Path = _ROOT) -> Found:
-    there = node_processors(root)
+    there = _processor_lists(root)
     if len(there) < 2:
         return Found("ok", "one")
-    return Found("ok", ", ".join(f"{node} (processors {_ranges(cpus)})" for node, cpus in there.items()))
+    return Found("ok", ", ".join(f"{node} (processors {cpus})" for node, cpus in there.items()))
 
 
 def places(paths: Sequence[Path], root: Path = _ROOT) -> Found:
@@ -109,8 +121,12 @@ def binding(paths: Sequence[Path], root: Path = _ROOT) -> Found:
 
 def node_processors(root: Path = _ROOT) -> dict[int, set[int]]:
     """The processors of each node."""
+    return {node: parse_list(cpus) for node, cpus in _processor_lists(root).items()}
+
+
+def _processor_lists(root: Path) -> dict[int, str]:
     places = (root / "sys/devices/system/node").glob("node[0-9]*")
-    found = {place.name.removeprefix("node"): parse_list(text_of(place / "cpulist")) for place in places}
+    found = {place.name.removeprefix("node"): text_of(place / "cpulist") for place in places}
     return {int(name): cpus for name, cpus in sorted(found.items()) if name.isascii() and name.isdigit()}
 
 
@@ -134,14 +150,3 @@ def _nodes_of(paths: Sequence[Path], root: Path) -> list[tuple[Path, int | None]
 
 def _names(nodes: Iterable[int]) -> str:
     return f"node {', '.join(map(str, sorted(nodes)))}" if nodes else "no node"
-
-
-def _ranges(numbers: set[int]) -> str:
-    """{0, 1, 2, 8} → '0-2,8'."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

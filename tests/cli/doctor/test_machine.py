@@ -9,7 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from infinity.cli.doctor import machine
-from infinity.cli.doctor.machine import binding, container, cores, node_processors, nodes, parse_list, places, shared
+from infinity.cli.doctor.machine import (
+    binding,
+    container,
+    cores,
+    io_limit,
+    node_processors,
+    nodes,
+    parse_list,
+    places,
+    shared,
+)
 from tests.base.test_pci import card
 from tests.io.test_disks import nvme, place, write
 
@@ -64,6 +74,13 @@ def test_little_shared_memory_is_slower(
 
 def test_no_shared_memory_is_slower(root: Path) -> None:
     assert shared(root / "nothing", root).state == "slower"
+
+
+def test_a_control_group_that_holds_disks_back_is_slower(root: Path) -> None:
+    assert io_limit(root) == ("ok", "none", "", "")
+    files = {"proc/self/cgroup": "0::/jobs/one", "sys/fs/cgroup/jobs/one/io.max": "259:0 rbps=1000 wbps=max"}
+    write(root, files)
+    assert io_limit(root) == ("slower", "io.max of the control group: 259:0 rbps=1000 wbps=max", "", "")
 
 
 # ------------------------------------------------------------------------------------------------ NUMA
