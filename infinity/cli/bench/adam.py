@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import psutil
 from rich.console import Console
-from rich.table import Table
 
 from infinity import _native
+from infinity.cli.bench.report import table
 from infinity.errors import BenchError
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import residual_itemsize
@@ -233,23 +233,19 @@ def _seconds(call: Callable[[], None]) -> float:
 
 
 def print_report(console: Console, report: Report) -> None:
-    table = Table(
-        title=f"AdamW in memory, {report.numel / 2**20:.0f} Mi parameters, median of {report.rounds}",
-        title_justify="left",
-    )
-    table.add_column("states")
-    for column in ("isa", "threads", "Gparam/s", "GB/s", "of bound", "B on NVMe"):
-        table.add_column(column, justify="right")
-    for row in report.results:
-        table.add_row(
+    rows = [
+        (
             row.format,
             row.isa,
-            str(row.threads),
+            row.threads,
             f"{row.parameters_per_s / 1e9:.3f}",
             f"{row.bytes_per_s / 1e9:.1f}",
             f"{row.of_bound:.2f}",
             f"{row.state_bytes:.2f}",
         )
-    console.print(table)
+        for row in report.results
+    ]
+    title = f"AdamW in memory, {report.numel / 2**20:.0f} Mi parameters, median of {report.rounds}"
+    console.print(table(title, ("states", "isa", "threads", "Gparam/s", "GB/s", "of bound", "B on NVMe"), rows))
     limits = ", ".join(f"{name}: {rate / 1e9:.1f} GB/s" for name, rate in report.bound.items())
     console.print(f"bound, reading and writing in place: {limits}", markup=False, highlight=False)

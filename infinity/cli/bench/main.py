@@ -4,6 +4,7 @@ bad input, 130 after Ctrl-C, 141 when nobody reads the output any more; whatever
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -176,7 +177,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _survey(arguments: list[str]) -> None:
-    options: argparse.Namespace = build_parser().parse_args(arguments)
+    options = _parsed(build_parser(), arguments)
     _require_use(options)
     options.faults = []
     with interruptible_imports():
@@ -186,20 +187,18 @@ def _survey(arguments: list[str]) -> None:
         console = _console()
     options.path = require_directories(options.path)
     survey = run_survey(options, console)
-    if options.json:
-        _write_json(options.json, to_json(survey, __version__))
+    _write_json(options.json, to_json(survey, __version__))
     conclude(survey, console)
 
 
 def _require_use(options: argparse.Namespace) -> None:
-    """Raises ConfigError for an option that would do nothing, and a file that cannot be written; sets the defaults."""
+    """Raises ConfigError for an option that would do nothing; sets the defaults."""
     mode = "--sustained or --vs-fio"
     require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
     require_alone("--rounds", options.rounds, "--vs-fio", options.vs_fio)
     require_alone("--fio-bytes", options.fio_bytes, "--vs-fio", options.vs_fio)
     for option, given in (("--block", options.block), ("--depth", options.depth)):
         require_alone(option, given, mode, options.sustained or options.vs_fio)
-    require_file_place("--json", options.json)
     defaults = {"limit_s": 3600.0, "rounds": _ROUNDS, "fio_bytes": 512 << 20, "block": 1 << 20, "depth": 32}
     for option, default in defaults.items():
         if getattr(options, option) is None:
@@ -209,21 +208,18 @@ def _require_use(options: argparse.Namespace) -> None:
 
 
 def _step(arguments: list[str]) -> None:
-    options = build_step_parser().parse_args(arguments)
-    require_file_place("--json", options.json)
+    options = _parsed(build_step_parser(), arguments)
     with interruptible_imports():
         from infinity.cli.bench.step import run_step
 
         console = _console()
     report = run_step(options, console)
     console.print(report.text(), markup=False, highlight=False)
-    if options.json:
-        _write_json(options.json, report.to_json())
+    _write_json(options.json, report.to_json())
 
 
 def _adam(arguments: list[str]) -> None:
-    options = build_adam_parser().parse_args(arguments)
-    require_file_place("--json", options.json)
+    options = _parsed(build_adam_parser(), arguments)
     with interruptible_imports():
         from infinity.cli.bench.adam import print_report, run_adam
 
@@ -232,8 +228,7 @@ def _adam(arguments: list[str]) -> None:
     threads = options.threads or sorted({*(1 << power for power in range(cores.bit_length())), cores})
     report = run_adam(options.numel, threads, options.isa, options.rounds)
     print_report(console, report)
-    if options.json:
-        _write_json(options.json, report.to_json())
+    _write_json(options.json, report.to_json())
 
 
 def _compare(arguments: list[str]) -> None:
@@ -245,11 +240,17 @@ def _compare(arguments: list[str]) -> None:
     print_changes(console, compare(load_survey(options.before), load_survey(options.after)))
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    import json
+def _parsed(parser: Parser, arguments: list[str]) -> argparse.Namespace:
+    """Raises ConfigError for a file that cannot be written, before anything is measured."""
+    options = parser.parse_args(arguments)
+    require_file_place("--json", options.json)
+    return options
 
-    path.expanduser().write_text(json.dumps(content, indent=2) + "\n")
-    print(f"JSON: {printable(path)}")
+
+def _write_json(path: Path | None, content: dict[str, Any]) -> None:
+    if path is not None:
+        path.expanduser().write_text(json.dumps(content, indent=2) + "\n")
+        print(f"JSON: {printable(path)}")
 
 
 def _fail(error: Exception) -> int:

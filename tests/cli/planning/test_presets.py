@@ -18,6 +18,7 @@ BILLIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.covering(most=6)
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_as_many_parameters_as_its_publication_says(name: str) -> None:
     model = build(name, torch.bfloat16)
