@@ -177,7 +177,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _survey(arguments: list[str]) -> None:
-    options = _parsed(build_parser(), arguments)
+    options: argparse.Namespace = _parsed(build_parser(), arguments)
     _require_use(options)
     options.faults = []
     with interruptible_imports():
