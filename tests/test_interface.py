@@ -37,6 +37,7 @@ NAMES = {
     "DeviceError": "(InfinityError, RuntimeError)",
     "DirtyStoreError": "(ResumeError)",
     "ForkError": "(InfinityError)",
+    "InfinityConfig": "(swap=None, *, resume=None)",
     "InfinityError": "(Exception)",
     "Lion": (
         "(params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False, max_grad_norm=None, "

@@ -14,7 +14,7 @@ PAGE = (ROOT / "docs" / "developers.md").read_text()
 SECTIONS = ("A tour: one step of one unit", "Where to change what")
 MINIMUM = {SECTIONS[0]: 12, SECTIONS[1]: 25}
 """Rows: fewer mean that the test does not find the tables."""
-OUTSIDE = {"optimizer.step()", "infinity.offload", "infinity plan", "infinity run", "commit_every: auto"}
+OUTSIDE = {"optimizer.step()", "infinity.offload", "infinity plan", "infinity run", "commit_every: auto", "nvme"}
 """What users call."""
 
 
