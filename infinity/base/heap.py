@@ -22,7 +22,8 @@ class _MallInfo(ctypes.Structure):
 
 
 class Heap:
-    """The heap of this process, which is looked at after every `budget` / 8 bytes of weights that were used.
+    """The heap of this process, which is looked at after every `budget` / 8 bytes of weights that were used. Once its
+    holes are larger than that, they are given back each time: glibc does not tell which of them still have pages.
 
     Nothing happens where the C library is another one, or a glibc before 2.33.
 

@@ -75,7 +75,8 @@ class Optimizer(Checkpointed, Predictable, Protocol):
 
 class Coordinator(Lender):
     """The parts of one model, opened in the order in which they know each other. Every public method may be called from
-    any thread, and Ctrl-C finds none half done (interrupt.py).
+    any thread, and Ctrl-C finds none half done (interrupt.py), but those of the section "states, for use-cases": their
+    callers hold the lock (`locked`, `gathering`), or have the model for themselves, as while it is opened.
 
     Attributes:
         units: in the order of their indices.

@@ -42,11 +42,8 @@ from infinity.runtime.offload import move_buffers
 
 try:
     from transformers.core_model_loading import ConversionOps, WeightConverter
-except ImportError:
-    raise ConfigError(
-        f"InfinityConfig needs transformers 5, and {transformers.__version__} is installed: "
-        "pip install --upgrade 'transformers>=5'"
-    ) from None
+except ImportError:  # transformers 4, which InfinityConfig refuses
+    ConversionOps, WeightConverter = object, None
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +62,8 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
             on from there, and `trainer.train(resume_from_checkpoint=...)` names the same folder.
 
     Raises:
-        ConfigError: the swap config cannot be used.
+        ConfigError: the swap config cannot be used, or transformers is older than 5.
+        NotAvailableError: the swap config has vertical.
         ResumeError: the folder pins no generation.
     """
 
@@ -75,8 +73,18 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
         *,
         resume: str | Path | None = None,
     ) -> None:
+        if WeightConverter is None:
+            raise ConfigError(
+                f"InfinityConfig needs transformers 5, and {transformers.__version__} is installed: "
+                "pip install --upgrade 'transformers>=5'"
+            )
         self.quant_method = _NAME
         self.swap = load_config(swap)
+        if self.swap.vertical:
+            raise NotAvailableError(
+                "InfinityConfig: vertical is for `infinity run` and for infinity.integrations.transformers.Trainer: "
+                "another Trainer takes one micro-batch after the other. Leave vertical out of the swap config."
+            )
         self.resume = None if resume is None else folder_path(Path(resume))
         if self.resume is not None:
             try:
@@ -142,6 +150,8 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
         return weight_conversions
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        if self._keep is None:  # the model is loaded, and transformers loads adapters into it
+            return False
         module, _, name = param_name.rpartition(".")
         return name in model.get_submodule(module)._parameters and param_name not in self._kept.misfits
 
@@ -205,8 +215,9 @@ def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
         """Whether the model is still to be offloaded from the generation, or was, and is still there."""
         if is_deferred(model):
             return run.wishes.folder is not None
-        ours = registry.is_offloaded(model) and run.began_from(model) is not None
-        return ours and is_at(model, require_marker(folder))
+        whole = run.outermost(model)
+        ours = registry.is_offloaded(whole) and run.began_from(whole) is not None
+        return ours and is_at(whole, require_marker(folder))
 
     def load_nothing(model: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
         if goes_on(model):

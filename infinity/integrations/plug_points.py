@@ -17,12 +17,15 @@ from typing import Any
 from torch import nn
 from transformers import Trainer, TrainerCallback
 
+from infinity.checkpoint.adapters import is_peft_model
 from infinity.coordinator import registry
 from infinity.errors import ConfigError
 from infinity.integrations.folders import Saving, folders_of, require_pins
 from infinity.integrations.infinity_config import run_of
 from infinity.integrations.optimizers import optimizer_for
+from infinity.integrations.run import Run
 from infinity.integrations.transformers import saves_states, tell
+from infinity.io.pins import folder_path
 from infinity.optim.adamw import AdamW
 from infinity.optim.groups import GroupedOptimizer
 from infinity.runtime.pins import unpin
@@ -70,7 +73,7 @@ def optimizer_factory(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups[name not in decayed]["params"].append(parameter)
-    run = run_of(list(model.parameters()))
+    run = _run_around(model)
     return optimizer_for(run, optimizer, [each for each in groups if each["params"]], lr=lr, **options)
 
 
@@ -92,7 +95,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
             raise ConfigError(
                 f"{args.n_gpu} GPUs are visible, and a Trainer would copy the model to each: set CUDA_VISIBLE_DEVICES=0"
             )
-        run = run_of(list(model.parameters()))
+        run = _run_around(model)
         if run is None:
             raise ConfigError(
                 f"Checkpoints: the Trainer's {type(model).__name__} was not loaded with "
@@ -102,15 +105,42 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
         if registry.is_offloaded(model) and saves_states(args):
             require_pins(model)
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if saves_states(args) and not registry.is_offloaded(model):
+            raise ConfigError(
+                f"Checkpoints: the Trainer's {type(model).__name__} is not offloaded, as its optimizer is not "
+                "infinity's, and its folders would pin nothing: give the Trainer "
+                "optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {'lr': 1e-5})"
+            )
+
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        if args.save_only_model or not registry.is_offloaded(model):
+        if args.save_only_model:
             return
-        folder = Path(args.output_dir, f"checkpoint-{state.global_step}").absolute()
-        for each in folders_of(model):
-            if each.parent == folder.parent and not each.exists():
-                unpin(model, each)  # the Trainer has removed it
-        with Saving(model, folder) as saving:
+        _unpin_removed(model, Path(args.output_dir))
+        with Saving(model, folder_path(Path(args.output_dir, f"checkpoint-{state.global_step}"))) as saving:
             saving.finish()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        """A Trainer removes folders after the last save, too."""
+        if saves_states(args):
+            _unpin_removed(model, Path(args.output_dir))
+
+
+def _run_around(model: nn.Module) -> Run | None:
+    """The run of a loaded model, which has to know what libraries put around the model, as PEFT does."""
+    run = run_of(list(model.parameters()))
+    if run is not None:
+        for inner in run.models_in(model) if is_peft_model(model) else ():
+            if inner is not model:
+                run.wrapped(inner, model)
+    return run
+
+
+def _unpin_removed(model: nn.Module, output: Path) -> None:
+    """Let go the pins of checkpoint folders in `output` that are there no more."""
+    for folder in folders_of(model):
+        if folder.parent == folder_path(output) and not folder.exists():
+            unpin(model, folder)
 
 
 def _precision(args: Any) -> str:

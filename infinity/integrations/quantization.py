@@ -40,6 +40,12 @@ def form_of(quantization: Any) -> FrozenName | None:
     method = _value(quantization, "quant_method")
     if method is not None and str(getattr(method, "value", method)) != "bitsandbytes":
         named = method if isinstance(quantization, dict) else type(quantization).__name__
+        if str(method) == "infinity":
+            raise NotAvailableError(
+                f"from_pretrained(quantization_config={named}): `infinity run` has a swap config already. Leave the "
+                "quantization_config and what a Trainer has of infinity.hf out, or start the script without "
+                "`infinity run`."
+            )
         raise NotAvailableError(
             f"from_pretrained(quantization_config={named}): infinity quantizes weights to NF4 or int8. Leave the "
             "quantization_config out, and set frozen: nf4 or int8 in the swap config: weights that are not trained "

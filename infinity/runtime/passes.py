@@ -41,7 +41,7 @@ class BackwardEnds:
 
     def forget(self) -> None:
         """A forward begins, in no backward: passes that did not end were interrupted."""
-        self._passes.clear()
+        self._passes = {}  # another thread may be going through the old ones
         self._put_back()
 
     @contextmanager

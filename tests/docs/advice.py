@@ -359,6 +359,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_ranks_train_as_with_ddp",
         "A Trainer pins with callbacks=[infinity.hf.Checkpoints()]": "integrations/test_plug_points.py::"
         "test_a_later_process_goes_on_from_a_folder_to_the_same_bits",
+        "Leave vertical out of the swap config": "integrations/test_plug_points.py::"
+        "test_vertical_is_refused_where_nothing_would_come_of_it",
     },
     "integrations/launcher.py": {
         "infinity run needs transformer": "integrations/test_launcher.py::"
@@ -379,6 +381,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "integrations/plug_points.py": {
         "quantization_config=infinity.InfinityConfig(...)": "integrations/test_plug_points.py::"
         "test_a_later_process_goes_on_from_a_folder_to_the_same_bits",
+    },
+    "integrations/quantization.py": {
+        "`infinity run` has a swap config already": "integrations/test_quantization.py::"
+        "test_a_config_of_infinity_is_left_out_under_infinity_run",
     },
     "integrations/run.py": {
         "go on from it: <>. `infinity checkpoint remove --pinned <": "cli/test_pins.py::"

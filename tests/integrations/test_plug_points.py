@@ -6,15 +6,15 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-import runpy
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -26,6 +26,7 @@ from transformers import (
 import infinity
 from infinity.coordinator import registry
 from infinity.integrations import infinity_config
+from infinity.integrations.folders import folders_of
 from infinity.runtime.deferred import is_a_deferred
 from tests.conftest import residuals_of, states_of, weights_of
 from tests.integrations.training import Rows, log_of
@@ -274,12 +275,6 @@ def test_what_a_checkpoint_lacks_and_what_has_another_size_is_initialized_as_wit
         assert torch.equal(found[-1][name], value), name
 
 
-def test_transformers_4_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
-    with pytest.raises(infinity.ConfigError, match="InfinityConfig needs transformers 5.*pip install"):
-        runpy.run_path(infinity_config.__file__)
-
-
 def test_a_config_is_plain_data_and_shares_the_memory_of_its_models(checkpoint: Path, swap: dict[str, Any]) -> None:
     config = infinity.InfinityConfig(swap)
     again = infinity.InfinityConfig.from_dict(json.loads(config.to_json_string()))
@@ -291,3 +286,58 @@ def test_a_config_is_plain_data_and_shares_the_memory_of_its_models(checkpoint: 
     assert list(Path(swap["nvme"]["paths"][0]).iterdir())
     config.close()
     assert not Path(swap["nvme"]["paths"][0]).exists()
+
+
+def test_vertical_is_refused_where_nothing_would_come_of_it(swap: dict[str, Any]) -> None:
+    with pytest.raises(infinity.NotAvailableError, match="Leave vertical out of the swap config"):
+        infinity.InfinityConfig(swap | {"vertical": True})
+    infinity.InfinityConfig(swap)
+
+
+def test_an_older_transformers_is_refused_when_a_config_is_made(
+    swap: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`from infinity import *` names the class."""
+    monkeypatch.setattr(infinity_config, "WeightConverter", None)
+    with pytest.raises(infinity.ConfigError, match="needs transformers 5"):
+        infinity.InfinityConfig(swap)
+
+
+def test_folders_that_the_trainer_removed_are_let_go_whatever_way_leads_to_them(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    model = loaded(checkpoint, swap)
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 6}
+    trainer(model, rows, tmp_path / "link" / ".." / "link" / "out", **saves).train()
+    folders = {each.name for each in (tmp_path / "there" / "out").iterdir()}
+    assert folders == {"checkpoint-5", "checkpoint-6"}
+    assert {each.name for each in folders_of(model)} == folders
+
+
+def test_adapters_around_a_loaded_model_are_saved_and_pinned(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(loaded(checkpoint, swap), lora)
+    trainer(model, rows, tmp_path / "out", **saves).train()
+    assert registry.is_offloaded(model)
+    assert {each.name for each in folders_of(model)} == {"checkpoint-2", "checkpoint-4"}
+    expected = weights_of(model)
+    end()
+    folder = tmp_path / "out" / "checkpoint-4"
+    plainly = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), folder)
+    for name, weight in plainly.state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_trainer_whose_optimizer_is_torchs_own_would_pin_nothing(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    model = loaded(checkpoint, swap)
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
+    with pytest.raises(infinity.ConfigError, match="optimizer_cls_and_kwargs="):
+        trainer(model, rows, tmp_path / "out", save_strategy="steps", optimizers=(sgd, None)).train()

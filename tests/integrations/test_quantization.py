@@ -275,3 +275,13 @@ def test_sft_of_trl_with_adapters(named: bool, launch: Launch, tmp_path: Path) -
         assert codecs_in(one.model) == {None, "nf4"}
         losses = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
     assert len(losses) == 3
+
+
+def test_a_config_of_infinity_is_left_out_under_infinity_run(checkpoint: Path, launch: Launch, tmp_path: Path) -> None:
+    swap = {"nvme": {"paths": [str(tmp_path / "other")]}}
+    with launch():
+        with pytest.raises(infinity.NotAvailableError, match="Leave the quantization_config"):
+            AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=infinity.InfinityConfig(swap))
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        torch.optim.AdamW(model.parameters(), lr=1e-3)
+        assert registry.is_offloaded(model)

@@ -82,7 +82,7 @@ def test_the_recipe_from_deepspeed_is_what_convert_makes(
 def require_printed(page: str, log: str) -> None:
     """Each line of the block of text was printed, with something in place of …"""
     block = next(each for each in blocks("text") if each.page == page)
-    printed = log.splitlines()
+    printed = [re.sub(r"^\s*\x1b\[A", "", line) for line in log.splitlines()]  # a bar of tqdm before it
     for line in block.text.splitlines():
         pattern = re.compile(".*".join(map(re.escape, line.split("…"))))
         assert any(pattern.fullmatch(each) for each in printed), line
