@@ -61,6 +61,18 @@ def launch(tmp_path: Path) -> Launch:
 
 
 @pytest.fixture
+def swap(tmp_path: Path) -> dict[str, Any]:
+    """All on NVMe, with little room: every step is committed."""
+    return {
+        "weights": "nvme",
+        "optimizer": "nvme",
+        "memory": {"device": "640KiB", "host": "96MiB"},
+        "nvme": {"paths": [str(tmp_path / "swap")]},
+        "commit_every": 1,
+    }
+
+
+@pytest.fixture
 def rows() -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, 96, (32, 16), generator=generator)

@@ -196,17 +196,6 @@ def test_fp16_is_near_the_plain_script(
     torch.testing.assert_close(found[1], found[0], rtol=5e-3, atol=5e-3)
 
 
-@pytest.fixture
-def swap(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "weights": "nvme",
-        "optimizer": "nvme",
-        "memory": {"device": "640KiB", "host": "96MiB"},
-        "nvme": {"paths": [str(tmp_path / "swap")]},
-        "commit_every": 1,
-    }
-
-
 def test_infinitys_own_optimizers_work(rows: Rows, swap: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
     module = made("Lion", checkpoint)
     trainer(tmp_path, strategy=strategy(swap)).fit(module, loader(rows))

@@ -37,17 +37,6 @@ QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
 ADAMW = {"lr": 1e-3}
 
 
-@pytest.fixture
-def swap(tmp_path: Path) -> dict[str, Any]:
-    return {
-        "weights": "nvme",
-        "optimizer": "nvme",
-        "memory": {"device": "640KiB", "host": "96MiB"},
-        "nvme": {"paths": [str(tmp_path / "swap")]},
-        "commit_every": 1,
-    }
-
-
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
     """The models of a test are closed at its end."""
