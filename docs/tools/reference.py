@@ -199,7 +199,6 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
             bench.build_parser,
             bench.build_step_parser,
             bench.build_adam_parser,
-            bench.build_compare_parser,
         ):
             parser = build()
             yield parser.prog, parser, ""

@@ -50,7 +50,7 @@ LINES = [
     ("infinity-bench", "step --help"),
     ("infinity-bench", "adam --help"),
     ("infinity-bench", "--size 0"),
-    ("infinity-bench", "compare one"),
+    ("infinity-bench", "step"),
 ]
 _ALL_LINES = """
 import io, json, sys

@@ -98,9 +98,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/bench/adam.py": {
         "free; give fewer with --numel": "cli/bench/test_adam.py::test_bad_arguments_are_named",
     },
-    "cli/bench/compare.py": {
-        "of infinity-bench (--json)": "cli/bench/test_survey.py::test_two_surveys_are_compared_job_by_job",
-    },
     "cli/bench/scratch.py": {
         "set --size to at most": "cli/bench/test_survey.py::test_the_last_five_percent_of_a_disk_are_left_alone",
     },

@@ -29,7 +29,6 @@ BENCH = {
     "": bench.build_parser,
     "step": bench.build_step_parser,
     "adam": bench.build_adam_parser,
-    "compare": bench.build_compare_parser,
 }
 ENVIRONMENT = re.compile(r"^(?:[A-Z]+=\S+ )*")
 LAUNCHERS = re.compile(r"^(?:torchrun .*?-m infinity|\.venv/bin/infinity)(?=[ .-])")

@@ -50,7 +50,7 @@ def text_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands need: a model, text, a swap config, a survey."""
+    """What the commands need: a model, text, a swap config."""
     place = tmp_path_factory.mktemp("things")
     llama(1)[0].bfloat16().save_pretrained(place / "model")
     text_tokenizer().save_pretrained(place / "model")
@@ -58,9 +58,6 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.txt").write_text("the quick brown fox " * 100)
     zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(place)}}
     (place / "ds_config.json").write_text(json.dumps({"zero_optimization": zero}))
-    side = {"bw_bytes": 1e9}
-    path = {"path": "/x", "jobs": [{"jobname": "a", "read": side, "write": side, "spread": 0.1}]}
-    (place / "survey.json").write_text(json.dumps({"schema": "infinity-bench", "version": 1, "paths": [path]}))
     return place
 
 
@@ -79,7 +76,6 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "infinity-bench", bench_main.build_parser()
     yield "infinity-bench step", bench_main.build_step_parser()
     yield "infinity-bench adam", bench_main.build_adam_parser()
-    yield "infinity-bench compare", bench_main.build_compare_parser()
 
 
 NEEDED = {
@@ -98,7 +94,6 @@ NEEDED = {
     "infinity-bench": "--path folder --size 16MiB",
     "infinity-bench step": "--model {}/model --config swap.yaml --steps 1 --cpu",
     "infinity-bench adam": "--numel 1000 --threads 1 --rounds 1",
-    "infinity-bench compare": "{}/survey.json {}/survey.json",
 }
 """A command line that works; `{}` is where the things are."""
 BESIDE = {"--limit-s": ["--sustained"], "--rounds": ["--vs-fio"], "--fio-bytes": ["--vs-fio"]}

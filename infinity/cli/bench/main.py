@@ -49,7 +49,6 @@ Measures what the disks under --path can do for infinity and prints the settings
   infinity-bench step --model M --config swap.yaml
                                           the I/O of one training step of a model, replayed
   infinity-bench adam                     the optimizer's pass in memory: formats, instruction sets, threads
-  infinity-bench compare A.json B.json    two surveys, job by job
 """
 
 
@@ -135,17 +134,10 @@ def build_adam_parser() -> Parser:
     return parser
 
 
-def build_compare_parser() -> Parser:
-    parser = Parser(prog="infinity-bench compare", description="Two surveys, job by job.")
-    parser.add_argument("before", type=path, help="JSON of a survey")
-    parser.add_argument("after", type=path, help="JSON of another one")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[[list[str]], None]] = {"step": _step, "adam": _adam, "compare": _compare}
+    commands: dict[str, Callable[[list[str]], None]] = {"step": _step, "adam": _adam}
     command, rest = (given[0], given[1:]) if given and given[0] in commands else ("", given)
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -229,15 +221,6 @@ def _adam(arguments: list[str]) -> None:
     report = run_adam(options.numel, threads, options.isa, options.rounds)
     print_report(console, report)
     _write_json(options.json, report.to_json())
-
-
-def _compare(arguments: list[str]) -> None:
-    options = build_compare_parser().parse_args(arguments)
-    with interruptible_imports():
-        from infinity.cli.bench.compare import compare, load_survey, print_changes
-
-        console = _console()
-    print_changes(console, compare(load_survey(options.before), load_survey(options.after)))
 
 
 def _parsed(parser: Parser, arguments: list[str]) -> argparse.Namespace:

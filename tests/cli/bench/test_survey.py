@@ -95,28 +95,6 @@ def test_several_paths_are_all_measured_and_all_in_the_config(
     assert f"paths: [{disks[0]}/infinity-swap, {disks[1]}/infinity-swap]" in out
 
 
-def test_two_surveys_are_compared_job_by_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("a.json", "b.json"):
-        assert main(["--path", str(tmp_path), "--json", str(tmp_path / name), *SMALL]) == 0
-    capsys.readouterr()
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    out = capsys.readouterr().out
-    assert "overwrite-1048576-1" in out
-    of_version_1 = json.loads((tmp_path / "a.json").read_text()) | {"version": 1}
-    (tmp_path / "a.json").write_text(json.dumps(of_version_1))
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
-    assert "overwrite-1048576-1" in capsys.readouterr().out
-    (tmp_path / "c.json").write_text("[]")
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 1
-    assert "c.json is not a survey of infinity-bench (--json)" in capsys.readouterr().err
-    (tmp_path / "c.json").unlink()
-    assert main(["--path", str(tmp_path), "--json", str(tmp_path / "c.json"), *SMALL]) == 0
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 0
-    (tmp_path / "c.json").write_text(json.dumps({"schema": "infinity-bench", "version": 99}))
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "c.json")]) == 1
-    assert "version 99" in capsys.readouterr().err
-
-
 def test_sustained_writing_goes_on_until_the_rate_settles(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,7 +187,6 @@ def test_wrong_data_end_the_command_with_a_code(
         (["step", "--model", "x", "--config", "x", "--tflops", "inf"], "between 0.001 and 1e+06"),
         (["step", "--model", "x", "--config", "x", "--rated-tb", "0"], "positive"),
         (["adam", "--threads", "100000"], "at most 1024"),
-        (["compare", "/nonexistent.json", "/nonexistent.json"], "cannot read"),
     ],
 )
 def test_bad_input_is_named(
@@ -260,27 +237,6 @@ def test_a_path_that_looks_like_markup_is_a_path(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     (tmp_path / "swap.yaml").write_text(out[out.index("# measured") :])
     assert load_config(tmp_path / "swap.yaml").nvme.paths == [disk / "infinity-swap"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "not valid JSON"),
-        ("\xff", "not valid JSON"),
-        ("[]", "is not a survey"),
-        ('{"schema": "infinity-bench", "version": 1}', "paths: Field required"),
-        ('{"schema": "infinity-bench", "version": 1, "paths": 3}', "paths"),
-        ('{"schema": "infinity-bench", "version": 1, "paths": [{"path": "x", "jobs": [{}]}]}', "jobs.0.jobname"),
-        ('{"schema": "infinity-bench", "version": "\\u001b[31m", "paths": []}', r"version '\\x1b[31m'"),
-        ('{"schema": "infinity-bench", "version": 1, "paths": []}', "no job in common"),
-    ],
-)
-def test_a_file_that_is_no_survey_is_named(text: str, message: str, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
-    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "a.json")]) == 1
-    error = capsys.readouterr().err
-    assert message.replace("\\\\", "\\") in error
-    assert len(error.splitlines()) == 1
 
 
 def test_the_last_five_percent_of_a_disk_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
