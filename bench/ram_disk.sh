@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A command on a file system in RAM, behind a loop device: there the disk does not hide what an engine costs.
-#   sudo bench/ram_disk.sh 4G infinity-bench --vs-fio --size 1GiB     ("--path MOUNT" is added)
+#   sudo bench/ram_disk.sh 4G python bench/io_vs_fio.py --size 1GiB     ("--path MOUNT" is added)
 # The file system and its image are gone afterwards, however the command ends.
 set -euo pipefail
 [ $# -ge 2 ] || { sed -n '2,4p' "$0"; exit 2; }

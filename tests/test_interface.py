@@ -152,9 +152,7 @@ OPTIONS = {
     "infinity doctor": "config --swap-dir --json --report",
     "infinity convert": "input -o/--output --force",
     "infinity": "--version",
-    "infinity-bench": (
-        "--version --path --size --engine --json --sustained --limit-s --vs-fio --rounds --fio-bytes --block --depth"
-    ),
+    "infinity-bench": "--version --path --size --engine --json --sustained --limit-s",
     "infinity-bench step": (
         "--model --config --dtype --optimizer --steps --micro-batches --tflops --rated-tb --cpu --json"
     ),

@@ -143,7 +143,7 @@ def number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str],
     return parse
 
 
-def size(low: int, high: int = SIZE_MAX, *, power_of_two: bool = False) -> Callable[[str], int]:
+def size(low: int, high: int = SIZE_MAX) -> Callable[[str], int]:
     """Sizes in bytes between two, both included."""
 
     def parse(text: str) -> int:
@@ -154,8 +154,6 @@ def size(low: int, high: int = SIZE_MAX, *, power_of_two: bool = False) -> Calla
         if not low <= nbytes <= high:
             limits = f"between {format_bytes(low)} and {format_bytes(high)}"
             raise argparse.ArgumentTypeError(f"must be {limits}, not {_short(text)}")
-        if power_of_two and nbytes & (nbytes - 1):
-            raise argparse.ArgumentTypeError(f"must be a power of two, such as 1MiB, not {_short(text)}")
         return nbytes
 
     return parse

@@ -106,7 +106,7 @@ def parser_of(words: list[str]) -> argparse.ArgumentParser | None:
 
 @pytest.mark.parametrize(
     "line",
-    ["infinity finetune --leraning-rate 1", "infinity run swap.yaml", "infinity-bench --rounds many", "make nothing"],
+    ["infinity finetune --leraning-rate 1", "infinity run swap.yaml", "infinity-bench --size many", "make nothing"],
 )
 def test_a_command_that_is_wrong_is_found(line: str) -> None:
     with pytest.raises((ConfigError, AssertionError)):

@@ -96,7 +96,7 @@ NEEDED = {
     "infinity-bench adam": "--numel 1000 --threads 1 --rounds 1",
 }
 """A command line that works; `{}` is where the things are."""
-BESIDE = {"--limit-s": ["--sustained"], "--rounds": ["--vs-fio"], "--fio-bytes": ["--vs-fio"]}
+BESIDE = {"--limit-s": ["--sustained"]}
 WRITTEN = ("--trace", "--json")
 """Options that name a file to write."""
 REPORTS = ("infinity doctor", "infinity plan")
@@ -109,10 +109,10 @@ BESIDE |= {
 }
 BESIDE |= {name: ["--temperature", "1"] for name in ("--top-p", "--top-k")}
 BESIDE |= {"--force": ["--output", "new.yaml"]}
-BESIDE |= {"--block": ["--vs-fio"], "--depth": ["--vs-fio"], "--trace-steps": ["--trace", "trace.json"]}
+BESIDE |= {"--trace-steps": ["--trace", "trace.json"]}
 """What else an option needs so that it does something."""
-LONG = ("--sustained", "--vs-fio")
-"""Minutes; with a value of one of their options that is refused, nothing."""
+LONG = ("--sustained",)
+"""Minutes; with a value of its option that is refused, nothing."""
 
 
 def all_cases() -> list[tuple[str, str, str]]:

@@ -29,23 +29,19 @@ from infinity.cli.options import (
 from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ReaderGoneError, interruptible_imports, outlets
 from infinity.echo import one_line
 from infinity.errors import BenchError, ConfigError, InfinityError, ModelError, PlanError, printable
-from infinity.sizes import PAGE_BYTES, THREADS_MAX, format_bytes
+from infinity.sizes import THREADS_MAX
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _PLAIN_WIDTH = 120
 _SIZE_MIN = 16 << 20
-_BLOCK_MAX = 16 << 20
-_IN_FLIGHT_MAX = 1 << 30
 _COUNT_MAX = 1_000_000
-_ROUNDS = 41
 _DESCRIPTION = """\
 Measures what the disks under --path can do for infinity and prints the settings to use.
 
   infinity-bench [--path DIR ...]         the survey: under three minutes per disk
   infinity-bench --sustained              writes until the rate settles (wears the drive: it says how much)
-  infinity-bench --vs-fio                 infinity's engines against fio, taking turns
   infinity-bench step --model M --config swap.yaml
                                           the I/O of one training step of a model, replayed
   infinity-bench adam                     the optimizer's pass in memory: formats, instruction sets, threads
@@ -69,15 +65,6 @@ def build_parser() -> Parser:
     mode = parser.add_argument_group("instead of the sweep")
     mode.add_argument("--sustained", action="store_true", help="overwrite until the rate settles")
     mode.add_argument("--limit-s", type=number(1, 7 * 86400), help="of --sustained, in seconds (default 3600)")
-    mode.add_argument("--vs-fio", action="store_true", help="compare with fio: read, overwrite, mixed")
-    mode.add_argument("--rounds", type=whole(1, _COUNT_MAX), help=f"of --vs-fio (default {_ROUNDS})")
-    mode.add_argument("--fio-bytes", type=size(1 << 20, 1 << 40), help="moved per run of --vs-fio (default 512MiB)")
-    mode.add_argument(
-        "--block",
-        type=size(PAGE_BYTES, _BLOCK_MAX, power_of_two=True),
-        help="of --sustained and --vs-fio (default 1MiB)",
-    )
-    mode.add_argument("--depth", type=whole(1, 1024), help="of --sustained and --vs-fio (default 32)")
     return parser
 
 
@@ -170,8 +157,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _survey(arguments: list[str]) -> None:
     options: argparse.Namespace = _parsed(build_parser(), arguments)
-    _require_use(options)
-    options.faults = []
+    require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
     with interruptible_imports():
         from infinity.cli.bench.report import to_json
         from infinity.cli.bench.survey import conclude, require_directories, run_survey
@@ -181,22 +167,6 @@ def _survey(arguments: list[str]) -> None:
     survey = run_survey(options, console)
     _write_json(options.json, to_json(survey, __version__))
     conclude(survey, console)
-
-
-def _require_use(options: argparse.Namespace) -> None:
-    """Raises ConfigError for an option that would do nothing; sets the defaults."""
-    mode = "--sustained or --vs-fio"
-    require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
-    require_alone("--rounds", options.rounds, "--vs-fio", options.vs_fio)
-    require_alone("--fio-bytes", options.fio_bytes, "--vs-fio", options.vs_fio)
-    for option, given in (("--block", options.block), ("--depth", options.depth)):
-        require_alone(option, given, mode, options.sustained or options.vs_fio)
-    defaults = {"limit_s": 3600.0, "rounds": _ROUNDS, "fio_bytes": 512 << 20, "block": 1 << 20, "depth": 32}
-    for option, default in defaults.items():
-        if getattr(options, option) is None:
-            setattr(options, option, default)
-    if options.block * options.depth > _IN_FLIGHT_MAX:
-        raise ConfigError(f"--block times --depth is more than {format_bytes(_IN_FLIGHT_MAX)} in flight")
 
 
 def _step(arguments: list[str]) -> None:

@@ -23,7 +23,6 @@ from rich.text import Text
 
 from infinity.cli.bench.sustained import Sustained
 from infinity.cli.bench.sweep import Choice, Point
-from infinity.cli.bench.versus import Comparison, Ratio
 from infinity.cli.bench.workload import FIO_NAMES, PERCENTILES, Latencies, percentile
 from infinity.cli.disk_facts import DiskFacts
 from infinity.cli.endurance import Endurance
@@ -50,7 +49,6 @@ class PathReport:
     points: Sequence[Point] = ()
     choice: Choice | None = None
     sustained: Sustained | None = None
-    comparisons: Sequence[Comparison] = ()
     written_bytes: int = 0
 
 
@@ -125,28 +123,6 @@ def print_points(console: Console, points: Sequence[Point]) -> None:
     console.print(table(title, columns, map(row, points)))
 
 
-def print_comparisons(console: Console, comparisons: Sequence[Comparison]) -> None:
-    def row(of: Comparison, ratio: Ratio) -> list[object]:
-        label = f"{of.kind}, {format_block(of.block_bytes)} × {of.queue_depth}" if ratio is of.ratios[0] else ""
-        as_good = "yes" if ratio.median > of.noise_low else "no"
-        shares = [f"{ratio.low:.2f}", f"{ratio.median:.3f}", f"{ratio.high:.2f}"]
-        cpu = [f"{ratio.cpu_s_per_gb:.4f}", f"{ratio.cpu_ratio:.2f}"]
-        of_fio = ratio.contender.startswith("fio")
-        return [label, ratio.contender, f"{ratio.rate / 1e9:.2f}", *shares, *cpu, "" if of_fio else as_good]
-
-    title = "rate / fio's rate within a round; fio uses registered files and buffers"
-    columns = ("", "contender", "GB/s", "5 %", "median", "95 %", "CPU s/GB", "CPU / fio's", "as good as fio")
-    rows = [row(comparison, ratio) for comparison in comparisons for ratio in comparison.ratios]
-    console.print(table(title, columns, rows, words=2))
-    console.print("As good as fio: the median ratio lies above the 5 % quantile of fio against fio.")
-    if any("4 KiB" in comparison.fio for comparison in comparisons):
-        console.print(
-            "fio's buffers were in 4 KiB pages, infinity's in huge ones. To compare engines alone, reserve some for "
-            "fio: sysctl vm.nr_hugepages=64",
-            soft_wrap=True,
-        )
-
-
 def format_block(nbytes: int) -> str:
     return f"{nbytes >> 20}MiB" if nbytes % (1 << 20) == 0 else f"{nbytes >> 10}KiB"
 
@@ -210,7 +186,6 @@ def _path_json(report: PathReport) -> dict[str, Any]:
         "jobs": [_job_json(point) for point in report.points],
         "choice": None if report.choice is None else dataclasses.asdict(report.choice),
         "sustained": None if report.sustained is None else dataclasses.asdict(report.sustained),
-        "vs_fio": [dataclasses.asdict(comparison) for comparison in report.comparisons],
         "written_bytes": report.written_bytes,
     }
 

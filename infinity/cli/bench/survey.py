@@ -18,7 +18,6 @@ from infinity.cli.bench.report import (
     Survey,
     disk_facts,
     machine_facts,
-    print_comparisons,
     print_facts,
     print_points,
     swap_config,
@@ -26,7 +25,6 @@ from infinity.cli.bench.report import (
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.sustained import Minute, Sustained, sustain
 from infinity.cli.bench.sweep import Point, Sweep, most_written
-from infinity.cli.bench.versus import COMPARED, Comparison, compare_with_fio
 from infinity.cli.bench.workload import WRITTEN_SHARE, Rig, Workload, verify
 from infinity.cli.disk_facts import describe_disk
 from infinity.cli.endurance import endurance_of
@@ -35,12 +33,15 @@ from infinity.echo import one_line
 from infinity.errors import BenchError, ConfigError
 from infinity.files import require_different
 from infinity.io.profile import DiskProfile, save_profile
-from infinity.sizes import format_bytes, round_up
+from infinity.sizes import format_bytes
 
 _MEMORY_BYTES = 256 << 20
 _SAMPLE_BYTES = 1 << 30
 _SAMPLE_S = 0.6
 """Slow disks move less per run, so that a survey stays short."""
+_SUSTAINED = (1 << 20, 32)
+"""Block size and queue depth of --sustained."""
+_LIMIT_S = 3600.0
 
 
 def run_survey(options: argparse.Namespace, console: Console) -> Survey:
@@ -86,8 +87,7 @@ def _open(engine: str) -> _native.IOEngine:
 def _measure(path: Path, options: argparse.Namespace, engine: str, console: Console) -> PathReport:
     memory = _memory_bytes(options.size)
     file_bytes = options.size // memory * memory
-    fio_bytes = _fio_bytes(options, memory)
-    _announce(path, options, file_bytes, fio_bytes, console)
+    _announce(path, options, file_bytes, console)
     with Scratch(path, file_bytes) as scratch:
         disk = describe_disk(path)
         endurance = endurance_of(disk.members[0]) if disk.members else None
@@ -98,61 +98,33 @@ def _measure(path: Path, options: argparse.Namespace, engine: str, console: Cons
         rig = Rig(scratch, memory)
         with console.status("filling the file"):
             rig.fill()
-        if not (options.sustained or options.vs_fio):
+        if not options.sustained:
             sweep = Sweep(path, rig, _sample_bytes(rig, engine), engine, lambda point: _say(console, point))
             choice = sweep.run()
             report = replace(report, choice=choice, points=sweep.points)
             print_points(console, report.points)
-        if options.vs_fio:
-            report = replace(report, comparisons=_compare(scratch, rig, options, fio_bytes, console))
-            print_comparisons(console, report.comparisons)
         if options.sustained:
-            load = Workload("overwrite", options.block, options.depth, file_bytes, engine)
-            report = replace(report, sustained=_sustain(rig, load, options.limit_s, console))
+            load = Workload("overwrite", *_SUSTAINED, file_bytes, engine)
+            report = replace(report, sustained=_sustain(rig, load, options.limit_s or _LIMIT_S, console))
         with console.status("verifying"):
-            verify(scratch, options.faults)
+            verify(scratch)
         console.print(f"verified: all {file_bytes >> 20} MiB read back as written")
     written = _written(report, file_bytes, memory)
-    written += _written_beside_fio(options.rounds, fio_bytes) if options.vs_fio else 0
     console.print(f"written to this disk: about {format_bytes(written)}", highlight=False)
     return replace(report, written_bytes=written)
 
 
-def _announce(path: Path, options: argparse.Namespace, file_bytes: int, fio_bytes: int, console: Console) -> None:
+def _announce(path: Path, options: argparse.Namespace, file_bytes: int, console: Console) -> None:
     """How much will be written, before anything is."""
-    for option, given, used in (("--size", options.size, file_bytes), ("--fio-bytes", options.fio_bytes, fio_bytes)):
-        if used != given and (option == "--size" or options.vs_fio):
-            console.print(f"{option} {format_bytes(given)}: {format_bytes(used)} are used", highlight=False)
+    if file_bytes != options.size:
+        console.print(f"--size {format_bytes(options.size)}: {format_bytes(file_bytes)} are used", highlight=False)
     filled = 2 * file_bytes
     if options.sustained:
-        longest = f"for up to {options.limit_s:.0f} s: 3.6 TB an hour on a disk that takes 1 GB/s"
+        longest = f"for up to {options.limit_s or _LIMIT_S:.0f} s: 3.6 TB an hour on a disk that takes 1 GB/s"
         wear = f"{format_bytes(filled)} and then whatever the disk takes, {longest}"
-    elif options.vs_fio:
-        wear = format_bytes(filled + _written_beside_fio(options.rounds, fio_bytes))
     else:
         wear = f"{format_bytes(filled + most_written(min(file_bytes, _SAMPLE_BYTES)))} at most, less on a slow disk"
     console.print(f"will write to {one_line(path)}: {wear}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _fio_bytes(options: argparse.Namespace, memory: int) -> int:
-    """A multiple of what is moved at once, and of a read beside a write."""
-    return round_up(int(options.fio_bytes), max(memory, 2 * int(options.block)))
-
-
-def _written_beside_fio(rounds: int, fio_bytes: int) -> int:
-    """By four contenders."""
-    return int(sum(4 * rounds * WRITTEN_SHARE[kind] for kind in COMPARED) * fio_bytes)
-
-
-def _compare(
-    scratch: Scratch, rig: Rig, options: argparse.Namespace, fio_bytes: int, console: Console
-) -> list[Comparison]:
-    comparisons = []
-    with console.status("taking turns with fio") as status:
-        for kind in COMPARED:
-            load = Workload(kind, options.block, options.depth, fio_bytes)
-            comparisons.append(compare_with_fio(scratch, rig, load, options.rounds, status.update))
-    return comparisons
 
 
 def _say(console: Console, point: Point) -> None:

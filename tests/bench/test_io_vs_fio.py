@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+from io_vs_fio import Comparison, Ratio, _order, compare_with_fio, fio_arguments, main, parse_fio, run_fio, text
 
 from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.versus import _order, compare_with_fio, fio_arguments, parse_fio, run_fio
 from infinity.cli.bench.workload import Rig, Workload
 from infinity.errors import BenchError
 
@@ -41,6 +44,39 @@ def test_everyone_is_first_and_last_equally_often() -> None:
         assert sum(order[0] == name for order in orders) == 2
         assert sum(order[-1] == name for order in orders) == 2
     assert all(orders[number] == orders[number + 1][::-1] for number in range(0, 8, 2))
+
+
+def test_a_contender_is_as_good_as_fio_where_its_median_is_above_fios_own_noise() -> None:
+    ratios = [Ratio(name, 0.9, median, 1.1, 2e9, 0.01, 1.5) for name, median in (("io_uring", 1.0), ("threads", 0.8))]
+    ratios.append(Ratio("fio again", 0.95, 1.0, 1.05, 2e9, 0.01, 1.0))
+    said = text(Comparison("read", 1 << 20, 32, 41, "fio-3.33, 4 KiB pages", 0.95, tuple(ratios))).splitlines()
+    assert [line.split()[0] for line in said[1:4]] == ["io_uring", "threads", "fio"]
+    assert [line.endswith("  as good as fio") for line in said[1:4]] == [True, False, False]
+    assert said[2].endswith("  behind fio")
+    assert "sysctl vm.nr_hugepages=64" in said[4]
+
+
+def test_the_command_has_a_line_for_each_contender_and_names_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a program in fio's place, as fio is not installed everywhere."""
+    monkeypatch.setattr(sys, "argv", ["", "--path", str(tmp_path), "--size", "16MiB", "--bytes", "16MiB", "--rounds=1"])
+    with monkeypatch.context() as without:
+        without.setenv("PATH", str(tmp_path))
+        with pytest.raises(SystemExit, match="apt install fio"):
+            main()
+    side = {"io_bytes": 16 << 20, "runtime": 10}
+    job = {"error": 0, "read": side, "write": side, "usr_cpu": 1.0, "sys_cpu": 1.0, "job_runtime": 10}
+    said = f"[ $1 = --version ] && echo fio-3.0 || echo '{json.dumps({'jobs': [job]})}'"
+    (tmp_path / "fio").write_text(f"#!/bin/sh\n{said}\n")
+    (tmp_path / "fio").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("mixed, 1024 KiB × 32, fio-3.0")]
+    assert (
+        sum(line.startswith("  io_uring") for line in lines) == sum(line.startswith("  threads") for line in lines) == 3
+    )
 
 
 @needs_fio

@@ -1,4 +1,4 @@
-"""`--vs-fio`: infinity's engines and fio on one file, taking turns.
+"""infinity's engines and fio on one file, taking turns: `python bench/io_vs_fio.py [--path DIR]`.
 
 [Note: fio's memory]
 infinity's buffers are in huge pages, which fio only uses where some are reserved for it. On 4 KiB pages a 1 MiB
@@ -14,22 +14,26 @@ good as fio when its median ratio lies above the 5 % quantile of fio against fio
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.workload import FIO_NAMES, Kind, Rig, Sample, Workload
+from infinity.cli.bench.workload import Kind, Rig, Sample, Workload
 from infinity.errors import BenchError
+from infinity.sizes import parse_bytes
 
-COMPARED: tuple[Kind, ...] = ("read", "overwrite", "mixed")
+ROOT = Path(__file__).resolve().parent.parent
+FIO_NAMES: dict[Kind, str] = {"read": "read", "overwrite": "write", "mixed": "rw"}
+_MEMORY_BYTES = 256 << 20
 _REFERENCE, _AGAIN = "fio", "fio again"
 _HUGE_PAGE_BYTES = 2 << 20
 
@@ -128,7 +132,7 @@ def _ratio(name: str, samples: Sequence[Sample], reference: Sequence[Sample]) ->
 def require_fio() -> str:
     """fio's version. Raises BenchError where it is not installed."""
     if shutil.which("fio") is None:
-        raise BenchError("--vs-fio needs fio, which is not installed: apt install fio")
+        raise BenchError("fio is not installed: apt install fio")
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -178,3 +182,54 @@ def parse_fio(report: dict[str, Any]) -> Sample:
     seconds = max(side["runtime"] for side in sides) / 1e3
     cpu_s = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
     return Sample(sum(side["io_bytes"] for side in sides), max(seconds, 1e-3), cpu_s)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def text(of: Comparison) -> str:
+    """A line for each contender. As good as fio: the median ratio lies above the 5 % quantile of fio against fio."""
+    lines = [f"{of.kind}, {of.block_bytes >> 10} KiB × {of.queue_depth}, {of.fio}"]
+    for each in of.ratios:
+        line = f"  {each.contender:<10}{each.rate / 1e9:6.2f} GB/s  {each.median:.3f}× ({each.low:.2f}–{each.high:.2f})"
+        line += f"  {each.cpu_s_per_gb:.4f} CPU s/GB  {each.cpu_ratio:.2f}×"
+        as_good = "as good as fio" if each.median > of.noise_low else "behind fio"
+        lines.append(line if each.contender == _AGAIN else f"{line}  {as_good}")
+    if "4 KiB" in of.fio:
+        lines.append("  fio's buffers were in 4 KiB pages. To compare engines alone: sysctl vm.nr_hugepages=64")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--path", type=Path, default=ROOT / "build", help="where the file is made (default build/)")
+    parser.add_argument("--size", type=parse_bytes, default=2 << 30, help="of the file (default 2GiB)")
+    parser.add_argument("--bytes", type=parse_bytes, default=512 << 20, help="moved per run (default 512MiB)")
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--block", type=parse_bytes, default=1 << 20)
+    parser.add_argument("--depth", type=int, default=32)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    try:
+        compare(options)
+    except BenchError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def compare(options: argparse.Namespace) -> None:
+    require_fio()
+    memory = min(_MEMORY_BYTES, options.bytes, options.size)
+    found = []
+    with Scratch(options.path, options.size // memory * memory) as scratch:
+        rig = Rig(scratch, memory)
+        rig.fill()
+        for kind in FIO_NAMES:
+            load = Workload(kind, options.block, options.depth, options.bytes // memory * memory)
+            found.append(compare_with_fio(scratch, rig, load, options.rounds))
+            print(text(found[-1]), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(each) for each in found], indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
