@@ -156,7 +156,6 @@ OPTIONS = {
     "infinity-bench step": (
         "--model --config --dtype --optimizer --steps --micro-batches --tflops --rated-tb --cpu --json"
     ),
-    "infinity-bench adam": "--numel --threads --isa --rounds --json",
 }
 
 
@@ -200,5 +199,4 @@ def test_the_keys_of_the_swap_config_and_their_defaults_are_these() -> None:
 
 def test_the_options_of_the_command_line_are_these() -> None:
     made = [infinity_main.build_parser(), bench_main.build_parser(), bench_main.build_step_parser()]
-    made += [bench_main.build_adam_parser()]
     assert dict(found for parser in made for found in options(parser)) == OPTIONS

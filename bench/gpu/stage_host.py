@@ -7,9 +7,10 @@ import shutil
 import time
 from typing import Any
 
+from adam_forms import FORMATS, run_adam
+
 from gpu.record import Options, Record, run
 from infinity import _native
-from infinity.cli.bench.adam import FORMATS, run_adam
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.workload import Kind, Rig, Workload
 from infinity.io.profile import DiskProfile, save_profile
@@ -27,12 +28,13 @@ def stage(record: Record, options: Options) -> None:
     cores = usable_cores()
     numel = int(options.settings.get("numel", (64 if cores >= 8 else 16) * _MIB))
     # The formats of a step: what is trained here, and the cheapest.
-    formats = (FORMATS[0], FORMATS[1], FORMATS[4])
+    every = list(FORMATS)
+    formats = (every[0], every[1], every[4])
     record.measure(
         "adam",
         "on 16 cores 80-200 GB/s, and 3-7 Gparam/s with bf16 weights, split16, fp32 moments",
         lambda: _adam(numel, cores, formats),
-        good=lambda found: found["rows"][FORMATS[1].name]["gparam_per_s"] >= 3 * cores / 16,
+        good=lambda found: found["rows"][every[1]]["gparam_per_s"] >= 3 * cores / 16,
         speed=True,
         least_s=4,
     )

@@ -38,7 +38,7 @@ seconds of 2026-11-21-step-overlap-256-clipped.json and -2048-clipped.json)."""
 _READ_TO_WRITE = 3.23 / 4.40
 """fio on this disk: 2026-11-21-vs-fio.json."""
 _DRAM = 60e9
-"""infinity-bench adam on this machine, two cores: a loop that reads and writes in place."""
+"""bench/adam_forms.py on this machine, two cores: a loop that reads and writes in place."""
 _CHECKSUMS = 26.5e9
 """Where no contender with overlap off ran: as on the same day in 2026-11-21-step-overlap-256-unclipped.json."""
 _VISIT_S = 2.2e-4

@@ -198,7 +198,6 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
         for build in (
             bench.build_parser,
             bench.build_step_parser,
-            bench.build_adam_parser,
         ):
             parser = build()
             yield parser.prog, parser, ""

@@ -48,7 +48,6 @@ LINES = [
     ("infinity-bench", "--help"),
     ("infinity-bench", "--version"),
     ("infinity-bench", "step --help"),
-    ("infinity-bench", "adam --help"),
     ("infinity-bench", "--size 0"),
     ("infinity-bench", "step"),
 ]

@@ -95,9 +95,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/batches.py": {
         "the run: give the same --data": "cli/test_resume.py::test_an_option_that_would_change_the_run_is_named",
     },
-    "cli/bench/adam.py": {
-        "free; give fewer with --numel": "cli/bench/test_adam.py::test_bad_arguments_are_named",
-    },
     "cli/bench/scratch.py": {
         "set --size to at most": "cli/bench/test_survey.py::test_the_last_five_percent_of_a_disk_are_left_alone",
     },

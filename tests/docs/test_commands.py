@@ -28,7 +28,6 @@ FIRST = ("README.md",)
 BENCH = {
     "": bench.build_parser,
     "step": bench.build_step_parser,
-    "adam": bench.build_adam_parser,
 }
 ENVIRONMENT = re.compile(r"^(?:[A-Z]+=\S+ )*")
 LAUNCHERS = re.compile(r"^(?:torchrun .*?-m infinity|\.venv/bin/infinity)(?=[ .-])")

@@ -75,7 +75,6 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield from walk("infinity", infinity_main.build_parser())
     yield "infinity-bench", bench_main.build_parser()
     yield "infinity-bench step", bench_main.build_step_parser()
-    yield "infinity-bench adam", bench_main.build_adam_parser()
 
 
 NEEDED = {
@@ -93,7 +92,6 @@ NEEDED = {
     "infinity convert": "{}/ds_config.json",
     "infinity-bench": "--path folder --size 16MiB",
     "infinity-bench step": "--model {}/model --config swap.yaml --steps 1 --cpu",
-    "infinity-bench adam": "--numel 1000 --threads 1 --rounds 1",
 }
 """A command line that works; `{}` is where the things are."""
 BESIDE = {"--limit-s": ["--sustained"]}

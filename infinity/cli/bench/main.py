@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from infinity import __version__, _native
+from infinity import __version__
 from infinity.cli.options import (
     OPTIMIZERS,
     Parser,
@@ -29,7 +29,6 @@ from infinity.cli.options import (
 from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ReaderGoneError, interruptible_imports, outlets
 from infinity.echo import one_line
 from infinity.errors import BenchError, ConfigError, InfinityError, ModelError, PlanError, printable
-from infinity.sizes import THREADS_MAX
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,7 +43,6 @@ Measures what the disks under --path can do for infinity and prints the settings
   infinity-bench --sustained              writes until the rate settles (wears the drive: it says how much)
   infinity-bench step --model M --config swap.yaml
                                           the I/O of one training step of a model, replayed
-  infinity-bench adam                     the optimizer's pass in memory: formats, instruction sets, threads
 """
 
 
@@ -98,33 +96,10 @@ def build_step_parser() -> Parser:
     return parser
 
 
-def build_adam_parser() -> Parser:
-    parser = Parser(
-        prog="infinity-bench adam",
-        description="The optimizer's pass in memory, for each form of the states, against what this memory can do.",
-    )
-    isas = _native.supported_isas()
-    parser.add_argument(
-        "--numel", type=whole(1, 1 << 50), default=64 << 20, help="parameters (default 64 Mi: 1.5 GiB of memory)"
-    )
-    parser.add_argument("--threads", type=whole(1, THREADS_MAX), nargs="+", help="default: 1, 2, 4, … up to the cores")
-    parser.add_argument(
-        "--isa",
-        type=word,
-        choices=isas,
-        nargs="+",
-        default=[isas[-1]],
-        help="default: the best one that this processor has",
-    )
-    parser.add_argument("--rounds", type=whole(1, _COUNT_MAX), default=7, help="of each, beside the bound (default 7)")
-    parser.add_argument("--json", type=path, metavar="FILE", help="write everything found as JSON")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[[list[str]], None]] = {"step": _step, "adam": _adam}
+    commands: dict[str, Callable[[list[str]], None]] = {"step": _step}
     command, rest = (given[0], given[1:]) if given and given[0] in commands else ("", given)
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -177,19 +152,6 @@ def _step(arguments: list[str]) -> None:
         console = _console()
     report = run_step(options, console)
     console.print(report.text(), markup=False, highlight=False)
-    _write_json(options.json, report.to_json())
-
-
-def _adam(arguments: list[str]) -> None:
-    options = _parsed(build_adam_parser(), arguments)
-    with interruptible_imports():
-        from infinity.cli.bench.adam import print_report, run_adam
-
-        console = _console()
-    cores = len(os.sched_getaffinity(0))
-    threads = options.threads or sorted({*(1 << power for power in range(cores.bit_length())), cores})
-    report = run_adam(options.numel, threads, options.isa, options.rounds)
-    print_report(console, report)
     _write_json(options.json, report.to_json())
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from infinity import _native
 from infinity.base.accelerator import TorchAccelerator, free_bytes
-from infinity.cli.bench.adam import Format, run_adam
 from infinity.cli.doctor.gpu import measure
 from infinity.cli.machine_facts import last_cache_bytes
+from infinity.cli.planning import adam
 from infinity.cli.planning.rates import Machine
 from infinity.plan.disk import profiles_of, room_bytes
 from infinity.plan.machine import available_host_bytes, usable_cores
@@ -65,7 +65,7 @@ def machine_here(
     busy = _busy()
     sources: dict[str, str] = {}
     read, write, mixed = _disks(paths, sources)
-    adam, dram = _adam(cores)
+    updates, dram = _adam(cores)
     sources["adam, dram"] = f"measured now: {_update_numel() >> 20} Mi parameters in memory, {cores} threads{busy}"
     flops = _flops(device, dtype, min(width, _WIDTH_MAX), min(inner, _INNER_MAX), min(tokens, _TOKENS_MAX))
     sources["flops"] = f"measured now: forward and backward of a block{busy if device.type == 'cpu' else ''}"
@@ -86,7 +86,7 @@ def machine_here(
         disk_read=read,
         disk_write=write,
         disk_mixed=mixed,
-        adam=adam,
+        adam=updates,
         checksums=cores * _CHECKSUMS_PER_CORE,
         land=cores * _LAND_PER_CORE,
         flops=flops,
@@ -118,10 +118,11 @@ def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float
 
 def _adam(cores: int) -> tuple[dict[str, float], float]:
     """Parameters per second of an update in memory by the form of the moments, and bytes per second of memory."""
-    forms = {moments: Format("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
-    report = run_adam(_update_numel(), [cores], [_native.select_isa()], 3, list(forms.values()))
-    rates = dict(zip(forms, (row.parameters_per_s for row in report.results), strict=True))
-    return {str(name): rate for name, rate in rates.items()}, next(iter(report.bound.values()))
+    memory, isa, pool = adam.Memory(_update_numel()), _native.select_isa(), _native.ThreadPool(cores)
+    forms = {moments: adam.Format("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
+    found = {str(name): adam.measure(memory, form, isa, pool, 3) for name, form in forms.items()}
+    bound = statistics.median(each.bound for each in found.values())
+    return {name: each.parameters_per_s for name, each in found.items()}, bound
 
 
 def _update_numel() -> int:

@@ -180,7 +180,6 @@ def test_wrong_data_end_the_command_with_a_code(
         (["step", "--model", "x", "--config", "x", "--tflops", "-1"], "positive"),
         (["step", "--model", "x", "--config", "x", "--tflops", "inf"], "between 0.001 and 1e+06"),
         (["step", "--model", "x", "--config", "x", "--rated-tb", "0"], "positive"),
-        (["adam", "--threads", "100000"], "at most 1024"),
     ],
 )
 def test_bad_input_is_named(

@@ -1,0 +1,148 @@
+"""How fast the optimizer's pass is in memory, held against what this memory can do.
+
+The bound is a pass that reads and writes the same streams in place and does next to no arithmetic, measured in the
+same rounds, with the same instruction set and as many threads. Bytes are those the pass must move.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from infinity import _native
+from infinity.state.dtypes import residual_itemsize
+
+_ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
+_BOUND_BYTES = 28
+_STREAM_BYTES_MAX = 4  # per element
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to keep the states.
+
+    Attributes:
+        grad_size: of the gradients. The squares of 1e-22 are denormal numbers.
+    """
+
+    weight: _native.DTypeName
+    master: _native.MasterName
+    moments: _native.MomentsName
+    grad: _native.DTypeName
+    grad_size: float = 1e-2
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes per parameter that are read and written back when master and moments are on NVMe and weights in RAM."""
+        moment = _native.moment_bytes(self.moments, _native.CHUNK_NUMEL) / _native.CHUNK_NUMEL
+        return 2 * (residual_itemsize(self.master) + 2 * moment)
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes per parameter that cross memory. A weight beside an fp32 master is only written."""
+        weight = _ITEMSIZE[self.weight] * (1 if self.master == "fp32" else 2)
+        return weight + self.state_bytes + _ITEMSIZE[self.grad]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Medians over the rounds.
+
+    Attributes:
+        parameters_per_s: of the update alone, in memory.
+        bound: bytes per second of the bound.
+        of_bound: the bound's time for as many bytes, as a share of the update's; 1 is as fast as memory.
+    """
+
+    parameters_per_s: float
+    bound: float
+    of_bound: float
+
+
+class Memory:
+    """Every stream of `numel` elements, each in an arena of its own, as fp32 at the widest; "z" stays zero."""
+
+    _STREAMS = ("w", "r", "m", "v", "g", "z")
+
+    def __init__(self, numel: int) -> None:
+        # Of few elements, int8 moments are the larger ones: whole chunks of them.
+        nbytes = max(numel * _STREAM_BYTES_MAX, _native.moment_bytes("int8", numel))
+        self.numel = numel
+        self._arenas = {name: _native.Arena(nbytes) for name in self._STREAMS}
+        for arena in self._arenas.values():
+            np.frombuffer(arena.view(0, arena.nbytes), np.uint8)[:] = 0
+
+    def view(self, name: str, nbytes: int) -> memoryview:
+        return self._arenas[name].view(0, nbytes)
+
+    def fill_gradients(self, dtype: _native.DTypeName, size: float) -> None:
+        """With the same numbers again and again: random ones take long to make."""
+        count = min(self.numel, 1 << 20)
+        numbers = (np.random.default_rng(0).standard_normal(count) * size).astype(np.float32)
+        kept = np.empty(count, np.float32 if dtype == "fp32" else np.uint16)
+        _native.round_weights(numbers, kept, dtype)
+        flat = np.frombuffer(self.view("g", self.numel * _ITEMSIZE[dtype]), kept.dtype)
+        for at in range(0, self.numel, count):
+            flat[at : at + count] = kept[: self.numel - at]
+
+
+def measure(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool, rounds: int) -> Pass:
+    """Measure the pass of a format, in each round beside the bound."""
+    update = _updater(memory, form, isa, pool)
+    limits, ours = [], []
+    for _ in range(rounds):
+        limits.append(_seconds(lambda: _bound(memory, isa, pool)) * form.memory_bytes / _BOUND_BYTES)
+        ours.append(_seconds(update))
+    return Pass(
+        parameters_per_s=memory.numel / statistics.median(ours),
+        bound=memory.numel * form.memory_bytes / statistics.median(limits),
+        of_bound=statistics.median(limit / mine for limit, mine in zip(limits, ours, strict=True)),
+    )
+
+
+def _bound(memory: Memory, isa: str, pool: _native.ThreadPool) -> None:
+    # Zeros are added, so that the states stay what they are.
+    a, b, c, d = (memory.view(name, memory.numel * 4) for name in ("w", "m", "v", "z"))
+    _native.read_modify_write(a, b, c, d, pool, isa)
+
+
+def _updater(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool) -> Callable[[], None]:
+    """A call that makes one step; it was called once, so that the moments are in their form."""
+    numel = memory.numel
+    memory.fill_gradients(form.grad, form.grad_size)
+    moment = _native.moment_bytes(form.moments, numel)
+    rest = numel * residual_itemsize(form.master)
+
+    def update(step: int = 2) -> None:
+        finite = _native.optimizer_update(
+            memory.view("w", numel * _ITEMSIZE[form.weight]),
+            memory.view("r", rest) if rest else None,
+            memory.view("m", moment),
+            memory.view("v", moment),
+            memory.view("g", numel * _ITEMSIZE[form.grad]),
+            weight_dtype=form.weight,
+            master=form.master,
+            moments=form.moments,
+            grad_dtype=form.grad,
+            segments=[_native.Segment(0, numel, lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, step=step, grad_scale=0.5)],
+            pool=pool,
+            isa=isa,
+        )
+        if not finite:
+            raise AssertionError(f"{form}: the states are not finite any more; what was measured means nothing")
+
+    # Zeros are a state of every format.
+    for name in ("w", "r", "m", "v"):
+        np.frombuffer(memory.view(name, numel * _STREAM_BYTES_MAX), np.uint8)[:] = 0
+    update(step=1)
+    return update
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
