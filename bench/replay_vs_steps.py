@@ -1,4 +1,4 @@
-"""The replay of `infinity-bench step` against real training steps, taking turns: `python bench/replay_vs_steps.py`.
+"""The replay of a step's I/O against real training steps, taking turns: `python bench/replay_vs_steps.py`.
 
 Both use the same extents of one swap file, since a disk may be faster in one place than in another: a replay writes
 back what it read, so training goes on as if there had been none. Reported: seconds with at least one transfer in flight

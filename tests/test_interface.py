@@ -153,9 +153,6 @@ OPTIONS = {
     "infinity convert": "input -o/--output --force",
     "infinity": "--version",
     "infinity-bench": "--version --path --size --engine --json --sustained --limit-s",
-    "infinity-bench step": (
-        "--model --config --dtype --optimizer --steps --micro-batches --tflops --rated-tb --cpu --json"
-    ),
 }
 
 
@@ -198,5 +195,5 @@ def test_the_keys_of_the_swap_config_and_their_defaults_are_these() -> None:
 
 
 def test_the_options_of_the_command_line_are_these() -> None:
-    made = [infinity_main.build_parser(), bench_main.build_parser(), bench_main.build_step_parser()]
+    made = [infinity_main.build_parser(), bench_main.build_parser()]
     assert dict(found for parser in made for found in options(parser)) == OPTIONS

@@ -47,9 +47,7 @@ LINES = [
     ("infinity", "finetun"),
     ("infinity-bench", "--help"),
     ("infinity-bench", "--version"),
-    ("infinity-bench", "step --help"),
     ("infinity-bench", "--size 0"),
-    ("infinity-bench", "step"),
 ]
 _ALL_LINES = """
 import io, json, sys

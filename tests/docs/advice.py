@@ -98,10 +98,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/bench/scratch.py": {
         "set --size to at most": "cli/bench/test_survey.py::test_the_last_five_percent_of_a_disk_are_left_alone",
     },
-    "cli/bench/step.py": {
-        "not known; give --rated-tb (the drive's TBW)": "cli/bench/test_step.py::"
-        "test_the_command_tells_seconds_tokens_and_wear",
-    },
     "cli/checkpoint.py": {
         "files into it, or give --model with the director": "cli/test_limits.py::"
         "test_an_export_whose_tokenizer_is_gone_says_so",

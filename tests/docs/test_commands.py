@@ -25,10 +25,6 @@ from tests.docs.sandbox import MODEL_IN_PRELUDE, PRELUDE, make_files, make_thing
 SHELL, PYTHON = blocks("sh"), blocks("python")
 FIRST = ("README.md",)
 """Pages of which `make test` runs the first code; the long forms the first command, too."""
-BENCH = {
-    "": bench.build_parser,
-    "step": bench.build_step_parser,
-}
 ENVIRONMENT = re.compile(r"^(?:[A-Z]+=\S+ )*")
 LAUNCHERS = re.compile(r"^(?:torchrun .*?-m infinity|\.venv/bin/infinity)(?=[ .-])")
 
@@ -58,8 +54,7 @@ def require_known(words: list[str]) -> None:
     if program == "infinity":
         build_parser().parse_args(rest)
     elif program == "infinity-bench":
-        command, given = (rest[0], rest[1:]) if rest and rest[0] in BENCH else ("", rest)
-        BENCH[command]().parse_args(given)
+        bench.build_parser().parse_args(rest)
     elif program == "make":
         targets = re.findall(r"^([\w-]+)(?: [\w-]+)*:(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert {word for word in rest if "=" not in word} <= set(targets), words
@@ -97,7 +92,7 @@ def test_options_that_a_text_names_with_their_command_are_known(page: Path) -> N
 def parser_of(words: list[str]) -> argparse.ArgumentParser | None:
     """Of the command that the words begin with; None for a command that is not known."""
     if words[0] == "infinity-bench":
-        return BENCH[words[1] if words[1] in BENCH else ""]()
+        return bench.build_parser()
     parser = known_commands().get(words[1])
     inner = [] if parser is None else [each for each in parser._actions if isinstance(each, argparse._SubParsersAction)]
     return inner[0].choices[words[2]] if inner else parser

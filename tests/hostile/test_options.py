@@ -74,7 +74,6 @@ def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
     yield from walk("infinity", infinity_main.build_parser())
     yield "infinity-bench", bench_main.build_parser()
-    yield "infinity-bench step", bench_main.build_step_parser()
 
 
 NEEDED = {
@@ -91,7 +90,6 @@ NEEDED = {
     "infinity doctor": "swap.yaml --swap-dir folder",
     "infinity convert": "{}/ds_config.json",
     "infinity-bench": "--path folder --size 16MiB",
-    "infinity-bench step": "--model {}/model --config swap.yaml --steps 1 --cpu",
 }
 """A command line that works; `{}` is where the things are."""
 BESIDE = {"--limit-s": ["--sustained"]}

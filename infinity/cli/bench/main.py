@@ -8,46 +8,31 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from infinity import __version__
-from infinity.cli.options import (
-    OPTIMIZERS,
-    Parser,
-    name,
-    number,
-    path,
-    require_alone,
-    require_file_place,
-    size,
-    whole,
-    word,
-)
+from infinity.cli.options import Parser, number, path, require_alone, require_file_place, size, word
 from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ReaderGoneError, interruptible_imports, outlets
 from infinity.echo import one_line
-from infinity.errors import BenchError, ConfigError, InfinityError, ModelError, PlanError, printable
+from infinity.errors import ConfigError, InfinityError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _PLAIN_WIDTH = 120
 _SIZE_MIN = 16 << 20
-_COUNT_MAX = 1_000_000
 _DESCRIPTION = """\
 Measures what the disks under --path can do for infinity and prints the settings to use.
 
   infinity-bench [--path DIR ...]         the survey: under three minutes per disk
   infinity-bench --sustained              writes until the rate settles (wears the drive: it says how much)
-  infinity-bench step --model M --config swap.yaml
-                                          the I/O of one training step of a model, replayed
 """
 
 
 def build_parser() -> Parser:
-    """Of the survey."""
     parser = Parser(
         prog="infinity-bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,47 +51,14 @@ def build_parser() -> Parser:
     return parser
 
 
-def build_step_parser() -> Parser:
-    parser = Parser(
-        prog="infinity-bench step",
-        description="Replays the reads and writes of one training step of a model, without its arithmetic.",
-    )
-    parser.add_argument(
-        "--model", type=name, required=True, help="directory of a checkpoint, its config.json, or a hub id"
-    )
-    parser.add_argument("--config", required=True, type=path, help="swap config (YAML or JSON)")
-    parser.add_argument(
-        "--dtype", type=word, choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the weights"
-    )
-    parser.add_argument("--optimizer", type=word, choices=OPTIMIZERS, default="adamw", help="whose states to move")
-    parser.add_argument(
-        "--steps", type=whole(1, _COUNT_MAX), default=5, help="to replay after two to warm up (default 5)"
-    )
-    parser.add_argument(
-        "--micro-batches", type=whole(1, 1024), default=1, help="forward and backward passes per step (default 1)"
-    )
-    parser.add_argument(
-        "--tflops", type=number(1e-3, 1e6), default=100.0, help="what the GPU reaches in training (default 100)"
-    )
-    parser.add_argument(
-        "--rated-tb", type=number(1e-3, 1e9), help="terabytes the drives are rated for, all together (TBW)"
-    )
-    parser.add_argument("--cpu", action="store_true", help="place the weights as on a machine without a GPU")
-    parser.add_argument("--json", type=path, metavar="FILE", help="write everything found as JSON")
-    return parser
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[[list[str]], None]] = {"step": _step}
-    command, rest = (given[0], given[1:]) if given and given[0] in commands else ("", given)
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         with outlets(go_on=False) as out:
             try:
-                commands.get(command, _survey)(rest)
-            except (BenchError, InfinityError, OSError, MemoryError) as error:
+                _survey(arguments)
+            except (InfinityError, OSError, MemoryError) as error:
                 return _fail(error)
             except KeyboardInterrupt:
                 print("interrupted; nothing is left behind", file=sys.stderr)
@@ -130,8 +82,9 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _survey(arguments: list[str]) -> None:
-    options: argparse.Namespace = _parsed(build_parser(), arguments)
+def _survey(arguments: Sequence[str] | None) -> None:
+    options: argparse.Namespace = build_parser().parse_args(arguments)
+    require_file_place("--json", options.json)  # before anything is measured
     require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
     with interruptible_imports():
         from infinity.cli.bench.report import to_json
@@ -142,24 +95,6 @@ def _survey(arguments: list[str]) -> None:
     survey = run_survey(options, console)
     _write_json(options.json, to_json(survey, __version__))
     conclude(survey, console)
-
-
-def _step(arguments: list[str]) -> None:
-    options = _parsed(build_step_parser(), arguments)
-    with interruptible_imports():
-        from infinity.cli.bench.step import run_step
-
-        console = _console()
-    report = run_step(options, console)
-    console.print(report.text(), markup=False, highlight=False)
-    _write_json(options.json, report.to_json())
-
-
-def _parsed(parser: Parser, arguments: list[str]) -> argparse.Namespace:
-    """Raises ConfigError for a file that cannot be written, before anything is measured."""
-    options = parser.parse_args(arguments)
-    require_file_place("--json", options.json)
-    return options
 
 
 def _write_json(path: Path | None, content: dict[str, Any]) -> None:
@@ -173,7 +108,7 @@ def _fail(error: Exception) -> int:
         raise error
     what = "out of memory" if isinstance(error, MemoryError) else str(error)
     print(f"error: {one_line(what)}", file=sys.stderr)
-    return 2 if isinstance(error, ConfigError | ModelError | PlanError) else 1
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 if __name__ == "__main__":

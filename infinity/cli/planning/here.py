@@ -16,9 +16,12 @@ from torch.nn import functional
 from infinity import _native
 from infinity.base.accelerator import TorchAccelerator, free_bytes
 from infinity.cli.doctor.gpu import measure
+from infinity.cli.endurance import endurance_of
 from infinity.cli.machine_facts import last_cache_bytes
 from infinity.cli.planning import adam
 from infinity.cli.planning.rates import Machine
+from infinity.files import nearest
+from infinity.io.disks import disk_under
 from infinity.plan.disk import profiles_of, room_bytes
 from infinity.plan.machine import available_host_bytes, usable_cores
 from infinity.state.codec import Codec, encode, encoded_bytes
@@ -94,6 +97,7 @@ def machine_here(
         device_bytes=available_host_bytes() if device.type == "cpu" else free_bytes(device),
         disk_bytes=room_bytes(paths),
         disks=len(paths),
+        endurance_bytes=_endurance_bytes(paths),
         up=up,
         down=down,
         both=up + down,
@@ -114,6 +118,14 @@ def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float
     count = max(len(paths), 1)
     sources["disk"] = f"assumed: {count} NVMe drive{'s' * (count > 1)}; `infinity-bench --path DIRECTORY` measures them"
     return count * _DISK_READ, count * _DISK_WRITE, 1.0
+
+
+def _endurance_bytes(paths: Sequence[Path]) -> float:
+    """Bytes that all drives are rated for, as far as their own counters tell; 0: one does not."""
+    disks = [disk_under(nearest(path)).members for path in paths]
+    told = [endurance_of(members[0].name) if members else None for members in disks]
+    rated = [wear.rated_bytes or 0 if wear is not None else 0 for wear in told]
+    return sum(rated) if all(rated) else 0
 
 
 def _adam(cores: int) -> tuple[dict[str, float], float]:

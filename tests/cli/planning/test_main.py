@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -16,6 +17,7 @@ import torch
 
 from infinity.cli.bench import survey, sweep
 from infinity.cli.bench.main import main as bench
+from infinity.cli.endurance import Endurance
 from infinity.cli.main import main
 from infinity.cli.planning import here
 from infinity.cli.planning.machines import MACHINES
@@ -286,3 +288,14 @@ def test_a_disk_with_a_profile_has_the_rates_of_the_profile(tmp_path: Path) -> N
     sources: dict[str, str] = {}
     assert here._disks([tmp_path], sources) == (3e9, 3e9, pytest.approx(1.0))
     assert sources == {"disk": "profiled by infinity-bench, 2026-11-21"}
+
+
+def test_drives_endure_what_all_of_them_are_rated_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = SimpleNamespace(members=[tmp_path / "nvme0n1"])
+    monkeypatch.setattr(here, "disk_under", lambda path: disk)
+    monkeypatch.setattr(here, "endurance_of", lambda name: Endurance(10**13, 10, 10**14))
+    assert here._endurance_bytes([tmp_path, tmp_path]) == 2 * 10**14
+    assert here._endurance_bytes([]) == 0
+    told = iter([Endurance(10**13, 10, 10**14), Endurance(10**10, 1, None)])
+    monkeypatch.setattr(here, "endurance_of", lambda name: next(told))
+    assert here._endurance_bytes([tmp_path, tmp_path]) == 0  # of one drive it is not known
