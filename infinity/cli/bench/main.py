@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
 
 from infinity import __version__
 from infinity.cli.options import Parser, number, path, require_alone, require_file_place, size, word
@@ -19,11 +18,8 @@ from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ReaderGoneError, inte
 from infinity.echo import one_line
 from infinity.errors import ConfigError, InfinityError, printable
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-_PLAIN_WIDTH = 120
 _SIZE_MIN = 16 << 20
+_LIMIT_S = 3600.0
 _DESCRIPTION = """\
 Measures what the disks under --path can do for infinity and prints the settings to use.
 
@@ -71,36 +67,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _console() -> Console:
-    """Tables keep their width, and nothing moves, where there is no terminal; whatever FORCE_COLOR says."""
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_WIDTH, force_terminal=False)
-
-
 def _terminate(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
 def _survey(arguments: Sequence[str] | None) -> None:
-    options: argparse.Namespace = build_parser().parse_args(arguments)
+    options = build_parser().parse_args(arguments)
     require_file_place("--json", options.json)  # before anything is measured
     require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
+    options.limit_s = options.limit_s or _LIMIT_S
     with interruptible_imports():
-        from infinity.cli.bench.report import to_json
         from infinity.cli.bench.survey import conclude, require_directories, run_survey
 
-        console = _console()
     options.path = require_directories(options.path)
-    survey = run_survey(options, console)
-    _write_json(options.json, to_json(survey, __version__))
-    conclude(survey, console)
-
-
-def _write_json(path: Path | None, content: dict[str, Any]) -> None:
-    if path is not None:
-        path.expanduser().write_text(json.dumps(content, indent=2) + "\n")
-        print(f"JSON: {printable(path)}")
+    survey = run_survey(options)
+    if options.json is not None:
+        options.json.expanduser().write_text(json.dumps(survey.to_json(), indent=2) + "\n")
+        print(f"JSON: {printable(options.json)}")
+    conclude(survey)
 
 
 def _fail(error: Exception) -> int:

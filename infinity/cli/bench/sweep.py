@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
-from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.workload import Kind, Rig, Sample, Workload
+from infinity.cli.bench.workload import WRITTEN_SHARE, Kind, Rig, Workload
+from infinity.io.profile import DiskProfile
 
 DEPTHS = (1, 4, 8, 16, 32, 64)
 BLOCKS = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
@@ -25,52 +25,30 @@ _FINALISTS = 3
 
 @dataclass(frozen=True)
 class Point:
-    """A workload and its runs."""
-
-    workload: Workload
-    samples: Sequence[Sample]
-
-    @property
-    def rate(self) -> float:
-        """Bytes per second: the median of the runs."""
-        return statistics.median(sample.rate for sample in self.samples)
-
-    @property
-    def spread(self) -> float:
-        """(fastest - slowest) / median of the runs: how far to trust a difference."""
-        rates = [sample.rate for sample in self.samples]
-        return (max(rates) - min(rates)) / self.rate
-
-    @property
-    def cpu_s_per_gb(self) -> float:
-        return statistics.median(sample.cpu_s_per_gb for sample in self.samples)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The settings to use, and what they reach: bytes per second.
+    """A setting and its runs.
 
     Attributes:
-        in_flight_bytes: as few as reach these rates; at least 8 MiB, for smaller pieces need more.
+        rate: bytes per second, the median of the runs.
+        spread: (fastest - slowest) / median of the runs: how far to trust a difference.
     """
 
+    kind: Kind
     block_bytes: int
-    in_flight_bytes: int
-    read_rate: float
-    overwrite_rate: float
-    mixed_rate: float
+    queue_depth: int
+    rate: float
+    spread: float
 
 
 def most_written(sample_bytes: int) -> int:
     """Bytes that a sweep with samples of no more than `sample_bytes` writes: all depths, all blocks, half of what the
-    finalists move, the first write, and the probe that says how large a sample is."""
-    runs = len(DEPTHS) + len(BLOCKS) + _FINALISTS / 2 + 1
+    finalists move, and the probe that says how large a sample is."""
+    runs = len(DEPTHS) + len(BLOCKS) + _FINALISTS / 2
     return int((runs * _REPEATS + 1) * sample_bytes)
 
 
 class Sweep:
     """First the depth at 1 MiB, until more brings nothing; then the block at as many bytes in flight; then the best few
-    with reads and writes mixed, which is what training does; then the first write to fresh space.
+    with reads and writes mixed, which is what training does.
 
     Args:
         rig: already filled.
@@ -93,8 +71,8 @@ class Sweep:
         self._say = say
         self._points: dict[tuple[Kind, int, int], Point] = {}
 
-    def run(self) -> Choice:
-        """Raises BenchError: the disk failed, is too full, or returned wrong data."""
+    def run(self) -> DiskProfile:
+        """The settings to use. Raises BenchError: the disk failed, or returned wrong data."""
         for kind in ("read", "overwrite"):
             self._find_depth(kind)
         depth = max(self._best_depth(kind) for kind in ("read", "overwrite"))
@@ -103,22 +81,26 @@ class Sweep:
         finalists = self._ranked()[:_FINALISTS]
         for block, blocks_deep in finalists:
             self._point("mixed", block, blocks_deep)
-        block, depth = self._economical("mixed", finalists)
-        self._point("first_write", block, depth)
-        return Choice(
+        block, depth = chosen = self._economical("mixed", finalists)
+        return DiskProfile(
             block_bytes=block,
             in_flight_bytes=max(block * depth, _IN_FLIGHT_BYTES_MIN),
-            read_rate=self._points["read", block, depth].rate,
-            overwrite_rate=self._points["overwrite", block, depth].rate,
-            mixed_rate=self._points["mixed", block, depth].rate,
+            read_rate=self._rate("read", chosen),
+            overwrite_rate=self._rate("overwrite", chosen),
+            mixed_rate=self._rate("mixed", chosen),
+            engine=self._engine,
+            path=str(self._directory),
+            measured=datetime.date.today().isoformat(),
         )
 
     @property
     def points(self) -> list[Point]:
-        """By kind, block and depth."""
-        order = get_args(Kind)
-        keys = sorted(self._points, key=lambda key: (order.index(key[0]), key[1], key[2]))
-        return [self._points[key] for key in keys]
+        """In the order in which they were measured."""
+        return list(self._points.values())
+
+    @property
+    def written_bytes(self) -> int:
+        return int(sum(WRITTEN_SHARE[point.kind] for point in self.points) * _REPEATS * self._sample_bytes)
 
     def _find_depth(self, kind: Kind) -> None:
         """Deeper until two steps in a row bring less than 5 %."""
@@ -150,25 +132,19 @@ class Sweep:
 
     def _ranked(self) -> list[tuple[int, int]]:
         """Settings measured both ways, the fastest for half reads and half writes first."""
-        settings = {key[1:] for key in self._points if key[0] == "read"} & {
-            key[1:] for key in self._points if key[0] == "overwrite"
-        }
+        reads, writes = ({key[1:] for key in self._points if key[0] == kind} for kind in ("read", "overwrite"))
 
         def both(setting: tuple[int, int]) -> float:
             return sum(1 / self._rate(kind, setting) for kind in ("read", "overwrite"))
 
-        return sorted(settings, key=both)
+        return sorted(reads & writes, key=both)
 
     def _point(self, kind: Kind, block: int, depth: int) -> Point:
         key = (kind, block, depth)
         if key not in self._points:
             workload = Workload(kind, block, depth, self._sample_bytes, self._engine)
-            run = self._first_write if kind == "first_write" else self._rig.run
-            self._points[key] = Point(workload, tuple(run(workload) for _ in range(_REPEATS)))
+            rates = [self._rig.run(workload).rate for _ in range(_REPEATS)]
+            median = statistics.median(rates)
+            self._points[key] = Point(kind, block, depth, median, (max(rates) - min(rates)) / median)
             self._say(self._points[key])
         return self._points[key]
-
-    def _first_write(self, workload: Workload) -> Sample:
-        """On space that was reserved and never written."""
-        with Scratch(self._directory, workload.nbytes) as fresh:
-            return Rig(fresh, min(self._rig.memory_bytes, workload.nbytes)).run(workload)

@@ -1,10 +1,10 @@
-"""One measurement: a workload goes in, bytes, seconds, processor time and latencies come out."""
+"""One measurement: a workload goes in, bytes, seconds and processor time come out."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,15 +13,10 @@ from infinity import _native
 from infinity.cli.bench.scratch import Scratch
 from infinity.errors import BenchError
 
-Kind = Literal["read", "overwrite", "first_write", "mixed"]
-FIO_NAMES: dict[Kind, str] = {"read": "read", "overwrite": "write", "first_write": "write", "mixed": "rw"}
-WRITTEN_SHARE: dict[Kind, float] = {"read": 0.0, "overwrite": 1.0, "first_write": 1.0, "mixed": 0.5}
+Kind = Literal["read", "overwrite", "mixed"]
+WRITTEN_SHARE: dict[Kind, float] = {"read": 0.0, "overwrite": 1.0, "mixed": 0.5}
 
-PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 _MIXED_REQUEST_BYTES = 1 << 20  # reads and writes alternate in pieces of this, or of a block where that is larger
-
-Latencies = Sequence[tuple[int, int]]
-"""(nanoseconds, count), ascending; see IOEngine.latencies."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +42,11 @@ class Sample:
 
     Attributes:
         cpu_s: processor time of the process, all threads, the kernel's part included.
-        reads, writes: how long each block took, from submission to completion.
     """
 
     nbytes: int
     seconds: float
     cpu_s: float
-    reads: Latencies = field(default=())
-    writes: Latencies = field(default=())
 
     @property
     def rate(self) -> float:
@@ -64,17 +56,6 @@ class Sample:
     @property
     def cpu_s_per_gb(self) -> float:
         return self.cpu_s / (self.nbytes / 1e9)
-
-
-def percentile(latencies: Latencies, percent: float) -> int:
-    """Nanoseconds that `percent` of the blocks did not exceed, right to 6 %; 0 where there were none."""
-    total = sum(count for _, count in latencies)
-    seen = 0
-    for value, count in latencies:
-        seen += count
-        if seen >= total * percent / 100:
-            return value
-    return 0
 
 
 class Rig:
@@ -134,11 +115,10 @@ class Rig:
         futures = self._submit(engine, workload)
         _wait(futures)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
-        sample = Sample(workload.nbytes, seconds, cpu, engine.latencies("read"), engine.latencies("write"))
         engine.close()
         if check and workload.kind in ("read", "mixed"):
             self._compare(workload)
-        return sample
+        return Sample(workload.nbytes, seconds, cpu)
 
     def _submit(self, engine: _native.IOEngine, workload: Workload) -> list[_native.IOFuture]:
         file = self.scratch.file
