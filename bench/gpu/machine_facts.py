@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import platform
 import resource
 import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ import torch
 import infinity
 from gpu.record import Options, Record, run
 from infinity import _native
-from infinity.cli.disk_facts import describe_disk
-from infinity.cli.machine_facts import describe_machine
+from infinity.base.small_files import fields
+from infinity.cli.disk_kinds import kind_of
+from infinity.cli.machine_facts import processor
+from infinity.io.disks import disk_under
 from infinity.plan.machine import available_host_bytes, usable_cores
 
 GIB = 1 << 30
@@ -77,7 +79,10 @@ def _machine() -> dict[str, Any]:
     nodes = {
         path.name: (path / "cpulist").read_text().strip() for path in Path("/sys/devices/system/node").glob("node*")
     }
-    return asdict(describe_machine()) | {
+    return {
+        "kernel": platform.release(),
+        "cpu_model": processor().model,
+        "capabilities": dict(fields(Path("/proc/self/status").read_text())).get("CapEff", ""),
         "memlock": [soft, hard],
         "huge_pages": {
             path.name: path.read_text().strip()
@@ -100,7 +105,10 @@ def _disk(directory: Path) -> dict[str, Any]:
     place = directory / "direct-io"
     file = _native.File(str(place), create=True)
     try:
-        facts = asdict(describe_disk(directory)) | {"direct": file.direct, "alignment": file.alignment}
+        disk = disk_under(directory)
+        facts = {"direct": file.direct, "alignment": file.alignment, "filesystem": disk.filesystem}
+        facts |= {"members": [each.name for each in disk.members], "mount_options": disk.mount_options}
+        facts |= {"kind": kind_of(disk.filesystem, next(iter(disk.members), None))}
     finally:
         file.close()
         place.unlink()

@@ -2,16 +2,17 @@
 process costs the doctor a row and not the report.
 
 [Note: probes apart]
-Each group of probes has a forked process, and all of them work at once. It sends each row that it finds, and a word
-when a probe is done; what is not done when the process has died, or its time has passed, is unknown. Nothing that a
-library prints meanwhile is shown. Ctrl-C is for the parent alone, which ends them. The processes are not those of
-multiprocessing, which waits at its end for one that a dead disk holds.
+Each group of probes has a forked process, and all of them work at once. It sends the rows of each probe; what is not
+done when the process has died, or its time has passed, is unknown. Nothing that a library prints meanwhile is shown.
+Ctrl-C is for the parent alone, which ends them. The processes are not those of multiprocessing, which waits at its end
+for one that a dead disk holds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import signal
 import sys
@@ -78,8 +79,7 @@ class _Child:
 
     def __init__(self, group: Probes) -> None:
         self.group, self.deadline, self.ended, self.late = group, time.monotonic() + group.limit_s, False, False
-        self._found: dict[int, list[Row]] = {at: [] for at in range(len(group.probes))}
-        self._done: set[int] = set()
+        self._found: list[list[Row]] = []  # of the probes that are done, in their order
         self._status: int | None = None
         self.pipe, writer = Pipe(duplex=False)
         for stream in (sys.stdout, sys.stderr):
@@ -94,23 +94,19 @@ class _Child:
         writer.close()
 
     def read(self) -> None:
-        """Take a row, or its end."""
+        """Take the rows of a probe, or the end."""
         try:
-            at, row = self.pipe.recv()
+            self._found.append(self.pipe.recv())
         except (EOFError, OSError):  # it closed the pipe, or died within a message
             self.ended = True
-        else:
-            self._done.add(at) if row is None else self._found[at].append(row)
 
     def rows(self) -> list[Row]:
         """What it found, and for each probe that is not done an unknown row. Ends the process."""
         self._end()
-        why, rows = "", []
-        for at, probe in enumerate(self.group.probes):
-            rows += self._found[at]
-            if at not in self._done:
-                rows += probe.rows(Found("unknown", why or self._problem()))
-                why = why or f"not looked at, because '{probe.what}' came to no end"
+        why, rows = "", list(itertools.chain.from_iterable(self._found))
+        for probe in self.group.probes[len(self._found) :]:
+            rows += probe.rows(Found("unknown", why or self._problem()))
+            why = why or f"not looked at, because '{probe.what}' came to no end"
         return rows
 
     def close(self) -> None:
@@ -156,10 +152,8 @@ def _work(group: Probes, writer: Connection) -> NoReturn:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
-        for at, probe in enumerate(group.probes):
-            for row in rows_of(probe):
-                writer.send((at, row))
-            writer.send((at, None))
+        for probe in group.probes:
+            writer.send(rows_of(probe))
     finally:
         os._exit(0)  # with no word of what ended it: the parent sees which probes are not done
 

@@ -13,13 +13,11 @@ from pathlib import Path
 from types import FrameType
 
 from infinity import __version__, files
+from infinity.cli.doctor import core, machine, memory, versions
 from infinity.cli.doctor.apart import ends, look
-from infinity.cli.doctor.core import core
 from infinity.cli.doctor.disks import disk
-from infinity.cli.doctor.machine import machine, numa
 from infinity.cli.doctor.report import is_ready, ordered, to_issue, to_json, to_text
 from infinity.cli.doctor.rows import Found, Probe, Probes, Row
-from infinity.cli.doctor.versions import versions
 from infinity.cli.doctor.with_torch import with_torch
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, InfinityError, printable
@@ -78,7 +76,34 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
     there = [files.nearest(path) for path in paths]
     without = Probe("disk", "nvme.paths", lambda: _without_paths(config))
     disks = [disk(path) for path in paths] or [Probes([without], _LIMIT_S)]
-    return [versions(), core(config.nvme.engine), machine(config), with_torch(config), *disks, numa(there)]
+    return [
+        Probes.of(
+            "versions",
+            {
+                "system": versions.system,
+                "Python": versions.python_version,
+                "infinity": versions.infinity_version,
+                "import infinity": versions.imported,
+                "required": versions.required,
+                "optional": versions.optional,
+            },
+        ),
+        Probes.of(
+            "native core",
+            {"instruction set": core.instruction_set, "I/O engine": lambda: core.engine(config.nvme.engine)},
+        ),
+        Probes.of("memory", {"RAM": lambda: memory.ram(config), "huge pages": memory.huge_pages}),
+        Probes.of(
+            "container",
+            {"container": machine.container, "/dev/shm": machine.shared, "I/O limit": machine.io_limit},
+        ),
+        with_torch(config),
+        *disks,
+        Probes.of(
+            "NUMA",
+            {"disks and GPUs": lambda: machine.places(there), "binding": lambda: machine.binding(there)},
+        ),
+    ]
 
 
 def _without_paths(config: SwapConfig) -> Found:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
 import errno
 import os
 import shlex
+import shutil
 from functools import cached_property
 from pathlib import Path
 
-from infinity import files
-from infinity.cli.disk_facts import DiskFacts, describe_disk
-from infinity.cli.disk_kinds import NETWORK_FILESYSTEMS
+from infinity import _native, files
+from infinity.base.small_files import chosen, text_of
+from infinity.cli.disk_kinds import DiskKind, kind_of
 from infinity.cli.doctor.apart import new_name
-from infinity.cli.doctor.direct import takes_direct
 from infinity.cli.doctor.mends import restarted, written
-from infinity.cli.doctor.rows import Found, Probes
+from infinity.cli.doctor.rows import Found, Probes, State
 from infinity.cli.endurance import endurance_of, smartctl
 from infinity.errors import ConfigError
+from infinity.io import disks
 from infinity.io.directory import require_place
-from infinity.io.disks import MEMORY_FILESYSTEMS
 from infinity.io.profile import profile_of
 from infinity.sizes import PAGE_BYTES, format_bytes
 
@@ -31,12 +30,17 @@ _SHOWN_OPTIONS = (
     *("nodatacow", "nodatasum", "autodefrag", "compress", "compress-force", "data", "dax", "soft", "hard"),
 )
 """Others may name servers, users and keys."""
-_KINDS = {
-    "rotating": "a rotating disk: every step waits for it",
-    "SATA": "SATA, which moves 0.6 GB/s at most",
-    "USB": "on USB",
-    "card": "a memory card",
-    "network": "behind a network",
+_KINDS: dict[DiskKind, tuple[State, str]] = {
+    "NVMe": ("ok", "NVMe"),
+    "SCSI": ("ok", "SCSI"),
+    "virtual": ("ok", "a virtual disk; only infinity-bench can tell what is behind it"),
+    "rotating": ("slower", "a rotating disk: every step waits for it"),
+    "SATA": ("slower", "SATA, which moves 0.6 GB/s at most"),
+    "USB": ("slower", "on USB"),
+    "card": ("slower", "a memory card"),
+    "network": ("slower", "behind a network. Name a directory on a local SSD"),
+    "memory": ("missing", "this is RAM, and saves none. Name a directory on an SSD"),
+    "": ("unknown", "the system does not tell its kind"),
 }
 
 
@@ -52,8 +56,6 @@ def disk(directory: Path, root: Path = _ROOT) -> Probes:
         "direct I/O": looks.direct,
         "measured": looks.measured,
         "scheduler": looks.scheduler,
-        "write cache": looks.write_cache,
-        "TRIM": looks.trim,
         "wear": looks.wear,
     }
     return Probes.of(section, rows, _LIMIT_S, looks.scratch)
@@ -88,60 +90,48 @@ class Disk:
         return Found("ok", "can be written to" if self.path.exists() else "is made by the run")
 
     def filesystem(self) -> Found:
-        facts = self._facts
-        kind = facts.filesystem
-        options = [each for each in facts.mount_options.split(",") if each.partition("=")[0] in _SHOWN_OPTIONS]
+        kind, mount = self._disk.filesystem, shlex.quote(self._disk.mount_point)
+        options = [each for each in self._disk.mount_options.split(",") if each.partition("=")[0] in _SHOWN_OPTIONS]
         said = f"{kind or 'not told'}{', mounted ' if options else ''}{','.join(options)}"
         if self._is_read_only:
-            mend = f"sudo mount -o remount,rw {shlex.quote(facts.mount_point)}" if facts.mount_point else ""
+            mend = f"sudo mount -o remount,rw {mount}" if self._disk.mount_point else ""
             return Found("missing", f"{said}: nothing can be written", mend)
-        if kind in MEMORY_FILESYSTEMS:
-            return Found("missing", f"{said}: this is RAM, and saves none. Name a directory on an SSD")
         if kind == "overlay":
             mend = restarted("-v /a/directory/on/the/ssd:/swap", self._root)
             return Found("slower", f"{said}: layers of a container's image. Name a directory that is mounted", mend)
-        if kind in NETWORK_FILESYSTEMS or facts.kind == "network":
-            return Found("slower", f"{said}: behind a network. Name a directory on a local SSD")
         if kind == "btrfs" and "nodatacow" not in options:
             mend = f"chattr +C {shlex.quote(str(self.path))}" if self.path.exists() else ""
             said += ": it copies what is overwritten. Switch that off while the directory is empty"
             return Found("slower", said, mend)
         if "sync" in options:
-            mend = f"sudo mount -o remount,async {shlex.quote(facts.mount_point)}"
-            return Found("slower", f"{said}: every write waits for the disk", mend)
-        return Found("ok", said) if kind else Found("unknown", "the system does not tell")
+            return Found("slower", f"{said}: every write waits for the disk", f"sudo mount -o remount,async {mount}")
+        return Found("ok" if kind else "unknown", said)
 
     def device(self) -> Found:
-        facts = self._facts
-        if not facts.device:
-            return Found("ok" if facts.kind == "memory" else "unknown", facts.kind or "the system does not tell")
-        names = " + ".join(facts.members) or facts.device
-        said = f"{names} {facts.model}".strip()
-        if facts.kind in _KINDS:
-            return Found("slower", f"{said}: {_KINDS[facts.kind]}")
-        if facts.kind == "memory":
-            return Found("missing", f"{said}: this is RAM, and saves none. Name a directory on an SSD")
-        if facts.kind == "virtual":
-            return Found("ok", f"{said}: a virtual disk; only infinity-bench can tell what is behind it")
-        return Found("ok", f"{said}: {facts.kind}") if facts.kind else Found("unknown", f"{said}: of no known kind")
+        names = " + ".join(member.name for member in self._disk.members) or self._disk.filesystem or "a device"
+        state, why = _KINDS[self._kind]
+        return Found(state, f"{names} {self._told('device/model')}".strip() + f": {why}")
 
     def free(self) -> Found:
-        facts = self._facts
-        said = f"{format_bytes(facts.free_bytes)} of {format_bytes(facts.total_bytes)}"
-        if facts.free_bytes < PAGE_BYTES:
+        room = shutil.disk_usage(self.there)
+        said = f"{format_bytes(room.free)} of {format_bytes(room.total)}"
+        if room.free < PAGE_BYTES:
             return Found("missing", f"{said}: the disk is full")
-        if facts.free_bytes < _FULL_SHARE * facts.total_bytes:
+        if room.free < _FULL_SHARE * room.total:
             return Found("slower", f"{said}: full file systems, and full drives, are slow")
         return Found("ok", said)
 
     def direct(self) -> Found:
-        """Whether transfers go around the page cache, tried on a file that is gone at once."""
+        """Whether a swap file goes around the page cache, tried on an empty file that is gone at once."""
         try:
-            works = takes_direct(self.scratch)
+            file = _native.File(str(self.scratch), create=True)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 return Found("unknown", f"a file cannot be made here: {error.strerror}")
             raise
+        self.scratch.unlink()
+        works = file.direct
+        file.close()
         if works:
             return Found("ok", "works in blocks of 4 KiB")
         said = "does not work here in blocks of 4 KiB"
@@ -154,7 +144,7 @@ class Disk:
             said = "not yet: block size and rates are guesses; measuring takes three minutes"
             return Found("unknown", said, self._measuring())
         said = f"{profile.read_rate / 1e9:.2f} GB/s reading, {profile.overwrite_rate / 1e9:.2f} overwriting, "
-        return Found("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, {age(profile.measured)}")
+        return Found("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, measured {profile.measured}")
 
     def _measuring(self) -> str:
         """The command that measures the disk; "" where the directory cannot be made, so that it may be another disk."""
@@ -164,38 +154,20 @@ class Disk:
         return f"{'' if self.there == self.path else f'mkdir {quoted} && '}infinity-bench --path {quoted}"
 
     def scheduler(self) -> Found:
-        facts = self._facts
-        if not facts.scheduler:
-            return Found("ok", "the device has none, or the system does not tell")
-        if facts.kind == "NVMe" and facts.scheduler in ("bfq", "kyber"):
-            name = f"/sys/block/{facts.members[0]}/queue/scheduler"
-            return Found("slower", f"{facts.scheduler}, which takes processor time", written("none", name))
-        return Found("ok", facts.scheduler)
-
-    def write_cache(self) -> Found:
-        cache = self._facts.write_cache
-        if cache == "write back":
-            return Found("ok", f"{cache}: a commit waits for the device to flush it")
-        return Found("ok", cache or "the system does not tell")
-
-    def trim(self) -> Found:
-        facts = self._facts
-        if facts.discards is None:
-            return Found("ok", "the system does not tell")
-        if not facts.discards:
-            return Found("ok", "the device does not take it")
-        always = "discard" in facts.mount_options.split(",")
-        mount = shlex.quote(facts.mount_point)
-        return Found("ok", "as files are removed" if always else f"when asked for, as by `sudo fstrim {mount}`")
+        found = chosen(self._told("queue/scheduler"))
+        if self._kind == "NVMe" and found in ("bfq", "kyber"):
+            name = f"/sys/block/{self._disk.members[0].name}/queue/scheduler"
+            return Found("slower", f"{found}, which takes processor time", written("none", name))
+        return Found("ok", found or "the device has none, or the system does not tell")
 
     def wear(self) -> Found:
         """What the drive itself tells of its age. Its serial number is not shown."""
-        facts = self._facts
-        if facts.kind not in ("NVMe", "SATA", "SCSI", "USB", "rotating"):
-            return Found("ok", f"{facts.kind or 'such'} disks tell none")
+        if self._kind not in ("NVMe", "SATA", "SCSI", "USB", "rotating"):
+            return Found("ok", f"{self._kind or 'such'} disks tell none")
         if smartctl() is None:
             return Found("unknown", "smartmontools is not installed", "sudo apt-get install smartmontools")
-        command, told = f"smartctl -a /dev/{facts.members[0]}", endurance_of(facts.members[0])
+        name = self._disk.members[0].name
+        command, told = f"smartctl -a /dev/{name}", endurance_of(name)
         if told is None and os.geteuid() != 0:
             return Found("unknown", "the drive tells it to root only", f"sudo {command}")
         if told is None:
@@ -206,18 +178,17 @@ class Disk:
         return Found("ok", said)
 
     @cached_property
-    def _facts(self) -> DiskFacts:
-        return describe_disk(self.there, root=self._root)
+    def _disk(self) -> disks.Disk:
+        return disks.disk_under(self.there, self._root)
+
+    @cached_property
+    def _kind(self) -> DiskKind:
+        return kind_of(self._disk.filesystem, next(iter(self._disk.members), None))
+
+    def _told(self, file: str) -> str:
+        """What the system says of the device, or of the first of several; '' where it says nothing."""
+        return text_of(self._disk.members[0] / file) if self._disk.members else ""
 
     @property
     def _is_read_only(self) -> bool:
         return bool(os.statvfs(self.there).f_flag & os.ST_RDONLY)
-
-
-def age(measured: str, today: datetime.date | None = None) -> str:
-    """'2026-11-21' → 'measured 4 days ago'."""
-    try:
-        days = ((today or datetime.date.today()) - datetime.date.fromisoformat(measured)).days
-    except ValueError:
-        return f"measured {measured}"
-    return "measured today" if days <= 0 else f"measured {days} day{'' if days == 1 else 's'} ago"

@@ -93,9 +93,6 @@ class Gpus:
         """Whether native code finds the functions of the runtime."""
         return self._each(self._entry_points, " runtime")
 
-    def pinned(self) -> list[Found]:
-        return self._each(self._pinned, " pinned memory")
-
     def copies(self) -> list[Found]:
         return self._each(self._rates, " copies")
 
@@ -177,12 +174,6 @@ class Gpus:
             return Found("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall"))
         return Found("ok", "copies and events are called without Python")
 
-    def _pinned(self, device: torch.device) -> Found:
-        if refused := self._copies(device).refused:
-            mend = restarted("--ulimit memlock=-1", self._root)
-            return Found("slower", f"{refused}: copies do not run beside compute", mend)
-        return Found("ok", f"{format_bytes(_COPIED_BYTES)} were pinned")
-
     def _link(self, device: torch.device) -> Found:
         most, now = self._most(device), self._copies(device).link
         if most is None or now is None:
@@ -196,7 +187,8 @@ class Gpus:
         copied, most = self._copies(device), self._most(device)
         said = f"{copied.up_rate / 1e9:.1f} GB/s up, {copied.down_rate / 1e9:.1f} GB/s down"
         if copied.refused:
-            return Found("slower", f"{said}, with memory that is not pinned")
+            mend = restarted("--ulimit memlock=-1", self._root)
+            return Found("slower", f"{said}, not beside compute, as memory cannot be pinned: {copied.refused}", mend)
         if most is not None and min(copied.up_rate, copied.down_rate) < _POOR * most.rate:
             return Found("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way")
         return Found("ok", said)

@@ -1,50 +1,36 @@
-"""Cores, NUMA nodes, and the container that this process is in."""
+"""The container that this process is in, its limits, and NUMA nodes."""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from infinity.base import pci
-from infinity.base.control_groups import processors_allowed
-from infinity.base.small_files import fields, text_of
-from infinity.cli.doctor.memory import memory
+from infinity.base.control_groups import groups, processors_allowed
+from infinity.base.small_files import text_of
 from infinity.cli.doctor.mends import container_kind, restarted
-from infinity.cli.doctor.rows import Found, Probe, Probes
+from infinity.cli.doctor.rows import Found
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
 
 _ROOT = Path("/")
-_LIMIT_S = 20
 _SHARED_BYTES = 1 << 30
 """Docker gives 64 MiB, which DataLoader workers and NCCL use up."""
 _SHM = Path("/dev/shm")
 
 
-def machine(config: SwapConfig, root: Path = _ROOT) -> Probes:
-    rows = {
-        "container": lambda: container(root),
-        "/dev/shm": lambda: shared(_SHM, root),
-        "I/O limit": lambda: io_limit(root),
-    }
-    inside = [Probe("cores", "cores", lambda: cores(root)), *Probes.of("container", rows).probes]
-    return Probes([*memory(config, root).probes, *inside], _LIMIT_S)
+def threads(config: SwapConfig, root: Path = _ROOT) -> Found:
+    """The threads of the update beside the cores that they get. Imports torch."""
+    from infinity.plan.budgets import update_threads
 
-
-def numa(paths: Sequence[Path], root: Path = _ROOT) -> Probes:
-    """Args: paths: directories that are there, on the disks of the run."""
-    rows = {"nodes": lambda: nodes(root), "disks and GPUs": lambda: places(paths, root)}
-    return Probes.of("NUMA", rows | {"binding": lambda: binding(paths, root)})
-
-
-def cores(root: Path = _ROOT) -> Found:
-    from infinity.base.machine import usable_cores
-
-    usable, there = usable_cores(), os.cpu_count() or 0
-    said = f"{usable} of {there} can be used"
-    quota = processors_allowed(root)
-    return Found("ok", said if quota is None else f"{said}; the control group's quota is worth {quota:g} of them")
+    wanted, quota = update_threads(config), processors_allowed(root)
+    said = f"{wanted} for the update, of {os.cpu_count()} cores"
+    if quota is None or wanted <= math.ceil(quota):
+        return Found("ok", said)
+    said += f", and the control group's quota is worth {quota:g} of them"
+    return Found("slower", f"{said}: threads wait for each other", f"export OMP_NUM_THREADS={max(int(quota), 1)}")
 
 
 def container(root: Path = _ROOT) -> Found:
@@ -65,25 +51,17 @@ def shared(place: Path = _SHM, root: Path = _ROOT) -> Found:
 
 
 def io_limit(root: Path = _ROOT) -> Found:
-    """How far the control groups hold the disks back."""
-    from infinity.cli.machine_facts import describe_machine
-
-    limits = describe_machine(root).cgroup_io_max
-    return Found("slower", f"io.max of the control group: {limits}") if limits else Found("ok", "none")
+    """How far the control groups hold the disks back, innermost first."""
+    limits = dict.fromkeys(text_of(group / "io.max") for group in groups("io", root))
+    said = "; ".join(filter(None, limits))
+    return Found("slower", f"io.max of the control group: {said}") if said else Found("ok", "none")
 
 
 # -- NUMA --------------------------------------------------------------------------------------------------------------
 
 
-def nodes(root: Path = _ROOT) -> Found:
-    there = _processor_lists(root)
-    if len(there) < 2:
-        return Found("ok", "one")
-    return Found("ok", ", ".join(f"{node} (processors {cpus})" for node, cpus in there.items()))
-
-
 def places(paths: Sequence[Path], root: Path = _ROOT) -> Found:
-    """Whether disks and GPUs are at one node."""
+    """Whether disks and GPUs are at one node. Args: paths: directories that are there, on the disks of the run."""
     if len(node_processors(root)) < 2:
         return Found("ok", "one node has all")
     disks = {str(path): node for path, node in _nodes_of(paths, root)}
@@ -98,48 +76,34 @@ def places(paths: Sequence[Path], root: Path = _ROOT) -> Found:
 
 
 def binding(paths: Sequence[Path], root: Path = _ROOT) -> Found:
-    """Whether this process may run at, and take memory from, the node of the GPU, or of the disks without one."""
+    """Whether this process may run at the node of the GPU, or of the disks without one."""
     there = node_processors(root)
     if len(there) < 2:
         return Found("ok", "one node has all")
     mine = os.sched_getaffinity(0)
     runs_at = {node for node, cpus in there.items() if mine & cpus}
-    status = dict(fields(text_of(root / "proc/self/status")))
-    allowed = parse_list(status.get("Mems_allowed_list", "")) & there.keys() or set(there)
-    said = f"processors of {_names(runs_at)}, memory of {_names(allowed)}"
     cards = {gpu.numa_node for gpu in pci.gpus(root) if gpu.numa_node is not None}
     disks = {node for _, node in _nodes_of(paths, root) if node is not None}
     wanted, whose = (cards, "the GPU is") if cards else (disks, "the disks are")
-    if len(wanted) == 1 and not (wanted <= runs_at and wanted <= allowed):
+    said = f"processors of {_names(runs_at)}"
+    if len(wanted) == 1 and not wanted <= runs_at:
         (node,) = wanted
         mend = f"numactl --cpunodebind={node} --membind={node} infinity …"
         return Found("slower", f"{said}; {whose} at node {node}", mend)
-    if len(runs_at) == len(allowed) == len(there):
+    if runs_at == there.keys():
         return Found("ok", f"not bound: infinity takes memory and threads where {whose} itself")
     return Found("ok", said)
 
 
 def node_processors(root: Path = _ROOT) -> dict[int, set[int]]:
     """The processors of each node."""
-    return {node: parse_list(cpus) for node, cpus in _processor_lists(root).items()}
 
+    def numbers(place: Path, name: str) -> dict[int, Path]:
+        found = {each.name.removeprefix(name): each for each in place.glob(f"{name}[0-9]*")}
+        return {int(number): each for number, each in found.items() if number.isascii() and number.isdigit()}
 
-def _processor_lists(root: Path) -> dict[int, str]:
-    places = (root / "sys/devices/system/node").glob("node[0-9]*")
-    found = {place.name.removeprefix("node"): text_of(place / "cpulist") for place in places}
-    return {int(name): cpus for name, cpus in sorted(found.items()) if name.isascii() and name.isdigit()}
-
-
-def parse_list(text: str) -> set[int]:
-    """'0-3,8' → {0, 1, 2, 3, 8}. Raises ValueError for another text."""
-    found: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        begin, end = int(first), int(last or first)
-        if not 0 <= begin <= end < 1 << 16:
-            raise ValueError(f"{part!r} is no range of processors or nodes")
-        found |= set(range(begin, end + 1))
-    return found
+    nodes = numbers(root / "sys/devices/system/node", "node")
+    return {number: {*numbers(node, "cpu")} for number, node in nodes.items()}
 
 
 def _nodes_of(paths: Sequence[Path], root: Path) -> list[tuple[Path, int | None]]:

@@ -1,21 +1,20 @@
-"""RAM, what a control group leaves of it, swap and huge pages."""
+"""RAM and what a control group leaves of it, huge pages and the limit of locked memory."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
-from infinity.cli.doctor.mends import written
-from infinity.cli.doctor.rows import Found, Probes
+from infinity.base.small_files import chosen, fields, number_in, text_of
+from infinity.cli.doctor.mends import restarted, written
+from infinity.cli.doctor.rows import Found
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
 
 _ROOT = Path("/")
 _THP = "/sys/kernel/mm/transparent_hugepage/enabled"
-
-
-def memory(config: SwapConfig, root: Path = _ROOT) -> Probes:
-    rows = {"RAM": lambda: ram(config, root), "swap": swap, "huge pages": lambda: huge_pages(root)}
-    return Probes.of("memory", rows)
+_LIMITS_FILE = "/etc/security/limits.d/90-infinity.conf"
+_CAP_IPC_LOCK = 14
 
 
 def ram(config: SwapConfig, root: Path = _ROOT) -> Found:
@@ -37,21 +36,33 @@ def ram(config: SwapConfig, root: Path = _ROOT) -> Found:
     return Found("ok", said)
 
 
-def swap() -> Found:
-    import psutil
-
-    found = psutil.swap_memory()
-    if not found.total:
-        return Found("ok", "none")
-    return Found("ok", f"{format_bytes(found.total)}, of which {format_bytes(found.used)} are used")
-
-
 def huge_pages(root: Path = _ROOT) -> Found:
-    from infinity.cli.machine_facts import describe_machine
-
-    setting = describe_machine(root).transparent_hugepage
+    setting = chosen(text_of(root / _THP[1:]))
     if setting in ("always", "madvise"):
         return Found("ok", setting)
     if not setting:
         return Found("unknown", "the kernel does not say")
     return Found("slower", f"{setting}: infinity's memory is in pages of 4 KiB", written("madvise", _THP))
+
+
+def locked(config: SwapConfig, root: Path = _ROOT) -> Found:
+    """The limit of locked memory beside what a run registers with io_uring. Imports torch."""
+    from infinity.base.machine import available_host_bytes
+    from infinity.plan.planner import HOST_SHARE
+
+    wanted = config.memory.host or int(available_host_bytes(root) * HOST_SHARE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    said = f"a run registers up to {format_bytes(wanted)} (memory.host)"
+    if soft == resource.RLIM_INFINITY:
+        return Found("ok", f"no limit; {said}")
+    said = f"limit {format_bytes(soft)}; {said}"
+    capabilities = number_in(dict(fields(text_of(root / "proc/self/status"))).get("CapEff", ""), 16) or 0
+    if capabilities >> _CAP_IPC_LOCK & 1:
+        return Found("ok", f"{said}; this process may exceed it")
+    if soft >= wanted:
+        return Found("ok", said)
+    mend = restarted("--ulimit memlock=-1", root)
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
+        mend = f"ulimit -l {'unlimited' if hard == resource.RLIM_INFINITY else hard >> 10}"
+    mend = mend or f'echo "$USER - memlock unlimited" | sudo tee {_LIMITS_FILE}  # then log in again'
+    return Found("slower", f"{said}. Beyond it transfers take more processor time", mend)

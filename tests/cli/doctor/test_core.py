@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infinity import _native
-from infinity.cli.doctor.core import Core
+from infinity.cli.doctor.core import engine, instruction_set
 from tests.io.test_disks import write
 
 SECCOMP = "io_uring is not usable: the kernel refuses io_uring: Docker's default seccomp profile blocks it"
@@ -29,11 +29,11 @@ class Engine:
 def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Have this engine opened, or this error raised."""
 
-    def give(engine: Engine | OSError) -> None:
+    def give(found: Engine | OSError) -> None:
         def make(wanted: str) -> Engine:
-            if isinstance(engine, OSError):
-                raise engine
-            return engine
+            if isinstance(found, OSError):
+                raise found
+            return found
 
         monkeypatch.setattr(_native, "IOEngine", make)
 
@@ -54,13 +54,13 @@ def test_the_best_instruction_set_is_good(
     monkeypatch.setattr(_native, "supported_isas", lambda: supported)
     monkeypatch.setattr(_native, "select_isa", lambda: asked or supported[-1])
     monkeypatch.setenv("INFINITY_ISA", asked)
-    found = Core("auto").instruction_set()
+    found = instruction_set()
     assert (found.state, found.mend) == (state, mend)
 
 
 def test_an_instruction_set_that_is_not_there_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINITY_ISA", "avx1024")
-    found = Core("auto").instruction_set()
+    found = instruction_set()
     assert (found.state, found.mend) == ("missing", "unset INFINITY_ISA")
 
 
@@ -69,15 +69,14 @@ def test_a_core_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.delattr(infinity, "_native")
     monkeypatch.setitem(__import__("sys").modules, "infinity._native", None)
-    found = Core("auto").instruction_set()
+    found = instruction_set()
     assert found.state == "missing"
     assert "pip install" in found.mend
 
 
 def test_io_uring_with_registered_buffers_is_good(opened: Any) -> None:
     opened(Engine("io_uring", "the kernel offers it"))
-    assert Core("auto").engine() == ("ok", "io_uring: the kernel offers it", "", "")
-    assert Core("auto").registered().state == "ok"
+    assert engine("auto") == ("ok", "io_uring: the kernel offers it", "", "")
 
 
 @pytest.mark.parametrize(
@@ -94,32 +93,35 @@ def test_threads_are_slower_and_the_mend_is_that_of_the_cause(
 ) -> None:
     write(tmp_path, files)
     opened(Engine("threads", reason))
-    core = Core("auto", tmp_path)
-    found = core.engine()
+    found = engine("auto", tmp_path)
     assert (found.state, found.mend) == ("slower", mend)
     assert reason in found.finding
-    assert core.registered().state == "ok"
 
 
 def test_a_core_that_was_built_without_liburing_is_built_again(opened: Any, tmp_path: Path) -> None:
     opened(Engine("threads", "io_uring is not usable: built without liburing (install liburing-dev and build again)"))
-    assert Core("auto", tmp_path).engine().mend.startswith("sudo apt-get install liburing-dev && ")
+    assert engine("auto", tmp_path).mend.startswith("sudo apt-get install liburing-dev && ")
 
 
 def test_threads_that_were_asked_for_are_good(opened: Any) -> None:
     opened(Engine("threads", "asked for"))
-    assert Core("threads").engine().state == "ok"
+    assert engine("threads").state == "ok"
+
+
+@pytest.mark.parametrize("odd", ["²", "9" * 5000, "-3", "", "0x10", "\0"])
+def test_an_odd_file_of_the_system_tells_nothing_and_is_no_error(odd: str, opened: Any, tmp_path: Path) -> None:
+    write(tmp_path, {"proc/sys/kernel/io_uring_disabled": odd})
+    opened(Engine("threads", SECCOMP))
+    assert engine("auto", tmp_path).mend == ""
 
 
 def test_io_uring_that_is_asked_for_and_refused_is_missing(opened: Any, tmp_path: Path) -> None:
     opened(OSError(errno.EPERM, SECCOMP))
-    core = Core("io_uring", tmp_path)
-    assert core.engine().state == "missing"
-    assert core.registered().state == "unknown"
+    assert engine("io_uring", tmp_path).state == "missing"
 
 
 def test_buffers_that_are_not_registered_are_slower(opened: Any) -> None:
     opened(Engine("io_uring", "the kernel offers it", "raise the memlock limit (ulimit -l)"))
-    found = Core("auto").registered()
+    found = engine("auto")
     assert found.state == "slower"
     assert "memlock" in found.finding

@@ -62,7 +62,7 @@ def test_without_a_gpu_the_cpu_computes(none: Any, tmp_path: Path) -> None:
     gpus = Gpus(SwapConfig(), tmp_path)
     assert gpus.found() == [Found("ok", "none: the CPU computes")]
     assert gpus.build().state == "ok"
-    assert gpus.links() == gpus.entry_points() == gpus.pinned() == gpus.copies() == [Found("ok", "no GPU is used")]
+    assert gpus.links() == gpus.entry_points() == gpus.copies() == [Found("ok", "no GPU is used")]
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_a_gpu_is_described_pinned_copied_to_and_called(fake: Fake, tmp_path: Pa
         Found("ok", "FAST GPU, compute capability 9.0, 80.00 GiB, of which 79.00 GiB are free", name="cpu")
     ]
     assert gpus.build().state == "ok"
-    rows = [*gpus.entry_points(), *gpus.pinned(), *gpus.copies(), *gpus.links()]
-    assert [row.name for row in rows] == ["cpu runtime", "cpu pinned memory", "cpu copies", "cpu PCIe"]
-    assert [row.state for row in rows] == ["ok"] * 4
-    assert rows[3].finding == "Gen4 ×16, which is the most that it can"
+    rows = [*gpus.entry_points(), *gpus.copies(), *gpus.links()]
+    assert [row.name for row in rows] == ["cpu runtime", "cpu copies", "cpu PCIe"]
+    assert [row.state for row in rows] == ["ok"] * 3
+    assert rows[2].finding == "Gen4 ×16, which is the most that it can"
 
 
 def test_a_budget_of_the_device_that_is_not_free_is_missing(fake: Fake, tmp_path: Path) -> None:
@@ -168,11 +168,10 @@ def test_a_runtime_that_native_code_cannot_call_is_missing(
 def test_memory_that_cannot_be_pinned_is_slower(fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {".dockerenv": ""})
     monkeypatch.setattr(fake.cudart, "cudaHostRegister", lambda *_: 2)
-    gpus = Gpus(SwapConfig(), tmp_path)
-    (pinned,), (copies,) = gpus.pinned(), gpus.copies()
-    assert (pinned.state, pinned.mend) == ("slower", "docker run --ulimit memlock=-1 …")
-    assert "refused 64.00 MiB" in pinned.finding
-    assert (copies.state, "not pinned" in copies.finding) == ("slower", True)
+    (copies,) = Gpus(SwapConfig(), tmp_path).copies()
+    assert (copies.state, copies.mend) == ("slower", "docker run --ulimit memlock=-1 …")
+    assert "as memory cannot be pinned: " in copies.finding
+    assert "refused 64.00 MiB" in copies.finding
 
 
 @pytest.mark.parametrize(

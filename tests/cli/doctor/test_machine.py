@@ -1,4 +1,4 @@
-"""Cores, containers, shared memory and NUMA nodes, by trees of /sys made for the tests."""
+"""Containers, their limits, shared memory and NUMA nodes, by trees of /sys made for the tests."""
 
 from __future__ import annotations
 
@@ -9,31 +9,17 @@ from types import SimpleNamespace
 import pytest
 
 from infinity.cli.doctor import machine
-from infinity.cli.doctor.machine import (
-    binding,
-    container,
-    cores,
-    io_limit,
-    node_processors,
-    nodes,
-    parse_list,
-    places,
-    shared,
-)
+from infinity.cli.doctor.machine import binding, container, io_limit, node_processors, places, shared, threads
+from infinity.config import SwapConfig
 from tests.base.test_pci import card
 from tests.io.test_disks import nvme, place, write
 
 
-def two_nodes(root: Path, memory: str = "0-1") -> None:
-    write(
-        root,
-        {
-            "sys/devices/system/node/node0/cpulist": "0-3,8",
-            "sys/devices/system/node/node1/cpulist": "4-7",
-            "sys/devices/system/node/nodes_are_odd": "x",
-            "proc/self/status": f"Mems_allowed_list:\t{memory}",
-        },
-    )
+def two_nodes(root: Path) -> None:
+    nodes = {0: (0, 1, 2, 3, 8), 1: (4, 5, 6, 7)}
+    write(root, {f"sys/devices/system/node/node{node}/cpu{cpu}/x": "" for node in nodes for cpu in nodes[node]})
+    odd = ("nodes_are_odd", "node1x", "node½", "node0/cpulist", "node0/cpu4_is_odd", "node0/cpumap")
+    write(root, {f"sys/devices/system/node/{name}": "x" for name in odd})
 
 
 @pytest.fixture
@@ -43,10 +29,21 @@ def root(tmp_path: Path) -> Path:
     return path
 
 
-def test_cores_say_what_the_quota_is_worth(root: Path) -> None:
-    assert cores(root).state == "ok"
-    write(root, {"sys/fs/cgroup/cpu.max": "150000 100000"})
-    assert cores(root).finding.endswith("quota is worth 1.5 of them")
+@pytest.mark.parametrize(
+    ("quota", "state", "mend"),
+    [
+        ("max 100000", "ok", ""),
+        ("800000 100000", "ok", ""),
+        ("250000 100000", "slower", "export OMP_NUM_THREADS=2"),
+        ("50000 100000", "slower", "export OMP_NUM_THREADS=1"),
+    ],
+)
+def test_more_threads_than_the_quota_wait(quota: str, state: str, mend: str, tmp_path: Path) -> None:
+    write(tmp_path, {"sys/fs/cgroup/cpu.max": quota, "proc/self/cgroup": "0::/"})
+    config = SwapConfig.model_validate({"update": {"threads": 8}})
+    found = threads(config, tmp_path)
+    assert (found.state, found.mend) == (state, mend)
+    assert found.finding.startswith("8 for the update")
 
 
 def test_a_container_is_named(root: Path) -> None:
@@ -83,18 +80,23 @@ def test_a_control_group_that_holds_disks_back_is_slower(root: Path) -> None:
     assert io_limit(root) == ("slower", "io.max of the control group: 259:0 rbps=1000 wbps=max", "", "")
 
 
+def test_limits_of_outer_groups_count_beside_version_1_too(root: Path) -> None:
+    places = {"a/b": "8:0 rbps=1", "a": "8:0 wbps=2"}
+    write(root, {f"sys/fs/cgroup/unified/{group}/io.max": limit for group, limit in places.items()})
+    write(root, {"proc/self/cgroup": "4:memory:/x\n0::/a/b"})
+    assert io_limit(root).finding == "io.max of the control group: 8:0 rbps=1; 8:0 wbps=2"
+
+
 # ------------------------------------------------------------------------------------------------ NUMA
 
 
 def test_one_node_has_everything(root: Path, tmp_path: Path) -> None:
-    assert nodes(root).finding == "one"
     assert places([tmp_path], root).state == binding([tmp_path], root).state == "ok"
 
 
-def test_nodes_are_listed_with_their_processors(root: Path) -> None:
+def test_nodes_have_their_processors(root: Path) -> None:
     two_nodes(root)
     assert node_processors(root) == {0: {0, 1, 2, 3, 8}, 1: {4, 5, 6, 7}}
-    assert nodes(root).finding == "0 (processors 0-3,8), 1 (processors 4-7)"
 
 
 @pytest.mark.parametrize(
@@ -111,18 +113,17 @@ def test_a_disk_and_a_gpu_should_be_at_one_node(
 
 
 @pytest.mark.parametrize(
-    ("mine", "memory", "of_disk", "state", "mend"),
+    ("mine", "of_disk", "state", "mend"),
     [
-        ({0, 1, 2, 3, 4, 5, 6, 7, 8}, "0-1", "1", "ok", ""),
-        ({4, 5}, "1", "1", "ok", ""),
-        ({0, 1}, "0-1", "1", "slower", "numactl --cpunodebind=1 --membind=1 infinity …"),
-        ({0, 4}, "0", "1", "slower", "numactl --cpunodebind=1 --membind=1 infinity …"),
-        ({0, 1}, "0", "-1", "ok", ""),
+        ({0, 1, 2, 3, 4, 5, 6, 7, 8}, "1", "ok", ""),
+        ({4, 5}, "1", "ok", ""),
+        ({0, 1}, "1", "slower", "numactl --cpunodebind=1 --membind=1 infinity …"),
+        ({0, 4}, "1", "ok", ""),
+        ({0, 1}, "-1", "ok", ""),
     ],
 )
 def test_a_process_that_is_bound_away_from_the_disk_is_slower(
     mine: set[int],
-    memory: str,
     of_disk: str,
     state: str,
     mend: str,
@@ -130,7 +131,7 @@ def test_a_process_that_is_bound_away_from_the_disk_is_slower(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    two_nodes(root, memory)
+    two_nodes(root)
     place(root, tmp_path, nvme(root, "nvme0", of_disk))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: mine)
     found = binding([tmp_path], root)
@@ -140,21 +141,10 @@ def test_a_process_that_is_bound_away_from_the_disk_is_slower(
 def test_a_process_is_to_be_bound_to_the_node_of_the_gpu_whatever_that_of_the_disks(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two_nodes(root, "0")
+    two_nodes(root)
     place(root, tmp_path, nvme(root, "nvme0", "0"))
     card(root, node="1")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     found = binding([tmp_path], root)
     assert (found.state, found.mend) == ("slower", "numactl --cpunodebind=1 --membind=1 infinity …")
     assert "the GPU is at node 1" in found.finding
-
-
-@pytest.mark.parametrize(("text", "found"), [("", set()), ("0", {0}), ("0-2,7", {0, 1, 2, 7}), ("3-3\n", {3})])
-def test_lists_of_processors_are_parsed(text: str, found: set[int]) -> None:
-    assert parse_list(text) == found
-
-
-@pytest.mark.parametrize("text", ["x", "3-1", "-1", "1-2-3", "0-99999999999", "½"])
-def test_a_list_that_is_none_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 (int's own, or ours)
-        parse_list(text)
