@@ -146,8 +146,8 @@ OPTIONS = {
     "infinity checkpoint": "",
     "infinity plan": (
         "--model --config --set --swap-dir --revision --trust-remote-code --machine --cpu --ranks --batch-size "
-        "--sequence-length --micro-batches --gradient-accumulation --dtype --optimizer --lora --frozen --clips --steps "
-        "--json --verbose"
+        "--sequence-length --micro-batches --gradient-accumulation --dtype --optimizer --lora --frozen --clips --json "
+        "--verbose"
     ),
     "infinity doctor": "config --swap-dir --json --report",
     "infinity convert": "input -o/--output --force",

@@ -94,7 +94,7 @@ def _rates(machine: Machine) -> str:
         "RAM": f"{machine.host_bytes / 2**30:.0f} GiB",
         "device": f"{machine.device_bytes / 2**30:.0f} GiB",
         "dram": f"{machine.dram / giga:.0f} GB/s",
-        "disks": f"{machine.disk_read / giga:.0f} + {machine.disk_write / giga:.0f} GB/s",
+        "disk": f"{machine.disk_read / giga:.0f} + {machine.disk_write / giga:.0f} GB/s",
         "up, down": f"{machine.up / giga:.0f} + {machine.down / giga:.0f} GB/s",
         "both": f"{machine.both / giga:.0f} GB/s",
         "flops": f"{machine.flops / 1e12:.0f} TFLOP/s",

@@ -359,7 +359,6 @@ def _add_plan(commands: Any) -> None:
     job.add_argument("--lora", type=whole(1, _RANK_MAX), metavar="R", help="adapters of rank R beside a frozen model")
     job.add_argument("--frozen", type=word, choices=FROZEN_NAMES, help="with --lora: how the frozen weights rest")
     job.add_argument("--clips", action="store_true", help="gradients are clipped in most steps")
-    job.add_argument("--steps", type=whole(1, STEPS_MAX), help="say how long so many steps take")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--verbose", action="store_true", help="log what the planner tries")
 

@@ -69,7 +69,8 @@ def machine_here(
     sources: dict[str, str] = {}
     read, write, mixed = _disks(paths, sources)
     updates, dram = _adam(cores)
-    sources["adam, dram"] = f"measured now: {_update_numel() >> 20} Mi parameters in memory, {cores} threads{busy}"
+    how = f"measured now: {_update_numel() >> 20} Mi parameters in memory, {cores} threads{busy}"
+    sources |= {"adam": how, "dram": how}
     flops = _flops(device, dtype, min(width, _WIDTH_MAX), min(inner, _INNER_MAX), min(tokens, _TOKENS_MAX))
     sources["flops"] = f"measured now: forward and backward of a block{busy if device.type == 'cpu' else ''}"
     up = down = 0.0
@@ -81,7 +82,7 @@ def machine_here(
     if device.type == "cpu":
         decode = _decode("int8" if frozen == "int8" else "nf4", cores)
         sources["decode"] = f"measured now: {cores} threads{busy}"
-    sources["land, checksums"] = "assumed: 1 Gparam/s and 10 GB/s for each core"
+    sources |= dict.fromkeys(("land", "checksums"), "assumed: 1 Gparam/s and 10 GB/s for each core")
     return Machine(
         name="this machine",
         cores=cores,

@@ -30,7 +30,7 @@ _OURS = {
     "visit_s": "0.5 ms: our Python 0.15 to 1.1 ms per layer and step (2026-11-22-overhead.json), and launches",
     "flops": "0.45 of the dense bf16 peak (accelerator notes: 8.1e13 FLOP in 0.16 to 0.2 s on an H200)",
     "both": "up + down: full duplex",
-    "disks": "data sheets of PCIe 4 drives: 7 GB/s read, 5 GB/s written, sustained",
+    "disk": "data sheets of PCIe 4 drives: 7 GB/s read, 5 GB/s written, sustained",
     "endurance": "data sheets: 600 TB written for each TB of a consumer drive, 1,800 TB of a data center's",
 }
 

@@ -55,7 +55,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(as_json(scenario, outcome, alternatives), indent=2))
     else:
-        print(report(scenario, outcome, alternatives, options.steps))
+        print(report(scenario, outcome, alternatives))
     return 0 if outcome.activations_fit else DOES_NOT_FIT
 
 

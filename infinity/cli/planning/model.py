@@ -235,11 +235,9 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
         kept += shape.blocks * (block + stacks) * (batch.micro_batches if vertical else 1)
     logits = min(_LOGITS_BYTES, 8 * batch.tokens * shape.words)
     return Work(
-        forward_flops=once,
-        backward_flops=backward,
+        flops=once + backward,
         tokens=batch.tokens * batch.count,
         landings=batch.count,
-        kept_bytes=kept,
         peak_bytes=kept + 2 * (block + stacks) + logits,
     )
 

@@ -26,23 +26,17 @@ class Work:
     """What a step computes.
 
     Attributes:
-        forward_flops, backward_flops: of all micro-batches; what is recomputed is of the backward.
+        flops: forward and backward of all micro-batches.
         tokens: of all micro-batches of this process.
         landings: how often each gradient comes, be it to be added to others.
-        kept_bytes: activations between forward and backward, of all micro-batches that pass a unit together.
-        peak_bytes: of device memory beside slots, at most, those included.
+        peak_bytes: of device memory beside slots, at most, with what all micro-batches that pass a unit together keep
+            between forward and backward.
     """
 
-    forward_flops: float
-    backward_flops: float
+    flops: float
     tokens: int
     landings: int
-    kept_bytes: int
     peak_bytes: int
-
-    @property
-    def flops(self) -> float:
-        return self.forward_flops + self.backward_flops
 
 
 @dataclass(frozen=True)
@@ -55,17 +49,12 @@ class Prediction:
             something to do.
         compute_s: of forward and backward, wherever they are computed.
         moved: what was counted with.
-        load_s: to bring the checkpoint's weights home; save_s: to write the trained model; commit_s: what a whole
-            commit writes besides.
     """
 
     seconds: float
     busy: Mapping[str, float]
     compute_s: float
     moved: Moved
-    load_s: float
-    save_s: float
-    commit_s: float
 
     @property
     def bound(self) -> str:
@@ -91,34 +80,7 @@ def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, ch
         seconds = max(passes.values(), default=0.0) + max(updates.values(), default=0.0)
     else:
         seconds = OVERLAPPED * max(busy.values(), default=0.0)
-    return Prediction(
-        seconds=seconds,
-        busy=busy,
-        compute_s=work.flops / machine.flops * (1 if machine.is_gpu else ranks),
-        moved=moved,
-        load_s=share.disk(_checkpoint_bytes(plan), _on_nvme(plan)),
-        save_s=share.disk(min(_on_nvme(plan), _saved_bytes(plan)), _saved_bytes(plan)),
-        commit_s=share.disk(0, plan.forecast.commit_bytes),
-    )
-
-
-def _checkpoint_bytes(plan: Plan) -> int:
-    """Of all weights, as a checkpoint in their dtype has them."""
-    return sum(unit.unit.weight_bytes for unit in plan.layout.units)
-
-
-def _saved_bytes(plan: Plan) -> int:
-    """Of what is saved: the model, or of one with frozen parts what is trained, as adapters are."""
-    if plan.layout.trainable_numel == plan.layout.numel:
-        return _checkpoint_bytes(plan)
-    trained = [group for unit in plan.layout.units for group in unit.unit.trainable_groups]
-    return sum(group.weight_bytes for group in trained)
-
-
-def _on_nvme(plan: Plan) -> int:
-    """Of the weights that rest in the store."""
-    groups = [group for unit in plan.layout.units for group in unit.groups]
-    return sum(group.weight.nbytes for group in groups if group.weight.offsets and not group.weight.lease_bytes)
+    return Prediction(seconds, busy, work.flops / machine.flops * (1 if machine.is_gpu else ranks), moved)
 
 
 class _Share:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from infinity.cli.planning.rates import Machine
@@ -22,9 +23,9 @@ _DAY_S = 86400
 _DAYS_SHOWN = 10 * 365
 
 
-def report(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative], steps: int | None) -> str:
+def report(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> str:
     """The lines, in the order in which a user decides."""
-    return "\n".join(_lines(scenario, outcome, alternatives, steps))
+    return "\n".join(_lines(scenario, outcome, alternatives))
 
 
 def verdict(scenario: Scenario, outcome: Outcome) -> str:
@@ -69,12 +70,12 @@ def _bound(outcome: Outcome) -> str:
     return "the processor" if name == "processor" else f"the {LINKS[name]}" if name == "disk" else LINKS[name]
 
 
-def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative], steps: int | None) -> Iterator[str]:
+def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> Iterator[str]:
     yield verdict(scenario, outcome)
     if not outcome.activations_fit:
         yield _with_what(scenario, outcome)
     yield ""
-    yield from _times(scenario, outcome, steps)
+    yield from _times(outcome)
     yield ""
     yield outcome.plan.describe()
     for name, count in scenario.tiled.items():
@@ -82,14 +83,13 @@ def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]
     yield from _bytes(scenario, outcome)
     yield ""
     yield from _activations(scenario, outcome)
-    yield from _once(outcome)
     yield ""
     yield from _alternatives(outcome, alternatives)
     yield ""
     yield from _sources(scenario.machine, outcome)
 
 
-def _times(scenario: Scenario, outcome: Outcome, steps: int | None) -> Iterator[str]:
+def _times(outcome: Outcome) -> Iterator[str]:
     prediction = outcome.prediction
     overlapped = outcome.plan.placement.updates.overlap != "off"
     yield f"one step, predicted: {duration(prediction.seconds)}{', with all of these at once' if overlapped else ''}"
@@ -98,8 +98,6 @@ def _times(scenario: Scenario, outcome: Outcome, steps: int | None) -> Iterator[
     needed = compute_tokens(outcome)
     if needed is not None and needed >= 1:
         yield f"  computing is the bound from {needed:,.0f} tokens per step on; this step has {outcome.work.tokens:,}"
-    if steps is not None:
-        yield f"  {steps:,} steps: {duration(steps * prediction.seconds)}"
 
 
 def _of_compute(name: str, outcome: Outcome) -> str:
@@ -138,12 +136,6 @@ def _activations(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
     )
 
 
-def _once(outcome: Outcome) -> Iterator[str]:
-    prediction = outcome.prediction
-    commit = f", a commit {duration(prediction.commit_s)} more than a step" if prediction.commit_s else ""
-    yield f"once: loading {duration(prediction.load_s)}, saving the model {duration(prediction.save_s)}{commit}"
-
-
 def _alternatives(outcome: Outcome, alternatives: list[Alternative]) -> Iterator[str]:
     if not alternatives:
         yield "no change of the swap config makes a step much shorter"
@@ -178,10 +170,8 @@ def _sources(machine: Machine, outcome: Outcome) -> Iterator[str]:
 
 
 def _source(machine: Machine, name: str) -> str:
-    for names, source in machine.sources.items():
-        if name in names.split(", ") or name == names or (name == "disk" and names == "disks"):
-            return source if source.startswith(("measured", "profiled", "assumed")) else f"assumed: {source}"
-    return "assumed"
+    source = machine.sources[name]
+    return source if source.startswith(("measured", "profiled", "assumed")) else f"assumed: {source}"
 
 
 def duration(seconds: float) -> str:
@@ -211,24 +201,12 @@ def as_json(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative
         **figures(outcome),
         "bound": prediction.bound,
         "compute_s": prediction.compute_s,
-        "load_s": prediction.load_s,
-        "save_s": prediction.save_s,
-        "commit_s": prediction.commit_s,
         "tokens": outcome.work.tokens * scenario.ranks,
         "compute_bound_tokens": compute_tokens(outcome),
         "largest_batch": scenario.largest_batch(outcome),
         "parameters": plan.layout.numel,
         "trained_parameters": plan.layout.trainable_numel,
-        "step_bytes": {
-            "read": moved.read_bytes,
-            "written": moved.written_bytes,
-            "weights": moved.weights,
-            "states": moved.states,
-            "gradients": moved.gradients,
-            "commits": moved.commit_share,
-            "up": moved.up,
-            "down": moved.down,
-        },
+        "step_bytes": asdict(moved) | {"read": moved.read_bytes, "written": moved.written_bytes},
         "memory": {
             "device": plan.device_bytes,
             "host": plan.host_bytes,
