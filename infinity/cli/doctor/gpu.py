@@ -14,7 +14,7 @@ import torch
 
 from infinity import _native
 from infinity.base import accelerator, pci
-from infinity.base.accelerator import Accelerator, DeviceFacts
+from infinity.base.accelerator import Accelerator
 from infinity.base.machine import available_host_bytes, budgets_in_ram
 from infinity.cli.doctor.mends import pip_install, restarted
 from infinity.cli.doctor.rows import Found
@@ -56,7 +56,6 @@ class Gpus:
 
     def __init__(self, config: SwapConfig, root: Path = _ROOT) -> None:
         self._config, self._root = config, root
-        self._copied: dict[torch.device, Copies] = {}
 
     def build(self) -> Found:
         """Whether torch was built for the GPUs that are there."""
@@ -96,9 +95,6 @@ class Gpus:
     def copies(self) -> list[Found]:
         return self._each(self._rates, " copies")
 
-    def links(self) -> list[Found]:
-        return self._each(self._link, " PCIe")
-
     def _each(self, look: Callable[[torch.device], Found], what: str) -> list[Found]:
         return [look(device)._replace(name=f"{device}{what}") for device in self._devices] or [_NO_GPU]
 
@@ -114,20 +110,11 @@ class Gpus:
             warnings.simplefilter("ignore")  # the reason comes from why_no_device
             return accelerator.devices()
 
-    @cached_property
-    def _facts(self) -> dict[torch.device, DeviceFacts]:
-        return {device: accelerator.describe(device) for device in self._devices}
-
     def _open(self, device: torch.device) -> Accelerator:
         opened = accelerator.open_accelerator(device)
         if opened is None:
             raise AssertionError("the CPU is no GPU")
         return opened
-
-    def _copies(self, device: torch.device) -> Copies:
-        if device not in self._copied:
-            self._copied[device] = measure(self._open(device), self._facts[device].address, self._root)
-        return self._copied[device]
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -156,7 +143,7 @@ class Gpus:
         return "sudo ubuntu-drivers install" if ubuntu else "sudo apt-get install nvidia-driver"
 
     def _memory(self, device: torch.device) -> Found:
-        facts, wanted = self._facts[device], self._config.memory.device
+        facts, wanted = accelerator.describe(device), self._config.memory.device
         said = f"{facts.name}, {facts.architecture}, {format_bytes(facts.total_bytes)}, of which "
         said += f"{format_bytes(facts.free_bytes)} are free"
         if wanted is not None and wanted > facts.free_bytes:
@@ -174,27 +161,21 @@ class Gpus:
             return Found("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall"))
         return Found("ok", "copies and events are called without Python")
 
-    def _link(self, device: torch.device) -> Found:
-        most, now = self._most(device), self._copies(device).link
-        if most is None or now is None:
-            return Found("unknown", "the system does not tell, as in many virtual machines")
-        if now.rate < most.rate:
-            advice = "try another slot, and the slot's settings in the BIOS"
-            return Found("slower", f"{now} while copying, {most} at most: {advice}")
-        return Found("ok", f"{now}, which is the most that it can")
-
     def _rates(self, device: torch.device) -> Found:
-        copied, most = self._copies(device), self._most(device)
+        address = accelerator.describe(device).address
+        copied, most = measure(self._open(device), address, self._root), pci.link(address, "max", self._root)
         said = f"{copied.up_rate / 1e9:.1f} GB/s up, {copied.down_rate / 1e9:.1f} GB/s down"
         if copied.refused:
             mend = restarted("--ulimit memlock=-1", self._root)
             return Found("slower", f"{said}, not beside compute, as memory cannot be pinned: {copied.refused}", mend)
-        if most is not None and min(copied.up_rate, copied.down_rate) < _POOR * most.rate:
+        if most is None or copied.link is None:
+            return Found("ok", f"{said}; of its link the system does not tell, as in many virtual machines")
+        if copied.link.rate < most.rate:
+            advice = "try another slot, and the slot's settings in the BIOS"
+            return Found("slower", f"{said}: its link is {copied.link} while copying, {most} at most: {advice}")
+        if min(copied.up_rate, copied.down_rate) < _POOR * most.rate:
             return Found("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way")
-        return Found("ok", said)
-
-    def _most(self, device: torch.device) -> pci.Link | None:
-        return pci.link(self._facts[device].address, "max", self._root)
+        return Found("ok", f"{said}; its link is {most}, the most that it can")
 
 
 def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:

@@ -43,7 +43,6 @@ def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
         Probe("GPU", "GPU", lambda: gpus().found()),
         Probe("GPU", "runtime", lambda: gpus().entry_points()),
         Probe("GPU", "copies", lambda: gpus().copies()),
-        Probe("GPU", "PCIe", lambda: gpus().links()),
     ]
     return Probes(probes, _LIMIT_S)
 
