@@ -145,9 +145,9 @@ OPTIONS = {
     "infinity checkpoint remove": "directory --verbose --pinned",
     "infinity checkpoint": "",
     "infinity plan": (
-        "--model --config --set --swap-dir --revision --trust-remote-code --machine --cpu --ranks --batch-size "
-        "--sequence-length --micro-batches --gradient-accumulation --dtype --optimizer --lora --frozen --clips --json "
-        "--verbose"
+        "--model --config --set --swap-dir --revision --trust-remote-code --json --verbose --machine --cpu --ranks "
+        "--batch-size --sequence-length --micro-batches --gradient-accumulation --dtype --optimizer --lora --frozen "
+        "--clips"
     ),
     "infinity doctor": "config --swap-dir --json --report",
     "infinity convert": "input -o/--output --force",

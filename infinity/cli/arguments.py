@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from infinity import __version__
@@ -12,12 +14,15 @@ from infinity.cli.options import (
     DTYPE_NAMES,
     FROZEN_NAMES,
     LOGGERS,
+    LORA_MAX,
     OPTIMIZERS,
     SEED_MAX,
     SGD_MOMENTUM,
     STEPS_MAX,
     TOKENS_MAX,
     Parser,
+    add_arguments,
+    argument,
     name,
     number,
     path,
@@ -26,11 +31,8 @@ from infinity.cli.options import (
     whole,
     word,
 )
-from infinity.cli.planning.machines import MACHINES
-from infinity.cli.planning.presets import PRESETS
+from infinity.cli.planning.options import Training, What, Where
 from infinity.sizes import THREADS_MAX
-
-_RANK_MAX = 1 << 16
 
 
 def build_parser() -> Parser:
@@ -240,7 +242,7 @@ def _add_what_trains(tune: argparse.ArgumentParser) -> None:
     part = tune.add_argument_group("a part of the model", "By default all parameters are trained.")
     part.add_argument(
         "--lora",
-        type=whole(1, _RANK_MAX),
+        type=whole(1, LORA_MAX),
         metavar="R",
         help="train adapters of rank R beside the model's linear layers, and nothing else (LoRA, by PEFT); the output "
         "is the adapters, or with --merge one model",
@@ -327,40 +329,40 @@ def _add_plan(commands: Any) -> None:
         description="Needs no weights. Exit code 1 where the model does not fit; then a change of the swap config is "
         "named with which it does.",
     )
-    parser.add_argument(
-        "--model",
-        type=name,
-        required=True,
-        help=f"directory of a Hugging Face checkpoint (its config.json is enough), a hub id, or one of "
-        f"{', '.join(PRESETS)}",
+    add_arguments(parser, What)
+    add_arguments(parser.add_argument_group("the machine", "By default this one, measured now."), Where)
+    add_arguments(parser.add_argument_group("the training"), Training)
+
+
+@dataclass(frozen=True)
+class _Generating:
+    """The options of `infinity generate` beside the model's."""
+
+    config: Path | None = argument("swap config: where the weights live (YAML or JSON)", path)
+    prompt: str | None = argument("what the model goes on from; without it stdin is read", text)
+    system: str | None = argument("the system's message before it, where there is a chat template", text)
+    raw: bool = argument(
+        "give the prompt as it is; by default it is a user's message if the tokenizer has a chat template"
     )
-    parser.add_argument("--config", type=path, help="swap config (YAML or JSON); default: every key's default")
-    parser.add_argument(
-        "--set", type=text, nargs="+", metavar="KEY=VALUE", help="of the swap config, such as moments=int8"
+    max_tokens: int = argument("default 256", whole(1, TOKENS_MAX), 256, metavar="N")
+    temperature: float = argument(
+        "draw tokens by their probability at temperature T; by default each is the likeliest one",
+        number(1e-6, 1e3, or_zero=True),
+        0.0,
+        metavar="T",
     )
-    parser.add_argument("--swap-dir", type=path, nargs="+", metavar="DIR", help="nvme.paths of the swap config")
-    parser.add_argument("--revision", type=word, help="of the hub's model: a branch, a tag or a commit")
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the Python files that come with the model"
+    top_p: float | None = argument("draw from the likeliest, P in sum", number(1e-6, 1), metavar="P")
+    top_k: int | None = argument("draw from the K likeliest", whole(1, TOKENS_MAX), metavar="K")
+    seed: int | None = argument("default 0", whole(0, SEED_MAX))
+    dtype: str | None = argument(f"of the weights ({DEFAULT_DTYPE})", word, choices=DTYPE_NAMES)
+    frozen: str | None = argument(
+        "how the weights of blocks rest: in 4 bits (nf4), in 8 (int8), or as they are (bf16); default: as beside the "
+        "adapters when they were trained, else `frozen` of the swap config",
+        word,
+        choices=FROZEN_NAMES,
     )
-    where = parser.add_argument_group("the machine", "By default this one, measured now.")
-    where.add_argument("--machine", type=word, choices=MACHINES, help="another one, with rates from data sheets")
-    where.add_argument("--cpu", action="store_true", help="plan for the CPU though there is a GPU")
-    where.add_argument("--ranks", type=whole(1, 64), metavar="N", help="processes that train together on the machine")
-    job = parser.add_argument_group("the training")
-    job.add_argument("--batch-size", type=whole(1, TOKENS_MAX), help="sequences per micro-batch (default 1)")
-    job.add_argument("--sequence-length", type=whole(1, TOKENS_MAX), help="tokens per sequence (default 1024)")
-    job.add_argument(
-        "--micro-batches", type=whole(1, TOKENS_MAX), metavar="N", help="that go through one layer after the other"
-    )
-    job.add_argument("--gradient-accumulation", type=whole(1, TOKENS_MAX), help="backward passes per step (default 1)")
-    job.add_argument("--dtype", type=word, choices=DTYPE_NAMES, help=f"of the weights ({DEFAULT_DTYPE})")
-    job.add_argument("--optimizer", type=word, choices=OPTIMIZERS, help="default adamw")
-    job.add_argument("--lora", type=whole(1, _RANK_MAX), metavar="R", help="adapters of rank R beside a frozen model")
-    job.add_argument("--frozen", type=word, choices=FROZEN_NAMES, help="with --lora: how the frozen weights rest")
-    job.add_argument("--clips", action="store_true", help="gradients are clipped in most steps")
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--verbose", action="store_true", help="log what the planner tries")
+    threads: int | None = argument("torch's compute threads; default: torch's choice", whole(1, THREADS_MAX))
+    verbose: bool = argument("log the plan, the engine and why it was chosen")
 
 
 def _add_generate(commands: Any) -> None:
@@ -370,37 +372,7 @@ def _add_generate(commands: Any) -> None:
         description="Prints what a causal language model writes, token by token.",
     )
     _add_model(parser)
-    parser.add_argument("--config", type=path, help="swap config: where the weights live (YAML or JSON)")
-    parser.add_argument("--prompt", type=text, help="what the model goes on from; without it stdin is read")
-    parser.add_argument("--system", type=text, help="the system's message before it, where there is a chat template")
-    parser.add_argument(
-        "--raw",
-        action="store_true",
-        help="give the prompt as it is; by default it is a user's message if the tokenizer has a chat template",
-    )
-    parser.add_argument("--max-tokens", type=whole(1, TOKENS_MAX), default=256, metavar="N", help="default 256")
-    parser.add_argument(
-        "--temperature",
-        type=number(1e-6, 1e3, or_zero=True),
-        default=0.0,
-        metavar="T",
-        help="draw tokens by their probability at temperature T; by default each is the likeliest one",
-    )
-    parser.add_argument("--top-p", type=number(1e-6, 1), metavar="P", help="draw from the likeliest, P in sum")
-    parser.add_argument("--top-k", type=whole(1, TOKENS_MAX), metavar="K", help="draw from the K likeliest")
-    parser.add_argument("--seed", type=whole(0, SEED_MAX), help="default 0")
-    parser.add_argument("--dtype", type=word, choices=DTYPE_NAMES, help=f"of the weights ({DEFAULT_DTYPE})")
-    parser.add_argument(
-        "--frozen",
-        type=word,
-        choices=FROZEN_NAMES,
-        help="how the weights of blocks rest: in 4 bits (nf4), in 8 (int8), or as they are (bf16); default: as beside "
-        "the adapters when they were trained, else `frozen` of the swap config",
-    )
-    parser.add_argument(
-        "--threads", type=whole(1, THREADS_MAX), help="torch's compute threads; default: torch's choice"
-    )
-    parser.add_argument("--verbose", action="store_true", help="log the plan, the engine and why it was chosen")
+    add_arguments(parser, _Generating)
 
 
 def _add_run(commands: Any) -> None:

@@ -6,6 +6,7 @@ The types raise argparse.ArgumentTypeError; the parser makes a ConfigError of ev
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import errno
 import math
@@ -14,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, TypeVar, get_args
 
 from infinity.echo import one_line, quoted
 from infinity.errors import ConfigError, printable
@@ -22,6 +23,7 @@ from infinity.files import require_possible
 from infinity.sizes import SIZE_MAX, format_bytes, parse_bytes
 from infinity.state.moments import OptimizerName
 
+Options = TypeVar("Options")
 OPTIMIZERS: tuple[str, ...] = get_args(OptimizerName)
 SGD_MOMENTUM = 0.9
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
@@ -34,6 +36,7 @@ LOGGERS = ("tensorboard", "wandb", "csv", "jsonl")
 STEPS_MAX = 10**12 - 1
 """A generation's number has twelve digits."""
 SEED_MAX = 2**64 - 1
+LORA_MAX = 1 << 16
 TOKENS_MAX = 1 << 24
 """The most tokens in one backward pass, over all its sequences: more fit no memory."""
 
@@ -198,6 +201,29 @@ def steps(text: str) -> tuple[int, int]:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not A:B with 1 <= A <= B, such as 2:6")
     return int(match[1]), int(match[2])
+
+
+def argument(told: str, read: Callable[[str], Any] | None = None, default: Any = None, **more: Any) -> Any:
+    """A field of a dataclass of options.
+
+    Args:
+        told: what --help says.
+        read: a type of this module; None: a flag.
+        more: of argparse's add_argument, such as metavar, nargs, choices, required.
+    """
+    kind = {"action": "store_true"} if read is None else {"type": read}
+    return dataclasses.field(default=False if read is None else default, metadata={"help": told} | kind | more)
+
+
+def add_arguments(parser: argparse._ActionsContainer, options: type) -> None:
+    """Give a parser, or one of its groups, an option for each field of a dataclass."""
+    for each in dataclasses.fields(options):
+        parser.add_argument(option(each.name), default=each.default, **each.metadata)
+
+
+def options_of(kind: type[Options], found: argparse.Namespace) -> Options:
+    """What a parser found, as a dataclass of options."""
+    return kind(**{each.name: getattr(found, each.name) for each in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
 def require_file_place(option: str, place: Path | None) -> None:

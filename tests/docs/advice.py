@@ -15,7 +15,13 @@ _NAMES = re.compile(
 )
 _SUBJECT = re.compile(rf"^--[a-z-]+( {HOLE})?")
 _SENTENCE_CHARS_MIN = 30
-_HELP = ("cli/arguments.py", "cli/bench/main.py", "cli/deepspeed/keys.py")
+_HELP = (
+    "cli/arguments.py",
+    "cli/bench/main.py",
+    "cli/bench/options.py",
+    "cli/planning/options.py",
+    "cli/deepspeed/keys.py",
+)
 """Files whose strings are what --help, or a table of a page, says."""
 
 

@@ -9,17 +9,15 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import FrameType
 
 from infinity import __version__
-from infinity.cli.options import Parser, number, path, require_alone, require_file_place, size, word
+from infinity.cli import options as types
+from infinity.cli.bench.options import BenchOptions
 from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ReaderGoneError, interruptible_imports, outlets
 from infinity.echo import one_line
 from infinity.errors import ConfigError, InfinityError, printable
 
-_SIZE_MIN = 16 << 20
-_LIMIT_S = 3600.0
 _DESCRIPTION = """\
 Measures what the disks under --path can do for infinity and prints the settings to use.
 
@@ -28,22 +26,12 @@ Measures what the disks under --path can do for infinity and prints the settings
 """
 
 
-def build_parser() -> Parser:
-    parser = Parser(
+def build_parser() -> types.Parser:
+    parser = types.Parser(
         prog="infinity-bench", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"infinity-bench {__version__}")
-    parser.add_argument(
-        "--path", type=path, nargs="+", default=[Path(".")], help="directories, one per disk (default .)"
-    )
-    parser.add_argument(
-        "--size", type=size(_SIZE_MIN), default=2 << 30, help="of the file that is measured on (default 2GiB)"
-    )
-    parser.add_argument("--engine", type=word, choices=("auto", "io_uring", "threads"), default="auto")
-    parser.add_argument("--json", type=path, metavar="FILE", help="write everything found as JSON")
-    mode = parser.add_argument_group("instead of the sweep")
-    mode.add_argument("--sustained", action="store_true", help="overwrite until the rate settles")
-    mode.add_argument("--limit-s", type=number(1, 7 * 86400), help="of --sustained, in seconds (default 3600)")
+    types.add_arguments(parser, BenchOptions)
     return parser
 
 
@@ -72,14 +60,12 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _survey(arguments: Sequence[str] | None) -> None:
-    options = build_parser().parse_args(arguments)
-    require_file_place("--json", options.json)  # before anything is measured
-    require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
-    options.limit_s = options.limit_s or _LIMIT_S
+    options = types.options_of(BenchOptions, build_parser().parse_args(arguments))
+    types.require_file_place("--json", options.json)  # before anything is measured
+    types.require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
     with interruptible_imports():
-        from infinity.cli.bench.survey import conclude, require_directories, run_survey
+        from infinity.cli.bench.survey import conclude, run_survey
 
-    options.path = require_directories(options.path)
     survey = run_survey(options)
     if options.json is not None:
         options.json.expanduser().write_text(json.dumps(survey.to_json(), indent=2) + "\n")

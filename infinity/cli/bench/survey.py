@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from infinity import _native
+from infinity.cli.bench.options import SIZE_MIN, BenchOptions
 from infinity.cli.bench.report import PathReport, Survey, swap_config
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.sustained import Minute, sustain
@@ -27,14 +27,16 @@ _SAMPLE_S = 0.6
 """Slow disks move less per run, so that a survey stays short."""
 _SUSTAINED = (1 << 20, 32)
 """Block size and queue depth of --sustained."""
+_LIMIT_S = 3600.0
 
 
-def run_survey(options: argparse.Namespace) -> Survey:
+def run_survey(options: BenchOptions) -> Survey:
     """Measure every path and print what is found.
 
     Raises:
         BenchError, ConfigError: a path cannot be measured, or returned wrong data.
     """
+    paths = _directories(options.path)
     try:
         engine = _native.IOEngine(options.engine)
     except OSError as error:
@@ -42,7 +44,7 @@ def run_survey(options: argparse.Namespace) -> Survey:
     name, reason = engine.name, engine.reason
     engine.close()
     _say(f"I/O engine: {name}: {reason}")
-    return Survey(name, reason, [_measure(path, options, name) for path in options.path])
+    return Survey(name, reason, [_measure(path, options, name) for path in paths])
 
 
 def conclude(survey: Survey) -> None:
@@ -63,7 +65,7 @@ def _say(line: str) -> None:
     print(one_line(line), flush=True)
 
 
-def _measure(path: Path, options: argparse.Namespace, engine: str) -> PathReport:
+def _measure(path: Path, options: BenchOptions, engine: str) -> PathReport:
     memory = _memory_bytes(options.size)
     file_bytes = options.size // memory * memory
     _announce(path, options, file_bytes)
@@ -74,7 +76,7 @@ def _measure(path: Path, options: argparse.Namespace, engine: str) -> PathReport
         rig.fill()
         if options.sustained:
             load = Workload("overwrite", *_SUSTAINED, file_bytes, engine)
-            sustained = sustain(rig, load, options.limit_s, _say_minute)
+            sustained = sustain(rig, load, options.limit_s or _LIMIT_S, _say_minute)
             if not sustained.settled:
                 _say("It has not settled: each of the last three minutes should be within 5 % of the one before.")
             report = PathReport(path, 2 * file_bytes + sustained.written_bytes, sustained=sustained)
@@ -88,14 +90,14 @@ def _measure(path: Path, options: argparse.Namespace, engine: str) -> PathReport
     return report
 
 
-def _announce(path: Path, options: argparse.Namespace, file_bytes: int) -> None:
+def _announce(path: Path, options: BenchOptions, file_bytes: int) -> None:
     """How much will be written, before anything is."""
     if file_bytes != options.size:
         _say(f"--size {format_bytes(options.size)}: {format_bytes(file_bytes)} are used")
     filled = 2 * file_bytes
     wear = f"{format_bytes(filled + most_written(min(file_bytes, _SAMPLE_BYTES)))} at most, less on a slow disk"
     if options.sustained:
-        longest = f"for up to {options.limit_s:.0f} s: 3.6 TB an hour on a disk that takes 1 GB/s"
+        longest = f"for up to {options.limit_s or _LIMIT_S:.0f} s: 3.6 TB an hour on a disk that takes 1 GB/s"
         wear = f"{format_bytes(filled)} and then whatever the disk takes, {longest}"
     _say(f"will write to {path}: {wear}")
 
@@ -121,12 +123,12 @@ def _memory_bytes(size: int) -> int:
     least, a block of the largest size."""
     most = min(psutil.virtual_memory().available // 8, size)
     memory = _MEMORY_BYTES
-    while memory > most and memory > 16 << 20:
+    while memory > most and memory > SIZE_MIN:
         memory //= 2
     return memory
 
 
-def require_directories(paths: Sequence[Path]) -> list[Path]:
+def _directories(paths: Sequence[Path]) -> list[Path]:
     """Each path, absolute. Raises BenchError unless all are directories that may be written to; ConfigError where two
     are the same."""
     found: list[Path] = []

@@ -13,10 +13,11 @@ import torch
 from infinity.base.accelerator import resolve
 from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.optimizers import DTYPES
-from infinity.cli.options import require_alone
+from infinity.cli.options import options_of, require_alone
 from infinity.cli.planning.here import machine_here
 from infinity.cli.planning.machines import MACHINES, SYSTEM_BYTES
 from infinity.cli.planning.model import Batch, adapt, build, widths
+from infinity.cli.planning.options import PlanOptions
 from infinity.cli.planning.rates import Machine
 from infinity.cli.planning.report import as_json, duration, report
 from infinity.cli.planning.scenario import Scenario, as_yaml, with_changes
@@ -29,17 +30,21 @@ from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE
 DOES_NOT_FIT = 1
 
 
-def plan(options: argparse.Namespace) -> int:
+def plan(found: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code: 1 where it does not fit.
+
+    Args:
+        found: by the parser.
 
     Raises:
         ConfigError, ModelError: the options, the config or the model are not usable.
     """
+    options = options_of(PlanOptions, found)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     require_alone("--frozen", options.frozen, "--lora", options.lora)
     device = _device(options)
     dtype = DTYPES[_dtype(options, device)]
-    model = build(options.model, dtype, trust_remote_code=bool(options.trust_remote_code), revision=options.revision)
+    model = build(options.model, dtype, trust_remote_code=options.trust_remote_code, revision=options.revision)
     if options.lora:
         adapt(model, options.lora)
     scenario = _scenario(options, model, device, dtype)
@@ -59,7 +64,7 @@ def plan(options: argparse.Namespace) -> int:
     return 0 if outcome.activations_fit else DOES_NOT_FIT
 
 
-def _does_not_fit(scenario: Scenario, error: PlanError, options: argparse.Namespace) -> int:
+def _does_not_fit(scenario: Scenario, error: PlanError, options: PlanOptions) -> int:
     found = scenario.fits_if()
     if options.json:
         fits_with = None if found is None else dict(found[0])
@@ -72,26 +77,21 @@ def _does_not_fit(scenario: Scenario, error: PlanError, options: argparse.Namesp
     return DOES_NOT_FIT
 
 
-def _device(options: argparse.Namespace) -> torch.device:
+def _device(options: PlanOptions) -> torch.device:
     """The device that computes, of the machine that the plan is for."""
     if options.machine is not None:
         return torch.device("cuda", 0) if MACHINES[options.machine].is_gpu else torch.device("cpu")
     return torch.device("cpu") if options.cpu else resolve(None)
 
 
-def _dtype(options: argparse.Namespace, device: torch.device) -> str:
+def _dtype(options: PlanOptions, device: torch.device) -> str:
     """The name of the dtype that `infinity finetune` would take."""
-    return str(options.dtype or default_dtype(device.type).name)
+    return options.dtype or default_dtype(device.type).name
 
 
-def _scenario(options: argparse.Namespace, model: Any, device: torch.device, dtype: torch.dtype) -> Scenario:
+def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: torch.dtype) -> Scenario:
     config = _config(options)
-    batch = Batch(
-        options.batch_size or 1,
-        options.sequence_length or 1024,
-        options.micro_batches or 1,
-        options.gradient_accumulation or 1,
-    )
+    batch = Batch(options.batch_size, options.sequence_length, options.micro_batches, options.gradient_accumulation)
     if options.machine is not None:
         machine = MACHINES[options.machine]
         config = on_machine(machine, config)
@@ -118,9 +118,9 @@ def _scenario(options: argparse.Namespace, model: Any, device: torch.device, dty
         disks=disks,
         device=device,
         batch=batch,
-        optimizer=options.optimizer or "adamw",
+        optimizer=options.optimizer,
         ranks=ranks,
-        clips=bool(options.clips),
+        clips=options.clips,
     )
 
 
@@ -135,17 +135,16 @@ def _require_possible(ranks: int, machine: Machine, model: Any, config: SwapConf
         )
 
 
-def _config(options: argparse.Namespace) -> SwapConfig:
+def _config(options: PlanOptions) -> SwapConfig:
     """The swap config, with what the command line says of it."""
-    changes = dict(_pair(each) for each in options.set or ())
+    changes = dict(map(_pair, options.set))
     if options.swap_dir:
         changes["nvme.paths"] = [str(path) for path in options.swap_dir]
     if options.frozen:
         changes["frozen"] = options.frozen
-    if (options.micro_batches or 1) > 1:
+    if options.micro_batches > 1:
         changes["vertical"] = True
-    given = load_config(options.config)
-    return with_changes(given, changes)
+    return with_changes(load_config(options.config), changes)
 
 
 def _pair(text: str) -> tuple[str, Any]:
