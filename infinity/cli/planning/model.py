@@ -70,8 +70,7 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
         found = {} if revision is None else {"revision": revision}
         given = load_config_of(name, trust_remote_code=trust_remote_code, **found)
         said, config = codec_said(name, given), without_quantization(given)
-    seq2seq = name in PRESETS and config.is_encoder_decoder
-    model = on_meta(name, config, dtype, seq2seq=seq2seq, trust_remote_code=trust_remote_code)
+    model = on_meta(name, config, dtype, trust_remote_code=trust_remote_code)
     if said is not None:
         _rest_encoded(model, *said)
     return model
@@ -85,27 +84,23 @@ def _require_place(name: str) -> None:
         raise ConfigError(f"{quoted(name)} is neither a directory nor one of {', '.join(PRESETS)}{hint}")
 
 
-def on_meta(
-    name: str, config: Any, dtype: torch.dtype, *, seq2seq: bool = False, trust_remote_code: bool = False
-) -> Any:
-    """A model of its configuration, without values.
+def on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
+    """A causal language model of its configuration, without values.
 
     Args:
         name: as the user gave it, for errors.
-        seq2seq: it is an encoder and a decoder; else it is a causal language model.
 
     Raises:
         ConfigError, ModelError: transformers has no such model, or cannot make it.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForCausalLM
 
-    auto = AutoModelForSeq2SeqLM if seq2seq else AutoModelForCausalLM
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         except Exception as error:  # a model's own code may raise anything
-            if type(config) not in auto._model_mapping and not trust_remote_code:
+            if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
                 kind = getattr(config, "model_type", "")
                 why = f"{name}: transformers has no causal language model of type {quoted(kind)}"
                 raise ConfigError(why) from error
@@ -243,8 +238,7 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
 
 
 def _attention_width(model: Any, width: int) -> float:
-    """Of a block's queries, for each token's two products of which half is masked. Of an encoder and a decoder the
-    mean: the one's are not masked, and the other has a further two of which nothing is.
+    """Of a block's queries, for each token's two products of which half is masked.
 
     Args:
         width: of what goes from block to block.
@@ -253,21 +247,15 @@ def _attention_width(model: Any, width: int) -> float:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     heads = getattr(config, "num_attention_heads", None) or 0
-    each = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or (width // heads if heads else 0)
+    each = getattr(config, "head_dim", None) or (width // heads if heads else 0)
     rope = getattr(config, "qk_rope_head_dim", None)
     if rope:  # of latent attention, whose values are narrower than its queries
         each = (getattr(config, "qk_nope_head_dim", 0) + rope + getattr(config, "v_head_dim", each)) / 2
-    queries = heads * each or width
-    return float(queries) * (2.5 if is_encoder_decoder(model) else 1.0)
-
-
-def is_encoder_decoder(model: Any) -> bool:
-    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+    return float(heads * each or width)
 
 
 def _blocks(model: nn.Module) -> int:
-    """Of the longest lists of blocks, together: an encoder and a decoder have one each. A list in a block is no such
-    list."""
+    """Of the longest list of blocks. A list in a block is no such list."""
     lists: list[int] = []
 
     def walk(module: nn.Module) -> None:
@@ -278,8 +266,7 @@ def _blocks(model: nn.Module) -> int:
             walk(child)
 
     walk(model)
-    longest = max(lists, default=1)
-    return sum(count for count in lists if count == longest) if lists.count(longest) <= 2 else longest
+    return max(lists, default=1)
 
 
 def _active_share(model: Any) -> float:

@@ -36,7 +36,6 @@ def _gpt(layers: int, hidden: int, heads: int, source: str, words: int = 51200, 
 
 _GPT_J = {"n_layer": 28, "n_embd": 4096, "n_head": 16, "rotary_dim": 64, "vocab_size": 50400}
 _NEOX = {"num_hidden_layers": 44, "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64}
-_T5 = {"num_layers": 24, "d_model": 1024, "d_ff": 65536, "num_heads": 128, "d_kv": 128, "vocab_size": 32128}
 PRESETS: dict[str, Preset] = {
     "llama-3-8b": _llama("llama", 32, 4096, 14336, 32, 128256, "config.json of Meta-Llama-3-8B"),
     "llama-3-70b": _llama("llama", 80, 8192, 28672, 64, 128256, "config.json of Meta-Llama-3-70B"),
@@ -50,6 +49,5 @@ PRESETS: dict[str, Preset] = {
     "mt-nlg-530b": _gpt(105, 20480, 128, "Megatron-Turing NLG 530B, arXiv 2201.11990"),
     "gpt-3-175b": _gpt(96, 12288, 96, "GPT-3, arXiv 2005.14165, table 2.1", words=50257),
     "mgpt-13b": _gpt(40, 5120, 40, "mGPT, arXiv 2204.07580", words=100000),
-    "t5-11b": Preset("t5", "config.json of t5-11b", _T5),
     "dense-1t": _llama("llama", 142, 24576, 81920, 192, 128256, "no published model: a Llama of a trillion parameters"),
 }

@@ -14,7 +14,7 @@ from infinity.cli.planning.presets import PRESETS
 BILLIONS = {
     "llama-3-8b": 8.03, "llama-3-70b": 70.6, "llama-3-405b": 405.9, "qwen3-8b": 8.19, "qwen3-32b": 32.8,
     "gpt-j-6b": 6.05, "gpt-neox-20b": 20.6, "turing-nlg-17b": 17.2, "megatron-8b": 8.3, "mt-nlg-530b": 530,
-    "gpt-3-175b": 175, "mgpt-13b": 13.1, "t5-11b": 11.3, "dense-1t": 1040,
+    "gpt-3-175b": 175, "mgpt-13b": 13.1, "dense-1t": 1040,
 }  # fmt: skip
 
 
