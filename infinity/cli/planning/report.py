@@ -143,7 +143,7 @@ def _alternatives(outcome: Outcome, alternatives: list[Alternative]) -> Iterator
     yield "faster would be, with this in the swap config:"
     for each in alternatives:
         seconds = each.outcome.prediction.seconds
-        yield f"  {duration(seconds):>9} ({seconds / outcome.prediction.seconds:.2f}×)  {each.text}"
+        yield f"  {duration(seconds):>9} ({seconds / outcome.prediction.seconds:.2f}×)  {as_yaml(each.changes)}"
 
 
 def _sources(machine: Machine, outcome: Outcome) -> Iterator[str]:

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -55,16 +55,11 @@ class Outcome:
         return self.work.peak_bytes <= self.activation_room
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """Another config that is faster. Attributes: changes: keys of the swap config, and their values."""
+class Alternative(NamedTuple):
+    """Another config. Attributes: changes: keys of the swap config, and their values."""
 
     changes: Mapping[str, Any]
     outcome: Outcome
-
-    @property
-    def text(self) -> str:
-        return as_yaml(self.changes)
 
 
 @dataclass(frozen=True)
@@ -236,28 +231,25 @@ class Scenario:
         larger = ({"memory.device": enough_bytes(nbytes)} for nbytes in sizes if nbytes <= most)
         recomputed = () if outcome.plan.placement.activations == "recompute" else ({"activations": "recompute"},)
         for each in (larger, recomputed):
-            fits = (changes for changes in each if self._activations_fit(changes))
+            found = ((changes, self._with(changes)) for changes in each)
+            fits = (changes for changes, outcome in found if outcome is not None and outcome.activations_fit)
             yield from itertools.islice(fits, 1)
 
-    def _activations_fit(self, changes: Mapping[str, Any]) -> bool:
+    def _with(self, changes: Mapping[str, Any]) -> Outcome | None:
+        """None: that does not fit, or cannot be."""
         try:
-            return self.outcome(with_changes(self.config, changes)).activations_fit
+            return self.outcome(with_changes(self.config, changes))
         except (PlanError, ConfigError):
-            return False
+            return None
 
-    def fits_if(self) -> tuple[Mapping[str, Any], Outcome] | None:
+    def fits_if(self) -> Alternative | None:
         """The first change of a plan that does not fit with which it does, activations included: of those that change
         nothing that is computed, then of the others."""
         memory = self._memory_within()
-        for changes in ({}, *self._changes_to_fit()):
-            if not {**memory, **changes}:
-                continue
-            try:
-                found = self.outcome(with_changes(self.config, {**memory, **changes}))
-            except (PlanError, ConfigError):
-                continue
-            if found.activations_fit:
-                return {**memory, **changes}, found
+        for changes in ({**memory, **more} for more in ({}, *self._changes_to_fit())):
+            found = self._with(changes) if changes else None
+            if found is not None and found.activations_fit:
+                return Alternative(changes, found)
         return None
 
     def _memory_within(self) -> Mapping[str, Any]:
@@ -283,11 +275,8 @@ class Scenario:
         before = outcome.prediction.seconds
         found = []
         for changes in self.choices():
-            try:
-                other = self.outcome(with_changes(self.config, changes))
-            except PlanError:
-                continue
-            if other.prediction.seconds <= (1 - GAIN_MIN) * before and other.activations_fit:
+            other = self._with(changes)
+            if other and other.prediction.seconds <= (1 - GAIN_MIN) * before and other.activations_fit:
                 found.append(Alternative(changes, other))
         found.sort(key=lambda each: (round(each.outcome.prediction.seconds, 6), len(each.changes)))
         return _without_idle_changes(found)[:_ALTERNATIVES]
@@ -329,14 +318,7 @@ def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
 
 def as_yaml(changes: Mapping[str, Any]) -> str:
     """Changes of a config as they are written there, in one line. Args: changes: as of with_changes."""
-    values: dict[str, Any] = {}
-    for key, value in changes.items():
-        *sections, last = key.split(".")
-        into = values
-        for section in sections:
-            into = into.setdefault(section, {})
-        into[last] = value
-    text: str = yaml.safe_dump(values, default_flow_style=True, sort_keys=False, width=10_000)
+    text: str = yaml.safe_dump(_nested(changes, {}), default_flow_style=True, sort_keys=False, width=10_000)
     return text.strip()[1:-1]
 
 
@@ -349,7 +331,11 @@ def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:
     Raises:
         ConfigError: there is no such key, or it cannot have that value.
     """
-    values: dict[str, Any] = config.model_dump(exclude_unset=True)
+    return load_config(_nested(changes, config.model_dump(exclude_unset=True)))
+
+
+def _nested(changes: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """`values` with the changes in its sections."""
     for key, value in changes.items():
         *sections, last = key.split(".")
         into = values
@@ -358,7 +344,7 @@ def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:
             if not isinstance(into, dict):
                 raise ConfigError(f"{quoted(key)}: {section} is no section of the swap config")
         into[last] = value
-    return load_config(values)
+    return values
 
 
 def compute_tokens(outcome: Outcome) -> float | None:
