@@ -1,4 +1,4 @@
-"""The wear of a drive, as the drive itself tells it to smartctl: /sys says nothing of it."""
+"""The wear of an NVMe drive, as the drive itself tells it to smartctl: /sys says nothing of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from infinity.base.small_files import number_in
 
-_SMART_SECTOR_BYTES = 512
 _NVME_UNIT_BYTES = 512_000  # what NVMe's "data units" count
 _ENDURANCE_READABLE_PERCENT = 5  # below, the estimate is too coarse
 _SYSTEM_PROGRAMS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
@@ -58,27 +57,12 @@ def endurance_of(device: str) -> Endurance | None:
 
 
 def parse_smartctl(report: object) -> Endurance | None:
-    """From `smartctl -j -a`: NVMe's health log, or a SATA drive's attributes; None where neither tells both numbers."""
-    log = _at(report, "nvme_smart_health_information_log")
-    if log is not None:
-        return _wear(_at(log, "data_units_written"), _NVME_UNIT_BYTES, _at(log, "percentage_used"))
-    rows = _at(report, "ata_smart_attributes", "table")
-    table = {str(_at(row, "name")): row for row in rows} if isinstance(rows, list) else {}
-    left = number_in(_at(table.get("Wear_Leveling_Count"), "value"))
-    written = _at(table.get("Total_LBAs_Written"), "raw", "value")
-    return _wear(written, _SMART_SECTOR_BYTES, None if left is None else max(100 - left, 0))
-
-
-def _wear(units: object, unit_bytes: int, percent: object) -> Endurance | None:
-    count, used = number_in(units), number_in(percent)
+    """From `smartctl -j -a`, of the health log; None where it does not tell both numbers."""
+    log = report.get("nvme_smart_health_information_log") if isinstance(report, Mapping) else None
+    if not isinstance(log, Mapping):
+        return None
+    count, used = number_in(log.get("data_units_written")), number_in(log.get("percentage_used"))
     if count is None or used is None:
         return None
-    written = count * unit_bytes
+    written = count * _NVME_UNIT_BYTES
     return Endurance(written, used, written * 100 // used if used >= _ENDURANCE_READABLE_PERCENT else None)
-
-
-def _at(report: object, *names: str) -> object:
-    """The value at a path of names; None where the path ends early."""
-    for name in names:
-        report = report.get(name) if isinstance(report, Mapping) else None
-    return report

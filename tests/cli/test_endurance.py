@@ -17,13 +17,8 @@ def test_wear_is_read_from_smartctl() -> None:
     assert found is not None
     assert (found.written_bytes, found.percentage_used) == (2_000_000 * 512_000, 10)
     assert found.rated_bytes == 10 * found.written_bytes
-    table = [
-        {"name": "Total_LBAs_Written", "raw": {"value": 1000}},
-        {"name": "Wear_Leveling_Count", "value": 97},
-    ]
-    sata = parse_smartctl({"ata_smart_attributes": {"table": table}})
-    assert sata is not None
-    assert (sata.written_bytes, sata.percentage_used, sata.rated_bytes) == (512_000, 3, None)
+    new = parse_smartctl({"nvme_smart_health_information_log": {"data_units_written": 2, "percentage_used": 4}})
+    assert new == Endurance(1_024_000, 4, None)  # too early for an estimate
 
 
 LOG = {"data_units_written": 2_000_000, "percentage_used": 10}
@@ -77,10 +72,8 @@ def test_no_wear_is_made_up_where_none_is_told(does: str, programs: Path, monkey
     [
         [],
         None,
-        {"ata_smart_attributes": None},
-        {"ata_smart_attributes": {"table": [{"name": []}]}},
-        {"ata_smart_attributes": {"table": [None, {"name": "Total_LBAs_Written"}]}},
         {"ata_smart_attributes": {"table": [{"name": "Total_LBAs_Written", "raw": {"value": 1}}]}},
+        {"nvme_smart_health_information_log": [1]},
         {"nvme_smart_health_information_log": {"data_units_written": None, "percentage_used": 1}},
         {"nvme_smart_health_information_log": {"data_units_written": 5}},
         {"nvme_smart_health_information_log": {"data_units_written": "many", "percentage_used": 1}},

@@ -11,7 +11,6 @@ from pathlib import Path
 from infinity.base.small_files import text_of
 
 _ROOT = Path("/")
-CONTAINERS = ("docker", "podman", "kubernetes", "lxc", "another kind")
 
 
 def pip_install(*requirements: str, how: str = "--upgrade") -> str:
@@ -33,7 +32,7 @@ def written(value: str, path: str) -> str:
 
 
 def container_kind(root: Path = _ROOT) -> str:
-    """One of CONTAINERS, or '' outside of them."""
+    """'docker', 'podman', 'kubernetes', 'lxc' or 'another kind'; '' outside of them."""
     if (root / "run/.containerenv").exists():
         return "podman"
     groups = text_of(root / "proc/1/cgroup") + text_of(root / "proc/self/cgroup")

@@ -338,7 +338,7 @@ def test_wear_that_is_not_told_is_unknown_and_the_command_is_named(
 
 def test_a_virtual_disk_tells_no_wear(root: Path, swap: Path) -> None:
     place(root, swap, "sys/devices/pci0000:00/virtio1/block/vda")
-    assert Disk(swap, root).wear() == ("ok", "virtual disks tell none", "", "")
+    assert Disk(swap, root).wear() == ("ok", "not asked of virtual disks", "", "")
 
 
 def test_all_rows_are_there_and_nothing_is_left(swap: Path) -> None:
