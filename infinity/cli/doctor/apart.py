@@ -11,7 +11,6 @@ for one that a dead disk holds.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 import signal
@@ -22,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import NoReturn
 
-from infinity.cli.doctor.rows import Found, Probe, Probes, Row
+from infinity.cli.doctor.rows import Probe, Probes, Row
 from infinity.echo import one_line, raised
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
@@ -41,9 +40,9 @@ def look(groups: Sequence[Probes]) -> list[Row]:
 def ends(act: Callable[[], object], within_s: float) -> bool:
     """Whether something comes to an end, by an error or without one, in a process of its own."""
 
-    def end() -> Found:
+    def end() -> Row:
         act()
-        return Found("ok", "")
+        return Row("ok", "")
 
     with _watched([Probes([Probe("", "", end)], within_s)]) as (child,):
         return not child.late
@@ -105,7 +104,7 @@ class _Child:
         self._end()
         why, rows = "", list(itertools.chain.from_iterable(self._found))
         for probe in self.group.probes[len(self._found) :]:
-            rows += probe.rows(Found("unknown", why or self._problem()))
+            rows += probe.rows(Row("unknown", why or self._problem()))
             why = why or f"not looked at, because '{probe.what}' came to no end"
         return rows
 
@@ -163,8 +162,8 @@ def rows_of(probe: Probe) -> list[Row]:
     try:
         found = probe.look()
     except (Exception, SystemExit) as error:  # whatever a driver or an odd file makes of it
-        found = Found("unknown", raised(error))
-    return [dataclasses.replace(row, finding=one_line(row.finding)) for row in probe.rows(found)]
+        found = Row("unknown", raised(error))
+    return [row._replace(finding=one_line(row.finding)) for row in probe.rows(found)]
 
 
 def new_name(directory: Path) -> Path:

@@ -17,7 +17,7 @@ from infinity.cli.doctor import core, machine, memory, versions
 from infinity.cli.doctor.apart import ends, look
 from infinity.cli.doctor.disks import disk
 from infinity.cli.doctor.report import is_ready, ordered, to_issue, to_json, to_text
-from infinity.cli.doctor.rows import Found, Probe, Probes, Row
+from infinity.cli.doctor.rows import Probe, Probes, Row
 from infinity.cli.doctor.with_torch import with_torch
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, InfinityError, printable
@@ -106,14 +106,14 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
     ]
 
 
-def _without_paths(config: SwapConfig) -> Found:
+def _without_paths(config: SwapConfig) -> Row:
     from infinity.plan.planner import require_paths
 
     try:
         require_paths(config)
     except ConfigError as error:
-        return Found("missing", str(error))
-    return Found("ok", "the swap config names none, and uses no disk")
+        return Row("missing", str(error))
+    return Row("ok", "the swap config names none, and uses no disk")
 
 
 def _report(rows: Sequence[Row], paths: Sequence[Path], options: argparse.Namespace) -> str:

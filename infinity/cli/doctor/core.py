@@ -7,31 +7,31 @@ from pathlib import Path
 
 from infinity.base.small_files import number_of
 from infinity.cli.doctor.mends import pip_install, restarted, written
-from infinity.cli.doctor.rows import Found
+from infinity.cli.doctor.rows import Row
 
 _ROOT = Path("/")
 _TRIED_BYTES = 1 << 20
 _DISABLED = "/proc/sys/kernel/io_uring_disabled"
 
 
-def instruction_set() -> Found:
+def instruction_set() -> Row:
     try:
         from infinity import _native
     except ImportError as error:
-        return Found("missing", f"the native core cannot be imported: {error}", pip_install("infinity-offload"))
+        return Row("missing", f"the native core cannot be imported: {error}", pip_install("infinity-offload"))
     supported, asked = _native.supported_isas(), os.environ.get("INFINITY_ISA")
     try:
         used = _native.select_isa()
     except ValueError as error:
-        return Found("missing", str(error), "unset INFINITY_ISA")
+        return Row("missing", str(error), "unset INFINITY_ISA")
     if used != supported[-1]:
-        return Found("slower", f"{used}, as INFINITY_ISA={asked} says; {supported[-1]} works", "unset INFINITY_ISA")
+        return Row("slower", f"{used}, as INFINITY_ISA={asked} says; {supported[-1]} works", "unset INFINITY_ISA")
     if used == "baseline":
-        return Found("slower", "baseline: infinity has no faster code for this processor")
-    return Found("ok", f"{used}, of {', '.join(supported)}")
+        return Row("slower", "baseline: infinity has no faster code for this processor")
+    return Row("ok", f"{used}, of {', '.join(supported)}")
 
 
-def engine(wanted: str, root: Path = _ROOT) -> Found:
+def engine(wanted: str, root: Path = _ROOT) -> Row:
     """The engine, and whether the kernel keeps the memory of its transfers at hand.
 
     Args:
@@ -43,15 +43,15 @@ def engine(wanted: str, root: Path = _ROOT) -> Found:
     try:
         opened = _native.IOEngine(wanted)
     except OSError as error:
-        return Found("missing", f"nvme.engine: {wanted}: {error}", _mend(str(error), root))
+        return Row("missing", f"nvme.engine: {wanted}: {error}", _mend(str(error), root))
     said, costs = f"{opened.name}: {opened.reason}", "transfers take more processor time"
     if opened.name != "io_uring":
-        slower = Found("slower", f"{said}; {costs}", _mend(opened.reason, root))
-        return Found("ok", said) if wanted == "threads" else slower
+        slower = Row("slower", f"{said}; {costs}", _mend(opened.reason, root))
+        return Row("ok", said) if wanted == "threads" else slower
     refused = opened.register_memory(_native.Arena(_TRIED_BYTES).view(0, _TRIED_BYTES))
     if refused:
-        return Found("slower", f"{said}; buffers are not registered: {refused}; {costs}. See 'locked memory'")
-    return Found("ok", said)
+        return Row("slower", f"{said}; buffers are not registered: {refused}; {costs}. See 'locked memory'")
+    return Row("ok", said)
 
 
 def _mend(reason: str, root: Path) -> str:

@@ -14,7 +14,7 @@ from infinity.base.small_files import chosen, text_of
 from infinity.cli.disk_kinds import DiskKind, kind_of
 from infinity.cli.doctor.apart import new_name
 from infinity.cli.doctor.mends import restarted, written
-from infinity.cli.doctor.rows import Found, Probes, State
+from infinity.cli.doctor.rows import Probes, Row, State
 from infinity.cli.endurance import endurance_of, smartctl
 from infinity.errors import ConfigError
 from infinity.io import disks
@@ -75,7 +75,7 @@ class Disk:
         self.there = files.nearest(path)
         self.scratch = new_name(self.there)
 
-    def directory(self) -> Found:
+    def directory(self) -> Row:
         try:
             require_place(self.path)
         except ConfigError as error:
@@ -86,65 +86,65 @@ class Disk:
                 mend = f"sudo install -d -o $USER {quoted}" if refused else ""
             elif name.is_dir() and not os.access(name, os.W_OK) and not self._is_read_only:
                 mend = f"sudo install -d -o $USER {shlex.quote(str(name / 'infinity-swap'))}"
-            return Found("missing", str(error).removeprefix("nvme.paths: "), mend)
-        return Found("ok", "can be written to" if self.path.exists() else "is made by the run")
+            return Row("missing", str(error).removeprefix("nvme.paths: "), mend)
+        return Row("ok", "can be written to" if self.path.exists() else "is made by the run")
 
-    def filesystem(self) -> Found:
+    def filesystem(self) -> Row:
         kind, mount = self._disk.filesystem, shlex.quote(self._disk.mount_point)
         options = [each for each in self._disk.mount_options.split(",") if each.partition("=")[0] in _SHOWN_OPTIONS]
         said = f"{kind or 'not told'}{', mounted ' if options else ''}{','.join(options)}"
         if self._is_read_only:
             mend = f"sudo mount -o remount,rw {mount}" if self._disk.mount_point else ""
-            return Found("missing", f"{said}: nothing can be written", mend)
+            return Row("missing", f"{said}: nothing can be written", mend)
         if kind == "overlay":
             mend = restarted("-v /a/directory/on/the/ssd:/swap", self._root)
-            return Found("slower", f"{said}: layers of a container's image. Name a directory that is mounted", mend)
+            return Row("slower", f"{said}: layers of a container's image. Name a directory that is mounted", mend)
         if kind == "btrfs" and "nodatacow" not in options:
             mend = f"chattr +C {shlex.quote(str(self.path))}" if self.path.exists() else ""
             said += ": it copies what is overwritten. Switch that off while the directory is empty"
-            return Found("slower", said, mend)
+            return Row("slower", said, mend)
         if "sync" in options:
-            return Found("slower", f"{said}: every write waits for the disk", f"sudo mount -o remount,async {mount}")
-        return Found("ok" if kind else "unknown", said)
+            return Row("slower", f"{said}: every write waits for the disk", f"sudo mount -o remount,async {mount}")
+        return Row("ok" if kind else "unknown", said)
 
-    def device(self) -> Found:
+    def device(self) -> Row:
         names = " + ".join(member.name for member in self._disk.members) or self._disk.filesystem or "a device"
         state, why = _KINDS[self._kind]
-        return Found(state, f"{names} {self._told('device/model')}".strip() + f": {why}")
+        return Row(state, f"{names} {self._told('device/model')}".strip() + f": {why}")
 
-    def free(self) -> Found:
+    def free(self) -> Row:
         room = shutil.disk_usage(self.there)
         said = f"{format_bytes(room.free)} of {format_bytes(room.total)}"
         if room.free < PAGE_BYTES:
-            return Found("missing", f"{said}: the disk is full")
+            return Row("missing", f"{said}: the disk is full")
         if room.free < _FULL_SHARE * room.total:
-            return Found("slower", f"{said}: full file systems, and full drives, are slow")
-        return Found("ok", said)
+            return Row("slower", f"{said}: full file systems, and full drives, are slow")
+        return Row("ok", said)
 
-    def direct(self) -> Found:
+    def direct(self) -> Row:
         """Whether a swap file goes around the page cache, tried on an empty file that is gone at once."""
         try:
             file = _native.File(str(self.scratch), create=True)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-                return Found("unknown", f"a file cannot be made here: {error.strerror}")
+                return Row("unknown", f"a file cannot be made here: {error.strerror}")
             raise
         self.scratch.unlink()
         works = file.direct
         file.close()
         if works:
-            return Found("ok", "works in blocks of 4 KiB")
+            return Row("ok", "works in blocks of 4 KiB")
         said = "does not work here in blocks of 4 KiB"
-        return Found("slower", f"{said}: transfers go through the page cache, which takes RAM and time")
+        return Row("slower", f"{said}: transfers go through the page cache, which takes RAM and time")
 
-    def measured(self) -> Found:
+    def measured(self) -> Row:
         """The rates that the planner knows."""
         profile = profile_of(self.there)
         if profile is None:
             said = "not yet: block size and rates are guesses; measuring takes three minutes"
-            return Found("unknown", said, self._measuring())
+            return Row("unknown", said, self._measuring())
         said = f"{profile.read_rate / 1e9:.2f} GB/s reading, {profile.overwrite_rate / 1e9:.2f} overwriting, "
-        return Found("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, measured {profile.measured}")
+        return Row("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, measured {profile.measured}")
 
     def _measuring(self) -> str:
         """The command that measures the disk; "" where the directory cannot be made, so that it may be another disk."""
@@ -153,29 +153,29 @@ class Disk:
         quoted = shlex.quote(str(self.path))
         return f"{'' if self.there == self.path else f'mkdir {quoted} && '}infinity-bench --path {quoted}"
 
-    def scheduler(self) -> Found:
+    def scheduler(self) -> Row:
         found = chosen(self._told("queue/scheduler"))
         if self._kind == "NVMe" and found in ("bfq", "kyber"):
             name = f"/sys/block/{self._disk.members[0].name}/queue/scheduler"
-            return Found("slower", f"{found}, which takes processor time", written("none", name))
-        return Found("ok", found or "the device has none, or the system does not tell")
+            return Row("slower", f"{found}, which takes processor time", written("none", name))
+        return Row("ok", found or "the device has none, or the system does not tell")
 
-    def wear(self) -> Found:
+    def wear(self) -> Row:
         """What the drive itself tells of its age. Its serial number is not shown."""
         if self._kind != "NVMe":
-            return Found("ok", f"not asked of {self._kind or 'such'} disks")
+            return Row("ok", f"not asked of {self._kind or 'such'} disks")
         if smartctl() is None:
-            return Found("unknown", "smartmontools is not installed", "sudo apt-get install smartmontools")
+            return Row("unknown", "smartmontools is not installed", "sudo apt-get install smartmontools")
         name = self._disk.members[0].name
         command, told = f"smartctl -a /dev/{name}", endurance_of(name)
         if told is None and os.geteuid() != 0:
-            return Found("unknown", "the drive tells it to root only", f"sudo {command}")
+            return Row("unknown", "the drive tells it to root only", f"sudo {command}")
         if told is None:
-            return Found("unknown", f"`{command}` does not tell it")
+            return Row("unknown", f"`{command}` does not tell it")
         said = f"{told.percentage_used} % used, {told.written_bytes / 1e12:.1f} TB written"
         if told.percentage_used >= _WORN_PERCENT:
-            return Found("slower", f"{said}: the drive is near the end of its rated life, and fine-tuning writes a lot")
-        return Found("ok", said)
+            return Row("slower", f"{said}: the drive is near the end of its rated life, and fine-tuning writes a lot")
+        return Row("ok", said)
 
     @cached_property
     def _disk(self) -> disks.Disk:

@@ -17,7 +17,7 @@ from infinity.base import accelerator, pci
 from infinity.base.accelerator import Accelerator
 from infinity.base.machine import available_host_bytes, budgets_in_ram
 from infinity.cli.doctor.mends import pip_install, restarted
-from infinity.cli.doctor.rows import Found
+from infinity.cli.doctor.rows import Row
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.io.arena import PinnedArena
@@ -29,7 +29,7 @@ _COPIES = 4
 _POOR = 0.5
 """Of the rate of its link at most, below which a copy is slow. Good links give 0.75 and more, to large copies."""
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_NO_GPU = Found("ok", "no GPU is used")
+_NO_GPU = Row("ok", "no GPU is used")
 
 
 @dataclass(frozen=True)
@@ -57,22 +57,22 @@ class Gpus:
     def __init__(self, config: SwapConfig, root: Path = _ROOT) -> None:
         self._config, self._root = config, root
 
-    def build(self) -> Found:
+    def build(self) -> Row:
         """Whether torch was built for the GPUs that are there."""
         said = f"torch {torch.__version__}, built {accelerator.torch_build()}"
         vendors = {gpu.vendor for gpu in self._on_bus}
         if self._devices or not vendors or accelerator.has_runtime():
-            return Found("ok", said)
+            return Row("ok", said)
         if "NVIDIA" in vendors:
             mend = pip_install("torch>=2.6", how="--force-reinstall")
-            return Found("missing", f"{said}, and there is an NVIDIA GPU. The build on PyPI is for CUDA", mend)
-        return Found("slower", f"{said}, and there is an AMD GPU. pytorch.org has the command for a build for ROCm")
+            return Row("missing", f"{said}, and there is an NVIDIA GPU. The build on PyPI is for CUDA", mend)
+        return Row("slower", f"{said}, and there is an AMD GPU. pytorch.org has the command for a build for ROCm")
 
-    def found(self) -> list[Found]:
+    def found(self) -> list[Row]:
         """The GPUs, with their memory."""
         return self._each(self._memory, "") if self._devices else [self._none(), *self._in_ram()]
 
-    def _in_ram(self) -> list[Found]:
+    def _in_ram(self) -> list[Row]:
         """Where the CPU computes: memory.device is taken from RAM, beside memory.host."""
         memory, left = self._config.memory, available_host_bytes(self._root)
         host, device = memory.host or 0, memory.device or 0
@@ -86,17 +86,17 @@ class Gpus:
             f"{{host: {fitting['host']}, device: {fitting['device']}}}, or leave `memory` out, "
             "which takes what there is"
         )
-        return [Found("missing", said, name="memory.device")]
+        return [Row("missing", said, what="memory.device")]
 
-    def entry_points(self) -> list[Found]:
+    def entry_points(self) -> list[Row]:
         """Whether native code finds the functions of the runtime."""
         return self._each(self._entry_points, " runtime")
 
-    def copies(self) -> list[Found]:
+    def copies(self) -> list[Row]:
         return self._each(self._rates, " copies")
 
-    def _each(self, look: Callable[[torch.device], Found], what: str) -> list[Found]:
-        return [look(device)._replace(name=f"{device}{what}") for device in self._devices] or [_NO_GPU]
+    def _each(self, look: Callable[[torch.device], Row], what: str) -> list[Row]:
+        return [look(device)._replace(what=f"{device}{what}") for device in self._devices] or [_NO_GPU]
 
     # -- what is asked once --------------------------------------------------------------------------------------------
 
@@ -118,18 +118,18 @@ class Gpus:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def _none(self) -> Found:
+    def _none(self) -> Row:
         """Where torch finds no device."""
         there = ", ".join(f"{gpu.vendor} at {gpu.address}" for gpu in self._on_bus)
         if not there:
-            return Found("ok", "none: the CPU computes")
+            return Row("ok", "none: the CPU computes")
         if not accelerator.has_runtime():
-            return Found("unknown", f"{there}: this torch cannot ask")
+            return Row("unknown", f"{there}: this torch cannot ask")
         hidden = next((name for name in _HIDING if os.environ.get(name, "all") in ("", "-1")), "")
         if hidden:
-            return Found("slower", f"{there}, hidden by {hidden}: the CPU computes", f"unset {hidden}")
+            return Row("slower", f"{there}, hidden by {hidden}: the CPU computes", f"unset {hidden}")
         why = accelerator.why_no_device() or "torch does not find it"
-        return Found("missing", f"{there}: {why}", self._driver())
+        return Row("missing", f"{there}: {why}", self._driver())
 
     def _driver(self) -> str:
         if any(gpu.vendor != "NVIDIA" for gpu in self._on_bus):
@@ -142,40 +142,40 @@ class Gpus:
         ubuntu = shutil.which("ubuntu-drivers") is not None
         return "sudo ubuntu-drivers install" if ubuntu else "sudo apt-get install nvidia-driver"
 
-    def _memory(self, device: torch.device) -> Found:
+    def _memory(self, device: torch.device) -> Row:
         facts, wanted = accelerator.describe(device), self._config.memory.device
         said = f"{facts.name}, {facts.architecture}, {format_bytes(facts.total_bytes)}, of which "
         said += f"{format_bytes(facts.free_bytes)} are free"
         if wanted is not None and wanted > facts.free_bytes:
             said += f"; memory.device is {format_bytes(wanted)}: lower it, or free what others have there"
-            return Found("missing", said)
-        return Found("ok", said)
+            return Row("missing", said)
+        return Row("ok", said)
 
-    def _entry_points(self, device: torch.device) -> Found:
+    def _entry_points(self, device: torch.device) -> Row:
         try:
             table = self._open(device).gate()
             gate = {"copy": table.copy, "record": table.record, "wait": table.wait}
             index = device.index or 0
             _native.DeviceGate(index, enter=table.enter, synchronize=table.synchronize, keep=table.keep, **gate)
         except ConfigError as error:
-            return Found("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall"))
-        return Found("ok", "copies and events are called without Python")
+            return Row("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall"))
+        return Row("ok", "copies and events are called without Python")
 
-    def _rates(self, device: torch.device) -> Found:
+    def _rates(self, device: torch.device) -> Row:
         address = accelerator.describe(device).address
         copied, most = measure(self._open(device), address, self._root), pci.link(address, "max", self._root)
         said = f"{copied.up_rate / 1e9:.1f} GB/s up, {copied.down_rate / 1e9:.1f} GB/s down"
         if copied.refused:
             mend = restarted("--ulimit memlock=-1", self._root)
-            return Found("slower", f"{said}, not beside compute, as memory cannot be pinned: {copied.refused}", mend)
+            return Row("slower", f"{said}, not beside compute, as memory cannot be pinned: {copied.refused}", mend)
         if most is None or copied.link is None:
-            return Found("ok", f"{said}; of its link the system does not tell, as in many virtual machines")
+            return Row("ok", f"{said}; of its link the system does not tell, as in many virtual machines")
         if copied.link.rate < most.rate:
             advice = "try another slot, and the slot's settings in the BIOS"
-            return Found("slower", f"{said}: its link is {copied.link} while copying, {most} at most: {advice}")
+            return Row("slower", f"{said}: its link is {copied.link} while copying, {most} at most: {advice}")
         if min(copied.up_rate, copied.down_rate) < _POOR * most.rate:
-            return Found("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way")
-        return Found("ok", f"{said}; its link is {most}, the most that it can")
+            return Row("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way")
+        return Row("ok", f"{said}; its link is {most}, the most that it can")
 
 
 def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:

@@ -11,7 +11,7 @@ from infinity.base import pci
 from infinity.base.control_groups import groups, processors_allowed
 from infinity.base.small_files import text_of
 from infinity.cli.doctor.mends import container_kind, restarted
-from infinity.cli.doctor.rows import Found
+from infinity.cli.doctor.rows import Row
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
 
@@ -21,65 +21,65 @@ _SHARED_BYTES = 1 << 30
 _SHM = Path("/dev/shm")
 
 
-def threads(config: SwapConfig, root: Path = _ROOT) -> Found:
+def threads(config: SwapConfig, root: Path = _ROOT) -> Row:
     """The threads of the update beside the cores that they get. Imports torch."""
     from infinity.plan.budgets import update_threads
 
     wanted, quota = update_threads(config), processors_allowed(root)
     said = f"{wanted} for the update, of {os.cpu_count()} cores"
     if quota is None or wanted <= math.ceil(quota):
-        return Found("ok", said)
+        return Row("ok", said)
     said += f", and the control group's quota is worth {quota:g} of them"
-    return Found("slower", f"{said}: threads wait for each other", f"export OMP_NUM_THREADS={max(int(quota), 1)}")
+    return Row("slower", f"{said}: threads wait for each other", f"export OMP_NUM_THREADS={max(int(quota), 1)}")
 
 
-def container(root: Path = _ROOT) -> Found:
-    return Found("ok", container_kind(root) or "none")
+def container(root: Path = _ROOT) -> Row:
+    return Row("ok", container_kind(root) or "none")
 
 
-def shared(place: Path = _SHM, root: Path = _ROOT) -> Found:
+def shared(place: Path = _SHM, root: Path = _ROOT) -> Row:
     """Shared memory, which DataLoader workers and several ranks need."""
     try:
         info = os.statvfs(place)
     except OSError as error:
-        return Found("slower", f"{error.strerror}: DataLoader workers and several ranks on GPUs need it")
+        return Row("slower", f"{error.strerror}: DataLoader workers and several ranks on GPUs need it")
     total = info.f_blocks * info.f_frsize
     if total >= _SHARED_BYTES:
-        return Found("ok", format_bytes(total))
+        return Row("ok", format_bytes(total))
     said = f"{format_bytes(total)}: DataLoader workers and several ranks on GPUs may need more"
-    return Found("slower", said, restarted("--shm-size 8g", root) or f"sudo mount -o remount,size=8G {place}")
+    return Row("slower", said, restarted("--shm-size 8g", root) or f"sudo mount -o remount,size=8G {place}")
 
 
-def io_limit(root: Path = _ROOT) -> Found:
+def io_limit(root: Path = _ROOT) -> Row:
     """How far the control groups hold the disks back, innermost first."""
     limits = dict.fromkeys(text_of(group / "io.max") for group in groups("io", root))
     said = "; ".join(filter(None, limits))
-    return Found("slower", f"io.max of the control group: {said}") if said else Found("ok", "none")
+    return Row("slower", f"io.max of the control group: {said}") if said else Row("ok", "none")
 
 
 # -- NUMA --------------------------------------------------------------------------------------------------------------
 
 
-def places(paths: Sequence[Path], root: Path = _ROOT) -> Found:
+def places(paths: Sequence[Path], root: Path = _ROOT) -> Row:
     """Whether disks and GPUs are at one node. Args: paths: directories that are there, on the disks of the run."""
     if len(node_processors(root)) < 2:
-        return Found("ok", "one node has all")
+        return Row("ok", "one node has all")
     disks = {str(path): node for path, node in _nodes_of(paths, root)}
     cards = {f"{gpu.vendor} at {gpu.address}": gpu.numa_node for gpu in pci.gpus(root)}
     there = disks | cards
     said = "; ".join(f"{name}: {'not told' if node is None else f'node {node}'}" for name, node in there.items())
     if None in there.values():
-        return Found("unknown", said)
+        return Row("unknown", said)
     if len({*there.values()}) > 1:
-        return Found("slower", f"{said}. What goes between nodes is slower: use disks at the GPU's node")
-    return Found("ok", said)
+        return Row("slower", f"{said}. What goes between nodes is slower: use disks at the GPU's node")
+    return Row("ok", said)
 
 
-def binding(paths: Sequence[Path], root: Path = _ROOT) -> Found:
+def binding(paths: Sequence[Path], root: Path = _ROOT) -> Row:
     """Whether this process may run at the node of the GPU, or of the disks without one."""
     there = node_processors(root)
     if len(there) < 2:
-        return Found("ok", "one node has all")
+        return Row("ok", "one node has all")
     mine = os.sched_getaffinity(0)
     runs_at = {node for node, cpus in there.items() if mine & cpus}
     cards = {gpu.numa_node for gpu in pci.gpus(root) if gpu.numa_node is not None}
@@ -89,10 +89,10 @@ def binding(paths: Sequence[Path], root: Path = _ROOT) -> Found:
     if len(wanted) == 1 and not wanted <= runs_at:
         (node,) = wanted
         mend = f"numactl --cpunodebind={node} --membind={node} infinity …"
-        return Found("slower", f"{said}; {whose} at node {node}", mend)
+        return Row("slower", f"{said}; {whose} at node {node}", mend)
     if runs_at == there.keys():
-        return Found("ok", f"not bound: infinity takes memory and threads where {whose} itself")
-    return Found("ok", said)
+        return Row("ok", f"not bound: infinity takes memory and threads where {whose} itself")
+    return Row("ok", said)
 
 
 def node_processors(root: Path = _ROOT) -> dict[int, set[int]]:

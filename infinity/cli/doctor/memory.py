@@ -7,7 +7,7 @@ from pathlib import Path
 
 from infinity.base.small_files import chosen, fields, number_in, text_of
 from infinity.cli.doctor.mends import restarted, written
-from infinity.cli.doctor.rows import Found
+from infinity.cli.doctor.rows import Row
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
 
@@ -17,7 +17,7 @@ _LIMITS_FILE = "/etc/security/limits.d/90-infinity.conf"
 _CAP_IPC_LOCK = 14
 
 
-def ram(config: SwapConfig, root: Path = _ROOT) -> Found:
+def ram(config: SwapConfig, root: Path = _ROOT) -> Row:
     import psutil
 
     from infinity.base.control_groups import memory_limits
@@ -29,23 +29,23 @@ def ram(config: SwapConfig, root: Path = _ROOT) -> Found:
     said += f"; the control group allows {format_bytes(min(limits))}" if limits else ""
     wanted = config.memory.host
     if wanted is not None and wanted > left:
-        return Found(
+        return Row(
             "missing",
             f"{said}; memory.host is {format_bytes(wanted)}: lower it, or leave it out, which takes what there is",
         )
-    return Found("ok", said)
+    return Row("ok", said)
 
 
-def huge_pages(root: Path = _ROOT) -> Found:
+def huge_pages(root: Path = _ROOT) -> Row:
     setting = chosen(text_of(root / _THP[1:]))
     if setting in ("always", "madvise"):
-        return Found("ok", setting)
+        return Row("ok", setting)
     if not setting:
-        return Found("unknown", "the kernel does not say")
-    return Found("slower", f"{setting}: infinity's memory is in pages of 4 KiB", written("madvise", _THP))
+        return Row("unknown", "the kernel does not say")
+    return Row("slower", f"{setting}: infinity's memory is in pages of 4 KiB", written("madvise", _THP))
 
 
-def locked(config: SwapConfig, root: Path = _ROOT) -> Found:
+def locked(config: SwapConfig, root: Path = _ROOT) -> Row:
     """The limit of locked memory beside what a run registers with io_uring. Imports torch."""
     from infinity.base.machine import available_host_bytes
     from infinity.plan.planner import HOST_SHARE
@@ -54,15 +54,15 @@ def locked(config: SwapConfig, root: Path = _ROOT) -> Found:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     said = f"a run registers up to {format_bytes(wanted)} (memory.host)"
     if soft == resource.RLIM_INFINITY:
-        return Found("ok", f"no limit; {said}")
+        return Row("ok", f"no limit; {said}")
     said = f"limit {format_bytes(soft)}; {said}"
     capabilities = number_in(dict(fields(text_of(root / "proc/self/status"))).get("CapEff", ""), 16) or 0
     if capabilities >> _CAP_IPC_LOCK & 1:
-        return Found("ok", f"{said}; this process may exceed it")
+        return Row("ok", f"{said}; this process may exceed it")
     if soft >= wanted:
-        return Found("ok", said)
+        return Row("ok", said)
     mend = restarted("--ulimit memlock=-1", root)
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         mend = f"ulimit -l {'unlimited' if hard == resource.RLIM_INFINITY else hard >> 10}"
     mend = mend or f'echo "$USER - memlock unlimited" | sudo tee {_LIMITS_FILE}  # then log in again'
-    return Found("slower", f"{said}. Beyond it transfers take more processor time", mend)
+    return Row("slower", f"{said}. Beyond it transfers take more processor time", mend)

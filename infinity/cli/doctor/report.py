@@ -8,7 +8,6 @@ order: section, what, finding, state ('ok', 'slower', 'missing' or 'unknown') an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import platform
 import pwd
@@ -83,7 +82,10 @@ def to_issue(rows: Sequence[Row], paths: Sequence[Path], version: str, width: in
     """
     private = {str(each): f"SWAP_DIR_{at}" for at, path in enumerate(paths, 1) for each in (path, path.absolute())}
     private |= _names()
-    told = [Row(_without(private, row.section), row.what, _without(private, row.finding), row.state) for row in rows]
+    told = [
+        row._replace(section=_without(private, row.section), finding=_without(private, row.finding), mend="")
+        for row in rows
+    ]
     machine = f"infinity {version} on {platform.system()} {platform.machine()}"
     return (
         f"<details><summary>{machine}: {verdict(rows)}</summary>\n\n```text\n{to_text(told, width)}\n```\n\n</details>"
@@ -112,7 +114,7 @@ def to_json(rows: Sequence[Row], version: str) -> dict[str, Any]:
         "infinity": version,
         "verdict": verdict(rows),
         "ready": is_ready(rows),
-        "rows": [dataclasses.asdict(row) for row in rows],
+        "rows": [row._asdict() for row in rows],
     }
 
 

@@ -12,31 +12,21 @@ _LIMIT_S = 20
 State: TypeAlias = Literal["ok", "slower", "missing", "unknown"]
 
 
-class Found(NamedTuple):
-    """What a probe found.
+class Row(NamedTuple):
+    """One line of the report: what a probe found.
 
     Attributes:
         state: missing: a run cannot work without it, or not as asked; slower: it works, and something costs speed, or
             soon will; unknown: it could not be found out, which `finding` explains.
         mend: a command for the shell that mends it; '' where there is none, or nothing to mend.
-        name: of the row, where the probe has several; '': the probe's.
+        what, section: '' where they are those of the probe.
     """
 
     state: State
     finding: str
     mend: str = ""
-    name: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the report: `what`, of the section, is so."""
-
-    section: str
-    what: str
-    finding: str
-    state: State
-    mend: str = ""
+    what: str = ""
+    section: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,11 +35,12 @@ class Probe:
 
     section: str
     what: str
-    look: Callable[[], Found | Sequence[Found]]
+    look: Callable[[], Row | Sequence[Row]]
 
-    def rows(self, found: Found | Sequence[Found]) -> list[Row]:
-        each = [found] if isinstance(found, Found) else found
-        return [Row(self.section, one.name or self.what, one.finding, one.state, one.mend) for one in each]
+    def rows(self, found: Row | Sequence[Row]) -> list[Row]:
+        """What it found, with its names."""
+        each = [found] if isinstance(found, Row) else found
+        return [row._replace(what=row.what or self.what, section=self.section) for row in each]
 
 
 @dataclass(frozen=True)
@@ -69,7 +60,7 @@ class Probes:
     def of(
         cls,
         section: str,
-        looks: Mapping[str, Callable[[], Found | Sequence[Found]]],
+        looks: Mapping[str, Callable[[], Row | Sequence[Row]]],
         limit_s: float = _LIMIT_S,
         leaves: Path | None = None,
     ) -> Probes:

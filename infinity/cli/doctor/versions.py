@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import infinity
 from infinity.cli.doctor.mends import pip_install, python
-from infinity.cli.doctor.rows import Found, State
+from infinity.cli.doctor.rows import Row, State
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -23,23 +23,23 @@ _OPTIONAL = ("trl", "peft", "datasets", "lightning", "bitsandbytes")
 """What scripts and some commands use, in the versions of infinity's extras."""
 
 
-def system() -> Found:
+def system() -> Row:
     said = f"{platform.system()} {platform.release()}, {'-'.join(filter(None, platform.libc_ver())) or 'no glibc'}"
     if platform.system() != "Linux":
-        return Found("missing", f"{said}; infinity runs on Linux")
-    return Found("ok", said)
+        return Row("missing", f"{said}; infinity runs on Linux")
+    return Row("ok", said)
 
 
-def python_version() -> Found:
-    return Found("ok", platform.python_version())
+def python_version() -> Row:
+    return Row("ok", platform.python_version())
 
 
-def infinity_version() -> Found:
+def infinity_version() -> Row:
     """Raises PackageNotFoundError where infinity runs without being installed."""
-    return Found("ok", metadata.version(_DISTRIBUTION))
+    return Row("ok", metadata.version(_DISTRIBUTION))
 
 
-def imported() -> Found:
+def imported() -> Row:
     """What a script in this directory imports as infinity. PyPI has another package of that name: infinity.py."""
     asked = "import importlib.util as u; found = u.find_spec('infinity'); print(found.origin if found else '')"
     line = [sys.executable, "-c", asked]
@@ -53,27 +53,25 @@ def imported() -> Found:
     if not os.path.exists(origin) or not os.path.samefile(origin, str(infinity.__file__)):
         said = f"`import infinity` finds {origin or 'nothing'} here, and not this infinity"
         if other:
-            return Found("missing", f"{said}; {other}", f"{away} && {again}")
-        return Found("missing", f"{said}: rename it, or start scripts elsewhere" if origin else said)
+            return Row("missing", f"{said}; {other}", f"{away} && {again}")
+        return Row("missing", f"{said}: rename it, or start scripts elsewhere" if origin else said)
     if other:
-        return Found(
-            "slower", f"{other} as well: `import infinity` finds infinity, and what needs the other fails", away
-        )
-    return Found("ok", "finds infinity")
+        return Row("slower", f"{other} as well: `import infinity` finds infinity, and what needs the other fails", away)
+    return Row("ok", "finds infinity")
 
 
-def required() -> Found:
+def required() -> Row:
     """The libraries that infinity needs."""
     return _judged([each for each in _requirements() if each.marker is None], "missing")
 
 
-def optional() -> Found:
+def optional() -> Row:
     """Of the libraries that scripts and some commands use those that are installed."""
     there = {each.name: each for each in _requirements() if each.name in _OPTIONAL and _version(each.name)}
     return _judged(there.values(), "slower")
 
 
-def _judged(asked: Iterable[Requirement], otherwise: State) -> Found:
+def _judged(asked: Iterable[Requirement], otherwise: State) -> Row:
     """Args: otherwise: the state where one of these is not there, or too old."""
     said, wrong = [], []
     for each in asked:
@@ -81,7 +79,7 @@ def _judged(asked: Iterable[Requirement], otherwise: State) -> Found:
         fits = version is not None and each.specifier.contains(version, prereleases=True)
         said.append(f"{each.name} {version or 'not installed'}{'' if fits else f' (needed: {each.specifier})'}")
         wrong += [] if fits else [f"{each.name}{each.specifier}"]
-    return Found(otherwise if wrong else "ok", ", ".join(said) or "none", pip_install(*wrong) if wrong else "")
+    return Row(otherwise if wrong else "ok", ", ".join(said) or "none", pip_install(*wrong) if wrong else "")
 
 
 def _version(name: str) -> str | None:

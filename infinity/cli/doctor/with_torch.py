@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from infinity.cli.doctor.machine import threads
 from infinity.cli.doctor.memory import locked
 from infinity.cli.doctor.mends import pip_install
-from infinity.cli.doctor.rows import Found, Probe, Probes
+from infinity.cli.doctor.rows import Probe, Probes, Row
 from infinity.config import SwapConfig
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
 
         return Gpus(config, root)
 
-    def build() -> Found:
+    def build() -> Row:
         try:
             import torch  # noqa: F401
         except (ImportError, OSError) as error:
-            return Found("missing", f"cannot be imported: {error}", pip_install("torch>=2.6", how="--force-reinstall"))
+            return Row("missing", f"cannot be imported: {error}", pip_install("torch>=2.6", how="--force-reinstall"))
         return gpus().build()
 
     probes = [
@@ -47,7 +47,7 @@ def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
     return Probes(probes, _LIMIT_S)
 
 
-def processor(root: Path = _ROOT) -> Found:
+def processor(root: Path = _ROOT) -> Row:
     """The processor and, where it computes, the default of --dtype. A default of fp32 is a warning: it is slow."""
     from infinity.base.accelerator import current_device
     from infinity.cli import machine_facts
@@ -56,9 +56,9 @@ def processor(root: Path = _ROOT) -> Found:
     model = machine_facts.processor(root).model or "a processor without a name"
     device = current_device().type
     if device != "cpu":
-        return Found("ok", model)
+        return Row("ok", model)
     name, why = default_dtype(device, root)
     if name == "fp32":
         twice = "takes twice the memory of 16 bits for weights and gradients"
-        return Found("slower", f"{model}; {why}, so --dtype is fp32 by default, which {twice}")
-    return Found("ok", f"{model}; {why}, so --dtype is {name} by default")
+        return Row("slower", f"{model}; {why}, so --dtype is fp32 by default, which {twice}")
+    return Row("ok", f"{model}; {why}, so --dtype is {name} by default")

@@ -14,26 +14,26 @@ import pytest
 from infinity.cli.doctor import apart
 from infinity.cli.doctor.apart import ends, look, new_name
 from infinity.cli.doctor.command import _terminate
-from infinity.cli.doctor.rows import Found, Probe, Probes, Row
+from infinity.cli.doctor.rows import Probe, Probes, Row
 from tests.processes import Forked
 
 LONG_S = 60
 
 
-def good() -> Found:
-    return Found("ok", "well")
+def good() -> Row:
+    return Row("ok", "well")
 
 
-def fails() -> Found:
+def fails() -> Row:
     raise RuntimeError("two\nlines")
 
 
-def hangs() -> Found:
+def hangs() -> Row:
     signal.pause()
     return good()
 
 
-def crashes() -> Found:
+def crashes() -> Row:
     os.kill(os.getpid(), signal.SIGKILL)
     return hangs()
 
@@ -47,12 +47,12 @@ def states(rows: Sequence[Row]) -> list[tuple[str, str]]:
 
 
 def test_rows_come_in_order_from_all_processes() -> None:
-    def several() -> list[Found]:
-        return [Found("ok", "a", name="first"), Found("slower", "b", "mend it", name="second")]
+    def several() -> list[Row]:
+        return [Row("ok", "a", what="first"), Row("slower", "b", "mend it", what="second")]
 
     rows = look([group(good, several), group(good), Probes([], LONG_S)])
     assert [row.what for row in rows] == ["probe 0", "first", "second", "probe 0"]
-    assert rows[2] == Row("section", "second", "b", "slower", "mend it")
+    assert rows[2] == Row("slower", "b", "mend it", "second", "section")
 
 
 def test_an_error_is_an_unknown_row_and_the_next_probe_goes_on() -> None:
@@ -91,7 +91,7 @@ def test_a_process_that_does_not_die_is_left_and_its_file_is_named(
 def test_the_file_of_a_process_that_was_ended_is_removed(tmp_path: Path) -> None:
     left = new_name(tmp_path)
 
-    def leaves() -> Found:
+    def leaves() -> Row:
         left.touch()
         return hangs()
 
@@ -100,7 +100,7 @@ def test_the_file_of_a_process_that_was_ended_is_removed(tmp_path: Path) -> None
 
 
 def test_nothing_that_a_probe_prints_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    def prints() -> Found:
+    def prints() -> Row:
         os.write(1, b"out")
         os.write(2, b"err")
         return good()
@@ -121,7 +121,7 @@ def children() -> list[str]:
 
 
 def test_a_large_answer_is_taken_whole() -> None:
-    (row,) = look([group(lambda: Found("ok", "x" * 3000))])
+    (row,) = look([group(lambda: Row("ok", "x" * 3000))])
     assert len(row.finding) == 3000
 
 
@@ -136,12 +136,12 @@ def _is_asked_to_end(left: Path, begun: Path) -> int:
     os.setsid()
     signal.signal(signal.SIGTERM, _terminate)
 
-    def leaves() -> Found:
+    def leaves() -> Row:
         left.touch()
         signal.pause()
         return good()
 
-    def begins() -> Found:
+    def begins() -> Row:
         begun.touch()
         return good()
 

@@ -15,6 +15,7 @@ from infinity import _native
 from infinity.cli.doctor import disks
 from infinity.cli.doctor.apart import look
 from infinity.cli.doctor.disks import Disk, disk
+from infinity.cli.doctor.rows import Row
 from infinity.cli.endurance import Endurance
 from infinity.io.profile import DiskProfile, save_profile
 from tests.io.test_disks import mounts, nvme, place, write
@@ -59,8 +60,8 @@ def as_user(monkeypatch: pytest.MonkeyPatch, *writable: Path) -> None:
 
 
 def test_a_directory_that_is_there_or_can_be_made_is_good(swap: Path) -> None:
-    assert Disk(swap).directory() == ("ok", "can be written to", "", "")
-    assert Disk(swap / "new").directory() == ("ok", "is made by the run", "", "")
+    assert Disk(swap).directory() == Row("ok", "can be written to")
+    assert Disk(swap / "new").directory() == Row("ok", "is made by the run")
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -129,11 +130,8 @@ def test_a_file_system_that_is_mounted_for_reading_is_missing(
     mounted("ext4", "ro")
     looks = Disk(swap, root)
     monkeypatch.setattr(Disk, "_is_read_only", True)
-    assert looks.filesystem() == (
-        "missing",
-        "ext4, mounted ro: nothing can be written",
-        f"sudo mount -o remount,rw {swap}",
-        "",
+    assert looks.filesystem() == Row(
+        "missing", "ext4, mounted ro: nothing can be written", f"sudo mount -o remount,rw {swap}"
     )
 
 
@@ -216,7 +214,7 @@ def test_a_scheduler_that_works_for_nothing_is_slower(root: Path, swap: Path) ->
 def test_a_scheduler_that_is_fine_or_not_told_is_no_fault(root: Path, swap: Path) -> None:
     assert Disk(swap, root).scheduler().state == "ok"
     place(root, swap, nvme(root, "nvme0"))
-    assert Disk(swap, root).scheduler() == ("ok", "none", "", "")
+    assert Disk(swap, root).scheduler() == Row("ok", "none")
 
 
 # ------------------------------------------------------------------------------------------------ direct I/O
@@ -289,11 +287,8 @@ def test_a_disk_that_was_measured_says_its_rates(swap: Path, monkeypatch: pytest
             measured="2026-11-21",
         ),
     )
-    assert Disk(swap / "new").measured() == (
-        "ok",
-        "3.00 GB/s reading, 2.00 overwriting, 2.50 both, measured 2026-11-21",
-        "",
-        "",
+    assert Disk(swap / "new").measured() == Row(
+        "ok", "3.00 GB/s reading, 2.00 overwriting, 2.50 both, measured 2026-11-21"
     )
 
 
@@ -338,7 +333,7 @@ def test_wear_that_is_not_told_is_unknown_and_the_command_is_named(
 
 def test_a_virtual_disk_tells_no_wear(root: Path, swap: Path) -> None:
     place(root, swap, "sys/devices/pci0000:00/virtio1/block/vda")
-    assert Disk(swap, root).wear() == ("ok", "not asked of virtual disks", "", "")
+    assert Disk(swap, root).wear() == Row("ok", "not asked of virtual disks")
 
 
 def test_all_rows_are_there_and_nothing_is_left(swap: Path) -> None:

@@ -13,7 +13,7 @@ from infinity.base import accelerator, c_runtime, pci
 from infinity.base.accelerator import DeviceFacts, TorchAccelerator
 from infinity.cli.doctor import gpu
 from infinity.cli.doctor.gpu import Copies, Gpus, measure
-from infinity.cli.doctor.rows import Found
+from infinity.cli.doctor.rows import Row
 from infinity.config import SwapConfig
 from tests.base.test_pci import card, put
 from tests.bench.gpu import fake_cuda
@@ -59,9 +59,9 @@ def link(root: Path, most: str = "16.0 GT/s PCIe", now: str = "16.0 GT/s PCIe", 
 def test_without_a_gpu_the_cpu_computes(none: Any, tmp_path: Path) -> None:
     none(has_runtime=False)
     gpus = Gpus(SwapConfig(), tmp_path)
-    assert gpus.found() == [Found("ok", "none: the CPU computes")]
+    assert gpus.found() == [Row("ok", "none: the CPU computes")]
     assert gpus.build().state == "ok"
-    assert gpus.entry_points() == gpus.copies() == [Found("ok", "no GPU is used")]
+    assert gpus.entry_points() == gpus.copies() == [Row("ok", "no GPU is used")]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_without_a_gpu_budgets_that_ram_does_not_have_are_missing(
     none(has_runtime=False)
     write(tmp_path, {"sys/fs/cgroup/memory.max": str(64 << 20), "sys/fs/cgroup/memory.current": str(16 << 20)})
     found = Gpus(SwapConfig.model_validate({"memory": memory}), tmp_path).found()[1:]
-    assert [(row.state, row.name) for row in found] == ([("missing", "memory.device")] if said else [])
+    assert [(row.state, row.what) for row in found] == ([("missing", "memory.device")] if said else [])
     for row in found:
         assert row.finding.startswith(said)
         assert "set memory: {host: 24MiB, device: 12MiB}" in row.finding
@@ -138,11 +138,11 @@ def test_a_gpu_is_described_pinned_copied_to_and_called(fake: Fake, tmp_path: Pa
     link(tmp_path)
     gpus = Gpus(SwapConfig(), tmp_path)
     assert gpus.found() == [
-        Found("ok", "FAST GPU, compute capability 9.0, 80.00 GiB, of which 79.00 GiB are free", name="cpu")
+        Row("ok", "FAST GPU, compute capability 9.0, 80.00 GiB, of which 79.00 GiB are free", what="cpu")
     ]
     assert gpus.build().state == "ok"
     rows = [*gpus.entry_points(), *gpus.copies()]
-    assert [row.name for row in rows] == ["cpu runtime", "cpu copies"]
+    assert [row.what for row in rows] == ["cpu runtime", "cpu copies"]
     assert rows[0].state == "ok"
     assert "GB/s down; its link" in rows[1].finding
 

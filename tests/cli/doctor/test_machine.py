@@ -10,6 +10,7 @@ import pytest
 
 from infinity.cli.doctor import machine
 from infinity.cli.doctor.machine import binding, container, io_limit, node_processors, places, shared, threads
+from infinity.cli.doctor.rows import Row
 from infinity.config import SwapConfig
 from tests.base.test_pci import card
 from tests.io.test_disks import nvme, place, write
@@ -74,10 +75,10 @@ def test_no_shared_memory_is_slower(root: Path) -> None:
 
 
 def test_a_control_group_that_holds_disks_back_is_slower(root: Path) -> None:
-    assert io_limit(root) == ("ok", "none", "", "")
+    assert io_limit(root) == Row("ok", "none")
     files = {"proc/self/cgroup": "0::/jobs/one", "sys/fs/cgroup/jobs/one/io.max": "259:0 rbps=1000 wbps=max"}
     write(root, files)
-    assert io_limit(root) == ("slower", "io.max of the control group: 259:0 rbps=1000 wbps=max", "", "")
+    assert io_limit(root) == Row("slower", "io.max of the control group: 259:0 rbps=1000 wbps=max")
 
 
 def test_limits_of_outer_groups_count_beside_version_1_too(root: Path) -> None:

@@ -13,7 +13,7 @@ from infinity.cli.doctor.rows import Row, State
 
 
 def rows(*states: State) -> list[Row]:
-    return [Row("section", f"row {at}", "found", state) for at, state in enumerate(states)]
+    return [Row(state, "found", "", f"row {at}", "section") for at, state in enumerate(states)]
 
 
 @pytest.mark.parametrize(
@@ -36,12 +36,12 @@ def test_the_verdict_is_one_sentence(states: list[State], said: str, ready: bool
 
 
 def test_rows_of_one_section_stand_together() -> None:
-    mixed = [Row("b", "1", "", "ok"), Row("a", "2", "", "ok"), Row("b", "3", "", "ok")]
+    mixed = [Row("ok", "", "", name, section) for section, name in ("b1", "a2", "b3")]
     assert [row.what for row in ordered(mixed)] == ["1", "3", "2"]
 
 
 def test_a_long_finding_is_wrapped_and_a_command_is_not() -> None:
-    row = Row("disk", "free space", "word " * 60, "slower", "command " * 30)
+    row = Row("slower", "word " * 60, "command " * 30, "free space", "disk")
     lines = to_text([row], 80).splitlines()
     assert lines[2] == "disk"
     assert lines[3].startswith("  slower   free space            word word")
@@ -51,12 +51,12 @@ def test_a_long_finding_is_wrapped_and_a_command_is_not() -> None:
 
 
 def test_a_narrow_terminal_does_not_break_words() -> None:
-    row = Row("disk", "a name that is longer than its column", "found", "ok")
+    row = Row("ok", "found", "", "a name that is longer than its column", "disk")
     assert "a name that is longer than its column found" in to_text([row], 5)
 
 
 def test_escape_sequences_of_names_are_spelled_out() -> None:
-    text = to_text([Row("disk /\x1b[2J", "what", "\x1b]0;x\x07", "ok", "echo \x1b")], 120)
+    text = to_text([Row("ok", "\x1b]0;x\x07", "echo \x1b", "what", "disk /\x1b[2J")], 120)
     assert "\x1b" not in text
     assert "\\x1b" in text
 
@@ -88,7 +88,7 @@ def test_what_is_pasted_into_an_issue_names_nobody(finding: str, told: str, monk
     for name, value in (("HOME", "/home/eve"), ("USER", "eve")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(platform, "node", lambda: "box7")
-    row = Row("disk /swaps/a b", "what", finding, "missing", "rm /home/eve/x")
+    row = Row("missing", finding, "rm /home/eve/x", "what", "disk /swaps/a b")
     said = to_issue([row], [Path("/swaps/a b")], "1.0", 200)
     assert "\ndisk SWAP_DIR_1\n" in said
     assert f"  missing  what                  {told}\n```" in said
