@@ -12,7 +12,7 @@ from infinity import _native
 from infinity.cli.bench.options import SIZE_MIN, BenchOptions
 from infinity.cli.bench.report import PathReport, Survey, swap_config
 from infinity.cli.bench.scratch import Scratch
-from infinity.cli.bench.sustained import Minute, sustain
+from infinity.cli.bench.sustained import sustain
 from infinity.cli.bench.sweep import Point, Sweep, most_written
 from infinity.cli.bench.workload import Rig, Workload, verify
 from infinity.echo import one_line
@@ -107,8 +107,8 @@ def _say_point(point: Point) -> None:
     _say(f"{setting}{point.rate / 1e9:6.2f} GB/s ± {point.spread:.0%}")
 
 
-def _say_minute(minute: Minute) -> None:
-    _say(f"overwriting, a minute: {minute.rate / 1e9:.2f} GB/s, {format_bytes(minute.written_bytes)} written")
+def _say_minute(rate: float, written_bytes: int) -> None:
+    _say(f"overwriting, a minute: {rate / 1e9:.2f} GB/s, {format_bytes(written_bytes)} written")
 
 
 def _sample_bytes(rig: Rig, engine: str) -> int:

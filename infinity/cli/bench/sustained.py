@@ -15,57 +15,39 @@ _SETTLED = 0.05
 
 
 @dataclass(frozen=True)
-class Minute:
-    """Bytes per second of one minute of overwriting."""
-
-    rate: float
-    written_bytes: int
-
-
-@dataclass(frozen=True)
 class Sustained:
-    """All minutes; the last is the sustained rate when `settled`."""
+    """Bytes per second of each minute; the last is the sustained rate when `settled`."""
 
-    minutes: Sequence[Minute]
+    rates: Sequence[float]
+    written_bytes: int
     settled: bool
-
-    @property
-    def written_bytes(self) -> int:
-        return sum(minute.written_bytes for minute in self.minutes)
 
 
 def settled(rates: Sequence[float]) -> bool:
     """Less than 5 % between each two of the last three minutes: once may be chance."""
-    if len(rates) < 3:
-        return False
     last = rates[-3:]
-    return all(abs(after - before) < _SETTLED * before for before, after in itertools.pairwise(last))
+    return len(last) == 3 and all(abs(after - before) < _SETTLED * before for before, after in itertools.pairwise(last))
 
 
-def sustain(
-    rig: Rig,
-    workload: Workload,
-    limit_s: float,
-    say: Callable[[Minute], None] = lambda _: None,
-    minute_s: float = _MINUTE_S,
-) -> Sustained:
+def sustain(rig: Rig, workload: Workload, limit_s: float, say: Callable[[float, int], None]) -> Sustained:
     """Overwrite the file again and again, a minute at a time.
 
     Args:
         limit_s: stop after so long in any case.
-        minute_s: for tests.
+        say: told the rate of each minute, and the bytes that were written in it.
 
     Raises:
         BenchError: the disk failed.
     """
-    minutes: list[Minute] = []
+    rates, in_all = list[float](), 0
     end = time.monotonic() + limit_s
-    while time.monotonic() < end and not settled([minute.rate for minute in minutes]):
+    while time.monotonic() < end and not settled(rates):
         began, written, busy = time.monotonic(), 0, 0.0
-        while time.monotonic() - began < minute_s:
+        while time.monotonic() - began < _MINUTE_S:
             sample = rig.run(workload)
             written += sample.nbytes
             busy += sample.seconds
-        minutes.append(Minute(written / busy, written))
-        say(minutes[-1])
-    return Sustained(tuple(minutes), settled([minute.rate for minute in minutes]))
+        rates.append(written / busy)
+        in_all += written
+        say(rates[-1], written)
+    return Sustained(rates, in_all, settled(rates))

@@ -56,25 +56,13 @@ class Sweep:
         say: told about every point.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        rig: Rig,
-        sample_bytes: int,
-        engine: str,
-        say: Callable[[Point], None] = lambda _: None,
-    ) -> None:
-        self._directory = directory
-        self._rig = rig
-        self._sample_bytes = sample_bytes
-        self._engine = engine
-        self._say = say
+    def __init__(self, directory: Path, rig: Rig, sample_bytes: int, engine: str, say: Callable[[Point], None]) -> None:
+        self._directory, self._rig, self._sample_bytes = directory, rig, sample_bytes
+        self._engine, self._say = engine, say
         self._points: dict[tuple[Kind, int, int], Point] = {}
 
     def run(self) -> DiskProfile:
         """The settings to use. Raises BenchError: the disk failed, or returned wrong data."""
-        for kind in ("read", "overwrite"):
-            self._find_depth(kind)
         depth = max(self._best_depth(kind) for kind in ("read", "overwrite"))
         for block in (each for each in BLOCKS if 2 * each <= self._sample_bytes):  # a read beside a write
             self._measure_both(block, max(min(depth * _MIDDLE_BLOCK // block, 256), _DEPTH_MIN))
@@ -102,19 +90,17 @@ class Sweep:
     def written_bytes(self) -> int:
         return int(sum(WRITTEN_SHARE[point.kind] for point in self.points) * _REPEATS * self._sample_bytes)
 
-    def _find_depth(self, kind: Kind) -> None:
-        """Deeper until two steps in a row bring less than 5 %."""
-        best, idle = 0.0, 0
+    def _best_depth(self, kind: Kind) -> int:
+        """At 1 MiB. Deeper until two steps in a row bring less than 5 %."""
+        best, idle, tried = 0.0, 0, list[tuple[int, int]]()
         for depth in DEPTHS:
             rate = self._point(kind, _MIDDLE_BLOCK, depth).rate
+            tried.append((_MIDDLE_BLOCK, depth))
             idle = 0 if rate > best * _GAIN else idle + 1
             best = max(best, rate)
             if idle == 2:
-                return
-
-    def _best_depth(self, kind: Kind) -> int:
-        depths = [depth for depth in DEPTHS if (kind, _MIDDLE_BLOCK, depth) in self._points]
-        return self._economical(kind, [(_MIDDLE_BLOCK, depth) for depth in depths])[1]
+                break
+        return self._economical(kind, tried)[1]
 
     def _economical(self, kind: Kind, settings: Sequence[tuple[int, int]]) -> tuple[int, int]:
         """The one with the fewest bytes in flight among those within 5 % of the fastest."""

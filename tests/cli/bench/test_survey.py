@@ -95,8 +95,6 @@ def test_sustained_writing_goes_on_until_the_rate_settles(
     from infinity.cli.bench import sustained
 
     monkeypatch.setattr(sustained, "_MINUTE_S", 0.05)
-    defaults = sustained.sustain.__defaults__
-    monkeypatch.setattr(sustained.sustain, "__defaults__", (defaults[0], 0.05))
     assert main(["--path", str(tmp_path), "--sustained", "--limit-s", "3", *SMALL]) == 0
     assert re.search(r"overwriting, a minute: \d+\.\d\d GB/s, [\d.]+ [KMG]iB written", capsys.readouterr().out)
 
