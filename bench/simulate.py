@@ -25,12 +25,11 @@ from typing import Any
 
 from simulation import gpu_rows
 from simulation.calibration import predict, rates
+from simulation.machine import MACHINES
 from simulation.policies import POLICIES, policy
 from simulation.report import calibration_table, compared, gpu_table, plot, tables
 from simulation.scenario import simulate, summary
 from simulation.shapes import SHAPES, task_of
-
-from infinity.cli.planning.machines import MACHINES
 
 MOMENTS = ("fp32", "int8")
 

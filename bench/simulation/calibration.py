@@ -25,7 +25,7 @@ from typing import Any
 from peers.contenders import setting_of
 from peers.workload import Workload
 
-from infinity.cli.planning.rates import Machine
+from simulation.machine import SimulatedMachine
 from simulation.scenario import simulate
 from simulation.shapes import Task, task_of
 
@@ -46,7 +46,7 @@ _VISIT_S = 2.2e-4
 (2026-11-22-overhead.json); what it takes in RAM is in the measured compute."""
 
 
-def machine_of(measured: Mapping[str, Any], task: Task, number: int) -> Machine:
+def machine_of(measured: Mapping[str, Any], task: Task, number: int) -> SimulatedMachine:
     """This machine as it was in one round."""
     work, cores = measured["workload"], measured["machine"]["cores"]
     alone = _of_round(measured["steps"]["processor"], number)
@@ -54,7 +54,7 @@ def machine_of(measured: Mapping[str, Any], task: Task, number: int) -> Machine:
     compute_s = alone["seconds"] - counters["update_s"] - counters["gradient_s"]
     share = min(alone["cpu_seconds"] / alone["seconds"] / _QUIET_SHARE[bool(work["recompute"])], 1.0)
     adam = task.numel / counters["adam_s"] / share
-    return Machine(
+    return SimulatedMachine(
         name="this machine",
         cores=cores,
         dram=max(_DRAM, adam * 26),

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from infinity.cli.planning.rates import Machine
 from simulation.clock import Clock, Future, when_all
 from simulation.fluid import TRANSFER, Activity, Fluid
+from simulation.machine import SimulatedMachine
 
 CLASSES = ("weights", "activations", "states", "writeback")
 
@@ -23,7 +23,7 @@ CLASSES = ("weights", "activations", "states", "writeback")
 class Disk:
     """As _native.IOEngine. Attributes: read_bytes, written_bytes: so far."""
 
-    def __init__(self, clock: Clock, fluid: Fluid, machine: Machine) -> None:
+    def __init__(self, clock: Clock, fluid: Fluid, machine: SimulatedMachine) -> None:
         self.clock = clock
         self._fluid = fluid
         self._machine = machine

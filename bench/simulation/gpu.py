@@ -14,9 +14,9 @@ import torch
 
 from infinity import _native
 from infinity.base.accelerator import GateTable
-from infinity.cli.planning.rates import Machine
 from simulation.clock import Clock, Future, when_all
 from simulation.fluid import TRANSFER, Activity, Fluid
+from simulation.machine import SimulatedMachine
 
 _UPLOADED, _DOWNLOADED, _COMPUTED = "weights", "the ring", "other streams"
 
@@ -94,7 +94,7 @@ class Gpu:
     pins_resident = False
     nice = 0
 
-    def __init__(self, clock: Clock, fluid: Fluid, machine: Machine) -> None:
+    def __init__(self, clock: Clock, fluid: Fluid, machine: SimulatedMachine) -> None:
         self._clock, self._fluid, self._machine = clock, fluid, machine
         self.compute = Line(clock, fluid, _COMPUTED)
         self._memory = range(0)

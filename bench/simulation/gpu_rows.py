@@ -20,8 +20,7 @@ from typing import Any
 
 from gpu.stage_rows import MODELS, Model
 
-from infinity.cli.planning.machines import MACHINES
-from infinity.cli.planning.rates import Machine
+from simulation.machine import MACHINES, SimulatedMachine
 from simulation.scenario import simulate
 from simulation.shapes import task_of
 
@@ -32,7 +31,7 @@ _BUSY_CORES = 2.0
 _TORCH = "3.2 B, torch"
 
 
-def machine_of(run: Mapping[str, Any], flops: float) -> Machine:
+def machine_of(run: Mapping[str, Any], flops: float) -> SimulatedMachine:
     """The machine of one run."""
     adam = run["host"]["measured"]["adam"]
     rates = {name: row["gparam_per_s"] * 1e9 for name, row in adam["rows"].items()}
@@ -87,7 +86,7 @@ def _torch_rate(run: Mapping[str, Any]) -> float | None:
     return None if seconds is None else task_of(model.work, "fp32").flops / seconds
 
 
-def _predicted(machine: Machine, model: Model, row: Mapping[str, Any]) -> float:
+def _predicted(machine: SimulatedMachine, model: Model, row: Mapping[str, Any]) -> float:
     config = {name: value for name, value in (model.config or {}).items() if name not in ("commit_every", "vertical")}
     moments = config.pop("moments", "fp32")
     outcome = simulate(

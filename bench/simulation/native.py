@@ -14,13 +14,13 @@ from typing import Any
 from unittest import mock
 
 from infinity import _native
-from infinity.cli.planning.rates import Machine
 from infinity.state.unit import ParameterSpec
 from infinity.tiers.downloads import GradientQueue, Packed
 from simulation.clock import Clock, Future
 from simulation.disk import Disk
 from simulation.fluid import Activity, Fluid
 from simulation.gpu import Event, Gpu, Line
+from simulation.machine import SimulatedMachine
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _LANDING_BYTES = {True: 2, False: 6}  # of DRAM per parameter: a GPU's copy is there and read; a CPU's is made as well
@@ -44,7 +44,7 @@ class Stream:
 class Pool:
     """As _native.ThreadPool: what gradients that arrive take of it."""
 
-    def __init__(self, clock: Clock, fluid: Fluid, machine: Machine) -> None:
+    def __init__(self, clock: Clock, fluid: Fluid, machine: SimulatedMachine) -> None:
         self.clock = clock
         self._fluid, self._machine = fluid, machine
 

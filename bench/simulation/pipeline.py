@@ -11,11 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from infinity import _native
-from infinity.cli.planning.rates import ADAM_BYTES, Machine
+from infinity.cli.planning.rates import ADAM_BYTES
 from infinity.plan.budgets import Staging
 from simulation.clock import Clock, Future, when_all
 from simulation.disk import Disk
 from simulation.fluid import Activity, Fluid
+from simulation.machine import SimulatedMachine
 from simulation.native import Stream
 
 STATES = ("weight", "residual", "exp_avg", "exp_avg_sq", "grad")
@@ -88,7 +89,7 @@ class Tile:
 class Pipeline:
     """Attributes: adam_s: the driver was computing. tiles_ahead_used: tiles that were read ahead."""
 
-    def __init__(self, clock: Clock, fluid: Fluid, disk: Disk, machine: Machine, staging: Staging) -> None:
+    def __init__(self, clock: Clock, fluid: Fluid, disk: Disk, machine: SimulatedMachine, staging: Staging) -> None:
         self._clock, self._fluid, self._disk, self._machine = clock, fluid, disk, machine
         self._tile_numel = staging.tile_numel
         self._tile_bytes = staging.tile_bytes

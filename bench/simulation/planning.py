@@ -7,17 +7,17 @@ from typing import Any
 import torch
 
 from infinity.cli.planning.machines import SYSTEM_BYTES
-from infinity.cli.planning.rates import Machine
 from infinity.config import SwapConfig
 from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
 from infinity.sizes import PAGE_BYTES
 from infinity.state.terms import Terms
+from simulation.machine import SimulatedMachine
 from simulation.shapes import Task
 
 
-def plan_for(machine: Machine, task: Task, **config: Any) -> Plan:
+def plan_for(machine: SimulatedMachine, task: Task, **config: Any) -> Plan:
     """Args: config: keys of the swap config beside memory, paths and threads.
 
     Raises:
@@ -46,7 +46,7 @@ def plan_for(machine: Machine, task: Task, **config: Any) -> Plan:
     return plan
 
 
-def _device_bytes(machine: Machine, task: Task) -> int:
+def _device_bytes(machine: SimulatedMachine, task: Task) -> int:
     """memory.device as somebody would set it who knows what activations need: the planner gives weights and gradients
     half of it, and more only where two modules need more."""
     usual = int(machine.device_bytes * DEVICE_SHARE)
@@ -54,7 +54,7 @@ def _device_bytes(machine: Machine, task: Task) -> int:
     return min(usual, max(2 * half, 1)) if machine.is_gpu else usual
 
 
-def _require_activations(machine: Machine, task: Task, plan: Plan) -> None:
+def _require_activations(machine: SimulatedMachine, task: Task, plan: Plan) -> None:
     planned = plan.budgets.slot_bytes + plan.budgets.ring_bytes
     room = machine.device_bytes * DEVICE_SHARE - planned
     if room < task.activation_bytes:

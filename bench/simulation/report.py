@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.cli.planning.rates import Machine
+from simulation.machine import SimulatedMachine
 
 Row = Mapping[str, Any]
 _LEAD = 1.5
@@ -18,7 +18,7 @@ def meets(row: Row) -> bool:
     return bool(row["of_bound"] <= WANTED[row["lead"] >= _LEAD])
 
 
-def tables(rows: Sequence[Row], machines: Mapping[str, Machine]) -> str:
+def tables(rows: Sequence[Row], machines: Mapping[str, SimulatedMachine]) -> str:
     """One table per machine, and its rates with their sources."""
     parts = ["**Simulated: nothing here was measured on such a machine.**\n"]
     for name, machine in machines.items():
@@ -87,7 +87,7 @@ def _clipped(row: Row) -> str:
     return "always" if row["clipped"] else "never"
 
 
-def _rates(machine: Machine) -> str:
+def _rates(machine: SimulatedMachine) -> str:
     giga = 1e9
     said = {
         "cores": f"{machine.cores:.0f}",

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from infinity.cli.planning.rates import Machine
 from infinity.plan.plan import Plan
 from infinity.ranks.world import Alone
 from infinity.state.request import GroupUpdate, SegmentRequest
@@ -27,6 +26,7 @@ from simulation.clock import Clock
 from simulation.disk import Disk
 from simulation.fluid import Fluid
 from simulation.gpu import Gpu
+from simulation.machine import SimulatedMachine
 from simulation.native import Pool
 from simulation.pipeline import Pipeline
 from simulation.resources import open_resources
@@ -119,7 +119,7 @@ class Commits:
 class Rooms:
     """Attributes: as coordinator.coordinator.Coordinator, and the machine below."""
 
-    def __init__(self, machine: Machine, plan: Plan, units: list[Unit]) -> None:
+    def __init__(self, machine: SimulatedMachine, plan: Plan, units: list[Unit]) -> None:
         self.clock = Clock()
         self.fluid = Fluid(self.clock, machine.capacity())
         self.disk = Disk(self.clock, self.fluid, machine)

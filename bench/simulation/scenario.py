@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from infinity.cli.planning.rates import Machine
 from infinity.errors import InfinityError
 from infinity.plan.plan import Plan
 from simulation import native
+from simulation.machine import SimulatedMachine
 from simulation.planning import plan_for
 from simulation.shapes import Task
 from simulation.training import Figures, Training
@@ -29,7 +29,7 @@ class Outcome:
     refused: str = ""
 
 
-def simulate(machine: Machine, task: Task, *, clipped: bool, micro_batches: int = 1, **config: Any) -> Outcome:
+def simulate(machine: SimulatedMachine, task: Task, *, clipped: bool, micro_batches: int = 1, **config: Any) -> Outcome:
     """Plan, train some steps and give the figures of one.
 
     Args:
@@ -52,14 +52,14 @@ def simulate(machine: Machine, task: Task, *, clipped: bool, micro_batches: int 
     return Outcome(plan, training.figures().since(before, _MEASURED))
 
 
-def bounds(machine: Machine, figures: Figures) -> dict[str, float]:
+def bounds(machine: SimulatedMachine, figures: Figures) -> dict[str, float]:
     """Seconds that each resource needs alone for what the step moved and computed."""
     names = {"cores": "processor", "dram": "memory", "disk": "disk", "device": "compute", "up": "up", "down": "down"}
     capacity = machine.capacity()
     return {label: figures.used.get(name, 0.0) / capacity[name] for name, label in names.items() if name in capacity}
 
 
-def summary(machine: Machine, task: Task, outcome: Outcome, serial: Outcome | None = None) -> dict[str, Any]:
+def summary(machine: SimulatedMachine, task: Task, outcome: Outcome, serial: Outcome | None = None) -> dict[str, Any]:
     """Figures for the tables. Args: serial: the same with overlap off, for the hidden share."""
     figures = outcome.figures
     if figures is None or outcome.plan is None:
@@ -82,7 +82,7 @@ def summary(machine: Machine, task: Task, outcome: Outcome, serial: Outcome | No
     return result
 
 
-def idle(machine: Machine, figures: Figures) -> float:
+def idle(machine: SimulatedMachine, figures: Figures) -> float:
     """Seconds for which what computes stood still."""
     if machine.is_gpu:
         return figures.seconds - figures.used.get("device", 0.0)

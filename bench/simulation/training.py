@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinity.cli.planning.rates import Machine
 from infinity.plan.plan import Plan
 from infinity.units.unit import OffloadedUnit
 from simulation.clock import Future
 from simulation.fluid import Activity
+from simulation.machine import SimulatedMachine
 from simulation.rooms import Optimizer, Rooms
 from simulation.shapes import Task
 
@@ -63,7 +63,9 @@ class Training:
     micro_batches: of a step; several go through a unit one after the other.
     """
 
-    def __init__(self, machine: Machine, task: Task, plan: Plan, *, clipped: bool, micro_batches: int = 1) -> None:
+    def __init__(
+        self, machine: SimulatedMachine, task: Task, plan: Plan, *, clipped: bool, micro_batches: int = 1
+    ) -> None:
         self._micro_batches = micro_batches
         self.rooms = Rooms(machine, plan, list(task.units))
         self._machine, self._task = machine, task

@@ -101,8 +101,6 @@ def machine_here(
         endurance_bytes=_endurance_bytes(paths),
         up=up,
         down=down,
-        both=up + down,
-        compute_cores=cores if device.type == "cpu" else 0,
         decode=decode,
         sources=sources,
     )

@@ -24,12 +24,7 @@ _OURS = {
     "1.84, 0.55, 0.80, baseline 0.87, 0.26, 0.12)",
     "checksums": "cores × 10 GB/s: XXH3 in cache, below its authors' 30 GB/s of one core",
     "land": "cores × 1 Gparam/s: half of what two cores here land, copy and sum of squares (calibration)",
-    "disk_mixed": "1: reads and writes take turns, as on the disk here (fio: 3.78 GB/s of both, 3.73 by turns)",
-    "disk_core_s_per_byte": "measured here: io_uring 0.014 s per GB (2026-11-21-vs-fio.json)",
-    "disk_latency_s": "0.1 ms: a data sheet's read latency, which a queue of 32 MiB hides",
-    "visit_s": "0.5 ms: our Python 0.15 to 1.1 ms per layer and step (2026-11-22-overhead.json), and launches",
     "flops": "0.45 of the dense bf16 peak (accelerator notes: 8.1e13 FLOP in 0.16 to 0.2 s on an H200)",
-    "both": "up + down: full duplex",
     "disk": "data sheets of PCIe 4 drives: 7 GB/s read, 5 GB/s written, sustained",
     "endurance": "data sheets: 600 TB written for each TB of a consumer drive, 1,800 TB of a data center's",
 }
@@ -64,7 +59,6 @@ def _machine(
         disk_write=disks * 5 * GB,
         disk_bytes=disks * disk_tb * TB,
         endurance_bytes=disks * disk_tb * overwrites * TB,
-        both=more["up"] + more["down"],
         sources=_OURS | sources,
         **more,
     )

@@ -1,5 +1,4 @@
-"""A machine as predictions know it: rates, each with where it comes from. bench/simulation and `infinity plan` count
-with the same."""
+"""A machine as predictions know it: rates, each with where it comes from."""
 
 from __future__ import annotations
 
@@ -11,18 +10,15 @@ class Machine:
     """Rates of what runs alone. Bytes per second, parameters per second and seconds.
 
     Attributes:
-        cores: that compute and the update share. `busy_cores`: threads of others that want them all the time.
+        cores: that compute and the update share.
         dram: bytes read and written.
         disk_read, disk_write: all disks together. `disk_mixed`: see [Note: what a mix of reads and writes gets].
-        disk_latency_s: from the end of a transfer to whoever waits for it. `disk_core_s_per_byte`: processor time.
         adam: parameters per second in memory, by the moments' form, with all cores.
         checksums: bytes per second, with all cores.
         land: parameters per second of gradients that arrive: copied (on a CPU) and their squares summed.
         flops: of forward and backward, of each device.
         decode: encoded parameters per second on the processor, with all cores; 0: not known.
-        compute_cores: threads that compute; 0 on a GPU.
-        up, down: a GPU's link; 0 where the device is the CPU. both: of the two at once.
-        visit_s: Python and launches, for each visit of a unit.
+        up, down: a GPU's link; 0 where the device is the CPU.
         host_bytes, device_bytes: memory, of each device. disk_bytes: free on all disks together. gpus: devices.
         endurance_bytes: that may be written to all disks together in their life, as their makers promise; 0: not known.
         between: bytes per second that a device gets from the others; 0: there are none.
@@ -48,23 +44,12 @@ class Machine:
     between: float = 0.0
     up: float = 0.0
     down: float = 0.0
-    both: float = 0.0
-    compute_cores: float = 0.0
-    busy_cores: float = 0.0
     disk_mixed: float = 1.0
-    disk_latency_s: float = 1e-4
-    disk_core_s_per_byte: float = 1.4e-11
-    visit_s: float = 5e-4
     sources: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def is_gpu(self) -> bool:
         return self.up > 0
-
-    def capacity(self) -> dict[str, float]:
-        """Of each resource, per second."""
-        own = {"cores": self.cores, "dram": self.dram, "disk": 1.0}
-        return own | ({"device": 1.0, "up": self.up, "down": self.down, "link": self.both} if self.is_gpu else {})
 
 
 ADAM_BYTES = {"fp32": 26, "bf16": 18, "int8": 14.1}

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peers.workload import Workload
-
-from infinity.cli.planning.rates import Machine
+from simulation.machine import SimulatedMachine
 
 SMALL = Workload(layers=8, hidden=512, intermediate=1408, heads=8, vocabulary=4096, batch=1, tokens=512, recompute=True)
-CPU = Machine(
+CPU = SimulatedMachine(
     name="a CPU",
     cores=2,
     dram=60e9,

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from simulation.machine import SimulatedMachine
 from simulation.policies import POLICIES, policy
 from simulation.scenario import Outcome, bounds, simulate, summary
 from simulation.shapes import Task, task_of
 
-from infinity.cli.planning.rates import Machine
 from tests.bench.simulation.machines import CPU, GPU, SMALL
 
 
@@ -19,14 +19,14 @@ def task() -> Task:
     return task_of(SMALL, "fp32")
 
 
-def step(machine: Machine, task: Task, *, clipped: bool = False, **config: Any) -> Outcome:
+def step(machine: SimulatedMachine, task: Task, *, clipped: bool = False, **config: Any) -> Outcome:
     given = {"weights": "host", "optimizer": "nvme", "gradients": "host"} | config
     outcome = simulate(machine, task, clipped=clipped, **given)
     assert outcome.figures is not None, outcome.refused
     return outcome
 
 
-def seconds(machine: Machine, task: Task, **config: Any) -> float:
+def seconds(machine: SimulatedMachine, task: Task, **config: Any) -> float:
     figures = step(machine, task, **config).figures
     assert figures is not None
     return figures.seconds
@@ -35,7 +35,7 @@ def seconds(machine: Machine, task: Task, **config: Any) -> float:
 @pytest.mark.parametrize("machine", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("weights", ["host", "nvme"])
 @pytest.mark.parametrize("clipped", [False, True])
-def test_no_step_is_faster_than_a_resource(machine: Machine, task: Task, weights: str, clipped: bool) -> None:
+def test_no_step_is_faster_than_a_resource(machine: SimulatedMachine, task: Task, weights: str, clipped: bool) -> None:
     figures = step(machine, task, weights=weights, clipped=clipped).figures
     assert figures is not None
     # Work of the steps before comes in at one end of what is measured, as much goes out at the other, up to a unit's.
@@ -44,7 +44,7 @@ def test_no_step_is_faster_than_a_resource(machine: Machine, task: Task, weights
 
 @pytest.mark.parametrize("machine", [CPU, replace(GPU, flops=4e12)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("weights", ["host", "nvme"])
-def test_overlap_saves_time(machine: Machine, task: Task, weights: str) -> None:
+def test_overlap_saves_time(machine: SimulatedMachine, task: Task, weights: str) -> None:
     assert seconds(machine, task, weights=weights) < 0.95 * seconds(machine, task, weights=weights, overlap="off")
 
 

@@ -112,7 +112,7 @@ def test_a_swap_file_that_the_disks_have_no_room_for_does_not_fit(capsys: pytest
 @pytest.mark.parametrize("budgets", [{"host": "900TiB"}, {"host": "60GiB", "device": "60GiB"}])
 def test_budgets_that_the_machine_does_not_have_are_named(budgets: dict[str, str]) -> None:
     """On the CPU both are RAM."""
-    machine = replace(MACHINES["consumer"], name="this machine", up=0.0, both=0.0, decode=1e9)
+    machine = replace(MACHINES["consumer"], name="this machine", up=0.0, decode=1e9)
     here = replace(
         scenario_of("llama-3-8b", "consumer"),
         machine=machine,

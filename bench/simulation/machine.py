@@ -1,0 +1,51 @@
+"""A machine as the simulation knows it: the rates that `infinity plan` counts with, and those of single transfers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from infinity.cli.planning import machines
+from infinity.cli.planning.rates import Machine
+
+_SOURCES = {
+    "disk_mixed": "1: reads and writes take turns, as on the disk here (fio: 3.78 GB/s of both, 3.73 by turns)",
+    "disk_core_s_per_byte": "measured here: io_uring 0.014 s per GB (2026-11-21-vs-fio.json)",
+    "disk_latency_s": "0.1 ms: a data sheet's read latency, which a queue of 32 MiB hides",
+    "visit_s": "0.5 ms: our Python 0.15 to 1.1 ms per layer and step (2026-11-22-overhead.json), and launches",
+    "both": "up + down: full duplex",
+}
+
+
+@dataclass(frozen=True)
+class SimulatedMachine(Machine):
+    """Rates beside those of a plan.
+
+    Attributes:
+        busy_cores: threads of others that want the cores all the time.
+        disk_latency_s: from the end of a transfer to whoever waits for it.
+        disk_core_s_per_byte: processor time.
+        compute_cores: threads that compute; 0 on a GPU.
+        both: bytes per second of a GPU's link, up and down at once.
+        visit_s: Python and launches, for each visit of a unit.
+    """
+
+    both: float = 0.0
+    compute_cores: float = 0.0
+    busy_cores: float = 0.0
+    disk_latency_s: float = 1e-4
+    disk_core_s_per_byte: float = 1.4e-11
+    visit_s: float = 5e-4
+
+    @classmethod
+    def of(cls, machine: Machine) -> SimulatedMachine:
+        """A machine of `infinity plan` whose link is full duplex."""
+        known = {each.name: getattr(machine, each.name) for each in fields(machine)}
+        return cls(**known | {"sources": _SOURCES | machine.sources}, both=machine.up + machine.down)
+
+    def capacity(self) -> dict[str, float]:
+        """Of each resource, per second."""
+        own = {"cores": self.cores, "dram": self.dram, "disk": 1.0}
+        return own | ({"device": 1.0, "up": self.up, "down": self.down, "link": self.both} if self.is_gpu else {})
+
+
+MACHINES = {name: SimulatedMachine.of(machine) for name, machine in machines.MACHINES.items()}
