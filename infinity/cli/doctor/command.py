@@ -99,10 +99,7 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
         ),
         with_torch(config),
         *disks,
-        Probes.of(
-            "NUMA",
-            {"disks and GPUs": lambda: machine.places(there), "binding": lambda: machine.binding(there)},
-        ),
+        Probes.of("NUMA", {"nodes": lambda: machine.numa(there)}),
     ]
 
 

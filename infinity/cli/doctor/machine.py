@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.base import pci
@@ -60,38 +60,31 @@ def io_limit(root: Path = _ROOT) -> Row:
 # -- NUMA --------------------------------------------------------------------------------------------------------------
 
 
-def places(paths: Sequence[Path], root: Path = _ROOT) -> Row:
-    """Whether disks and GPUs are at one node. Args: paths: directories that are there, on the disks of the run."""
-    if len(node_processors(root)) < 2:
-        return Row("ok", "one node has all")
-    disks = {str(path): node for path, node in _nodes_of(paths, root)}
-    cards = {f"{gpu.vendor} at {gpu.address}": gpu.numa_node for gpu in pci.gpus(root)}
-    there = disks | cards
-    said = "; ".join(f"{name}: {'not told' if node is None else f'node {node}'}" for name, node in there.items())
-    if None in there.values():
-        return Row("unknown", said)
-    if len({*there.values()}) > 1:
-        return Row("slower", f"{said}. What goes between nodes is slower: use disks at the GPU's node")
-    return Row("ok", said)
+def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
+    """Whether disks and GPUs are at one node, and this process may run at that of the GPU, or of the disks without one.
 
+    Args:
+        paths: directories that are there, on the disks of the run.
+    """
+    from infinity.io.disks import disk_under
 
-def binding(paths: Sequence[Path], root: Path = _ROOT) -> Row:
-    """Whether this process may run at the node of the GPU, or of the disks without one."""
     there = node_processors(root)
     if len(there) < 2:
         return Row("ok", "one node has all")
-    mine = os.sched_getaffinity(0)
-    runs_at = {node for node, cpus in there.items() if mine & cpus}
-    cards = {gpu.numa_node for gpu in pci.gpus(root) if gpu.numa_node is not None}
-    disks = {node for _, node in _nodes_of(paths, root) if node is not None}
-    wanted, whose = (cards, "the GPU is") if cards else (disks, "the disks are")
-    said = f"processors of {_names(runs_at)}"
-    if len(wanted) == 1 and not wanted <= runs_at:
+    disks = {str(path): disk_under(path, root).numa_node for path in paths}
+    cards = {f"{gpu.vendor} at {gpu.address}": gpu.numa_node for gpu in pci.gpus(root)}
+    nodes = {node for node, cpus in there.items() if os.sched_getaffinity(0) & cpus}
+    known = disks | cards
+    said = "; ".join(f"{name}: {'not told' if node is None else f'node {node}'}" for name, node in known.items())
+    said += f"; this process: node {', '.join(map(str, sorted(nodes)))}"
+    wanted = {*(cards or disks).values()} - {None}
+    if len(wanted) == 1 and not wanted <= nodes:
         (node,) = wanted
-        mend = f"numactl --cpunodebind={node} --membind={node} infinity …"
-        return Row("slower", f"{said}; {whose} at node {node}", mend)
-    if runs_at == there.keys():
-        return Row("ok", f"not bound: infinity takes memory and threads where {whose} itself")
+        return Row("slower", said, f"numactl --cpunodebind={node} --membind={node} infinity …")
+    if None in known.values():
+        return Row("unknown", said)
+    if len({*known.values()}) > 1:
+        return Row("slower", f"{said}. What goes between nodes is slower: use disks at the GPU's node")
     return Row("ok", said)
 
 
@@ -104,13 +97,3 @@ def node_processors(root: Path = _ROOT) -> dict[int, set[int]]:
 
     nodes = numbers(root / "sys/devices/system/node", "node")
     return {number: {*numbers(node, "cpu")} for number, node in nodes.items()}
-
-
-def _nodes_of(paths: Sequence[Path], root: Path) -> list[tuple[Path, int | None]]:
-    from infinity.io.disks import disk_under
-
-    return [(path, disk_under(path, root).numa_node) for path in paths]
-
-
-def _names(nodes: Iterable[int]) -> str:
-    return f"node {', '.join(map(str, sorted(nodes)))}" if nodes else "no node"

@@ -13,10 +13,11 @@ import platform
 import pwd
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from infinity.cli.doctor.rows import Row, State
 from infinity.errors import printable
@@ -37,24 +38,10 @@ def is_ready(rows: Sequence[Row]) -> bool:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """One sentence: whether a run can work here, and what would be better."""
-    missing, slower, unknown = (count(rows, state) for state in ("missing", "slower", "unknown"))
-    parts = []
-    if missing:
-        parts.append(f"{missing} thing{_s(missing)} {'is' if missing == 1 else 'are'} missing")
-    if slower:
-        parts.append(f"{slower} {'make' if slower > 1 else 'makes'} it slower")
-    if unknown:
-        parts.append(f"{unknown} could not be found out")
-    if missing:
-        return f"not ready: {', '.join(parts)}"
-    if parts:
-        return f"ready: nothing is missing, {', '.join(parts)}"
-    return f"ready: all {len(rows)} checks went well"
-
-
-def count(rows: Sequence[Row], state: State) -> int:
-    return sum(row.state == state for row in rows)
+    """Whether a run can work here, and how many rows have which state."""
+    counts = Counter(row.state for row in rows)
+    said = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
+    return f"{'ready' if is_ready(rows) else 'not ready'}: {len(rows)} checks, {said}"
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
@@ -116,10 +103,6 @@ def to_json(rows: Sequence[Row], version: str) -> dict[str, Any]:
         "ready": is_ready(rows),
         "rows": [row._asdict() for row in rows],
     }
-
-
-def _s(number: int) -> str:
-    return "" if number == 1 else "s"
 
 
 def _names() -> dict[str, str]:

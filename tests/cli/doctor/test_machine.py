@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from infinity.cli.doctor import machine
-from infinity.cli.doctor.machine import binding, container, io_limit, node_processors, places, shared, threads
+from infinity.cli.doctor.machine import container, io_limit, node_processors, numa, shared, threads
 from infinity.cli.doctor.rows import Row
 from infinity.config import SwapConfig
 from tests.base.test_pci import card
@@ -92,7 +92,7 @@ def test_limits_of_outer_groups_count_beside_version_1_too(root: Path) -> None:
 
 
 def test_one_node_has_everything(root: Path, tmp_path: Path) -> None:
-    assert places([tmp_path], root).state == binding([tmp_path], root).state == "ok"
+    assert numa([tmp_path], root) == Row("ok", "one node has all")
 
 
 def test_nodes_have_their_processors(root: Path) -> None:
@@ -100,32 +100,30 @@ def test_nodes_have_their_processors(root: Path) -> None:
     assert node_processors(root) == {0: {0, 1, 2, 3, 8}, 1: {4, 5, 6, 7}}
 
 
-@pytest.mark.parametrize(
-    ("of_disk", "of_card", "state"),
-    [("1", "1", "ok"), ("0", "1", "slower"), ("-1", "1", "unknown"), ("1", "-1", "unknown")],
-)
-def test_a_disk_and_a_gpu_should_be_at_one_node(
-    of_disk: str, of_card: str, state: str, root: Path, tmp_path: Path
-) -> None:
-    two_nodes(root)
-    place(root, tmp_path, nvme(root, "nvme0", of_disk))
-    card(root, node=of_card)
-    assert places([tmp_path], root).state == state
+EVERYWHERE = set(range(9))
+AT_1 = "numactl --cpunodebind=1 --membind=1 infinity …"
 
 
 @pytest.mark.parametrize(
-    ("mine", "of_disk", "state", "mend"),
+    ("mine", "of_disk", "of_card", "state", "mend"),
     [
-        ({0, 1, 2, 3, 4, 5, 6, 7, 8}, "1", "ok", ""),
-        ({4, 5}, "1", "ok", ""),
-        ({0, 1}, "1", "slower", "numactl --cpunodebind=1 --membind=1 infinity …"),
-        ({0, 4}, "1", "ok", ""),
-        ({0, 1}, "-1", "ok", ""),
+        (EVERYWHERE, "1", "1", "ok", ""),
+        (EVERYWHERE, "0", "1", "slower", ""),
+        (EVERYWHERE, "-1", "1", "unknown", ""),
+        (EVERYWHERE, "1", "-1", "unknown", ""),
+        (EVERYWHERE, "1", "", "ok", ""),
+        ({4, 5}, "1", "", "ok", ""),
+        ({0, 4}, "1", "", "ok", ""),
+        ({0, 1}, "1", "", "slower", AT_1),
+        ({0, 1}, "-1", "", "unknown", ""),
+        ({0, 1}, "0", "1", "slower", AT_1),
+        ({0, 1}, "1", "0", "slower", ""),
     ],
 )
-def test_a_process_that_is_bound_away_from_the_disk_is_slower(
+def test_disks_gpus_and_this_process_should_be_at_one_node(
     mine: set[int],
     of_disk: str,
+    of_card: str,
     state: str,
     mend: str,
     root: Path,
@@ -134,18 +132,9 @@ def test_a_process_that_is_bound_away_from_the_disk_is_slower(
 ) -> None:
     two_nodes(root)
     place(root, tmp_path, nvme(root, "nvme0", of_disk))
+    if of_card:
+        card(root, node=of_card)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: mine)
-    found = binding([tmp_path], root)
+    found = numa([tmp_path], root)
     assert (found.state, found.mend) == (state, mend)
-
-
-def test_a_process_is_to_be_bound_to_the_node_of_the_gpu_whatever_that_of_the_disks(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two_nodes(root)
-    place(root, tmp_path, nvme(root, "nvme0", "0"))
-    card(root, node="1")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    found = binding([tmp_path], root)
-    assert (found.state, found.mend) == ("slower", "numactl --cpunodebind=1 --membind=1 infinity …")
-    assert "the GPU is at node 1" in found.finding
+    assert ("use disks at the GPU's node" in found.finding) == (state == "slower" and not mend)

@@ -19,15 +19,10 @@ def rows(*states: State) -> list[Row]:
 @pytest.mark.parametrize(
     ("states", "said", "ready"),
     [
-        (["ok", "ok"], "ready: all 2 checks went well", True),
-        (["ok", "slower"], "ready: nothing is missing, 1 makes it slower", True),
-        (
-            ["slower", "slower", "unknown"],
-            "ready: nothing is missing, 2 make it slower, 1 could not be found out",
-            True,
-        ),
-        (["missing", "ok"], "not ready: 1 thing is missing", False),
-        (["missing", "missing", "slower"], "not ready: 2 things are missing, 1 makes it slower", False),
+        (["ok", "ok"], "ready: 2 checks, 2 ok", True),
+        (["slower", "slower", "unknown", "ok"], "ready: 4 checks, 1 ok, 2 slower, 1 unknown", True),
+        (["missing", "ok"], "not ready: 2 checks, 1 ok, 1 missing", False),
+        (["unknown", "missing", "missing", "slower"], "not ready: 4 checks, 1 slower, 2 missing, 1 unknown", False),
     ],
 )
 def test_the_verdict_is_one_sentence(states: list[State], said: str, ready: bool) -> None:
@@ -64,7 +59,7 @@ def test_escape_sequences_of_names_are_spelled_out() -> None:
 def test_the_json_has_every_row() -> None:
     found = json.loads(json.dumps(to_json(rows("ok", "missing"), "1.2")))
     assert (found["schema"], found["version"], found["infinity"]) == ("infinity-doctor", 1, "1.2")
-    assert (found["ready"], found["verdict"]) == (False, "not ready: 1 thing is missing")
+    assert (found["ready"], found["verdict"]) == (False, "not ready: 2 checks, 1 ok, 1 missing")
     assert found["rows"][1] == {
         "section": "section",
         "what": "row 1",
@@ -92,4 +87,4 @@ def test_what_is_pasted_into_an_issue_names_nobody(finding: str, told: str, monk
     said = to_issue([row], [Path("/swaps/a b")], "1.0", 200)
     assert "\ndisk SWAP_DIR_1\n" in said
     assert f"  missing  what                  {told}\n```" in said
-    assert f"infinity 1.0 on Linux {platform.machine()}: not ready: 1 thing is missing" in said
+    assert f"infinity 1.0 on Linux {platform.machine()}: not ready: 1 checks, 1 missing" in said
