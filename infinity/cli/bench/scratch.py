@@ -6,8 +6,8 @@ Ctrl-C, by an exception or killed.
 
 from __future__ import annotations
 
-import errno
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -26,7 +26,8 @@ class Scratch:
         direct: go around the page cache.
 
     Raises:
-        BenchError: the directory is not there or not writable, or the disk would be filled beyond 95 %.
+        BenchError: the directory is not writable, or the disk would be filled beyond 95 %.
+        OSError: the directory is not there.
     """
 
     def __init__(self, directory: Path, nbytes: int, *, direct: bool = True) -> None:
@@ -69,17 +70,11 @@ class Scratch:
 
 
 def _require_room(directory: Path, nbytes: int) -> None:
-    try:
-        info = os.statvfs(directory)
-    except OSError as error:
-        if error.errno == errno.ENOENT:
-            raise BenchError(f"{directory} does not exist; name a directory on the disk to measure") from error
-        raise BenchError(f"cannot look at {directory}: {error.strerror}") from error
-    free, total = info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
-    if free - nbytes < _KEPT_SHARE * total:
-        most = max(free - _KEPT_SHARE * total, 0)
+    room = shutil.disk_usage(directory)
+    if room.free - nbytes < _KEPT_SHARE * room.total:
+        most = max(room.free - _KEPT_SHARE * room.total, 0)
         raise BenchError(
             f"{format_bytes(nbytes)} in {directory} would leave less than 5 % of the disk free "
-            f"({format_bytes(free)} of {format_bytes(total)} are free now). Free space, name another disk, or "
-            f"set --size to at most {format_bytes(most)}."
+            f"({format_bytes(room.free)} of {format_bytes(room.total)} are free now). Free space, name another disk, "
+            f"or set --size to at most {format_bytes(most)}."
         )

@@ -121,12 +121,10 @@ class Rig:
         return Sample(workload.nbytes, seconds, cpu)
 
     def _submit(self, engine: _native.IOEngine, workload: Workload) -> list[_native.IOFuture]:
-        file = self.scratch.file
         if workload.kind == "mixed":
             return self._submit_mixed(engine, workload)
-        if workload.kind == "read":
-            return [engine.read(file, at, self._target) for at in self._starts(workload.nbytes)]
-        return [engine.write(file, at, self._source) for at in self._starts(workload.nbytes)]
+        act, memory = (engine.read, self._target) if workload.kind == "read" else (engine.write, self._source)
+        return [act(self.scratch.file, at, memory) for at in self._starts(workload.nbytes)]
 
     def _submit_mixed(self, engine: _native.IOEngine, workload: Workload) -> list[_native.IOFuture]:
         """Reads walk from the start of the file, writes from its middle."""

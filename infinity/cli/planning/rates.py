@@ -12,7 +12,8 @@ class Machine:
     Attributes:
         cores: that compute and the update share.
         dram: bytes read and written.
-        disk_read, disk_write: all disks together. `disk_mixed`: see [Note: what a mix of reads and writes gets].
+        disk_read, disk_write: all disks together. `disk_mixed`: of both at once, as a share of
+            what they get by turns.
         adam: parameters per second in memory, by the moments' form, with all cores.
         checksums: bytes per second, with all cores.
         land: parameters per second of gradients that arrive: copied (on a CPU) and their squares summed.

@@ -215,9 +215,7 @@ def as_json(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative
             "activations": outcome.work.peak_bytes,
             "activation_room": outcome.activation_room,
         },
-        "endurance_share_per_step": scenario.ranks * moved.written_bytes / scenario.machine.endurance_bytes
-        if scenario.machine.endurance_bytes
-        else None,
+        "endurance_bytes": scenario.machine.endurance_bytes,
         "ranks": scenario.ranks,
         "alternatives": [{"changes": dict(each.changes)} | figures(each.outcome) for each in alternatives],
         "machine": {"name": scenario.machine.name, "sources": dict(scenario.machine.sources)},
