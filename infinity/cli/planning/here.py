@@ -19,6 +19,7 @@ from infinity.cli.doctor.gpu import measure
 from infinity.cli.endurance import endurance_of
 from infinity.cli.machine_facts import last_cache_bytes
 from infinity.cli.planning import adam
+from infinity.cli.planning.machines import CHECKSUMS_PER_CORE, LAND_PER_CORE
 from infinity.cli.planning.rates import Machine
 from infinity.files import nearest
 from infinity.io.disks import disk_under
@@ -35,7 +36,6 @@ _UPDATE_BYTES = 14
 """Of memory per parameter, with fp32 moments: weight, residual, moments, gradient."""
 _MOMENTS: tuple[_native.MomentsName, ...] = ("fp32", "bf16", "int8")
 _WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
-_LAND_PER_CORE, _CHECKSUMS_PER_CORE = 1.0e9, 10e9
 _HEAD_WIDTH = 64
 _LOOK_S, _BUSY_PERCENT = 0.1, 25
 
@@ -91,8 +91,8 @@ def machine_here(
         disk_write=write,
         disk_mixed=mixed,
         adam=updates,
-        checksums=cores * _CHECKSUMS_PER_CORE,
-        land=cores * _LAND_PER_CORE,
+        checksums=cores * CHECKSUMS_PER_CORE,
+        land=cores * LAND_PER_CORE,
         flops=flops,
         host_bytes=available_host_bytes(),
         device_bytes=available_host_bytes() if device.type == "cpu" else free_bytes(device),

@@ -15,8 +15,8 @@ TB = 1_000_000_000_000
 _PER_CORE = {"fp32": 1.92 * GB, "bf16": 0.93 * GB, "int8": 1.11 * GB}
 _PER_CORE_AVX2 = {"fp32": 1.84 * GB, "bf16": 0.55 * GB, "int8": 0.80 * GB}
 _PER_CORE_BASELINE = {"fp32": 0.87 * GB, "bf16": 0.26 * GB, "int8": 0.12 * GB}
-_CHECKSUMS_PER_CORE = 10 * GB
-_LAND_PER_CORE = 1.0 * GB
+CHECKSUMS_PER_CORE = 10 * GB
+LAND_PER_CORE = 1.0 * GB
 
 _OURS = {
     "adam": "the smaller of DRAM / bytes per parameter and cores × what one core does in memory ("
@@ -52,8 +52,8 @@ def _machine(
         cores=cores,
         dram=dram,
         adam={form: min(cores * rate, dram / ADAM_BYTES[form]) for form, rate in adam.items()},
-        checksums=cores * _CHECKSUMS_PER_CORE,
-        land=cores * _LAND_PER_CORE,
+        checksums=cores * CHECKSUMS_PER_CORE,
+        land=cores * LAND_PER_CORE,
         disks=disks,
         disk_read=disks * 7 * GB,
         disk_write=disks * 5 * GB,

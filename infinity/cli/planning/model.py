@@ -22,6 +22,8 @@ from infinity.state.frozen import remember
 
 _LOGITS_BYTES = 1 << 30
 """Of a chunked loss at most: some rows of the vocabulary in fp32, and their gradients."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""What configurations call the number of a mixture's experts."""
 _BLOCK_WIDTHS = 8
 """Hidden-wide activations of a block while it is recomputed: its norms, its queries, what attention and the residual
 give."""
@@ -273,14 +275,7 @@ def _active_share(model: Any) -> float:
     """Of a mixture's experts, how many a token uses."""
     config = getattr(model, "config", None)
     used = getattr(config, "num_experts_per_tok", None)
-    there = next(
-        (
-            found
-            for key in ("num_local_experts", "num_experts", "n_routed_experts")
-            if (found := getattr(config, key, 0))
-        ),
-        0,
-    )
+    there = next((found for key in _EXPERTS if (found := getattr(config, key, 0))), 0)
     return used / there if used and there else 1.0
 
 

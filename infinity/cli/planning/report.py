@@ -127,12 +127,11 @@ def _activations(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
     batch, work = scenario.batch, outcome.work
     many = f" × {batch.micro_batches}" if batch.micro_batches > 1 else ""
     fits = scenario.largest_batch(outcome)
-    most = (
-        f"at most {fits} sequences of {batch.length} tokens" if fits else f"not one sequence of {batch.length} tokens"
-    )
+    most = f"at most {fits} sequences" if fits else "not one sequence"
     yield (
         f"activations: about {format_bytes(work.peak_bytes)} for {batch.sequences} × {batch.length} tokens{many}, "
-        f"{format_bytes(max(outcome.activation_room, 0))} of memory is left for them: {most} in a micro-batch"
+        f"{format_bytes(max(outcome.activation_room, 0))} of memory is left for them: {most} of "
+        f"{batch.length} tokens in a micro-batch"
     )
 
 

@@ -133,10 +133,8 @@ class Scenario:
         free = self.disks.room_bytes if self.disks.free_bytes is None else self.disks.free_bytes
         if (needed := plan.layout.swap.nbytes) > free:
             each = f" of each of the {self.ranks} ranks" if self.ranks > 1 else ""
-            where, has = (
-                " and ".join(map(printable, config.nvme.paths)),
-                "has" if len(config.nvme.paths) == 1 else "have",
-            )
+            where = " and ".join(map(printable, config.nvme.paths))
+            has = "has" if len(config.nvme.paths) == 1 else "have"
             raise PlanError(
                 f"the swap file{each} takes {format_bytes(needed)}, and {where} {has} room for {format_bytes(free)}. "
                 "Free space, name more disks in nvme.paths, or let less rest there."
