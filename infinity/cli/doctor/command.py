@@ -81,7 +81,6 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
             "versions",
             {
                 "system": versions.system,
-                "Python": versions.python_version,
                 "infinity": versions.infinity_version,
                 "import infinity": versions.imported,
                 "required": versions.required,

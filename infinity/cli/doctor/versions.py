@@ -24,14 +24,11 @@ _OPTIONAL = ("trl", "peft", "datasets", "lightning", "bitsandbytes")
 
 
 def system() -> Row:
-    said = f"{platform.system()} {platform.release()}, {'-'.join(filter(None, platform.libc_ver())) or 'no glibc'}"
+    library = " ".join(filter(None, platform.libc_ver())) or "no glibc"
+    said = f"{platform.system()} {platform.release()}, {library}, Python {platform.python_version()}"
     if platform.system() != "Linux":
         return Row("missing", f"{said}; infinity runs on Linux")
     return Row("ok", said)
-
-
-def python_version() -> Row:
-    return Row("ok", platform.python_version())
 
 
 def infinity_version() -> Row:
