@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,17 +59,12 @@ def swap_config(choices: Sequence[DiskProfile]) -> str:
     block = max(choice.block_bytes for choice in choices)
     in_flight = max(choice.in_flight_bytes for choice in choices)
     rate = sum(choice.mixed_rate for choice in choices)
-    paths = ", ".join(_yaml_word(str(Path(choice.path) / "infinity-swap")) for choice in choices)
+    paths = json.dumps([str(Path(choice.path) / "infinity-swap") for choice in choices])
     return (
         f"# measured {choices[0].measured}: {rate / 1e9:.2f} GB/s, half reads and half writes\n"
         "weights: auto\n"
         "optimizer: nvme\n"
         "activations: auto\n"
         "# memory: {device: 20GiB, host: 48GiB}   # omitted = measured\n"
-        f"nvme: {{paths: [{paths}], engine: auto, block: {block >> 10}KiB, in_flight: {in_flight >> 10}KiB}}\n"
+        f"nvme: {{paths: {paths}, engine: auto, block: {block >> 10}KiB, in_flight: {in_flight >> 10}KiB}}\n"
     )
-
-
-def _yaml_word(text: str) -> str:
-    """In quotes where YAML needs them."""
-    return text if re.fullmatch(r"[\w/.+-]+", text) else json.dumps(text)

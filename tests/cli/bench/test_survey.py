@@ -86,7 +86,7 @@ def test_several_paths_are_all_measured_and_all_in_the_config(
         disk.mkdir()
     assert main(["--path", *map(str, disks), *SMALL]) == 0
     out = capsys.readouterr().out
-    assert f"paths: [{disks[0]}/infinity-swap, {disks[1]}/infinity-swap]" in out
+    assert f'paths: ["{disks[0]}/infinity-swap", "{disks[1]}/infinity-swap"]' in out
 
 
 def test_sustained_writing_goes_on_until_the_rate_settles(
