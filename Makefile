@@ -264,10 +264,11 @@ $(VENV)/.libraries: pyproject.toml constraints.txt $(VENV)/.torch
 	@echo "libraries: installing"; $(BIN)/python -c "$$DEPENDENCIES" | xargs -d '\n' $(PIP) $(DOWNLOADS) && \
 	echo "libraries: $$SECONDS s" && touch $@
 
-# pip would compile the native core to find the dependencies of a folder.
+# pip would compile the native core to find the dependencies of a folder. `infinity finetune` needs those of TRL.
 define DEPENDENCIES
 import tomllib
-print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["dependencies"], *project["optional-dependencies"]["hf"], sep="\n")
 endef
 export DEPENDENCIES
 

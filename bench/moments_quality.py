@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
 from examples.make_demo_checkpoint import VOCABULARY, collect_text, train_tokenizer
-from infinity.cli.batches import Batches
 from infinity.cli.data import PackedData
+from infinity.cli.order import Order
 
 MOMENTS = ("fp32", "bf16", "int8")
 _TEXT_BYTES = 6 << 20
@@ -57,12 +57,10 @@ def train(
     model.config.use_cache = False
     optim = infinity.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, max_grad_norm=1.0, seed=seed)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optim, options.lr, total_steps=options.steps, cycle_momentum=False)
-    batches = Batches(data, 1, seed)
     losses = []
     began = time.perf_counter()
-    for _ in range(options.steps):
-        batch = next(batches)
-        loss = batch.loss_of(model)
+    for index in Order(data.sequences, options.steps, seed):
+        loss = loss_of(model, data, index)
         loss.backward()
         optim.step()
         optim.zero_grad()
@@ -83,12 +81,17 @@ def train(
     }
 
 
+def loss_of(model: Any, data: PackedData, index: int) -> torch.Tensor:
+    """The mean loss of one sequence."""
+    loss: torch.Tensor = model(**data.rows([index]).of_trainer()).loss
+    return loss
+
+
 @torch.no_grad()
 def evaluate(model: Any, data: PackedData) -> float:
     model.eval()
-    batches = Batches(data, 1, 0)
-    count = min(data.sequences, _HELD_OUT_SEQUENCES)
-    losses = [batch.loss_of(model).item() for batch in (next(batches) for _ in range(count))]
+    order = Order(data.sequences, min(data.sequences, _HELD_OUT_SEQUENCES), 0)
+    losses = [loss_of(model, data, index).item() for index in order]
     return statistics.fmean(losses)
 
 

@@ -11,6 +11,7 @@ import torch._dynamo  # the first optimizer of a process imports both
 import torch.distributed.tensor
 import torch.utils.tensorboard
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import SFTTrainer
 
 import infinity.cli.bench.main
 import infinity.cli.finetune
@@ -25,7 +26,7 @@ import tests.crash.pinned_job
 import tests.crash.rotating_job
 import tests.stress.worker
 
-__all__ = ["LlamaForCausalLM", "PreTrainedTokenizerFast", "infinity", "peft", "tests", "torch"]
+__all__ = ["LlamaForCausalLM", "PreTrainedTokenizerFast", "SFTTrainer", "infinity", "peft", "tests", "torch"]
 
 gc.collect()
 gc.freeze()

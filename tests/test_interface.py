@@ -130,9 +130,9 @@ OPTIONS = {
         "--config --output --from-checkpoint --resume --keep-store --steps --epochs --batch-size --micro-batches "
         "--gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr --min-lr "
         "--beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale "
-        "--no-chunked-loss --seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets "
+        "--seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets "
         "--merge --freeze --frozen --save-every --save-limit --save-best --sample --sample-tokens --log-every --logger "
-        "--log-dir --verbose --trace --trace-steps"
+        "--verbose --trace --trace-steps"
     ),
     "infinity generate": (
         "--model --revision --trust-remote-code --config --prompt --system --raw --max-tokens --temperature --top-p "

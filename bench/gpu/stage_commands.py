@@ -3,6 +3,7 @@ ends in the bits of one that was not. Several run at once, as starting takes lon
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -73,17 +74,23 @@ def stage(record: Record, options: Options) -> None:
             "eval", 4, "--eval-split", "0.1", "--eval-steps", "2", "--sample", "the quick", "--sample-tokens", "4"
         ),
         "finetune, micro-batches": finetune("micro", 3, "--micro-batches", "2"),
-        "finetune, accumulation": finetune("sums", 3, "--gradient-accumulation", "2", "--no-chunked-loss"),
+        "finetune, accumulation": finetune("sums", 3, "--gradient-accumulation", "2"),
         "finetune, LoRA on NF4": finetune("lora", 4, "--lora", "8", "--frozen", "nf4"),
         "generate": ["generate", "--model", str(work / "out-whole"), *swap("write", **still), *write],
         "generate, adapters": ["generate", "--model", str(work / "out-lora"), *swap("adapters", **still), *write],
         "run, a Trainer's script": ["run", swap("run")[1], str(work / "script.py"), str(model), str(work / "trained")],
     }
+    trains = all(importlib.util.find_spec(name) is not None for name in ("trl", "datasets"))
+    if not trains:
+        commands["generate"] = ["generate", "--model", str(model), *swap("write", **still), *write]
+        for name in [name for name in commands if name.startswith("finetune") or name == "generate, adapters"]:
+            record.skip(name, "TRL and datasets are not installed here")
+            del commands[name]
     behind = {name for name in commands if name.startswith("generate")}
     with ThreadPoolExecutor(_AT_ONCE) as at_once:
         for names in (commands.keys() - behind, behind):
             begun = {name: at_once.submit(_call, commands[name], record) for name in commands if name in names}
-            if names is behind:
+            if names is behind and trains:
                 begun["finetune, killed and resumed"] = at_once.submit(_killed, finetune("killed", 6), work, record)
             for name, future in begun.items():
                 record.measure(name, "ends with 0, its bits are those expected", future.result, good=_is_well)

@@ -17,15 +17,16 @@ from infinity.strict import parse_yaml
 OPTIONS_NAME = "run.yaml"
 CONFIG_NAME = "swap.yaml"
 _FILE_BYTES_MAX = 1 << 20
-_NOT_AGAIN = ("output", "log_dir")
+_NOT_AGAIN = ("output",)
 """Each run has its own."""
 
 
 def write_again(options: argparse.Namespace, config: SwapConfig, origin: Origin, directory: Path) -> None:
     """Write the options of a run and its swap config, as `again` names them. Raises OSError."""
+    of_trainer = {name: each[0] if len(each) == 1 else each for name, each in (options.trainer or {}).items()}
     values = {
         name.replace("_", "-"): value
-        for name, value in (values_of(options) | {"model": origin.model}).items()
+        for name, value in (values_of(options) | {"model": origin.model, "trainer": None} | of_trainer).items()
         if value is not None and value is not False and name not in _NOT_AGAIN
     }
     for name, content in ((OPTIONS_NAME, values), (CONFIG_NAME, config.model_dump(mode="json"))):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity import __version__
+from infinity.cli import trainer_options
 from infinity.cli.fields import DATA_HELP
 from infinity.cli.options import (
     DEFAULT_DTYPE,
@@ -34,6 +35,13 @@ from infinity.cli.options import (
 from infinity.cli.planning.options import Training, What, Where
 from infinity.sizes import THREADS_MAX
 
+_OF_TRAINER: dict[str, Any] = {
+    "take": trainer_options.take,
+    "renamed": trainer_options.OURS,
+    "epilog": "Every other field of TRL's SFTConfig is an option by its own name, such as --neftune_noise_alpha 5 or "
+    "--lr_scheduler_type inverse_sqrt; so are those that have a short name here, such as --learning_rate.",
+}
+
 
 def build_parser() -> Parser:
     parser = Parser(
@@ -42,7 +50,8 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    _add_finetune_options(commands.add_parser("finetune", help="fine-tune a causal language model on text or chats"))
+    tune = commands.add_parser("finetune", help="fine-tune a causal language model on text or chats", **_OF_TRAINER)
+    _add_finetune_options(tune)
     _add_plan(commands)
     _add_generate(commands)
     _add_run(commands)
@@ -54,7 +63,7 @@ def build_parser() -> Parser:
 
 def build_finetune_parser() -> Parser:
     """`infinity finetune` alone, whose arguments begin with its options."""
-    parser = Parser(prog="infinity finetune")
+    parser = Parser(prog="infinity finetune", **_OF_TRAINER)
     _add_finetune_options(parser)
     return parser
 
@@ -159,8 +168,8 @@ def _add_sizes(job: argparse._ArgumentGroup) -> None:
         "--micro-batches",
         type=whole(1, TOKENS_MAX),
         metavar="N",
-        help="micro-batches per backward pass (default 1): all of them go through one layer of the model before the "
-        "next one, so that its weights are fetched once for all",
+        help="micro-batches that go through one layer of the model before the next one, so that its weights are "
+        "fetched once for all (default 1); with --gradient-accumulation all of a step do",
     )
     job.add_argument("--gradient-accumulation", type=whole(1, TOKENS_MAX), help="backward passes per step (default 1)")
     job.add_argument("--sequence-length", type=whole(1, TOKENS_MAX), help="tokens per sequence (default 1024)")
@@ -221,12 +230,6 @@ def _add_training(tune: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="do not scale the loss with --dtype fp16 (by default torch.amp.GradScaler does)",
-    )
-    job.add_argument(
-        "--no-chunked-loss",
-        action="store_true",
-        default=None,
-        help="compute the logits of all tokens before the loss (by default a few at a time, where the model can)",
     )
     job.add_argument("--seed", type=whole(0, SEED_MAX), help="default 0")
     job.add_argument("--threads", type=whole(1, THREADS_MAX), help="torch's compute threads; default: torch's choice")
@@ -319,7 +322,6 @@ def _add_logging(watch: Any) -> None:
         choices=LOGGERS,
         help=f"where the figures of the steps go while it trains: any of {', '.join(LOGGERS)}",
     )
-    watch.add_argument("--log-dir", type=path, metavar="DIR", help="for their files (default OUTPUT-logs)")
 
 
 def _add_plan(commands: Any) -> None:

@@ -11,23 +11,24 @@ from typing import Any
 import torch
 
 from infinity.base.accelerator import current_device
-from infinity.cli import job, limits, loggers, models, saved_steps, tracing, verifying
+from infinity.cli import job, limits, models, run_directory, tracing, verifying
 from infinity.cli.again import write_again
-from infinity.cli.batches import Batch, Batches
+from infinity.cli.batches import Batch
 from infinity.cli.command import command
 from infinity.cli.default_dtype import Source, dtype_line
 from infinity.cli.documents import find_files, of_option
 from infinity.cli.finished import finish, nothing_to_go_on_with
-from infinity.cli.loop import Run
 from infinity.cli.marked import Owner
 from infinity.cli.optimizers import moments_of
-from infinity.cli.options import option, require_alone
+from infinity.cli.options import require_alone
+from infinity.cli.order import Order
 from infinity.cli.output import Output, require_apart
 from infinity.cli.reading import Data, read
 from infinity.cli.ready import require_ready
 from infinity.cli.report import Report, write_report
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.tokenizer import load_tokenizer
+from infinity.cli.training import Training
 from infinity.cli.world import World, follow, joined, lead, meeting, told
 from infinity.config import SwapConfig, load_config
 from infinity.errors import (
@@ -124,8 +125,8 @@ def _as_asked(config: SwapConfig, options: argparse.Namespace) -> SwapConfig:
     return config.model_copy(update=vertical | ({"frozen": options.frozen} if options.frozen else {}))
 
 
-def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
-    """Args: ending: closes the loggers, which may take long, once the result is there."""
+def _carry_out(begun: _Begun, tell: Tell, held: ExitStack) -> int:
+    """Args: held: removes a run's directory that nobody needs."""
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
     try:
         model = models.load(options, config, resuming=begun.resuming)
@@ -134,16 +135,17 @@ def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
     try:
         model_bytes = sum(told(model, "the size", models.output_bytes(model, options)))
         store = _store_of(model, config, world)
-        run = Run(model, data, begun.tokenizer, options, config, world, begun.origin, begun.owner)
-        ending.callback(run.loggers.close)
+        directory = run_directory.made(options, begun.owner, held)
+        run = Training(model, data, begun.tokenizer, options, config, world, begun.origin, directory)
         if begun.output is not None:
             begun.output.require_room(model_bytes)
-            run.saved.require_room(model_bytes, run.done)
+            run_directory.require_room(options, run.steps, run.done, model_bytes)
         stopped = run.train()
         if stopped and store is not None:
             return _leave(model, config, stopped, run.done)
         report = run.report()
-        batch = next(Batches(data.trained, 1, options.seed)) if options.verify_output else None
+        first = Order(data.trained.sequences, 1, options.seed)
+        batch = data.trained.rows(first) if options.verify_output else None
         if begun.output is None:
             return _follow(model, options, batch, tell, stopped)
         expected, late = _save(begun.output, run, config, begun.tokenizer, report, batch, tell)
@@ -151,8 +153,8 @@ def _carry_out(begun: _Begun, tell: Tell, ending: ExitStack) -> int:
         close(model)
     print(report.text())
     print(printable(f"{_result(options)}, report and loss curve: {options.output}"))
-    for line in run.saved.conclude(run.history.evaluations):
-        print(line)
+    for line in run_directory.said(options, run.history.evaluations, run.failed):
+        print(printable(line))
     if batch is not None and expected is not None:
         verifying.verify(options.output, options, batch, expected)
     if store is not None and options.keep_store:
@@ -222,13 +224,7 @@ def _store_of(model: Any, config: SwapConfig, world: World) -> str | None:
 def _beside(options: argparse.Namespace, config: SwapConfig, origin: job.Origin, *, resuming: bool) -> Owner:
     """The owner of the directories beside the output. Raises ConfigError where they cannot be this run's."""
     owner = Owner.of(options, config, origin, resumes=resuming)
-    saved_steps.prepare(options, owner)
-    apart = {
-        "--output": [options.output, saved_steps.directory_of(options.output)],
-        "nvme.paths": config.nvme.paths,
-        "--data": [path for path in (*options.data, *(options.eval_data or ())) if path.is_dir()],
-    }
-    loggers.prepare(options, owner, apart)
+    run_directory.prepare(options, owner)
     return owner
 
 
@@ -266,7 +262,7 @@ def _require_new(output: Path, config: SwapConfig, steps: int) -> None:
 
 def _save(
     output: Output,
-    run: Run,
+    run: Training,
     config: SwapConfig,
     tokenizer: Any,
     report: Report,
@@ -340,22 +336,8 @@ def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in (
-        "batch_size",
-        "micro_batches",
-        "gradient_accumulation",
-        "sequence_length",
-        "steps",
-        "epochs",
-        "threads",
-    ):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{option(name)} must be at least 1, not {value}")
     if options.sequence_length < 2:
         raise ConfigError("--sequence-length must be at least 2, not 1: each token is learned from those before it")
-    if not options.lr > 0:
-        raise ConfigError(f"--lr must be positive, not {options.lr}")
     if options.min_lr > options.lr:
         raise ConfigError(f"--min-lr is {options.min_lr:g}, and --lr {options.lr:g}, from which the rate falls")
     moments_of(options.optimizer, options.beta1, options.beta2, options.eps)
@@ -366,7 +348,6 @@ def _check(options: argparse.Namespace) -> None:
     require_alone("--eval-steps", options.eval_steps, "--eval-data or --eval-split", held_out)
     tracing.check(options)
     models.check(options)
-    saved_steps.check(options)
-    loggers.check(options)
+    run_directory.check(options)
     require_alone("--sample", options.sample, "--eval-data or --eval-split", held_out)
     require_alone("--sample-tokens", options.sample_tokens, "--sample", options.sample)

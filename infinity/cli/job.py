@@ -15,6 +15,7 @@ from infinity.cli.command import command
 from infinity.cli.default_dtype import default_dtype
 from infinity.cli.options import option
 from infinity.cli.tokenizer import has_tokenizer
+from infinity.cli.trainer_options import Given
 from infinity.cli.world import World
 from infinity.config import SwapConfig, load_config
 from infinity.durable.records import parse_body
@@ -49,11 +50,10 @@ _KEPT: dict[str, Any] = {
     "sample": None,
     "sample_tokens": None,
     "logger": None,
-    "log_dir": None,
     "log_every": None,
 }
 """Options that decide nothing of the trained model, with their defaults. A run keeps them, and they may change."""
-_PATHS = ("data", "eval_data", "output", "log_dir")
+_PATHS = ("data", "eval_data", "output")
 _LENGTH = ("steps", "epochs")
 _PLACES: tuple[str, ...] = ("model", "data", "eval_data", "output")
 """Options whose files may have moved when a run is resumed: the text is compared by its tokens, the model by its
@@ -88,33 +88,11 @@ _TRAINING: dict[str, Any] = {
     "weight_decay": 0.01,
     "max_grad_norm": 1.0,
     "no_loss_scale": False,
-    "no_chunked_loss": False,
+    "trainer": None,
     "seed": 0,
 }
 """Options that decide the bits of the result, with their defaults; the machine decides that of `dtype`."""
 _LR, _LR_OF_ADAPTERS = 1e-5, 1e-4
-_NEW = (
-    "epochs",
-    "micro_batches",
-    "no_packing",
-    "eval_split",
-    "eval_steps",
-    "min_lr",
-    "beta1",
-    "beta2",
-    "eps",
-    "revision",
-    "lora",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_targets",
-    "freeze",
-    "frozen",
-)
-_BEFORE = (
-    {name: _TRAINING[name] for name in _NEW} | {"loss_on": "all", "eval_data": None, "no_chunked_loss": True} | _KEPT
-)
-"""What runs did that have no such options."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +227,9 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, s
     if extended:
         _extend(values, length, done)
         values = values | length
+    _require_same_fields(options.trainer or {}, values["trainer"] or {})
     for name in _TRAINING:
-        given = None if name in _LENGTH else _plain(getattr(options, name, None))
+        given = None if name in (*_LENGTH, "trainer") else _plain(getattr(options, name, None))
         if given is not None and given != values[name]:
             raise ConfigError(
                 f"{option(name)} is {_said(given)}, and the run that is resumed has {_said(values[name])}"
@@ -262,6 +241,16 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, s
         if getattr(options, name, None) is None:
             setattr(options, name, _as_paths(values[name]) if name in _PATHS else values[name])
     return extended
+
+
+def _require_same_fields(given: Given, kept: Given) -> None:
+    """Raises ConfigError for a field of SFTConfig that would change the run."""
+    for name, value in given.items():
+        if value != kept.get(name):
+            raise ConfigError(
+                f"{name} is {_said(value)}, and the run that is resumed has {_said(kept.get(name))}: leave it out, or "
+                "begin a new run"
+            )
 
 
 def _said(value: Any) -> str:
@@ -303,8 +292,6 @@ def _make_absolute(options: argparse.Namespace) -> None:
         options.data = [path.expanduser().absolute() for path in options.data]
     if options.eval_data is not None:
         options.eval_data = [path.expanduser().absolute() for path in options.eval_data]
-    if options.log_dir is not None:
-        options.log_dir = options.log_dir.expanduser().absolute()
     if options.model is not None and Path(options.model).expanduser().is_dir():
         options.model = str(Path(options.model).expanduser().absolute())
 
@@ -392,13 +379,15 @@ def _without_generations(directory: Path) -> str:
 
 
 def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
-    """What a run tracked, with its options. Raises ResumeError when it was not made by `infinity finetune`."""
+    """What a run tracked, with its options. Raises ResumeError when it was not made by this version's `infinity
+    finetune`."""
     saved = tracked.get(NAME)
     known = isinstance(saved, dict) and isinstance(saved.get("options"), dict) and isinstance(saved.get("config"), dict)
-    if not known or saved is None or set(_BEFORE | saved["options"]) != {*_TRAINING, *_PLACES, *_KEPT}:
+    if not known or saved is None:
         raise ResumeError(f"{source} is of a run that was not made by `infinity finetune`; resume it with its program")
-    before = _BEFORE | {"keep_store": saved.get("keep_store", False)}  # which was not among the options once
-    return tracked | {NAME: saved | {"options": before | saved["options"]}}
+    if set(saved["options"]) != {*_TRAINING, *_PLACES, *_KEPT}:
+        raise ResumeError(f"{source} is of a run of another version of infinity, with other options; go on with that")
+    return tracked
 
 
 def model_of(tracked: dict[str, Any]) -> tuple[str, str | None] | None:

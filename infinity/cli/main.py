@@ -4,6 +4,7 @@ after Ctrl-C. The modules that a command needs are imported after its options we
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import logging
 import os
 import sys
@@ -82,7 +83,7 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
             from infinity.cli.planning.main import plan
 
         return _finished(plan(options), out)
-    _without_bars()
+    _quiet_libraries()
     if not options.verbose:  # each try of the hub is said several times; the error says what came of them
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if options.command == "generate":
@@ -91,6 +92,7 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
 
         return generate(options, out)
     _require_possible_pass(options)
+    _require_libraries()
     out.begin_run()
     with interruptible_imports():
         from infinity.cli.finetune import finetune
@@ -115,8 +117,20 @@ def _require_possible_pass(options: argparse.Namespace) -> None:
         )
 
 
-def _without_bars() -> None:
-    """Libraries draw progress bars with carriage returns: not into a file or a pipe."""
+def _require_libraries() -> None:
+    """Raises ConfigError."""
+    missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"infinity finetune trains with TRL, and {' and '.join(missing)} cannot be imported: "
+            'pip install "infinity-offload[hf]"'
+        )
+
+
+def _quiet_libraries() -> None:
+    """Libraries draw progress bars with carriage returns: not into a file or a pipe. Nor does TRL report what is
+    trained here to its authors, unless the user asks for that."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not sys.stderr.isatty():
         for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(variable, "1")

@@ -117,7 +117,8 @@ def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> 
         ConfigError: a pattern or a name of --freeze or --lora-targets is of nothing in the model.
         InfinityError: as load_pretrained.
     """
-    made: dict[str, Any] = {"optimizer": options.optimizer, "accumulation_steps": options.gradient_accumulation}
+    passes = 1 if config.vertical else options.gradient_accumulation
+    made: dict[str, Any] = {"optimizer": options.optimizer, "accumulation_steps": passes}
     how: dict[str, Any] = {"dtype": DTYPES[options.dtype], **named(options)}
     copy = None if options.from_checkpoint is None else options.from_checkpoint.expanduser()
     if options.lora is None and not options.freeze:

@@ -13,10 +13,11 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
+from infinity.cli.trainer_options import OURS
 from infinity.echo import one_line, quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import require_possible
@@ -31,7 +32,7 @@ DEFAULT_DTYPE = (
     "default on a GPU: bf16; on a processor: the first of bf16 and fp16 that it has instructions for, else fp32"
 )
 FROZEN_NAMES = ("bf16", "int8", "nf4")
-LOGGERS = ("tensorboard", "wandb", "csv", "jsonl")
+LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "clearml", "swanlab")
 
 STEPS_MAX = 10**12 - 1
 """A generation's number has twelve digits."""
@@ -40,50 +41,46 @@ LORA_MAX = 1 << 16
 TOKENS_MAX = 1 << 24
 """The most tokens in one backward pass, over all its sequences: more fit no memory."""
 
-OTHERS_NAMES = {
-    "learning_rate": "lr",
-    "num_train_epochs": "epochs",
+OTHERS_NAMES = OURS | {
     "num_epochs": "epochs",
-    "max_steps": "steps",
-    "per_device_train_batch_size": "batch_size",
     "micro_batch_size": "batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation",
     "sequence_len": "sequence_length",
     "max_seq_length": "sequence_length",
-    "max_length": "sequence_length",
     "model_name_or_path": "model",
     "base_model": "model",
     "dataset": "data",
     "datasets": "data",
-    "output_dir": "output",
-    "lr_scheduler_type": "schedule",
     "lr_scheduler": "schedule",
-    "save_steps": "save_every",
-    "save_total_limit": "save_limit",
-    "logging_steps": "log_every",
-    "report_to": "logger",
-    "logging_dir": "log_dir",
-    "bf16": "dtype",
-    "fp16": "dtype",
     "lora_r": "lora",
     "lora_target_modules": "lora_targets",
     "val_set_size": "eval_split",
     "max_new_tokens": "max_tokens",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_epsilon": "eps",
     "resume_from_checkpoint": "resume",
 }
-"""What Trainer and axolotl call options that are called otherwise here."""
+"""What Trainer and axolotl call options that are called otherwise here: a message names ours."""
 _MESSAGE_MAX = 400
 _TEXT_MAX = 1 << 20
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations: a new option could change the meaning of a script that uses one."""
+    """A parser without abbreviations: a new option could change the meaning of a script that uses one.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        take: takes of the arguments that are unknown here what it knows, and gives back the others; the namespace has
+            that as `trainer`.
+        renamed: other names of options, with underscores.
+        options: of ArgumentParser.
+    """
+
+    def __init__(
+        self,
+        take: Callable[[Sequence[str]], tuple[Any, list[str]]] | None = None,
+        renamed: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self._take = take
+        self._renamed = renamed
 
     def error(self, message: str) -> NoReturn:
         """Raises ConfigError."""
@@ -97,7 +94,10 @@ class Parser(argparse.ArgumentParser):
         for text in given:
             if re.fullmatch(r"--[^=]+=--", text):  # argparse would read an empty list
                 self.error(f"argument {text.removesuffix('=--')}: '--' is no value")
-        known, unknown = super().parse_known_args(given, namespace)
+        known, unknown = super().parse_known_args(list(map(self._by_our_name, given)), namespace)
+        if self._take is not None:
+            taken, unknown = self._take(unknown)
+            known = argparse.Namespace(**(vars(known) | {"trainer": taken}))
         if unknown:
             name = unknown[0].partition("=")[0][:_MESSAGE_MAX]
             others = option(OTHERS_NAMES.get(name.removeprefix("--").replace("-", "_"), ""))
@@ -107,6 +107,15 @@ class Parser(argparse.ArgumentParser):
             hint = f"; did you mean {near[0]}?" if near and name.startswith("-") else ""
             self.error(f"unknown argument {quoted(unknown[0])}{hint}")
         return known, unknown
+
+    def _by_our_name(self, text: str) -> str:
+        """An option that has another name, or underscores in its name, as this parser has it."""
+        if self._renamed is None or not text.startswith("--"):
+            return text
+        flag, sign, value = text.partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        ours = option(self._renamed.get(name, name))
+        return f"{ours}{sign}{value}" if ours in self._option_string_actions else text
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:

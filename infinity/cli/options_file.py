@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 from pathlib import Path
 from typing import Any
 
 from infinity.cli import options as types
 from infinity.cli.arguments import build_finetune_parser
 from infinity.cli.options import OTHERS_NAMES, Parser
+from infinity.cli.trainer_options import OURS, names, require_passed_on
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
@@ -42,7 +44,9 @@ def with_file(options: argparse.Namespace) -> argparse.Namespace:
                 f"{file}: {types.option(both[0])} and {types.option(both[1])} exclude each other; leave one of them"
             )
         given |= set(names) if given.intersection(names) else set()
-    return argparse.Namespace(**(vars(options) | {name: each for name, each in of_file.items() if name not in given}))
+    trainer = {**of_file.pop("trainer", {}), **(options.trainer or {})}
+    merged = vars(options) | {name: each for name, each in of_file.items() if name not in given}
+    return argparse.Namespace(**(merged | {"trainer": trainer or None}))
 
 
 def _read(path: Path, file: str) -> dict[str, Any]:
@@ -67,6 +71,11 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
     checked: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
+        name = OURS.get(name, name)
+        if name not in known and name in names():
+            require_passed_on(name, f"{file}: ")
+            checked.setdefault("trainer", {})[name] = list(map(_as_typed, _listed(value)))
+            continue
         if name not in known:
             raise ConfigError(f"{file}: {quoted(str(key))} is no option of infinity finetune{_hint(name, known)}")
         if name in _ON_THE_COMMAND_LINE:
@@ -88,6 +97,11 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
 def _hint(name: str, known: dict[str, Any]) -> str:
     near = [OTHERS_NAMES[name]] if name in OTHERS_NAMES else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {near[0].replace('_', '-')}?" if near else ""
+
+
+def _as_typed(value: Any) -> str:
+    """A value of YAML as a command line has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _listed(value: Any) -> list[Any]:

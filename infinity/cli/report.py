@@ -12,8 +12,7 @@ from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 from infinity.base.timeline import CAUSES, Cause
-from infinity.cli.evaluation import Evaluated, best_of
-from infinity.cli.meanwhile import Sample
+from infinity.cli.history import Evaluated, Sample, best_of
 from infinity.cli.progress import StepFacts
 from infinity.runtime.statistics import Statistics, trained_of
 from infinity.sizes import format_bytes

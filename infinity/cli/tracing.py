@@ -38,6 +38,9 @@ class TracedSteps(ExitStack):
             learns the order of the units.
         done, total: number of steps that the run has done, and of all its steps.
 
+    Attributes:
+        path: of the trace.
+
     Raises:
         ConfigError: none of the steps will be done.
     """
@@ -47,7 +50,7 @@ class TracedSteps(ExitStack):
     ) -> None:
         super().__init__()
         self._model = model
-        self._path = path
+        self.path = path
         self._first, self._last = steps or (min(done + 2, total), done + 1 + _STEPS)
         if path is not None and done < total and not (self._last > done and self._first <= total):
             raise ConfigError(f"--trace-steps {self._first}:{self._last}: this run does steps {done + 1} to {total}")
@@ -55,12 +58,12 @@ class TracedSteps(ExitStack):
         self._last = min(self._last, total)
 
     def before(self, step: int) -> None:
-        if self._path is not None and step == self._first:
-            self.enter_context(trace(self._model, self._path))
+        if self.path is not None and step == self._first:
+            self.enter_context(trace(self._model, self.path))
 
     def after(self, step: int, *, stopping: bool = False) -> bool:
         """Whether the trace was written now: after its last step, or after the run's last step if that comes first."""
-        if self._path is None or not self._first <= step <= self._last or (step != self._last and not stopping):
+        if self.path is None or not self._first <= step <= self._last or (step != self._last and not stopping):
             return False
         self.close()
         return True

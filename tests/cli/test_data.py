@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from infinity.cli import documents
-from infinity.cli.batches import Batches
 from infinity.cli.data import PackedData
 from infinity.cli.records import LossOn
 from infinity.errors import ConfigError
@@ -100,18 +99,6 @@ def test_jsonl_and_directories_are_read_in_a_fixed_order(pack: Pack, tmp_path: P
     assert order == sorted(order)
     assert decoded.count("<eos>") == 4
     assert sorted(os.listdir(tmp_path)) == ["docs", "last.jsonl"]
-
-
-def test_batches_cover_every_sequence_each_pass_in_another_order(pack: Pack, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
-    data = pack(tmp_path / "text.txt", length=32)
-    batches = Batches(data, 1, seed=0)
-    passes = [[next(batches).ids[0] for _ in range(data.sequences)] for _ in range(2)]
-    keys = [[tuple(row.tolist()) for row in rows] for rows in passes]
-    assert sorted(keys[0]) == sorted(keys[1])
-    assert keys[0] != keys[1]
-    again = Batches(data, 1, seed=0)
-    assert keys[0][0] == tuple(next(again).ids[0].tolist())
 
 
 def test_too_little_data_is_named(pack: Pack, tmp_path: Path) -> None:

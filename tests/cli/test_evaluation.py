@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from infinity.cli.batches import Batch
 from infinity.cli.data import Part, split
-from infinity.cli.evaluation import Evaluation
 from infinity.cli.main import main
-from infinity.cli.world import ALONE
 from infinity.errors import ConfigError
 from tests.cli import test_resume
 from tests.cli.test_finetune import TEXT, run, tokenizer
@@ -142,35 +140,3 @@ def test_what_cannot_be_evaluated_is_said(options: dict[str, Any], says: str, jo
     given = {name: value for name, value in job.items() if not name.startswith("--eval")}
     assert run(given | options) == 2
     assert says in capsys.readouterr().err
-
-
-class Constant:
-    """A model whose loss of a sequence is its number."""
-
-    training = True
-    device = torch.device("cpu")
-
-    def train(self, mode: bool = True) -> None:
-        self.training = mode
-
-    def eval(self) -> None:
-        self.train(False)
-
-    def __call__(self, *, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
-        assert not self.training
-
-        class Output:
-            loss = input_ids[:, 0].float().mean()
-
-        return Output
-
-
-def test_batches_count_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pairs(Numbers):
-        def rows(self, indices: Any) -> Batch:
-            return Batch(torch.tensor([[index, index] for index in indices]))
-
-    monkeypatch.setattr("infinity.cli.evaluation.told", lambda _, __, mine: [mine])
-    model = Constant()
-    assert Evaluation(Pairs(), 3, None, 1, ALONE).loss_of(model) == pytest.approx(9.5)
-    assert model.training

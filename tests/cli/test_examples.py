@@ -296,8 +296,9 @@ def test_packed_examples_have_the_loss_of_the_same_apart(name: str, attention: s
     singly = [apart.rows([index]) for index in range(12)]
     assert together.learned == sum(each.learned for each in singly)
     with torch.no_grad():
-        expected = sum(each.loss_of(model).double() * each.learned for each in singly) / together.learned
-        torch.testing.assert_close(together.loss_of(model).double(), expected, rtol=1e-6, atol=0)
+        expected = sum(model(**each.of_trainer()).loss.double() * each.learned for each in singly) / together.learned
+        found = model(**together.of_trainer()).loss.double()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 class Leaky(LlamaForCausalLM):

@@ -19,11 +19,12 @@ import pytest
 import torch
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from trl import SFTTrainer
 
 import infinity
 from infinity.base.timeline import CAUSES
-from infinity.cli import loop
+from infinity.cli import training
 from infinity.cli.main import main
 from infinity.cli.optimizers import make_optimizer
 from infinity.cli.report import make_report, processors_alone
@@ -140,8 +141,8 @@ def test_a_run_of_one_step_reports_its_whole_update(job: dict[str, Any], monkeyp
         reported.append((after, infinity.statistics(models[-1])))
         return make_report(facts, before, after, *arguments, **options)
 
-    monkeypatch.setattr(loop, "statistics", counted)
-    monkeypatch.setattr(loop, "make_report", make)
+    monkeypatch.setattr(training, "statistics", counted)
+    monkeypatch.setattr(training, "make_report", make)
     assert run(job | {"--steps": 1}) == 0
     (after, at_the_end), *others = reported
     assert others == []
@@ -247,7 +248,7 @@ def test_the_rate_falls_to_the_one_that_is_given_and_moments_have_what_is_given(
         made.update(options)
         return make_optimizer(name, params, **options)
 
-    monkeypatch.setattr(loop, "make_optimizer", noted)
+    monkeypatch.setattr(training, "make_optimizer", noted)
     assert run(job, "--min-lr", "1e-3", "--beta2", "0.95", "--eps", "1e-6") == 0
     assert made["betas"] == (0.9, 0.95)
     assert made["eps"] == 1e-6
@@ -362,15 +363,13 @@ def test_nan_loss_ends_the_run_with_nothing_written(job: dict[str, Any], tmp_pat
 
 def changing(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], at: set[int]) -> None:
     """The loss of the passes `at`, counted from 1, is another one."""
-    compute, passes = LlamaForCausalLM.forward, itertools.count(1)
+    compute, passes = SFTTrainer.compute_loss, itertools.count(1)
 
-    def forward(model: Any, *arguments: Any, **options: Any) -> Any:
-        output = compute(model, *arguments, **options)
-        if next(passes) in at:
-            output.loss = change(output.loss)
-        return output
+    def compute_loss(*arguments: Any, **options: Any) -> Any:
+        loss = compute(*arguments, **options)
+        return change(loss) if next(passes) in at else loss
 
-    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    monkeypatch.setattr(SFTTrainer, "compute_loss", compute_loss)
 
 
 def losing(monkeypatch: pytest.MonkeyPatch, at: set[int], value: float = float("nan")) -> None:
@@ -462,7 +461,7 @@ def test_a_second_ctrl_c_is_one_line(job: dict[str, Any], tmp_path: Path, capsys
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infinity.cli.loop.Run._step", interrupted)
+    monkeypatch.setattr("infinity.cli.step_watch.StepWatch._finish", interrupted)
     assert run(job) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1] == "interrupted"
     assert not (tmp_path / "out").exists()

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from infinity.cli import loop, verifying
+from infinity.cli import verifying
 from infinity.cli.finished import finish
 from infinity.cli.main import main
+from infinity.cli.step_watch import StepWatch
 from infinity.errors import InfinityError
 from infinity.io import durable
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME, LOCK_NAME, SWAP_NAME, generations_in
@@ -121,15 +122,14 @@ def test_what_differs_from_the_trained_model_leaves_the_store(
 
 
 def test_an_interrupted_run_keeps_its_store(short: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = loop.Run._step
+    made = StepWatch._finish
 
-    def step(self: Any, number: int, progress: Any) -> Any:
-        facts = made(self, number, progress)
+    def step(self: Any, number: int) -> None:
+        made(self, number)
         os.kill(os.getpid(), signal.SIGINT)
-        return facts
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop.Run, "_step", step)
+        patched.setattr(StepWatch, "_finish", step)
         assert run(short) == 130
     assert list(generations_in(tmp_path / "swap")) == [1]
     assert main(["finetune", "--resume", str(tmp_path / "swap")]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import torch
 import transformers as hf
+import yaml
 from transformers import AutoModelForCausalLM
+from trl import SFTTrainer
 
 import infinity
-from infinity.cli.batches import Batch
 from infinity.cli.main import main
 from infinity.units.room import Room
 from tests.cli.test_finetune import TEXT, run, tokenizer
@@ -101,24 +104,25 @@ def test_without_memory_for_a_pass_a_smaller_one_runs(
     of: str, fewer: Job, job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     tokens = [0]
-    loss_of, backward = Batch.loss_of, torch.Tensor.backward
+    compute, backward = SFTTrainer.compute_loss, torch.Tensor.backward
 
     def allocate(where: str) -> None:
         if where == of and tokens[0] > 16:
             raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
 
-    def forward(batch: Batch, model: Any) -> torch.Tensor:
-        tokens[0] = batch.ids.numel()
+    def forward(trainer: Any, model: Any, inputs: Any, **named: Any) -> torch.Tensor:
+        tokens[0] = inputs["input_ids"].numel()
         allocate("forward")
-        return loss_of(batch, model)
+        loss: torch.Tensor = compute(trainer, model, inputs, **named)
+        return loss
 
     def back(loss: torch.Tensor, *given: Any, **named: Any) -> None:
         allocate("backward")
         backward(loss, *given, **named)
 
-    monkeypatch.setattr(Batch, "loss_of", forward)
+    monkeypatch.setattr(SFTTrainer, "compute_loss", forward)
     monkeypatch.setattr(torch.Tensor, "backward", back)
-    assert run(job | {"--steps": 1}) == (2 if of == "forward" else 1)
+    assert run(job | {"--steps": 1}) == 2
     error = capsys.readouterr().err
     assert re.search(
         "ive a smaller --sequence-length or --batch-size|se a smaller --batch-size or --sequence-len", error
@@ -233,3 +237,34 @@ def test_an_export_whose_tokenizer_is_gone_says_so(job: Job, tmp_path: Path, cap
         assert main(["finetune", *goes_on, "--steps", "2", *way]) == 0
         for file in (tmp_path / "moved").glob("*token*"):
             shutil.copy(file, tmp_path / "copy")
+
+
+def test_a_head_in_tiles_learns_what_a_whole_one_does(job: Job, tmp_path: Path) -> None:
+    losses = []
+    for device in ("8MiB", "1600KiB"):
+        torch.manual_seed(0)
+        model = llama(2)[0]
+        model.resize_token_embeddings(4000)
+        use(model, job)
+        config = yaml.safe_load(job["--config"].read_text())
+        config["memory"]["device"] = device
+        job["--config"].write_text(yaml.safe_dump(config))
+        job["--output"] = tmp_path / device
+        assert run(job | {"--steps": 3, "--dtype": "fp32"}) == 0
+        losses.append([float(row.split(",")[1]) for row in (tmp_path / device / "loss.csv").read_text().split()[1:]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(
+    job: Job, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trl" else find(name))
+    assert run(job) == 2
+    error = capsys.readouterr().err
+    assert 'trl cannot be imported: pip install "infinity-offload[hf]"' in error
+    (extra,) = re.findall(r"\[(\w+)\]", error)
+    wanted = tomllib.loads((Path(infinity.__file__).parents[1] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ][extra]
+    assert {re.split("[>=]", each)[0] for each in wanted} >= {"trl", "datasets"}

@@ -77,8 +77,8 @@ def test_a_run_with_adapters_ends_merged_where_that_is_asked_later(
     again = ["finetune", "--resume", str(tmp_path / "swap-b"), "--output", str(tmp_path / "out-c"), "--merge"]
     assert main(again) == 0
     assert _same(tmp_path / "out-a", tmp_path / "out-c")
-    assert (tmp_path / "out-a-steps" / "step-5" / "model.safetensors").exists()
-    assert (tmp_path / "out-b-steps" / "step-5" / ADAPTERS).exists()
+    assert (tmp_path / "out-a-steps" / "checkpoint-5" / "model.safetensors").exists()
+    assert (tmp_path / "out-b-steps" / "checkpoint-5" / ADAPTERS).exists()
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import Trainer
 
 from infinity.base import accelerator
-from infinity.cli import batches, generate, loop, meanwhile
+from infinity.cli import generate, samples, trainer
+from infinity.cli.batches import Batch
 from infinity.cli.main import main
 from tests.cli.test_finetune import job, run
 from tests.sim.fixtures import Simulate, simulate
@@ -43,13 +45,13 @@ def device(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulated device. Its tensors look like those of the host, so batches and prompts are noted where they are
     made, and a look-up of what was not brought from there fails as CUDA's does."""
     simulate(LAZY)
-    host, init, embedding = Host(), batches.Batch.__init__, torch.nn.functional.embedding
+    host, init, embedding = Host(), Batch.__init__, torch.nn.functional.embedding
 
     def noted(batch: Any, *given: Any, **named: Any) -> None:
         init(batch, *given, **named)
         host.keep(batch.ids, batch.labels, batch.positions)
 
-    def prompt(*given: Any, prompt_ids: Any = meanwhile.prompt_ids, **named: Any) -> torch.Tensor:
+    def prompt(*given: Any, prompt_ids: Any = samples.prompt_ids, **named: Any) -> torch.Tensor:
         ids = prompt_ids(*given, **named)
         host.keep(ids)
         return ids
@@ -60,8 +62,11 @@ def device(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
         return embedding(indices, *given, **named)
 
     monkeypatch.setattr(accelerator, "bring", lambda tensor, device: tensor.clone())
-    monkeypatch.setattr(batches.Batch, "__init__", noted)
-    for module in (meanwhile, generate):
+    monkeypatch.setattr(
+        Trainer, "_prepare_inputs", lambda self, batch: {key: each.clone() for key, each in batch.items()}
+    )
+    monkeypatch.setattr(Batch, "__init__", noted)
+    for module in (samples, generate):
         monkeypatch.setattr(module, "prompt_ids", prompt)
     monkeypatch.setattr(torch.nn.functional, "embedding", look_up)
 
@@ -80,7 +85,7 @@ pytestmark = pytest.mark.usefixtures("device")
 def test_what_stays_in_host_memory_is_refused_and_told_as_it_is(
     job: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(accelerator, "bring", lambda tensor, device: tensor)
+    monkeypatch.setattr(Trainer, "_prepare_inputs", lambda self, batch: batch)
     assert run(job) == 2
     error = capsys.readouterr().err
     assert (
@@ -106,15 +111,14 @@ def test_what_stays_in_host_memory_is_refused_and_told_as_it_is(
     ],
 )
 def test_an_error_of_a_forward_is_blamed_on_what_it_is_about(raised: Exception, said: str) -> None:
-    batch = batches.Batch(torch.zeros(2, 4, dtype=torch.int64))
-    assert re.search(said, str(loop._refusal(batch, raised)))
+    assert re.search(said, str(trainer._refusal(torch.Size((2, 4)), raised)))
 
 
 GROUPS: dict[str, list[Any]] = {
     "evaluation": ["--eval-split", 0.2, "--eval-steps", 1, "--sample", "the quick", "--sample-tokens", 2],
     "accumulation": ["--gradient-accumulation", 2],
     "micro-batches": ["--micro-batches", 2],
-    "whole logits": ["--no-chunked-loss", "--optimizer", "lion"],
+    "lion": ["--optimizer", "lion"],
     "lora": ["--lora", 2],
     "lora, nf4": ["--lora", 2, "--frozen", "nf4"],
     "frozen": ["--freeze", "model.embed_tokens.*"],

@@ -12,9 +12,10 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from infinity.cli import loop, models
+from infinity.cli import models
 from infinity.cli.main import main
 from infinity.cli.output import Output, Saved
+from infinity.cli.training import Training
 from infinity.errors import ConfigError, InfinityError
 from tests.cli.test_finetune import run
 
@@ -42,13 +43,13 @@ def loads(directory: Path) -> bool:
 
 
 def during_the_run(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
-    made = loop.Run.report
+    made = Training.report
 
     def report(self: Any) -> Any:
         act()
         return made(self)
 
-    monkeypatch.setattr(loop.Run, "report", report)
+    monkeypatch.setattr(Training, "report", report)
 
 
 @pytest.mark.parametrize("kind", ["a file in it", "a file", "a dangling link"])

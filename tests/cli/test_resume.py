@@ -19,9 +19,9 @@ import yaml
 from safetensors.torch import load_file
 
 import infinity
-from infinity.cli import loop
 from infinity.cli.command import command
 from infinity.cli.main import main
+from infinity.cli.step_watch import StepWatch
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from tests.cli.test_finetune import TEXT, arguments_of, run, tokenizer
 from tests.io.test_headers import build, config, trained
@@ -86,17 +86,16 @@ class _Signalling:
 
 def _signalled(arguments: list[str], number: int, at: str) -> tuple[int, str]:
     """Exit code and what was printed."""
-    made = loop.Run._step
+    made = StepWatch._finish
 
-    def step(self: Any, step: int, progress: Any) -> Any:
-        facts = made(self, step, progress)
+    def step(self: Any, step: int) -> None:
+        made(self, step)
         if step == _STOPPED_AFTER and not at:
             os.kill(os.getpid(), number)
-        return facts
 
     stream: Any = _Signalling(sys.stdout, number, at)
     with redirect_stdout(stream), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.Run, "_step", step)
+        patch.setattr(StepWatch, "_finish", step)
         code = main(arguments)
     return code, stream.text
 

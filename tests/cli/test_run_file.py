@@ -53,7 +53,8 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ("learning_rate: 1\n", "'learning_rate' is no option of infinity finetune; did you mean lr?"),
+        ("base_model: a\n", "'base_model' is no option of infinity finetune; did you mean model?"),
+        ("packing: true\n", "packing of TRL's SFTConfig is no option of infinity finetune: the data are read"),
         ("batch-sizes: 1\n", "did you mean batch-size?"),
         ("lr: -1\n", "run.yaml: lr: must be positive"),
         ("lr: high\n", "run.yaml: lr: 'high' is not a number"),

@@ -4,6 +4,7 @@ all of them; whatever one of them cannot do ends all."""
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import shutil
@@ -11,21 +12,26 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from trl import SFTTrainer
 
 from infinity.checkpoint import save
-from infinity.cli import finetune, finished, loop, output, report
+from infinity.cli import finetune, finished, output, report
 from infinity.cli.main import main
+from infinity.cli.step_watch import StepWatch
 from infinity.errors import InfinityError
 from infinity.io.directory import FINISHED_NAME
 from infinity.sharded.stores import counts_in, steps_of
 from tests.cli.test_finetune import TEXT, run, tokenizer
+from tests.cli.test_step_watch import of_tensorboard, saved
 from tests.models import VOCABULARY
 from tests.processes import Forked
 from tests.ranks import workers
@@ -79,6 +85,9 @@ def named(folder: Path, name: str, ranks: int, **overrides: Any) -> Job:
 def on_rank(arguments: list[str], act: str = "", rank: int = -1) -> int:
     """Args: act: what `rank` does, of those below."""
     report._plot = _no_picture
+    of_rank, ranks = str(workers.dist.get_rank()), str(workers.dist.get_world_size())
+    os.environ.update(RANK=of_rank, LOCAL_RANK=of_rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
+    AcceleratorState._reset_state(reset_partial_state=True)
     if rank == int(workers.dist.get_rank()):
         ACTS[act]()
     return main(arguments)
@@ -88,40 +97,44 @@ def _no_picture(*_: Any) -> None:
     """Drawing takes as long as several steps."""
 
 
+def at_step(number: int, act: Callable[[], object]) -> None:
+    """Args: act: done before the forward of this step."""
+    begins = StepWatch.on_step_begin
+
+    def acting(self: Any, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step + 1 == number:
+            act()
+        begins(self, args, state, control, **named)
+
+    StepWatch.on_step_begin = acting  # type: ignore[method-assign]
+
+
 def is_asked_to_stop() -> None:
     """In the third step; as torchrun does it, where there are several ranks."""
-    step = loop.Run._step
 
-    def stopping(self: Any, number: int, progress: Any) -> Any:
-        if number == 3:
-            for _ in range(2 if workers.dist.get_world_size() > 1 else 1):
-                os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, number, progress)
+    def ask() -> None:
+        for _ in range(2 if workers.dist.get_world_size() > 1 else 1):
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    loop.Run._step = stopping  # type: ignore[method-assign]
+    at_step(3, ask)
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_killed() -> None:
     """In the fifth step."""
-    step = loop.Run._step
-
-    def dying(self: Any, number: int, progress: Any) -> Any:
-        if number == 5:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(self, number, progress)
-
-    loop.Run._step = dying  # type: ignore[method-assign]
+    at_step(5, dies)
 
 
 def has_a_loss_that_is_no_number() -> None:
-    loss = loop.Run._loss
-    seen = []
+    compute, calls = SFTTrainer.compute_loss, itertools.count(1)
 
-    def bad(self: Any, batch: Any) -> Any:
-        seen.append(batch)
-        return loss(self, batch) * (float("nan") if len(seen) == 3 else 1.0)
+    def bad(*given: Any, **named: Any) -> Any:
+        return compute(*given, **named) * (float("nan") if next(calls) == 3 else 1.0)
 
-    loop.Run._loss = bad  # type: ignore[method-assign]
+    SFTTrainer.compute_loss = bad
 
 
 def cannot_write_the_output() -> None:
@@ -165,10 +178,7 @@ def is_killed_before_the_stores_go() -> None:
 
 
 def is_killed_at_once() -> None:
-    def die(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    loop.Run._step = die  # type: ignore[method-assign]
+    at_step(1, dies)
 
 
 ACTS = {
@@ -217,7 +227,7 @@ def test_ranks_end_in_the_bits_of_one_process_with_their_batches(ranks: int, job
 def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(job: Job, tmp_path: Path) -> None:
     (tmp_path / "apart.txt").write_text(TEXT[:900])
     flags = ["--lora", "4", "--eval-data", str(tmp_path / "apart.txt"), "--eval-steps", "2", "--save-best"]
-    flags += ["--sample", "the quick", "--sample-tokens", "5", "--save-every", "3", "--logger", "jsonl"]
+    flags += ["--sample", "the quick", "--sample-tokens", "5", "--save-every", "3", "--logger", "tensorboard"]
     assert run(job, *flags) == 0
     begun = arguments_of(named(tmp_path, "all", 2), *flags)
     assert workers.run(2, on_rank, begun, "is_asked_to_stop", 1) == [128 + signal.SIGTERM] * 2
@@ -225,11 +235,11 @@ def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(jo
     for file in ("adapter_model.safetensors", "evaluation.csv", "samples.jsonl"):
         assert (tmp_path / "out-all" / file).read_bytes() == (tmp_path / "out-one" / file).read_bytes()
     assert curve(tmp_path / "out-all") == curve(tmp_path / "out-one")
-    saved = [sorted(os.listdir(tmp_path / f"out-{name}-steps")) for name in ("one", "all")]
-    assert saved[0] == saved[1]
-    assert "step-3" in saved[0]
-    lines = (tmp_path / "out-all-logs" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 2, 3, 4, 4, 5, 6, 6]
+    models = [saved(tmp_path / f"out-{name}") for name in ("one", "all")]
+    assert models[0] == models[1]
+    assert "checkpoint-3" in models[0]
+    steps = [step for step, _ in of_tensorboard(tmp_path / "out-all")["train/loss"]]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.long
@@ -238,7 +248,7 @@ def test_ranks_write_a_merged_model_as_one_process_does(job: Job, tmp_path: Path
     assert run(job | FEW, *flags) == 0
     assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2) | FEW, *flags)) == [0, 0]
     require_same(tmp_path, "all")
-    assert os.listdir(tmp_path / "out-all-steps") == os.listdir(tmp_path / "out-one-steps")
+    assert saved(tmp_path / "out-all") == saved(tmp_path / "out-one")
 
 
 @pytest.mark.long

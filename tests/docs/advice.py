@@ -98,7 +98,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "no <>); make one with `infinity checkpoint export`, or load ": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
     },
-    "cli/batches.py": {
+    "cli/order.py": {
         "the run: give the same --data": "cli/test_resume.py::test_an_option_that_would_change_the_run_is_named",
     },
     "cli/bench/scratch.py": {
@@ -195,17 +195,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "give a smaller --sequence-length. A model with rot": "cli/test_limits.py::"
         "test_a_model_with_rotary_positions_learns_more_of_them_where_its_config_says_so",
     },
-    "cli/loggers.py": {
-        "warning: --logger <> could not <> (": "cli/test_meanwhile.py::test_a_logger_that_fails_does_not_end_the_run",
-    },
-    "cli/loop.py": {
-        "(<>): give a smaller --sequence-length or --batch-size, ": "cli/test_limits.py::"
-        "test_without_memory_for_a_pass_a_smaller_one_runs",
-        "(<>): give a smaller --sequence-length or --batch-size": "cli/test_limits.py::"
-        "test_positions_that_the_config_does_not_tell_are_named_too",
-        "rate never reaches --lr": "cli/test_finetune.py::test_a_warmup_as_long_as_the_run_is_said",
-    },
     "cli/main.py": {
+        "infinity finetune trains with TRL, and <> cannot be": "cli/test_limits.py::"
+        "test_a_library_that_is_missing_is_named_with_the_command_that_installs_it",
         "--batch-size times --sequence-length is <> tokens in o": "cli/test_limits.py::"
         "test_a_pass_of_too_many_tokens_is_done_in_several",
         "<>. Use a smaller --batch-size or --sequence-len": "cli/test_limits.py::"
@@ -263,15 +255,15 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "there is no script <>: infinity run CONFIG SCRIPT [AR": "cli/test_run_process.py::"
         "test_in_this_process_the_logger_is_as_before",
     },
-    "cli/saved_steps.py": {
-        "keep fewer (--save-limit)": "cli/test_saved_steps.py::test_without_room_for_models_each_way_on_has_room",
-        "free. <>, or choose an --output on another": "cli/test_saved_steps.py::"
+    "cli/run_directory.py": {
+        "keep fewer (--save-limit)": "cli/test_run_directory.py::test_without_room_for_models_each_way_on_has_room",
+        "free. <>, or choose an --output on another": "cli/test_run_directory.py::"
         "test_without_room_for_models_each_way_on_has_room",
-        "the models of --save-every and --save-best": "cli/test_meanwhile.py::"
+        "the models of --save-every and --save-best and the files of --logger": "cli/test_step_watch.py::"
         "test_what_another_run_has_left_is_not_mixed_with",
-        "<>, for the models of --save-every and --save-best, ": "cli/test_saved_steps.py::"
+        "<>, for the models of --save-every and --save-best and ": "cli/test_run_directory.py::"
         "test_a_place_that_cannot_be_written_is_named_before_the_run",
-        "--save-best needs --eval-steps: else the last st": "cli/test_saved_steps.py::"
+        "--save-best needs --eval-steps: else the last st": "cli/test_run_directory.py::"
         "test_the_best_model_needs_evaluations_on_the_way",
     },
     "cli/separate.py": {
@@ -283,6 +275,21 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
         "--trace <>: --output must be empty whe": "cli/test_finetune.py::"
         "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
+    },
+    "cli/trainer.py": {
+        "(<>): give a smaller --sequence-length or --batch-size, ": "cli/test_limits.py::"
+        "test_without_memory_for_a_pass_a_smaller_one_runs",
+        "(<>): give a smaller --sequence-length or --batch-size": "cli/test_limits.py::"
+        "test_positions_that_the_config_does_not_tell_are_named_too",
+    },
+    "cli/trainer_options.py": {
+        "give --save-every or --save-best": "cli/test_trainer_options.py::"
+        "test_the_option_that_a_refusal_names_does_what_was_asked",
+        "is no option of infinity finetune: <>": "cli/test_trainer_options.py::"
+        "test_the_option_that_a_refusal_names_does_what_was_asked",
+    },
+    "cli/training.py": {
+        "rate never reaches --lr": "cli/test_finetune.py::test_a_warmup_as_long_as_the_run_is_said",
     },
     "cli/verifying.py": {
         "or give --merge, whose output is compared": "cli/test_frozen.py::"

@@ -99,7 +99,7 @@ REPORTS = ("infinity doctor", "infinity plan")
 """Commands that end with 1 where what they report, on stdout, is not well."""
 BESIDE |= {"--eval-steps": ["--eval-split", "0.5"], "--save-best": ["--eval-split", "0.5", "--eval-steps", "1"]}
 BESIDE |= {"--save-limit": ["--save-every", "1"], "--sample": ["--eval-split", "0.5"]}
-BESIDE |= {"--sample-tokens": ["--eval-split", "0.5", "--sample", "fox"], "--log-dir": ["--logger", "csv"]}
+BESIDE |= {"--sample-tokens": ["--eval-split", "0.5", "--sample", "fox"]}
 BESIDE |= {
     name: ["--lora", "2"] for name in ("--lora-alpha", "--lora-dropout", "--lora-targets", "--merge", "--frozen")
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
 
-_MEANWHILE = "tests/cli/test_meanwhile.py"
+_STEPS = "tests/cli/test_step_watch.py"
 _RUN_FILE = "tests/cli/test_run_file.py"
 
 OF_RUNS = [
@@ -13,42 +13,42 @@ OF_RUNS = [
         "infinity/cli/marked.py",
         "        if not ours:\n",
         "        if False:\n",
-        (_MEANWHILE, "-k", "another_run"),
+        (_STEPS, "-k", "another_run"),
     ),
     Mutant(
-        "models of steps that are done again go",
-        "infinity/cli/saved_steps.py",
-        " or (number is not None and number > done):\n",
-        ":\n",
-        (_MEANWHILE, "-k", "half_made"),
+        "how often models are saved may change when a run goes on",
+        "infinity/cli/trainer.py",
+        "        self.state.compute_steps(self.args, self.args.max_steps)",
+        "        pass",
+        (_STEPS, "-k", "another_interval"),
     ),
     Mutant(
-        "without a limit no model of a step goes",
-        "infinity/cli/saved_steps.py",
-        "        if self._limit is not None:\n            old |= ",
-        "        if True:\n            old |= ",
-        (_MEANWHILE, "-k", "another_interval"),
+        "the last model is the output and no best model beside it",
+        "infinity/cli/step_watch.py",
+        "is_best and state.global_step < state.max_steps:",
+        "is_best:",
+        (_STEPS, "-k", "not_saved_twice"),
     ),
     Mutant(
         "a best model that was not saved is not named",
-        "infinity/cli/saved_steps.py",
-        "if best.step == self._linked_step() else",
-        "if True else",
-        (_MEANWHILE, "-k", "not_claimed"),
+        "infinity/cli/run_directory.py",
+        'places.get(f"checkpoint-{best.step}", "its model could not be saved")',
+        'directory / f"checkpoint-{best.step}"',
+        (_STEPS, "-k", "not_claimed"),
     ),
     Mutant(
-        "random numbers of loggers",
-        "infinity/cli/loggers.py",
+        "random numbers of evaluations",
+        "infinity/cli/trainer.py",
         "            rng.restore(drawn)\n",
         "            pass\n",
-        (_MEANWHILE, "-k", "random_numbers"),
+        (_STEPS, "-k", "change_nothing"),
     ),
     Mutant(
-        "TensorBoard is written again from its beginning",
-        "infinity/cli/loggers.py",
-        "purge_step=0)",
-        "purge_step=None)",
-        (_MEANWHILE, "-k", "interrupted_run"),
+        "an evaluation that an interruption prevented is done when the run goes on",
+        "infinity/cli/training.py",
+        "self._data.held_out is not None and bool(due) and not there",
+        "False",
+        ("tests/cli/test_evaluation.py", "-k", "stopped_run"),
     ),
     Mutant(
         "code is trusted by each process anew",
@@ -60,8 +60,8 @@ OF_RUNS = [
     Mutant(
         "the command of the report names the model that the run began with",
         "infinity/cli/again.py",
-        '(values_of(options) | {"model": origin.model})',
-        "values_of(options)",
+        '"model": origin.model, "trainer": None}',
+        '"trainer": None}',
         (_RUN_FILE, "-k", "from_a_copy"),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Options for models of steps that cannot be done are said before the run."""
+"""The directory beside an output: options that need it and cannot have it are refused before the run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from infinity.cli import saved_steps
-from infinity.cli.saved_steps import SavedSteps
+from infinity.cli import run_directory
 from infinity.errors import ConfigError
 
 
@@ -22,23 +21,33 @@ class Unowned:
 
 
 def options(**given: Any) -> Namespace:
-    free = {"eval_data": None, "eval_split": None, "eval_steps": None, "save_limit": None, "save_every": None}
+    free = {
+        "eval_data": None,
+        "eval_split": None,
+        "eval_steps": None,
+        "save_limit": None,
+        "save_every": None,
+        "logger": None,
+    }
     return Namespace(**(free | {"save_best": False} | given))
 
 
 def test_the_best_model_needs_evaluations_on_the_way() -> None:
-    saved_steps.check(options(save_best=True, eval_split=0.5, eval_steps=2))
+    run_directory.check(options(save_best=True, eval_split=0.5, eval_steps=2))
     with pytest.raises(ConfigError, match="--save-best needs --eval-steps"):
-        saved_steps.check(options(save_best=True, eval_split=0.5))
+        run_directory.check(options(save_best=True, eval_split=0.5))
 
 
 def test_a_place_that_cannot_be_written_is_named_before_the_run(tmp_path: Path) -> None:
     owner: Any = Unowned()
-    saved_steps.prepare(options(output=tmp_path / "missing" / "out"), owner)  # nothing is to be saved
-    saved_steps.prepare(options(output=tmp_path / "out", save_every=1), owner)
+    run_directory.prepare(options(output=tmp_path / "missing" / "out"), owner)  # nothing is to be saved
+    run_directory.prepare(options(output=tmp_path / "out", save_every=1), owner)
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="for the models of --save-every and --save-best, cannot be made: No such"):
-        saved_steps.prepare(options(output=tmp_path / "missing" / "out", save_every=1), owner)
+    with pytest.raises(
+        ConfigError,
+        match="--save-best and the files of --logger, cannot be made: No such",
+    ):
+        run_directory.prepare(options(output=tmp_path / "missing" / "out", save_every=1), owner)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +61,8 @@ def test_a_place_that_cannot_be_written_is_named_before_the_run(tmp_path: Path) 
         ),
         (
             {"save_best": True},
-            2,
-            "--save-best: 2 models .* Leave --save-best out, or choose an --output on another disk",
+            1,
+            "--save-best: 1 models .* Leave --save-best out, or choose an --output on another disk",
             [{"save_best": False}, {"output": Path("other/out")}],
         ),
     ],
@@ -63,12 +72,10 @@ def test_without_room_for_models_each_way_on_has_room(
     given: dict[str, Any], free: int, says: str, ways: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def require_room(**changes: Any) -> None:
-        world: Any = None
-        saved = SavedSteps(options(**({"output": Path("disk/out")} | given | changes)), None, 12, world, None)
-        saved.require_room(1, 0)
+        run_directory.require_room(options(**({"output": Path("disk/out")} | given | changes)), 12, 0, 1)
 
     disks = {Path("disk"): free, Path("other"): 100}
-    monkeypatch.setattr(saved_steps.shutil, "disk_usage", lambda path: SimpleNamespace(free=disks[path]))
+    monkeypatch.setattr(run_directory.shutil, "disk_usage", lambda path: SimpleNamespace(free=disks[path]))
     with pytest.raises(ConfigError, match=says):
         require_room()
     for way in ways:

@@ -1,0 +1,59 @@
+"""What is known of the steps of a run: their figures, the losses on held-out data, and what the model wrote."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from infinity.cli.progress import StepFacts
+
+_WHOLE = {"step", "tokens", "read_bytes", "written_bytes"}
+
+
+class Evaluated(NamedTuple):
+    """The loss after a step: the mean over the tokens that are learned; nan where it is not finite."""
+
+    step: int
+    loss: float
+
+
+def best_of(evaluations: Sequence[Evaluated]) -> Evaluated | None:
+    """The first with the lowest loss; None where none is finite."""
+    finite = [each for each in evaluations if math.isfinite(each.loss)]
+    return min(finite, key=lambda each: each.loss, default=None)
+
+
+class Sample(NamedTuple):
+    """What the model wrote after a step, when it was given a prompt."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclass
+class History:
+    """What is known of all steps of a run, those before a resume included; generations keep it."""
+
+    facts: list[StepFacts] = field(default_factory=list)
+    evaluations: list[Evaluated] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        names = [each.name for each in fields(StepFacts)]
+        steps = [[getattr(fact, name) for name in names] for fact in self.facts]
+        tables = {"steps": steps, "evaluations": self.evaluations}
+        made: dict[str, Any] = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in tables.items()}
+        return made | {"samples": [list(sample) for sample in self.samples]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        names = [each.name for each in fields(StepFacts)]
+        for row in state["steps"].tolist():
+            values = {name: int(value) if name in _WHOLE else value for name, value in zip(names, row, strict=True)}
+            self.facts.append(StepFacts(**values))
+        self.evaluations += [Evaluated(int(step), loss) for step, loss in state["evaluations"].tolist()]
+        self.samples += [Sample(*each) for each in state["samples"]]

@@ -1,0 +1,80 @@
+"""The evaluations of a run as they are said, and what the model writes after each of them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from infinity.cli.history import Evaluated, History, Sample
+from infinity.cli.limits import positions_of
+from infinity.cli.progress import PlainProgress, RichProgress
+from infinity.cli.writing import WritingError, prompt_ids, write
+from infinity.errors import ConfigError
+
+_TOKENS = 64
+
+
+def prompts_of(options: argparse.Namespace, model: Any, tokenizer: Any, *, chat: bool) -> dict[str, torch.Tensor]:
+    """The tokens of the prompts of --sample. Raises ConfigError for one that the model cannot take."""
+    most, positions = options.sample_tokens or _TOKENS, positions_of(model.config)
+    prompts = {prompt: prompt_ids(tokenizer, prompt, chat=chat) for prompt in options.sample or ()}
+    for ids in prompts.values():
+        if positions is not None and ids.shape[1] + most > positions:
+            raise ConfigError(
+                f"--sample: {ids.shape[1]} tokens of the prompt and {most} to write are more than the model's "
+                f"{positions} positions"
+            )
+    return prompts
+
+
+class Samples(TrainerCallback):  # type: ignore[misc]
+    """After each evaluation.
+
+    Args:
+        prompts: as prompts_of.
+        most: tokens to write; None: the default.
+        speaks: whether this process warns.
+    """
+
+    def __init__(
+        self,
+        prompts: dict[str, torch.Tensor],
+        most: int | None,
+        history: History,
+        progress: PlainProgress | RichProgress,
+        *,
+        speaks: bool,
+    ) -> None:
+        self._prompts = prompts
+        self._most = most or _TOKENS
+        self._history = history
+        self._progress = progress
+        self._speaks = speaks
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **named: Any) -> None:
+        step, loss = state.global_step, metrics["eval_loss"]
+        found = Evaluated(step, loss if math.isfinite(loss) else math.nan)
+        self._history.evaluations.append(found)
+        self._progress.say(f"step {step}: held-out loss {found.loss:.4f}")
+        for prompt, ids in self._prompts.items():
+            text = self._written(named["model"], ids, named["processing_class"])
+            self._history.samples.append(Sample(step, prompt, text))
+            self._progress.say(f"step {step}: {prompt!r} → {text!r}")
+
+    def _written(self, model: Any, ids: torch.Tensor, tokenizer: Any) -> str:
+        """The likeliest tokens, so that all ranks have the same, and no random number is drawn."""
+        training = model.training
+        model.eval()
+        try:
+            return str(tokenizer.decode(write(model, ids, tokenizer, self._most), skip_special_tokens=True))
+        except WritingError as error:
+            if self._speaks:
+                print(f"warning: --sample: {error}", file=sys.stderr, flush=True)
+            return ""
+        finally:
+            model.train(training)

@@ -1,0 +1,168 @@
+"""Each step of a run: measured, shown, made durable, and the last one where a signal came."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from infinity.cli.history import History, best_of
+from infinity.cli.progress import PlainProgress, RichProgress, StepFacts
+from infinity.cli.report import without
+from infinity.cli.stopping import Stop
+from infinity.cli.tracing import TracedSteps
+from infinity.cli.trainer import Trainer
+from infinity.cli.world import told
+from infinity.errors import printable
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.runtime.offload import synchronize
+from infinity.runtime.statistics import Statistics, statistics
+from infinity.runtime.track import finish_commit
+
+_STAY = "the step is skipped and the weights stay as they are"
+
+
+class StepWatch(TrainerCallback):  # type: ignore[misc]
+    """The last of a Trainer's callbacks.
+
+    Args:
+        scaler: of the loss, enabled or not.
+        step_tokens: tokens of a step, of all ranks.
+        keeps_best: whether the model with the lowest loss on held-out data is saved.
+
+    Attributes:
+        began, first, now: counters before the first step of this process, after it, and after the last one; without
+            what evaluating and saving moved.
+        stopped: the exit code, where a signal ended the run early.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        optimizer: OffloadedOptimizer,
+        scaler: torch.amp.GradScaler,
+        history: History,
+        progress: PlainProgress | RichProgress,
+        traced: TracedSteps,
+        stop: Stop,
+        step_tokens: int,
+        *,
+        keeps_best: bool,
+    ) -> None:
+        self._trainer = trainer
+        self._model = trainer.model
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._history = history
+        self._progress = progress
+        self._traced = traced
+        self._stop = stop
+        self._tokens = step_tokens
+        self._keeps_best = keeps_best
+        self._before = trainer.state.global_step
+        self._loss, self._rate, self._skipped, self._scale = 0.0, 0.0, 0, 1.0
+        self._paused: tuple[Statistics, float] | None = None
+        self.began = self.first = self.now = statistics(self._model)
+        self._measured = time.perf_counter()  # the time of `now`
+        self.stopped = 0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._pause()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._go_on()
+        self._traced.before(state.global_step + 1)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        parts = torch.stack(self._trainer.take_losses()).tolist()  # a device's host waits here for all that was queued
+        self._loss = _mean(told(self._model, "the loss", parts))
+        self._rate = float(self._optimizer.param_groups[0]["lr"])
+        self._skipped, self._scale = self._optimizer.skipped_steps, self._scaler.get_scale()
+        if not math.isfinite(self._loss):
+            self._optimizer.skip_next_step(f"the loss is {self._loss}")
+            self._progress.say(f"step {state.global_step + 1}: the loss is {self._loss}; {_STAY}")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step = state.global_step
+        self._finish(step)
+        self.stopped = max(told(self._model, "whether to stop", self._stop.asked))
+        self._end_trace(step)
+        if self.stopped:
+            control.should_training_stop = True
+            control.should_evaluate = control.should_save = False  # what is due comes when the run goes on
+        if step == state.max_steps:
+            control.should_save = False  # the output is its model
+        if control.should_evaluate or control.should_save:
+            synchronize(self._model)
+            self._pause()
+
+    def _finish(self, step: int) -> None:
+        """Note what the step did, make it durable, and show it."""
+        self._say_if_skipped(step)
+        now, then = statistics(self._model), self._measured
+        self._measured = time.perf_counter()
+        facts = StepFacts(
+            step=step,
+            loss=self._loss,
+            learning_rate=self._rate,
+            grad_norm=self._optimizer.last_grad_norm,
+            seconds=self._measured - then,  # with the end of the earlier step's commit, as in the statistics
+            tokens=self._tokens,
+            read_bytes=now.read_bytes - self.now.read_bytes,
+            written_bytes=now.written_bytes - self.now.written_bytes,
+        )
+        self.now = now
+        if step == self._before + 1:
+            self.first = now  # the first step learns the order of units
+        self._history.facts.append(facts)
+        finish_commit(self._model)  # a step that is shown is durable
+        self._progress.update(facts)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        best = best_of(self._history.evaluations)
+        is_best = best is not None and best.step == state.global_step
+        if self._keeps_best and is_best and state.global_step < state.max_steps:
+            control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        step, best = state.global_step, best_of(self._history.evaluations)
+        why = self._trainer.failed.get(step)
+        if why is None:
+            so_far = " (the best so far)" if self._keeps_best and best is not None and best.step == step else ""
+            self._progress.say(f"step {step}: the model is saved in {self._trainer.folder_of(step)}{so_far}")
+        elif state.is_world_process_zero:
+            print(f"warning: {printable(why)}; the run goes on", file=sys.stderr, flush=True)
+
+    def _end_trace(self, step: int) -> None:
+        if self._traced.after(step, stopping=bool(self.stopped)):
+            self._progress.say(f"trace of the steps until {step}: {self._traced.path} (open it in ui.perfetto.dev)")
+            self._measured = time.perf_counter()  # writing the trace is no part of a step
+
+    def _say_if_skipped(self, step: int) -> None:
+        lower = self._scaler.get_scale()
+        if lower < self._scale:
+            self._progress.say(f"step {step}: skipped, a gradient overflowed; the loss scale is {lower:g} now")
+        elif self._optimizer.skipped_steps > self._skipped and math.isfinite(self._loss):
+            self._progress.say(f"step {step}: a gradient is not finite; {_STAY}")
+
+    def _pause(self) -> None:
+        """What comes until the next step begins is no part of a step."""
+        self._paused = statistics(self._model), time.perf_counter()
+
+    def _go_on(self) -> None:
+        if self._paused is None:
+            return
+        (before, began), self._paused = self._paused, None
+        after = statistics(self._model)
+        self._measured += time.perf_counter() - began
+        self.began, self.first, self.now = (without(each, before, after) for each in (self.began, self.first, self.now))
+
+
+def _mean(parts: Sequence[Sequence[float]]) -> float:
+    """The loss of a step, from the parts of all ranks: as one process with all their batches adds it up."""
+    return sum((sum(of_ranks) / len(parts) for of_ranks in zip(*parts, strict=True)), 0.0)

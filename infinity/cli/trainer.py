@@ -1,0 +1,240 @@
+"""TRL's SFTTrainer for a model that is offloaded already, with the batches of a run in their order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from torch.utils.data import DataLoader
+from transformers import PrinterCallback
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import SFTConfig, SFTTrainer
+
+from infinity.cli.data import Sequences
+from infinity.cli.order import Order
+from infinity.cli.world import told
+from infinity.config import SwapConfig
+from infinity.durable import rng
+from infinity.echo import raised
+from infinity.errors import InfinityError, ModelError, PeerError, SwapIOError
+from infinity.integrations.transformers import TrainerMixin
+from infinity.runtime.tiles import TiledLinear
+
+_TRAINED, _HELD_OUT = "trained", "held_out"
+"""The columns of the two datasets: each row has the index of a sequence."""
+
+
+class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer as `infinity finetune` has it. Three things differ: the order of the batches, the mean of an
+    evaluation, which counts every token once, and that a model which goes on has its weights and states already.
+
+    Args:
+        order: of the sequences that are trained on.
+        held_out: None: nothing is evaluated.
+        save: writes the model to a directory; all ranks call.
+        scaler: of the loss, enabled or not.
+        others: of SFTTrainer.
+
+    Attributes:
+        failed: why models could not be saved, by their steps.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: SFTConfig,
+        *,
+        trained: Sequences,
+        held_out: Sequences | None,
+        order: Order,
+        save: Callable[[Any, str], None],
+        scaler: torch.amp.GradScaler,
+        swap_config: SwapConfig,
+        **others: Any,
+    ) -> None:
+        self._order = order
+        self._save_model = save
+        self._losses: list[torch.Tensor] = []
+        self.failed: dict[int, str] = {}
+        self._learned_each = 0.0 if held_out is None else _learned_each(held_out)
+        args._n_gpu = min(args.n_gpu, 1)  # others are for other ranks
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=_Collator(trained, held_out),
+            train_dataset=_dataset(_TRAINED, trained),
+            eval_dataset=None if held_out is None else _dataset(_HELD_OUT, held_out),
+            swap_config=swap_config,
+            **others,
+        )
+        self.remove_callback(PrinterCallback)
+        if scaler.is_enabled():
+            self.accelerator.scaler = scaler
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self._train_batch_size,
+            sampler=self._order,
+            collate_fn=self.data_collator,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        prepared: DataLoader[Any] = self.accelerator.prepare(loader)
+        return prepared
+
+    def train(self, *given: Any, **named: Any) -> Any:
+        """Raises PeerError where another rank failed while this one waited for it."""
+        try:
+            return super().train(*given, **named)
+        except RuntimeError as error:
+            if not _is_of_another_rank(error):
+                raise
+            raise PeerError(raised(error)) from error
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *given: Any, **named: Any) -> torch.Tensor:
+        shape = inputs["input_ids"].shape
+        try:
+            loss = super().training_step(model, inputs, *given, **named)
+        except InfinityError:
+            raise
+        except (IndexError, RuntimeError) as error:
+            if _is_of_another_rank(error):
+                raise
+            raise _refusal(shape, error) from error
+        self._losses.append(loss)
+        return loss
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
+        """TRL's own reads the weight of the head, which would be put together whole where it runs in tiles."""
+        if isinstance(model.get_output_embeddings(), TiledLinear):
+            return transformers.Trainer.compute_loss(self, model, inputs | {"use_cache": False}, *given, **named)
+        return super().compute_loss(model, inputs, *given, **named)
+
+    def take_losses(self) -> list[torch.Tensor]:
+        """The parts that the batches since the last call have in the loss."""
+        losses, self._losses = self._losses, []
+        return losses
+
+    def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
+        """Draws no random numbers that the training has: a loader does, and trackers may."""
+        drawn = rng.snapshot()
+        try:
+            metrics: dict[str, float] = super().evaluate(*given, **named)
+            return metrics
+        finally:
+            rng.restore(drawn)
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
+        """The loss counts for as much as the batch has tokens that are learned: the Trainer takes the mean over the
+        sequences."""
+        labels = inputs["labels"]
+        loss, *rest = super().prediction_step(model, inputs, *given, **named)
+        learned = (labels[:, 1:] != -100).sum().item() / len(labels)
+        return loss * (learned / self._learned_each), *rest
+
+    # -- going on -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run goes on with, beside the states of its model: a generation keeps it. The log stays out, which
+        grows with every step."""
+        return {"state": json.dumps(asdict(self.state) | {"log_history": []}, default=str)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = TrainerState(**json.loads(state["state"]))
+        self.state.compute_steps(self.args, self.args.max_steps)  # how often it logs and saves may have changed
+        self.state.max_steps = self.args.max_steps
+
+    def go_on(self, directory: Path, *, evaluate: bool, save: bool) -> None:
+        """Write the folder for `train(resume_from_checkpoint=directory)`: the random numbers as they are now, and the
+        state. Args: evaluate, save: an interruption has prevented it, so that it is done now."""
+        self._save_rng_state(str(directory))
+        self.control.should_evaluate, self.control.should_save = evaluate, save
+        self._maybe_log_save_evaluate(torch.zeros(()), None, self.model, None, 0, None, 0.0)
+        self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """The model was offloaded from its generation."""
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def folder_of(self, step: int) -> Path:
+        return Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Raises InfinityError on all ranks where it cannot be saved: they meet after it."""
+        directory, problem = output_dir or self.args.output_dir, None
+        try:
+            self._save_model(self.model, directory)
+            if self.args.should_save:
+                self.processing_class.save_pretrained(directory)
+        except (PeerError, SwapIOError):
+            raise
+        except (InfinityError, OSError) as error:
+            problem = raised(error)
+        if said := [each for each in told(self.model, "whether the model is saved", problem) if each is not None]:
+            raise InfinityError(said[0])
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """A model that cannot be saved does not end the run."""
+        try:
+            super()._save_checkpoint(model, trial)
+        except (PeerError, SwapIOError):
+            raise
+        except (InfinityError, OSError) as error:
+            step = self.state.global_step
+            self.failed[step] = f"step {step}: the model is not saved in {self.folder_of(step)}: {raised(error)}"
+
+
+class _Collator:
+    """Batches of rows that name sequences."""
+
+    def __init__(self, trained: Sequences, held_out: Sequences | None) -> None:
+        self._of = {_TRAINED: trained, _HELD_OUT: held_out}
+
+    def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+        (column,) = rows[0]
+        data = self._of[column]
+        assert data is not None
+        return data.rows(row[column] for row in rows).of_trainer()
+
+
+def _dataset(column: str, data: Sequences) -> Dataset:
+    return Dataset.from_dict({column: range(data.sequences)})
+
+
+def _learned_each(data: Sequences) -> float:
+    """Tokens that are learned of a sequence, in the mean."""
+    return sum(data.rows([index]).learned for index in range(data.sequences)) / data.sequences
+
+
+def _is_of_another_rank(error: Exception) -> bool:
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
+
+
+def _refusal(shape: torch.Size, error: Exception) -> ModelError:
+    """What a model's forward raised, and what can be done about it, where its kind tells: an index or a size that does
+    not fit is of a sequence that is too long."""
+    asked = f"sequences of {shape[1]} tokens, {shape[0]} at a time"
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return ModelError(
+            f"there is no memory for {asked} ({raised(error)}): give a smaller --sequence-length or --batch-size, or "
+            "a smaller memory.device, which leaves more for activations"
+        )
+    if isinstance(error, IndexError) or any(word in str(error) for word in ("size", "shape")):
+        return ModelError(
+            f"the model cannot take {asked} ({raised(error)}): give a smaller --sequence-length or --batch-size"
+        )
+    return ModelError(f"the model's forward failed with {asked}: {raised(error)}")

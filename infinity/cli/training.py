@@ -1,0 +1,246 @@
+"""The training of `infinity finetune`: TRL's trainer, its callbacks, and what a generation keeps of them."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+from transformers.integrations import TensorBoardCallback
+
+from infinity.cli import job, limits, tracing
+from infinity.cli.again import again
+from infinity.cli.history import History
+from infinity.cli.models import save_model
+from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of
+from infinity.cli.order import DataIdentity, Order
+from infinity.cli.progress import open_progress
+from infinity.cli.reading import Data
+from infinity.cli.report import Report, make_report
+from infinity.cli.samples import Samples, prompts_of
+from infinity.cli.separate import require_separates
+from infinity.cli.step_watch import StepWatch
+from infinity.cli.stopping import stop_when_asked
+from infinity.cli.trainer import Trainer
+from infinity.cli.trainer_arguments import arguments_of
+from infinity.cli.world import World, told
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError
+from infinity.integrations import ranks
+from infinity.integrations.patches import Patches
+from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.runtime.offload import synchronize
+from infinity.runtime.statistics import statistics
+from infinity.runtime.track import track
+
+
+class Training:
+    """One run.
+
+    Args:
+        directory: for the models of --save-every and --save-best, and for trackers' files.
+
+    Attributes:
+        model: the model that is trained.
+        options, origin: those of the run.
+        durable: whether generations are kept.
+        history: of every step, including those before a resume.
+        steps: of the whole run.
+        done: number of optimizer steps, including those before a resume.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        data: Data,
+        tokenizer: Any,
+        options: argparse.Namespace,
+        config: SwapConfig,
+        world: World,
+        origin: job.Origin,
+        directory: Path,
+    ) -> None:
+        self.model = model
+        self.options = options
+        self.origin = origin
+        self.history = History()
+        self.durable = statistics(model).plan.placement.commit_every > 0
+        self._data = data
+        self._world = world
+        limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
+        model.config.use_cache = False
+        if data.shares_sequences:
+            require_separates(model)
+        self._prompts = prompts_of(options, model, tokenizer, chat=data.has_chats)
+        per_step = options.batch_size * options.micro_batches * options.gradient_accumulation * world.count
+        self._step_tokens = per_step * options.sequence_length
+        self.steps = options.steps or max(data.trained.sequences * (options.epochs or 1) // per_step, 1)
+        balances = getattr(model.config.get_text_config(), "output_router_logits", False)
+        arguments = arguments_of(options, self.steps, directory, evaluates=data.held_out is not None, balances=balances)
+        self._optimizer = _optimizer_of(options, config, model)
+        scheduler = _schedule_of(arguments, self._optimizer, self.steps)
+        self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
+        self._trainer = Trainer(
+            model,
+            arguments,
+            trained=data.trained,
+            held_out=data.held_out,
+            order=Order(data.trained.sequences, self.steps * per_step, options.seed),
+            save=lambda model, directory: save_model(model, directory, options),
+            scaler=self._scaler,
+            swap_config=config,
+            processing_class=tokenizer,
+            optimizers=(self._optimizer, scheduler),
+        )
+        self.done = track(
+            model=model,
+            scheduler=scheduler,
+            trainer=self._trainer,
+            data=DataIdentity(data.trained.digest, options.batch_size, options.seed),
+            history=self.history,
+            **({"scaler": self._scaler} if self._scaler.is_enabled() else {}),
+            **{job.NAME: job.Job(options, config, world, origin)},
+        )
+        if self.done > self.steps:
+            raise ConfigError(
+                f"--epochs {options.epochs} are {self.steps} steps, and the run that is resumed has done {self.done}: "
+                "give more epochs"
+            )
+        self._before = self.done
+        if isinstance(scheduler, LambdaLR):
+            _take_up_rates(self._optimizer, scheduler)
+        if self.done:
+            print(f"resumed after step {self.done} of {self.steps}", flush=True)
+        self._say_if_never_warm()
+        trace = options.trace if world.speaks else None
+        self._traced = tracing.TracedSteps(model, trace, options.trace_steps, done=self.done, total=self.steps)
+        self._watch: StepWatch | None = None
+
+    def _say_if_never_warm(self) -> None:
+        if self.options.warmup_steps >= self.steps:
+            print(
+                f"--warmup-steps {self.options.warmup_steps} are as many as the {self.steps} steps of the run, or "
+                "more: the learning rate never reaches --lr",
+                flush=True,
+            )
+
+    def train(self) -> int:
+        """Do all steps. Returns 0, or the exit code if a signal ended the run early."""
+        promise = (
+            "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
+            if self.durable
+            else "the model is saved as it is then (Ctrl-C again: stop at once, save nothing)"
+        )
+        with ExitStack() as held:
+            held.enter_context(self._traced)
+            progress = open_progress(self.steps, self.options.log_every)
+            held.enter_context(progress)
+            stop = held.enter_context(stop_when_asked(progress.say, f"stopping after this step; {promise}"))
+            ranks.replace_ddp(held.enter_context(Patches()))
+            samples = Samples(
+                self._prompts, self.options.sample_tokens, self.history, progress, speaks=self._world.speaks
+            )
+            self._trainer.add_callback(samples)
+            self._watch = StepWatch(
+                self._trainer,
+                self._optimizer,
+                self._scaler,
+                self.history,
+                progress,
+                self._traced,
+                stop,
+                self._step_tokens,
+                keeps_best=bool(self.options.save_best),
+            )
+            self._trainer.add_callback(self._watch)
+            self._log_to_tensorboard()
+            folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            if self.done:
+                unsaved = told(self.model, "whether the step's model is missing", self._is_unsaved())[0]
+                self._trainer.go_on(folder, evaluate=self._is_unevaluated(), save=unsaved)
+            if self.done < self.steps:
+                self._trainer.train(resume_from_checkpoint=str(folder) if self.done else None)
+            self.done = self._trainer.state.global_step
+            return self._watch.stopped
+
+    def _log_to_tensorboard(self) -> None:
+        """TensorBoard's figures go on where the run does."""
+        if not (self._world.speaks and "tensorboard" in (self.options.logger or ())):
+            return
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(self._trainer.args.output_dir, purge_step=self.done + 1)
+        self._trainer.add_callback(TensorBoardCallback(writer))
+
+    def _is_unevaluated(self) -> bool:
+        """Whether an interruption has prevented the evaluation after the last step."""
+        due = self.done == self.steps or (self.options.eval_steps and self.done % self.options.eval_steps == 0)
+        there = any(each.step == self.done for each in self.history.evaluations)
+        return self._data.held_out is not None and bool(due) and not there
+
+    def _is_unsaved(self) -> bool:
+        """Whether an interruption has prevented that the model of the last step is saved."""
+        every = self.options.save_every
+        due = self.done < self.steps and every is not None and self.done % every == 0
+        return due and not self._trainer.folder_of(self.done).is_dir()
+
+    @property
+    def failed(self) -> list[str]:
+        """Why models of steps could not be saved."""
+        return list(self._trainer.failed.values())
+
+    def report(self) -> Report:
+        """The report on the steps of this process. The first step is left out. If there is only one, it is reported,
+        and its update is waited for first; other updates may run beside the next step, and are counted there."""
+        assert self._watch is not None
+        mine, now = self.history.facts[self._before :], self._watch.now
+        alone = len(mine) == 1
+        if alone:
+            began = time.perf_counter()
+            synchronize(self.model)
+            mine = [replace(mine[0], seconds=mine[0].seconds + time.perf_counter() - began)]
+            now = statistics(self.model)
+        measured, before = (mine, self._watch.began) if alone else (mine[1:], self._watch.first)
+        losses = [fact.loss for fact in self.history.facts]
+        return make_report(
+            measured,
+            before,
+            now,
+            self._optimizer.skipped_steps,
+            losses,
+            warm_up=alone,
+            data=self._data.summary,
+            notes=self._data.notes,
+            evaluations=self.history.evaluations,
+            again=again(self.options, extended=self.origin.extended),
+        )
+
+
+def _optimizer_of(options: argparse.Namespace, config: SwapConfig, model: Any) -> OffloadedOptimizer:
+    return make_optimizer(
+        options.optimizer,
+        model.parameters(),
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        **moments_of(options.optimizer, options.beta1, options.beta2, options.eps),
+        max_grad_norm=options.max_grad_norm or None,
+        seed=options.seed,
+        accumulation_steps=1 if config.vertical else options.gradient_accumulation,
+    )
+
+
+def _schedule_of(arguments: Any, optimizer: OffloadedOptimizer, steps: int) -> Any:
+    warm = arguments.get_warmup_steps(steps)
+    return get_scheduler(arguments.lr_scheduler_type, optimizer, warm, steps, arguments.lr_scheduler_kwargs)
+
+
+def _take_up_rates(optimizer: OffloadedOptimizer, scheduler: LambdaLR) -> None:
+    """The rates of the next step: --steps may have changed since a generation kept them."""
+    for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
+        group["lr"] = peak * factor(scheduler.last_epoch)
