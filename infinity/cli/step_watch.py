@@ -66,13 +66,10 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._keeps_best = keeps_best
         self._before = trainer.state.global_step
         self._loss, self._rate, self._skipped, self._scale = 0.0, 0.0, 0, 1.0
-        self._paused: tuple[Statistics, float] | None = None
         self.began = self.first = self.now = statistics(self._model)
         self._measured = time.perf_counter()  # the time of `now`
+        self._paused: tuple[Statistics, float] | None = (self.now, self._measured)  # a run that goes on may evaluate
         self.stopped = 0
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._pause()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._go_on()

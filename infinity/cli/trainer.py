@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,17 @@ from infinity.runtime.tiles import TiledLinear
 
 _TRAINED, _HELD_OUT = "trained", "held_out"
 """The columns of the two datasets: each row has the index of a sequence."""
+
+
+@contextmanager
+def _naming_other_ranks() -> Iterator[None]:
+    """Raises PeerError where another rank failed while this one waited for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not _is_of_another_rank(error):
+            raise
+        raise PeerError(raised(error)) from error
 
 
 class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
@@ -93,14 +105,9 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
         prepared: DataLoader[Any] = self.accelerator.prepare(loader)
         return prepared
 
+    @_naming_other_ranks()
     def train(self, *given: Any, **named: Any) -> Any:
-        """Raises PeerError where another rank failed while this one waited for it."""
-        try:
-            return super().train(*given, **named)
-        except RuntimeError as error:
-            if not _is_of_another_rank(error):
-                raise
-            raise PeerError(raised(error)) from error
+        return super().train(*given, **named)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -157,6 +164,7 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
         self.state.compute_steps(self.args, self.args.max_steps)  # how often it logs and saves may have changed
         self.state.max_steps = self.args.max_steps
 
+    @_naming_other_ranks()
     def go_on(self, directory: Path, *, evaluate: bool, save: bool) -> None:
         """Write the folder for `train(resume_from_checkpoint=directory)`: the random numbers as they are now, and the
         state. Args: evaluate, save: an interruption has prevented it, so that it is done now."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from infinity.cli import step_watch
 from infinity.cli.batches import Batch
 from infinity.cli.data import Part, split
 from infinity.cli.main import main
+from infinity.cli.trainer import Trainer
 from infinity.errors import ConfigError
 from tests.cli import test_resume
 from tests.cli.test_finetune import TEXT, run, tokenizer
@@ -90,14 +95,31 @@ def test_the_loss_is_the_mean_over_the_held_out_tokens(job: dict[str, Any], tmp_
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_stopped_run_has_the_evaluations_of_one_that_was_not(
-    number: int, job: dict[str, Any], tmp_path: Path
+    number: int, job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(job | {"--eval-steps": 1}) == 0
     other = evaluated(tmp_path, "b") | {"--eval-steps": 1}
     assert _stop_after(other, number).returncode == (-9 if number == signal.SIGKILL else 128 + number)
+    evaluating_for_an_hour(monkeypatch)
     assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0
+    with (tmp_path / "out-b" / "loss.csv").open() as file:
+        assert max(float(row["seconds"]) for row in csv.DictReader(file)) < 60, "evaluating is no part of a step"
     assert evaluations(tmp_path / "out-b") == evaluations(tmp_path / "out-a")
     assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
+
+
+def evaluating_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the clock of a run's steps."""
+    hours, evaluate = itertools.count(1), Trainer.evaluate
+    passed = [0]
+
+    def slow(*given: Any, **named: Any) -> Any:
+        passed[0] = next(hours) * 3600
+        return evaluate(*given, **named)
+
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + passed[0])
+    monkeypatch.setattr(step_watch, "time", clock)
+    monkeypatch.setattr(Trainer, "evaluate", slow)
 
 
 class Numbers:
