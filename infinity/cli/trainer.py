@@ -78,6 +78,7 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
         self.failed: dict[int, str] = {}
         self._learned_each = 0.0 if held_out is None else _learned_each(held_out)
         args._n_gpu = min(args.n_gpu, 1)  # others are for other ranks
+        drawn = rng.snapshot()
         super().__init__(
             model=model,
             args=args,
@@ -87,6 +88,7 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
             swap_config=swap_config,
             **others,
         )
+        rng.restore(drawn)  # a Trainer seeds all ranks alike, and each has random numbers of its own
         self.remove_callback(PrinterCallback)
         if scaler.is_enabled():
             self.accelerator.scaler = scaler
@@ -94,6 +96,7 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader[Any]:
+        """Draws no random numbers that the training has."""
         loader = DataLoader(
             self.train_dataset,
             batch_size=self._train_batch_size,
@@ -101,6 +104,7 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
+            generator=torch.Generator(),
         )
         prepared: DataLoader[Any] = self.accelerator.prepare(loader)
         return prepared

@@ -37,7 +37,7 @@ def arguments_of(
         "learning_rate": options.lr,
         "warmup_steps": options.warmup_steps,
         "weight_decay": options.weight_decay,
-        "seed": options.seed,
+        "seed": options.seed % 2**32,  # numpy takes no larger one; the order of the data is of all of it
         "use_cpu": current_device().type == "cpu",
         "report_to": [name for name in options.logger or () if name != "tensorboard"],  # training.py
         "run_name": options.output.name,

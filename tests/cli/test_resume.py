@@ -4,6 +4,7 @@ is."""
 from __future__ import annotations
 
 import csv
+import math
 import os
 import shlex
 import signal
@@ -155,6 +156,10 @@ def test_an_fp16_run_goes_on_with_its_loss_scale(number: int, job: dict[str, Any
     assert "fp16 weights: the loss is scaled" in out
     assert "step 1: skipped, a gradient overflowed; the loss scale is 32768 now" in out
     assert len(set(_losses(tmp_path / "out-a"))) > 6, "most steps are taken"
+    falls = 0.5 * (1 + math.cos(math.pi * (11 - 2) / (12 - 2)))
+    with (tmp_path / "out-a" / "loss.csv").open() as file:
+        *_, last = csv.DictReader(file)
+    assert float(last["learning_rate"]) == pytest.approx(3e-3 * falls), "the schedule counts skipped steps, too"
     stopped = _stop_after(_job(tmp_path, "b") | fp16, number)
     assert stopped.returncode == (-9 if number == signal.SIGKILL else 130), stopped.stdout
     assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0

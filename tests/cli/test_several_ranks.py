@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -435,6 +436,24 @@ def test_ranks_count_each_token_once_in_losses_of_answers_and_of_held_out_rows(
     given = arguments_of(named(tmp_path, "all", ranks) | options, "--no-packing")
     assert workers.run(ranks, on_rank, given) == [0] * ranks
     assert losses_and_evaluations(tmp_path / "out-all") == pytest.approx(expected, rel=1e-5)
+
+
+def losses_and_evaluations(folder: Path) -> list[float]:
+    report = json.loads((folder / "report.json").read_text())
+    return [float(loss) for _, loss, *_ in curve(folder)[1:]] + [each["loss"] for each in report["evaluations"]]
+
+
+def seed_of_first_step(arguments: list[str]) -> int:
+    """Of torch's random numbers on this rank."""
+    seeds: list[int] = []
+    at_step(1, lambda: seeds.append(torch.initial_seed()))
+    assert on_rank(arguments) == 0
+    return seeds[0]
+
+
+def test_each_rank_draws_random_numbers_of_its_own(job: Job, tmp_path: Path) -> None:
+    given = named(tmp_path, "all", 2) | {"--steps": 1, "--seed": 7}
+    assert workers.run(2, seed_of_first_step, arguments_of(given)) == [7, 8]
 
 
 def losses_and_evaluations(folder: Path) -> list[float]:

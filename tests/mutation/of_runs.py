@@ -37,6 +37,13 @@ OF_RUNS = [
         (_STEPS, "-k", "not_claimed"),
     ),
     Mutant(
+        "each rank draws random numbers of its own",
+        "infinity/cli/trainer.py",
+        "        rng.restore(drawn)  # a Trainer seeds all ranks alike, and each has random numbers of its own\n",
+        "",
+        ("tests/cli/test_several_ranks.py", "-k", "of_its_own"),
+    ),
+    Mutant(
         "random numbers of evaluations",
         "infinity/cli/trainer.py",
         "            rng.restore(drawn)\n",
