@@ -32,7 +32,7 @@ class Batch:
         """Tokens that have a part in the loss."""
         if self.labels is None:
             return self.ids.shape[0] * (self.ids.shape[1] - 1)
-        return int((self.labels[:, 1:] != self.NOTHING).sum())
+        return int(learned_in(self.labels))
 
     def inputs_of(self, model: Any) -> dict[str, Any]:
         """What a model of transformers is called with to compute logits, on its device. Without a mask, and without a
@@ -41,7 +41,12 @@ class Batch:
         return {name: accelerator.bring(tensor, model.device) for name, tensor in given.items()}
 
     def of_trainer(self) -> dict[str, torch.Tensor]:
-        """The batch as TRL's SFTTrainer takes it, in host memory: where no positions are said, those of the model."""
-        mask = {"attention_mask": torch.ones_like(self.ids)}
-        apart = mask if self.positions is None else {"position_ids": self.positions}
+        """The batch as a Trainer takes it, in host memory: where no positions are said, those of the model. A mask of
+        ones would let the host wait for the device, to see that nothing is masked."""
+        apart = {} if self.positions is None else {"position_ids": self.positions}
         return {"input_ids": self.ids, "labels": self.ids if self.labels is None else self.labels, **apart}
+
+
+def learned_in(labels: torch.Tensor) -> torch.Tensor:
+    """How many tokens have a part in the loss, on the device of the labels. The first of a sequence follows nothing."""
+    return (labels[:, 1:] != Batch.NOTHING).sum()

@@ -7,6 +7,7 @@ import math
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
@@ -57,7 +58,7 @@ class Samples(TrainerCallback):  # type: ignore[misc]
         self._speaks = speaks
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **named: Any) -> None:
-        step, loss = state.global_step, metrics["eval_loss"]
+        step, loss = state.global_step, float(np.float32(metrics["eval_loss"]))  # the same with any number of ranks
         found = Evaluated(step, loss if math.isfinite(loss) else math.nan)
         self._history.evaluations.append(found)
         self._progress.say(f"step {step}: held-out loss {found.loss:.4f}")

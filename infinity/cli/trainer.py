@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback
@@ -19,6 +19,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTConfig, SFTTrainer
 
+from infinity.cli.batches import Batch, learned_in
 from infinity.cli.data import Sequences
 from infinity.cli.order import Order
 from infinity.cli.world import told
@@ -27,7 +28,6 @@ from infinity.durable import rng
 from infinity.echo import raised
 from infinity.errors import InfinityError, ModelError, PeerError, SwapIOError
 from infinity.integrations.transformers import TrainerMixin
-from infinity.runtime.tiles import TiledLinear
 
 _TRAINED, _HELD_OUT = "trained", "held_out"
 """The columns of the two datasets: each row has the index of a sequence."""
@@ -44,9 +44,29 @@ def _naming_other_ranks() -> Iterator[None]:
         raise PeerError(raised(error)) from error
 
 
-class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer as `infinity finetune` has it. Three things differ: the order of the batches, the mean of an
-    evaluation, which counts every token once, and that a model which goes on has its weights and states already.
+class _Recording(SFTTrainer):  # type: ignore[misc]
+    """Keeps the part that each batch of a step has in the loss. It is beneath TrainerMixin, which may keep the batches
+    of a step, and run one of them twice: the last time counts."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        self._losses: dict[int, torch.Tensor] = {}  # by the identities of batches, all of which a step keeps alive
+        super().__init__(*given, **named)
+
+    def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *given: Any, **named: Any) -> torch.Tensor:
+        loss: torch.Tensor = super().training_step(model, inputs, *given, **named)
+        self._losses[id(inputs)] = loss
+        return loss
+
+    def take_losses(self) -> list[torch.Tensor]:
+        """The parts that the batches since the last call have in the loss."""
+        losses, self._losses = self._losses, {}
+        return list(losses.values())
+
+
+class Trainer(TrainerMixin, _Recording):
+    """SFTTrainer as `infinity finetune` has it. Three things differ: the order of the batches; the loss, which is the
+    model's own and counts every token once, also in an evaluation; and that a model which goes on has its weights and
+    states already.
 
     Args:
         order: of the sequences that are trained on.
@@ -58,6 +78,8 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
     Attributes:
         failed: why models could not be saved, by their steps.
     """
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole step
 
     def __init__(
         self,
@@ -74,17 +96,20 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
     ) -> None:
         self._order = order
         self._save_model = save
-        self._losses: list[torch.Tensor] = []
         self.failed: dict[int, str] = {}
-        self._learned_each = 0.0 if held_out is None else _learned_each(held_out)
         args._n_gpu = min(args.n_gpu, 1)  # others are for other ranks
+        evaluated = 0
+        if held_out is not None:
+            turns = -(-held_out.sequences // (args.eval_batch_size * args.world_size))
+            evaluated = turns * args.world_size * args.eval_batch_size
+            self._held_out_each = _learned_of(held_out, args.eval_batch_size) / (turns * args.world_size)
         drawn = rng.snapshot()
         super().__init__(
             model=model,
             args=args,
             data_collator=_Collator(trained, held_out),
-            train_dataset=_dataset(_TRAINED, trained),
-            eval_dataset=None if held_out is None else _dataset(_HELD_OUT, held_out),
+            train_dataset=_dataset(_TRAINED, trained.sequences),
+            eval_dataset=_dataset(_HELD_OUT, evaluated) if evaluated else None,
             swap_config=swap_config,
             **others,
         )
@@ -109,6 +134,12 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
         prepared: DataLoader[Any] = self.accelerator.prepare(loader)
         return prepared
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *given: Any) -> tuple[list[Any], Any]:
+        """The batches of a step, and the number of tokens that all ranks learn in it."""
+        batches = list(islice(epoch_iterator, num_batches))
+        learned = torch.stack([learned_in(batch["labels"]) for batch in batches]).sum()
+        return batches, self.accelerator.reduce(learned)
+
     @_naming_other_ranks()
     def train(self, *given: Any, **named: Any) -> Any:
         return super().train(*given, **named)
@@ -118,26 +149,27 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *given: Any, **named: Any) -> torch.Tensor:
         shape = inputs["input_ids"].shape
         try:
-            loss = super().training_step(model, inputs, *given, **named)
+            loss: torch.Tensor = super().training_step(model, inputs, *given, **named)
         except InfinityError:
             raise
         except (IndexError, RuntimeError) as error:
             if _is_of_another_rank(error):
                 raise
             raise _refusal(shape, error) from error
-        self._losses.append(loss)
         return loss
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
-        """TRL's own reads the weight of the head, which would be put together whole where it runs in tiles."""
-        if isinstance(model.get_output_embeddings(), TiledLinear):
-            return transformers.Trainer.compute_loss(self, model, inputs | {"use_cache": False}, *given, **named)
-        return super().compute_loss(model, inputs, *given, **named)
+    def compute_loss(
+        self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The part that a batch has in the loss of a step, where each token that is learned counts the same, whichever
+        batch of whichever rank it is in. The loss of a batch is the model's own, so that all layers of its head, a cap
+        of its logits and the balance of its experts are in it. The host waits for nothing."""
+        share = learned_in(inputs["labels"]) * self.accelerator.num_processes / num_items_in_batch
+        loss: torch.Tensor = model(**inputs).loss * share  # the ranks' gradients are averaged
+        return loss
 
-    def take_losses(self) -> list[torch.Tensor]:
-        """The parts that the batches since the last call have in the loss."""
-        losses, self._losses = self._losses, []
-        return losses
+    def _get_grad_norm(self, *given: Any, **named: Any) -> None:
+        """The optimizer's update finds the norm. transformers would read all gradients for it."""
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
         """Draws no random numbers that the training has: a loader does, and trackers may."""
@@ -150,11 +182,13 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
         """The loss counts for as much as the batch has tokens that are learned: the Trainer takes the mean over the
-        sequences."""
-        labels = inputs["labels"]
-        loss, *rest = super().prediction_step(model, inputs, *given, **named)
-        learned = (labels[:, 1:] != -100).sum().item() / len(labels)
-        return loss * (learned / self._learned_each), *rest
+        batches. One that has rows that fill up only has no part in it. In fp64, so that the number of batches, which
+        differs with that of ranks, has no part in the sum."""
+        inputs = self._prepare_inputs(inputs)
+        learned = learned_in(inputs["labels"])
+        with torch.no_grad():
+            loss = model(**inputs).loss.double() * learned / self._held_out_each
+        return torch.where(learned > 0, loss, 0.0), None, None
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -211,7 +245,8 @@ class Trainer(TrainerMixin, SFTTrainer):  # type: ignore[misc]
 
 
 class _Collator:
-    """Batches of rows that name sequences."""
+    """Batches of rows that name sequences. Nothing is learned of rows beyond the last sequence, which fill up the last
+    batches of the ranks."""
 
     def __init__(self, trained: Sequences, held_out: Sequences | None) -> None:
         self._of = {_TRAINED: trained, _HELD_OUT: held_out}
@@ -220,16 +255,20 @@ class _Collator:
         (column,) = rows[0]
         data = self._of[column]
         assert data is not None
-        return data.rows(row[column] for row in rows).of_trainer()
+        indices = [row[column] for row in rows]
+        batch = data.rows(index % data.sequences for index in indices).of_trainer()
+        filling = torch.tensor(indices) >= data.sequences
+        return batch | {"labels": batch["labels"].masked_fill(filling[:, None], Batch.NOTHING)}
 
 
-def _dataset(column: str, data: Sequences) -> Dataset:
-    return Dataset.from_dict({column: range(data.sequences)})
+def _dataset(column: str, sequences: int) -> Dataset:
+    return Dataset.from_dict({column: range(sequences)})
 
 
-def _learned_each(data: Sequences) -> float:
-    """Tokens that are learned of a sequence, in the mean."""
-    return sum(data.rows([index]).learned for index in range(data.sequences)) / data.sequences
+def _learned_of(data: Sequences, at_once: int) -> int:
+    """Tokens that are learned of all sequences. Args: at_once: sequences that are read."""
+    ends = range(at_once, data.sequences + at_once, at_once)
+    return sum(data.rows(range(end - at_once, min(end, data.sequences))).learned for end in ends)
 
 
 def _is_of_another_rank(error: Exception) -> bool:

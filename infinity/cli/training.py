@@ -33,6 +33,7 @@ from infinity.cli.world import World, told
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
 from infinity.integrations import ranks
+from infinity.integrations.chunked_loss import use_chunked_loss
 from infinity.integrations.patches import Patches
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.runtime.offload import synchronize
@@ -75,6 +76,7 @@ class Training:
         self._world = world
         limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
         model.config.use_cache = False
+        use_chunked_loss(model)
         if data.shares_sequences:
             require_separates(model)
         self._prompts = prompts_of(options, model, tokenizer, chat=data.has_chats)

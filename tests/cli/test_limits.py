@@ -16,10 +16,10 @@ import torch
 import transformers as hf
 import yaml
 from transformers import AutoModelForCausalLM
-from trl import SFTTrainer
 
 import infinity
 from infinity.cli.main import main
+from infinity.cli.trainer import Trainer
 from infinity.units.room import Room
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.models import VOCABULARY, gpt2, llama
@@ -104,7 +104,7 @@ def test_without_memory_for_a_pass_a_smaller_one_runs(
     of: str, fewer: Job, job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     tokens = [0]
-    compute, backward = SFTTrainer.compute_loss, torch.Tensor.backward
+    compute, backward = Trainer.compute_loss, torch.Tensor.backward
 
     def allocate(where: str) -> None:
         if where == of and tokens[0] > 16:
@@ -120,7 +120,7 @@ def test_without_memory_for_a_pass_a_smaller_one_runs(
         allocate("backward")
         backward(loss, *given, **named)
 
-    monkeypatch.setattr(SFTTrainer, "compute_loss", forward)
+    monkeypatch.setattr(Trainer, "compute_loss", forward)
     monkeypatch.setattr(torch.Tensor, "backward", back)
     assert run(job | {"--steps": 1}) == 2
     error = capsys.readouterr().err

@@ -22,12 +22,12 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from trl import SFTTrainer
 
 from infinity.checkpoint import save
 from infinity.cli import finetune, finished, output, report
 from infinity.cli.main import main
 from infinity.cli.step_watch import StepWatch
+from infinity.cli.trainer import Trainer
 from infinity.errors import InfinityError
 from infinity.io.directory import FINISHED_NAME
 from infinity.sharded.stores import counts_in, steps_of
@@ -130,12 +130,12 @@ def is_killed() -> None:
 
 
 def has_a_loss_that_is_no_number() -> None:
-    compute, calls = SFTTrainer.compute_loss, itertools.count(1)
+    compute, calls = Trainer.compute_loss, itertools.count(1)
 
     def bad(*given: Any, **named: Any) -> Any:
         return compute(*given, **named) * (float("nan") if next(calls) == 3 else 1.0)
 
-    SFTTrainer.compute_loss = bad
+    Trainer.compute_loss = bad  # type: ignore[method-assign]
 
 
 def cannot_write_the_output() -> None:
@@ -419,28 +419,23 @@ def test_processes_that_are_started_as_torchrun_does_it_are_ranks_and_the_first_
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(2, marks=pytest.mark.long(kept="only here fewer batches are held out than there are ranks")),
+        pytest.param(2, marks=pytest.mark.long(kept="only here the ranks share an odd number of held-out rows")),
         pytest.param(4, marks=pytest.mark.long),
     ],
 )
 def test_ranks_count_each_token_once_in_losses_of_answers_and_of_held_out_rows(
     ranks: int, job: Job, tmp_path: Path
 ) -> None:
-    """Answers of other lengths on each rank, and fewer batches of held-out rows than ranks."""
+    """Answers of other lengths on each rank. Of 2 ranks one has fewer held-out rows than the other, of 4 some none."""
     rows = [{"prompt": "the lazy", "completion": "fox jumps " * (1 + index % 7)} for index in range(24)]
-    for name, those in (("rows", rows), ("apart", rows[2 : 3 + ranks // 2])):
+    for name, those in (("rows", rows), ("apart", rows[2:5])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in those))
     options = {"--data": tmp_path / "rows.jsonl", "--eval-data": tmp_path / "apart.jsonl", "--eval-steps": 2} | FEW
     assert run(job | options, "--no-packing") == 0
     expected = losses_and_evaluations(tmp_path / "out-one")
     given = arguments_of(named(tmp_path, "all", ranks) | options, "--no-packing")
     assert workers.run(ranks, on_rank, given) == [0] * ranks
-    assert losses_and_evaluations(tmp_path / "out-all") == pytest.approx(expected, rel=1e-5)
-
-
-def losses_and_evaluations(folder: Path) -> list[float]:
-    report = json.loads((folder / "report.json").read_text())
-    return [float(loss) for _, loss, *_ in curve(folder)[1:]] + [each["loss"] for each in report["evaluations"]]
+    assert losses_and_evaluations(tmp_path / "out-all") == pytest.approx(expected, rel=1e-6)
 
 
 def seed_of_first_step(arguments: list[str]) -> int:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 from trl import SFTTrainer
 
 from infinity.cli.trainer import Trainer
 from infinity.errors import PeerError
+from tests.cli.test_finetune import job as job
+from tests.cli.test_finetune import run
 
 USED = {
     "_maybe_log_save_evaluate": ["self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval"],
     "_save_rng_state": ["self", "output_dir"],
     "_save_checkpoint": ["self", "model", "trial"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_get_grad_norm": ["self", "model"],
+    "get_batch_samples": ["self", "epoch_iterator", "num_batches"],
+    "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
+    "prediction_step": ["self", "model", "inputs"],
 }
 
 
@@ -24,9 +33,33 @@ def test_a_method_that_is_called_or_replaced_takes_what_it_is_given(name: str) -
     assert list(inspect.signature(getattr(SFTTrainer, name)).parameters)[: len(USED[name])] == USED[name]
 
 
-@pytest.mark.parametrize("name", ["get_train_dataloader", "training_step", "compute_loss", "evaluate", "save_model"])
-def test_a_method_that_is_replaced_is_one_of_the_librarys(name: str) -> None:
+REPLACED = ["get_train_dataloader", "training_step", "evaluate", "save_model", "loss_is_scaled_for_ga", *list(USED)[2:]]
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_is_the_librarys(name: str) -> None:
     assert getattr(SFTTrainer, name) is not getattr(Trainer, name)
+
+
+def test_no_batch_lets_the_host_wait_and_gradients_are_read_by_their_update_only(
+    job: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, item = Trainer.compute_loss, torch.Tensor.item
+    waited: list[torch.Tensor] = []
+
+    def noted(tensor: torch.Tensor) -> Any:
+        waited.append(tensor)
+        return item(tensor)
+
+    def computed(*given: Any, **named: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "item", noted)
+            return compute(*given, **named)
+
+    monkeypatch.setattr(Trainer, "compute_loss", computed)
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_: pytest.fail("transformers computes a norm"))
+    assert run(job | {"--steps": 1, "--gradient-accumulation": 2}) == 0
+    assert waited == []
 
 
 class Alone(Trainer):

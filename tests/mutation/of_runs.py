@@ -44,6 +44,20 @@ OF_RUNS = [
         ("tests/cli/test_several_ranks.py", "-k", "of_its_own"),
     ),
     Mutant(
+        "nothing is learned of rows that fill up",
+        "infinity/cli/trainer.py",
+        ".masked_fill(filling[:, None], Batch.NOTHING)",
+        "",
+        ("tests/cli/test_evaluation.py", "-k", "mean_over"),
+    ),
+    Mutant(
+        "each token that is learned counts the same",
+        "infinity/cli/trainer.py",
+        "model(**inputs).loss * share",
+        "model(**inputs).loss / self.current_gradient_accumulation_steps",
+        ("tests/cli/test_training.py", "-k", "answers"),
+    ),
+    Mutant(
         "random numbers of evaluations",
         "infinity/cli/trainer.py",
         "            rng.restore(drawn)\n",
