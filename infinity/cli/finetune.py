@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from infinity.base.accelerator import current_device
-from infinity.cli import job, limits, models, run_directory, tracing, verifying
+from infinity.cli import job, limits, models, run_directory, tracing, trainer_arguments, verifying
 from infinity.cli.again import write_again
 from infinity.cli.batches import Batch
 from infinity.cli.command import command
@@ -338,7 +338,7 @@ def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
 def _check(options: argparse.Namespace) -> None:
     if options.sequence_length < 2:
         raise ConfigError("--sequence-length must be at least 2, not 1: each token is learned from those before it")
-    if options.min_lr > options.lr:
+    if (options.min_lr or 0.0) > options.lr:
         raise ConfigError(f"--min-lr is {options.min_lr:g}, and --lr {options.lr:g}, from which the rate falls")
     moments_of(options.optimizer, options.beta1, options.beta2, options.eps)
     for named, paths in (("--data", options.data), ("--eval-data", options.eval_data)):
@@ -349,5 +349,6 @@ def _check(options: argparse.Namespace) -> None:
     tracing.check(options)
     models.check(options)
     run_directory.check(options)
+    trainer_arguments.check(options)
     require_alone("--sample", options.sample, "--eval-data or --eval-split", held_out)
     require_alone("--sample-tokens", options.sample_tokens, "--sample", options.sample)

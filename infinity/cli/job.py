@@ -169,9 +169,12 @@ def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
         "the run to go on with", [_past(options, config), new, default] if world.speaks else None
     )[0]
     _make_absolute(options)
+    _require_one_schedule(options)
     if found is None:
         _require(options)
         _fill(options, _FREE | _KEPT | _TRAINING)
+        if _has_their_schedule(options):
+            options.schedule = options.min_lr = None
         if options.lr is None:
             options.lr = _LR if options.lora is None else _LR_OF_ADAPTERS
         options.dtype = options.dtype or default
@@ -276,6 +279,17 @@ def _end_of(values: dict[str, Any]) -> str:
         return f"{values['steps']} steps"
     passes = "one pass" if (values["epochs"] or 1) == 1 else f"{values['epochs']} passes"
     return f"{passes} over the data"
+
+
+def _has_their_schedule(options: argparse.Namespace) -> bool:
+    return "lr_scheduler_type" in (options.trainer or {})
+
+
+def _require_one_schedule(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options of our schedules beside one of transformers'."""
+    for name in ("schedule", "min_lr") if _has_their_schedule(options) else ():
+        if getattr(options, name) is not None:
+            raise ConfigError(f"{option(name)} does nothing with --lr_scheduler_type: leave one of them out")
 
 
 def _require(options: argparse.Namespace) -> None:

@@ -164,7 +164,7 @@ def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
             # The adapters are in the dtype of the weights, with an fp32 master as these have.
-            return get_peft_model(model, lora, autocast_adapter_dtype=False)
+            made = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         if lora.lora_dropout and "lora_dropout" in str(error):
             raise ConfigError(
@@ -173,6 +173,20 @@ def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
             ) from error
         has = f"its linear layers are called {', '.join(sorted(linear))}" if linear else "it has no linear layers"
         raise ConfigError(f"--lora: PEFT cannot adapt this model, {has} ({raised(error)})") from error
+    _require_plain_head(made)
+    return made
+
+
+def _require_plain_head(model: Any) -> None:
+    """Raises ConfigError where the head has adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    head = model.get_output_embeddings()
+    if isinstance(head, BaseTunerLayer):
+        name = next(name for name, module in model.named_modules() if module is head).rpartition(".")[2]
+        raise ConfigError(
+            f"--lora-targets {name}: TRL's SFTTrainer trains no adapters of a model's head. Leave {name} out"
+        )
 
 
 def _require_mergeable(model: Any) -> None:

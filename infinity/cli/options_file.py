@@ -11,7 +11,7 @@ from typing import Any
 from infinity.cli import options as types
 from infinity.cli.arguments import build_finetune_parser
 from infinity.cli.options import OTHERS_NAMES, Parser
-from infinity.cli.trainer_options import OURS, names, require_passed_on
+from infinity.cli.trainer_options import OURS, is_unset, names, require_passed_on
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
@@ -70,19 +70,20 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
     known = {action.dest: action for action in parser._actions}
     checked: dict[str, Any] = {}
     for key, value in values.items():
-        name = str(key).replace("-", "_")
-        name = OURS.get(name, name)
-        if name not in known and name in names():
-            require_passed_on(name, f"{file}: ")
-            checked.setdefault("trainer", {})[name] = list(map(_as_typed, _listed(value)))
-            continue
-        if name not in known:
+        theirs = str(key).replace("-", "_")
+        name = OURS.get(theirs, theirs)
+        of_trainer = name not in known and name in names()
+        if name not in known and not of_trainer:
             raise ConfigError(f"{file}: {quoted(str(key))} is no option of infinity finetune{_hint(name, known)}")
         if name in _ON_THE_COMMAND_LINE:
             raise ConfigError(f"{file}: {types.option(name)} belongs on the command line")
-        action = known[name]
-        if value is None or value == []:
+        if value == [] or is_unset(theirs, value):
             continue  # as if it were not there
+        if of_trainer:
+            require_passed_on(name, f"{file}: ")
+            checked.setdefault("trainer", {})[name] = list(map(_as_typed, _listed(value)))
+            continue
+        action = known[name]
         if action.nargs == 0:
             if not isinstance(value, bool):
                 raise ConfigError(f"{file}: {key} is {quoted(value)}; it is true or false")
@@ -100,7 +101,9 @@ def _hint(name: str, known: dict[str, Any]) -> str:
 
 
 def _as_typed(value: Any) -> str:
-    """A value of YAML as a command line has it."""
+    """A value of YAML as a command line has it: a whole number may be written as 3.0."""
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -117,7 +120,7 @@ def _converted(value: Any, action: argparse.Action, key: str, file: str) -> Any:
         raise ConfigError(f"{file}: {key} is the number {value!r}, and a text is needed: put it in quotes")
     convert: Any = action.type
     try:
-        made = convert(repr(value) if isinstance(value, float) else str(value))
+        made = convert(_as_typed(value))
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{file}: {key}: {error}") from None
     if action.choices is not None and made not in action.choices:

@@ -4,15 +4,65 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 from trl import SFTConfig
 
 from infinity.base.accelerator import current_device
+from infinity.cli.options import require_alone
+from infinity.cli.run_directory import directory_of
 from infinity.cli.trainer_options import typed
 from infinity.echo import raised
 from infinity.errors import ConfigError
+
+_SCHEDULE, _OF_SCHEDULE = "lr_scheduler_type", "lr_scheduler_kwargs"
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options that the libraries refuse, before anything slow."""
+    given = options.trainer or {}
+    require_alone(f"--{_OF_SCHEDULE}", given.get(_OF_SCHEDULE), f"--{_SCHEDULE}", _SCHEDULE in given)
+    steps = options.steps or options.warmup_steps + 1
+    evaluates = bool(options.eval_data or options.eval_split)
+    arguments = arguments_of(options, steps, directory_of(options.output), evaluates=evaluates, balances=False)
+    schedule = schedule_of(arguments, torch.optim.SGD([torch.zeros(1)], lr=options.lr), steps)
+    if isinstance(schedule, LambdaLR):
+        with _naming_the_schedule(arguments):
+            schedule.lr_lambdas[0](options.warmup_steps)  # some kwargs are only used behind the warm-up
+
+
+def schedule_of(arguments: SFTConfig, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+    """transformers' schedule of the learning rate. Raises ConfigError for what it does not take."""
+    with _naming_the_schedule(arguments):
+        warm = arguments.get_warmup_steps(steps)
+        return get_scheduler(arguments.lr_scheduler_type, optimizer, warm, steps, arguments.lr_scheduler_kwargs)
+
+
+def take_up_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    """The rates of the next step: --steps may have changed since a generation kept them."""
+    if not isinstance(schedule, LambdaLR):
+        return
+    factors = (factor(schedule.last_epoch) for factor in schedule.lr_lambdas)
+    rates = [peak * factor for peak, factor in zip(schedule.base_lrs, factors, strict=True)]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule.load_state_dict(schedule.state_dict() | {"_last_lr": rates})  # which trackers are told
+
+
+@contextmanager
+def _naming_the_schedule(arguments: SFTConfig) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, ArithmeticError) as error:
+        kind, how = arguments.lr_scheduler_type.value, arguments.lr_scheduler_kwargs
+        kwargs = f" with --{_OF_SCHEDULE} {how}" if how else ""
+        raise ConfigError(f"--{_SCHEDULE} {kind}{kwargs} is no schedule for this run: {raised(error)}") from error
 
 
 def arguments_of(
@@ -56,7 +106,7 @@ def arguments_of(
         "router_aux_loss_coef": None if balances else 0.0,
         "disable_tqdm": True,
     }
-    given |= _schedule(options) | _evaluation(options, steps, evaluates=evaluates) | _saving(options, steps)
+    given |= _schedule(options, steps) | _evaluation(options, steps, evaluates=evaluates) | _saving(options, steps)
     given |= typed(options.trainer or {})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TRL names some of transformers' arguments by older names
@@ -66,12 +116,12 @@ def arguments_of(
             raise ConfigError(f"TRL's SFTConfig refuses the options: {raised(error)}") from error
 
 
-def _schedule(options: argparse.Namespace) -> dict[str, Any]:
+def _schedule(options: argparse.Namespace, steps: int) -> dict[str, Any]:
     """transformers' schedule, with the rate that it falls to."""
     lowest = options.min_lr
-    if "lr_scheduler_type" in (options.trainer or {}):
+    if _SCHEDULE in (options.trainer or {}):
         return {}
-    if options.schedule == "constant" or lowest == options.lr:
+    if options.schedule == "constant" or lowest == options.lr or options.warmup_steps >= steps:
         return {"lr_scheduler_type": "constant_with_warmup"}
     if options.schedule == "linear":
         return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": lowest, "power": 1.0}}

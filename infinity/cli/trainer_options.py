@@ -43,7 +43,8 @@ _REFUSED = {
         *("save_strategy", "save_only_model", "save_on_each_node", "enable_jit_checkpoint"),
         *("load_best_model_at_end", "metric_for_best_model", "greater_is_better"),
     ),
-    "give --eval-steps": ("eval_strategy", "eval_on_start"),
+    "give --eval-steps": ("eval_strategy", "eval_on_start", "eval_delay"),
+    "give --log-every": ("logging_strategy",),
     "give --resume": ("resume_from_checkpoint", "restore_callback_states_from_checkpoint", "ignore_data_skip"),
     "give --model": ("model_init_kwargs",),
     "the swap config says where states live": (
@@ -51,20 +52,38 @@ _REFUSED = {
         *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "local_rank"),
         *("torch_compile", "torch_compile_backend", "torch_compile_mode", "activation_offloading"),
     ),
+    "`recompute` of the swap config says what is computed again": (
+        *("activation_checkpointing", "activation_checkpointing_kwargs"),
+        *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    ),
     "the data are read, cut and packed here": (
         *("dataset_text_field", "dataset_kwargs", "dataset_num_proc", "packing", "packing_strategy", "padding_free"),
         *("eval_packing", "pad_to_multiple_of", "truncation_mode", "shuffle_dataset", "completion_only_loss"),
         *("assistant_only_loss", "chat_template_path", "eos_token", "pad_token", "remove_unused_columns"),
-        *("train_sampling_strategy", "length_column_name", "dataloader_drop_last", "data_seed", "label_names"),
+        *("train_sampling_strategy", "length_column_name", "data_seed", "label_names"),
         *("auto_find_batch_size", "batch_eval_metrics", "include_for_metrics"),
+        *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
     ),
     "upload the output when it is there": (
         *("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push"),
         "hub_revision",
     ),
-    "leave it out": ("do_train", "do_eval", "do_predict", "disable_tqdm", "use_liger_kernel", "liger_kernel_config"),
+    "the loss is the model's own, of which each token that is learned has the same part: leave it out": (
+        *("loss_type", "label_smoothing_factor", "average_tokens_across_devices"),
+    ),
+    "output_router_logits and router_aux_loss_coef in the model's config.json say it": ("router_aux_loss_coef",),
+    "packed examples would see each other: leave it out": ("use_cache",),
+    "it would do nothing: leave it out": (
+        *("do_train", "do_eval", "do_predict", "disable_tqdm", "use_liger_kernel", "liger_kernel_config", "debug"),
+        *("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
+        *("log_on_each_node", "ddp_timeout", "skip_memory_metrics"),
+    ),
 }
-"""Fields that a run decides otherwise, by what to do instead."""
+"""Fields that a run decides otherwise, or that would do nothing, by what to do instead."""
+
+_UNSET = {"report_to": "none", "max_steps": -1}
+"""Values that leave a field unset."""
 
 
 @cache
@@ -90,8 +109,13 @@ def _is_field(assigned: ast.AnnAssign) -> bool:
     return isinstance(made, ast.Call) and isinstance(made.func, ast.Name) and made.func.id == "field"
 
 
+def is_unset(name: str, value: object) -> bool:
+    """Return whether a value in a file leaves a field unset. Args: name: of the field in SFTConfig."""
+    return value is None or (name in _UNSET and value in (_UNSET[name], [_UNSET[name]]))
+
+
 def require_passed_on(name: str, where: str = "") -> None:
-    """Raises ConfigError for a field that a run decides otherwise. Args: where: it is given, for the message."""
+    """Raises ConfigError for a field of _REFUSED. Args: where: it is given, for the message."""
     for instead, refused in _REFUSED.items():
         if name in refused:
             raise ConfigError(f"{where}{name} of TRL's SFTConfig is no option of infinity finetune: {instead}")
@@ -127,6 +151,9 @@ def typed(given: Given) -> dict[str, Any]:
         def error(self, message: str) -> None:
             raise ConfigError(message)
 
-    arguments = [part for name, values in given.items() for part in (f"--{name}", *values)]
+    arguments: list[str] = []
+    for name, values in given.items():
+        # A single value may begin with a dash, as -1 does.
+        arguments += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
     found = Checking(SFTConfig, allow_abbrev=False).parse_args(arguments)
     return {name: getattr(found, name) for name in given}

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 from transformers.integrations import TensorBoardCallback
 
 from infinity.cli import job, limits, tracing
@@ -28,7 +26,7 @@ from infinity.cli.separate import require_separates
 from infinity.cli.step_watch import StepWatch
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.trainer import Trainer
-from infinity.cli.trainer_arguments import arguments_of
+from infinity.cli.trainer_arguments import arguments_of, schedule_of, take_up_rates
 from infinity.cli.world import World, told
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError
@@ -86,7 +84,7 @@ class Training:
         balances = getattr(model.config.get_text_config(), "output_router_logits", False)
         arguments = arguments_of(options, self.steps, directory, evaluates=data.held_out is not None, balances=balances)
         self._optimizer = _optimizer_of(options, config, model)
-        scheduler = _schedule_of(arguments, self._optimizer, self.steps)
+        scheduler = schedule_of(arguments, self._optimizer, self.steps)
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
         self._trainer = Trainer(
             model,
@@ -115,8 +113,7 @@ class Training:
                 "give more epochs"
             )
         self._before = self.done
-        if isinstance(scheduler, LambdaLR):
-            _take_up_rates(self._optimizer, scheduler)
+        take_up_rates(self._optimizer, scheduler)
         if self.done:
             print(f"resumed after step {self.done} of {self.steps}", flush=True)
         self._say_if_never_warm()
@@ -235,14 +232,3 @@ def _optimizer_of(options: argparse.Namespace, config: SwapConfig, model: Any) -
         seed=options.seed,
         accumulation_steps=1 if config.vertical else options.gradient_accumulation,
     )
-
-
-def _schedule_of(arguments: Any, optimizer: OffloadedOptimizer, steps: int) -> Any:
-    warm = arguments.get_warmup_steps(steps)
-    return get_scheduler(arguments.lr_scheduler_type, optimizer, warm, steps, arguments.lr_scheduler_kwargs)
-
-
-def _take_up_rates(optimizer: OffloadedOptimizer, scheduler: LambdaLR) -> None:
-    """The rates of the next step: --steps may have changed since a generation kept them."""
-    for group, peak, factor in zip(optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-        group["lr"] = peak * factor(scheduler.last_epoch)

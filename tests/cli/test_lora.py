@@ -110,6 +110,16 @@ def test_experts_have_no_dropout_and_the_error_names_layers_that_have(
     assert run(job | {"--steps": 1, "--warmup-steps": 0}, *dropout, *named) == 0
 
 
+def test_adapters_of_the_head_are_refused_and_those_of_the_others_train(job: dict[str, Any], capsys: Any) -> None:
+    few = job | {"--steps": 1, "--warmup-steps": 0}
+    assert run(few, *LORA, "--lora-targets", "lm_head", "q_proj") == 2
+    said = capsys.readouterr()
+    assert "--lora-targets lm_head: TRL's SFTTrainer trains no adapters of a model's head" in said.err
+    assert "Leave lm_head out" in said.err
+    assert len(said.err.splitlines()) == 1
+    assert run(few, *LORA, "--lora-targets", "q_proj") == 0
+
+
 def test_what_is_written_is_loaded_by_peft(job: dict[str, Any], tmp_path: Path) -> None:
     from peft import PeftModel
 

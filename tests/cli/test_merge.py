@@ -85,7 +85,10 @@ def test_a_run_with_adapters_ends_merged_where_that_is_asked_later(
     ("flags", "says"),
     [
         (["--merge"], "--merge does nothing without --lora"),
-        ([*MERGE, "--lora-targets", "lm_head"], "--merge: merging adapters of 'lm_head', whose weight another module"),
+        (
+            [*MERGE, "--lora-targets", "embed_tokens"],
+            "--merge: merging adapters of 'model.embed_tokens', whose weight another module",
+        ),
     ],
 )
 def test_what_cannot_be_merged_is_an_error_before_training(

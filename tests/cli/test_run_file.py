@@ -14,6 +14,7 @@ import yaml
 from infinity.cli.arguments import build_parser
 from infinity.cli.main import main
 from infinity.cli.options_file import with_file
+from infinity.cli.trainer_options import typed
 from infinity.errors import ConfigError
 from tests.cli.test_evaluation import _job
 from tests.cli.test_evaluation import job as job
@@ -41,6 +42,17 @@ def test_a_file_has_every_option_with_a_dash_or_an_underscore(tmp_path: Path) ->
         "12345",
         None,
     )
+
+
+def test_a_file_of_a_trainers_arguments_may_say_that_it_asks_for_nothing(tmp_path: Path) -> None:
+    nothing = {"report_to": "none", "max_steps": -1, "deepspeed": None, "run_name": None, "lr": None}
+    options = parsed(tmp_path, nothing | {"num_train_epochs": 3.0, "neftune_noise_alpha": -1.0, "max_grad_norm": 1.0})
+    assert (options.logger, options.steps, options.epochs, options.lr) == (None, None, 3, None)
+    assert options.max_grad_norm == 1.0
+    assert typed(options.trainer) == {"neftune_noise_alpha": -1.0}
+    assert parsed(tmp_path, {"report_to": ["none"]}).logger is None
+    with pytest.raises(ConfigError, match="max_steps: must be at least 1, not -2"):
+        parsed(tmp_path, {"max_steps": -2})
 
 
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:

@@ -32,6 +32,21 @@ def test_a_name_that_is_decided_otherwise_is_a_fields_name() -> None:
     assert not set(refused) & set(trainer_options.OURS)
 
 
+DO_SOMETHING = {
+    *("lr_scheduler_type", "lr_scheduler_kwargs", "neftune_noise_alpha"),
+    *("tf32", "full_determinism", "torch_empty_cache_steps", "per_device_eval_batch_size", "log_level"),
+    *("log_level_replica", "logging_first_step", "logging_nan_inf_filter", "include_num_input_tokens_seen", "run_name"),
+    *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+}
+"""Fields that are passed on as they are."""
+
+
+def test_a_field_that_is_no_option_here_is_refused_or_known_to_do_something() -> None:
+    here = {action.dest for action in build_finetune_parser()._actions} | trainer_options.OURS.keys()
+    refused = {name for names in trainer_options._REFUSED.values() for name in names}
+    assert trainer_options.names() - here - refused <= DO_SOMETHING
+
+
 @pytest.mark.parametrize(("theirs", "ours"), trainer_options.OURS.items())
 def test_a_field_with_a_short_name_here_is_that_option(theirs: str, ours: str) -> None:
     value = {"output": "out", "logger": "wandb"}.get(ours, "0.5" if ours in ("lr", "beta1", "beta2", "eps") else "3")
@@ -47,13 +62,13 @@ def test_underscores_are_as_dashes() -> None:
 
 
 def test_values_are_what_the_library_makes_of_them() -> None:
-    line = ["--neftune_noise_alpha", "5", "--logging-first-step", "--lr", "1", "--label_smoothing_factor=0.1"]
+    line = ["--neftune_noise_alpha", "5", "--logging-first-step", "--lr", "1", "--torch_empty_cache_steps=-3"]
     given = build_finetune_parser().parse_args(line)
     assert given.lr == 1
     assert trainer_options.typed(given.trainer) == {
         "neftune_noise_alpha": 5.0,
         "logging_first_step": True,
-        "label_smoothing_factor": 0.1,
+        "torch_empty_cache_steps": -3,
     }
 
 
@@ -66,10 +81,30 @@ def test_values_are_what_the_library_makes_of_them() -> None:
         (["--neftune_noise_alpha", "high"], "argument --neftune_noise_alpha/--neftune-noise-alpha: invalid"),
         (["--lr_scheduler_type", "square"], "'square'"),
         (["--learning_rate", "0"], "--lr: must be positive"),
+        (["--loss_type", "dft"], "the loss is the model's own"),
+        (["--router_aux_loss_coef", "0.1"], "output_router_logits and router_aux_loss_coef in the model's config.json"),
+        (["--lr_scheduler_kwargs", '{"power": 2}'], "--lr_scheduler_kwargs does nothing without --lr_scheduler_type"),
+        (
+            ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"cycles": 2}'],
+            "--lr_scheduler_type cosine with --lr_scheduler_kwargs {'cycles': 2} is no schedule for this run: ",
+        ),
+        (
+            ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"num_cycles": "a"}', "--warmup-steps", "2"],
+            "is no schedule for this run: ",
+        ),
+        (["--lr_scheduler_type", "cosine", "--schedule", "linear"], "--schedule does nothing with --lr_scheduler_type"),
+        (["--lr_scheduler_type", "cosine", "--min-lr", "0"], "--min-lr does nothing with --lr_scheduler_type"),
+        (["--dataloader_num_workers", "2"], "the data are read, cut and packed here"),
+        (["--gradient_checkpointing"], "`recompute` of the swap config says what is computed again"),
+        (["--label_smoothing_factor", "0.1"], "each token that is learned has the same part: leave it out"),
+        (["--use_cache"], "packed examples would see each other: leave it out"),
+        (["--debug", "underflow_overflow"], "it would do nothing: leave it out"),
     ],
 )
-def test_what_cannot_be_passed_on_is_one_line(flags: list[str], says: str, job: dict[str, Any], capsys: Any) -> None:
-    assert run(job, *flags) == 2
+def test_what_cannot_be_passed_on_is_one_line_before_anything_is_loaded(
+    flags: list[str], says: str, job: dict[str, Any], capsys: Any
+) -> None:
+    assert run(job | {"--model": "nowhere"}, *flags) == 2
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1
@@ -81,6 +116,8 @@ def test_what_cannot_be_passed_on_is_one_line(flags: list[str], says: str, job: 
         ("bf16", "infinity finetune: give --dtype", ["--dtype", "bf16"]),
         ("save_strategy", "give --save-every or --save-best", ["--save-every", "1"]),
         ("load_best_model_at_end", "--save-best", ["--eval-split", "0.1", "--eval-steps", "1", "--save-best"]),
+        ("eval_delay", "give --eval-steps", ["--eval-split", "0.1", "--eval-steps", "1"]),
+        ("logging_strategy", "give --log-every", ["--log-every", "1"]),
     ],
 )
 def test_the_option_that_a_refusal_names_does_what_was_asked(
@@ -91,7 +128,7 @@ def test_the_option_that_a_refusal_names_does_what_was_asked(
     assert run(job | {"--steps": 2}, *flags) == 0
 
 
-def test_a_schedule_of_the_library_is_kept_by_the_run(job: dict[str, Any], capsys: Any) -> None:
+def test_a_schedule_of_the_library_is_kept_by_the_run(job: dict[str, Any]) -> None:
     some = job | {"--steps": 3}
     assert run(some, "--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"lr_end": 1e-3, "power": 1}') == 0
     assert rates_of(some) == pytest.approx([3e-3, 3e-3 - 2e-3 / 3, 3e-3 - 4e-3 / 3])
@@ -99,3 +136,9 @@ def test_a_schedule_of_the_library_is_kept_by_the_run(job: dict[str, Any], capsy
     other = job["--output"].with_name("again")
     assert main([*again, "--output", str(other)]) == 0
     assert rates_of({"--output": other}) == rates_of(some)
+
+
+def test_a_rate_that_rises_until_the_end_falls_by_no_schedule(job: dict[str, Any]) -> None:
+    some = job | {"--steps": 3, "--warmup-steps": 3, "--schedule": "linear"}
+    assert run(some) == 0
+    assert rates_of(some) == pytest.approx([0.0, 1e-3, 2e-3])

@@ -188,6 +188,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
         "go on from it with --from-checkpoint": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
+        "<> does nothing with --lr_scheduler_type: leave one": "cli/test_trainer_options.py::"
+        "test_a_schedule_of_the_library_is_kept_by_the_run",
         "that was not made by `infinity finetune`; resume it with ": "cli/test_resume.py::"
         "test_a_run_of_another_program_is_resumed_by_that",
     },
