@@ -289,7 +289,7 @@ def _add_meanwhile(tune: argparse.ArgumentParser) -> None:
         "--save-every",
         type=whole(1, STEPS_MAX),
         metavar="N",
-        help="save the model after every N steps, as OUTPUT-steps/step-N, for use (a run goes on with --resume)",
+        help="save the model after every N steps, as OUTPUT-steps/checkpoint-N, for use (a run goes on with --resume)",
     )
     job.add_argument(
         "--save-limit", type=whole(1, STEPS_MAX), metavar="K", help="keep the newest K of these (default: all)"
@@ -298,7 +298,7 @@ def _add_meanwhile(tune: argparse.ArgumentParser) -> None:
         "--save-best",
         action="store_true",
         default=None,
-        help="keep the model with the lowest loss on held-out data, as OUTPUT-steps/best",
+        help="keep the model with the lowest loss on held-out data, too; the run's last lines say which it is",
     )
     job.add_argument(
         "--sample", nargs="+", type=text, metavar="PROMPT", help="after each evaluation, let the model go on from these"

@@ -139,6 +139,7 @@ def _carry_out(begun: _Begun, tell: Tell, held: ExitStack) -> int:
         run = Training(model, data, begun.tokenizer, options, config, world, begun.origin, directory)
         if begun.output is not None:
             begun.output.require_room(model_bytes)
+            run_directory.tidy(options, run.done)
             run_directory.require_room(options, run.steps, run.done, model_bytes)
         stopped = run.train()
         if stopped and store is not None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from infinity.cli.history import Evaluated, best_of
 from infinity.cli.marked import Owner
@@ -56,16 +61,88 @@ def prepare(options: argparse.Namespace, owner: Owner) -> None:
         ) from error
 
 
+def folder_of(directory: Path, step: int) -> Path:
+    """Return the folder of the model of a step."""
+    return directory / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a folder holds a complete model: a trainer writes the file of its state last."""
+    return Path(folder, TRAINER_STATE_NAME).is_file()
+
+
+def _folders_in(directory: Path) -> dict[int, Path]:
+    """Return the folders of models by step, complete or not."""
+    found = {}
+    for path in directory.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        number = re.fullmatch(r"[1-9][0-9]*", path.name.rpartition("-")[2])
+        if number is not None:
+            found[int(number[0])] = path
+    return dict(sorted(found.items()))
+
+
+def models_in(directory: Path) -> dict[int, Path]:
+    """Return the folders of complete models by step."""
+    return {step: folder for step, folder in _folders_in(directory).items() if is_whole(folder)}
+
+
+def tidy(options: argparse.Namespace, done: int) -> None:
+    """Remove incomplete models, which an interruption left, and models of steps after `done`, which the run does again.
+    Raises OSError."""
+    if not _is_needed(options):
+        return
+    directory = directory_of(options.output)
+    for aside in directory.glob(f".{PREFIX_CHECKPOINT_DIR}-*"):
+        shutil.rmtree(aside)
+    for step, folder in _folders_in(directory).items():
+        if step > done or not is_whole(folder):
+            _remove(folder)
+
+
+def rotate(options: argparse.Namespace, evaluations: Sequence[Evaluated]) -> None:
+    """Remove the models of --save-every but the newest --save-limit, models that are no longer the best, and incomplete
+    models. The best model in the directory stays. Raises OSError."""
+    directory = directory_of(options.output)
+    there = models_in(directory)
+    of_every = [step for step, folder in there.items() if _is_of_every(step, folder, options)]
+    kept = {*of_every[-(options.save_limit or len(of_every)) :]}
+    if not options.save_best:
+        kept |= there.keys() - set(of_every)
+    elif (best := best_of([each for each in evaluations if each.step in there])) is not None:
+        kept.add(best.step)
+    for step, folder in _folders_in(directory).items():
+        if step not in kept:
+            _remove(folder)
+
+
+def _is_of_every(step: int, folder: Path, options: argparse.Namespace) -> bool:
+    """Return whether --save-every saved a model. Otherwise it was saved because it was the best."""
+    if options.save_every is not None and step % options.save_every == 0:
+        return True
+    try:
+        every: int = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["save_steps"]
+        return step % every == 0  # before a resume the interval may have been another one
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        return True
+
+
+def _remove(folder: Path) -> None:
+    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # first: after a kill the folder counts as incomplete
+    shutil.rmtree(folder)
+
+
 def require_room(options: argparse.Namespace, last: int, done: int, model_bytes: int) -> None:
     """Raises ConfigError if the disk has no room for the models that will be saved, and for the output beside them.
 
     Args:
         last, done: steps of the run, and those that it has done.
     """
-    most = int(bool(options.save_best))
+    most = 2 * bool(options.save_best)  # a better model is complete before the older one is removed
     if options.save_every is not None:
         more = (last - 1) // options.save_every - max(done - 1, 0) // options.save_every
-        most += more if options.save_limit is None else min(more, options.save_limit + 1)
+        if options.save_limit is not None:
+            more = min(more, max(options.save_limit + 1 - len(models_in(directory_of(options.output))), 1))
+        most += more
     needed, free = (most + 1) * model_bytes, shutil.disk_usage(options.output.parent).free
     if most and needed > free:
         option, fewer = "--save-every", "Save less often, keep fewer (--save-limit)"
@@ -92,12 +169,12 @@ def made(options: argparse.Namespace, owner: Owner | None, held: ExitStack) -> P
 def said(options: argparse.Namespace, evaluations: Sequence[Evaluated], failed: Sequence[str]) -> list[str]:
     """Lines that say where models of steps are, once the output is there. Args: failed: why some are not."""
     directory, lines = directory_of(options.output), list(failed)
-    there = sorted(directory.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    there = models_in(directory)
     if there:
-        lines.append(f"models of steps: {directory}: {', '.join(path.name for path in there)}")
+        lines.append(f"models of steps: {directory}: {', '.join(path.name for path in there.values())}")
     best = best_of(evaluations) if options.save_best else None
     if best is not None:
-        places = {each.name: each for each in there} | {f"checkpoint-{evaluations[-1].step}": options.output}
-        where = places.get(f"checkpoint-{best.step}", "its model could not be saved")
+        places = there | {evaluations[-1].step: options.output}
+        where = places.get(best.step, "its model could not be saved")
         lines.append(f"lowest held-out loss: {best.loss:.4f}, of step {best.step}: {where}")
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from infinity.cli import run_directory
 from infinity.cli.history import History, best_of
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts
 from infinity.cli.report import without
@@ -18,6 +20,7 @@ from infinity.cli.stopping import Stop
 from infinity.cli.tracing import TracedSteps
 from infinity.cli.trainer import Trainer
 from infinity.cli.world import told
+from infinity.echo import raised
 from infinity.errors import printable
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.runtime.offload import synchronize
@@ -33,7 +36,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
     Args:
         scaler: of the loss, enabled or not.
         step_tokens: tokens of a step, of all ranks.
-        keeps_best: whether the model with the lowest loss on held-out data is saved.
+        options: of the run.
 
     Attributes:
         began, first, now: counters before the first step of this process, after it, and after the last one; without
@@ -51,8 +54,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         traced: TracedSteps,
         stop: Stop,
         step_tokens: int,
-        *,
-        keeps_best: bool,
+        options: argparse.Namespace,
     ) -> None:
         self._trainer = trainer
         self._model = trainer.model
@@ -63,7 +65,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._traced = traced
         self._stop = stop
         self._tokens = step_tokens
-        self._keeps_best = keeps_best
+        self._options = options
         self._before = trainer.state.global_step
         self._loss, self._rate, self._skipped, self._scale = 0.0, 0.0, 0, 1.0
         self.began = self.first = self.now = statistics(self._model)
@@ -123,17 +125,26 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         best = best_of(self._history.evaluations)
         is_best = best is not None and best.step == state.global_step
-        if self._keeps_best and is_best and state.global_step < state.max_steps:
+        if self._options.save_best and is_best and state.global_step < state.max_steps:
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step, best = state.global_step, best_of(self._history.evaluations)
         why = self._trainer.failed.get(step)
+        if state.is_world_process_zero:
+            self._rotate()
         if why is None:
-            so_far = " (the best so far)" if self._keeps_best and best is not None and best.step == step else ""
+            is_best = self._options.save_best and best is not None and best.step == step
+            so_far = " (the best so far)" if is_best else ""
             self._progress.say(f"step {step}: the model is saved in {self._trainer.folder_of(step)}{so_far}")
         elif state.is_world_process_zero:
             print(f"warning: {printable(why)}; the run goes on", file=sys.stderr, flush=True)
+
+    def _rotate(self) -> None:
+        try:
+            run_directory.rotate(self._options, self._history.evaluations)
+        except OSError as error:
+            print(f"warning: a model cannot be removed: {raised(error)}; the run goes on", file=sys.stderr, flush=True)
 
     def _end_trace(self, step: int) -> None:
         if self._traced.after(step, stopping=bool(self.stopped)):

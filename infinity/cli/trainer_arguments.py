@@ -136,13 +136,12 @@ def _evaluation(options: argparse.Namespace, steps: int, *, evaluates: bool) -> 
 
 def _saving(options: argparse.Namespace, steps: int) -> dict[str, Any]:
     """Models for use: a run goes on from its store, so that no checkpoint needs its states. The best one is saved after
-    its evaluation (step_watch.py)."""
+    its evaluation (step_watch.py), and which of them stay is decided in run_directory.py."""
     if not (options.save_every or options.save_best):
         return {"save_strategy": "no"}
     return {
         "save_strategy": "steps",
         "save_only_model": True,
         "save_steps": options.save_every or steps + 1,
-        "save_total_limit": options.save_limit if options.save_every else 1,
         **({"metric_for_best_model": "loss", "greater_is_better": False} if options.save_best else {}),
     }

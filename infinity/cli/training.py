@@ -21,6 +21,7 @@ from infinity.cli.order import DataIdentity, Order
 from infinity.cli.progress import open_progress
 from infinity.cli.reading import Data
 from infinity.cli.report import Report, make_report
+from infinity.cli.run_directory import is_whole
 from infinity.cli.samples import Samples, prompts_of
 from infinity.cli.separate import require_separates
 from infinity.cli.step_watch import StepWatch
@@ -155,7 +156,7 @@ class Training:
                 self._traced,
                 stop,
                 self._step_tokens,
-                keeps_best=bool(self.options.save_best),
+                self.options,
             )
             self._trainer.add_callback(self._watch)
             self._log_to_tensorboard()
@@ -187,7 +188,7 @@ class Training:
         """Whether an interruption has prevented that the model of the last step is saved."""
         every = self.options.save_every
         due = self.done < self.steps and every is not None and self.done % every == 0
-        return due and not self._trainer.folder_of(self.done).is_dir()
+        return due and not is_whole(self._trainer.folder_of(self.done))
 
     @property
     def failed(self) -> list[str]:

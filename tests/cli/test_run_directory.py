@@ -1,7 +1,10 @@
-"""The directory beside an output: options that need it and cannot have it are refused before the run."""
+"""The directory beside an output: options that need it and cannot have it are refused before the run, and which of its
+models stay."""
 
 from __future__ import annotations
 
+import json
+import math
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 
 from infinity.cli import run_directory
+from infinity.cli.history import Evaluated
 from infinity.errors import ConfigError
 
 
@@ -61,8 +65,8 @@ def test_a_place_that_cannot_be_written_is_named_before_the_run(tmp_path: Path) 
         ),
         (
             {"save_best": True},
-            1,
-            "--save-best: 1 models .* Leave --save-best out, or choose an --output on another disk",
+            2,
+            "--save-best: 2 models .* Leave --save-best out, or choose an --output on another disk",
             [{"save_best": False}, {"output": Path("other/out")}],
         ),
     ],
@@ -80,3 +84,77 @@ def test_without_room_for_models_each_way_on_has_room(
         require_room()
     for way in ways:
         require_room(**way)
+
+
+def saved(directory: Path, step: int, every: int | None) -> None:
+    """A model that was saved while --save-every was this."""
+    folder = directory / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+    (folder / "trainer_state.json").write_text(json.dumps({"save_steps": every or 1000}))
+
+
+def there(directory: Path) -> set[str]:
+    return {path.name.removeprefix("checkpoint-") for path in directory.iterdir()}
+
+
+EVALUATED = [Evaluated(5, 3.0), Evaluated(6, math.nan), Evaluated(7, 1.0), Evaluated(10, 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"save_every": 2}, {"2", "4", "5", "6", "7", "8", "10"}),
+        ({"save_every": 2, "save_best": True}, {"2", "4", "6", "7", "8", "10"}),
+        ({"save_every": 2, "save_best": True, "save_limit": 1}, {"7", "10"}),
+        ({"save_every": 2, "save_limit": 2}, {"5", "7", "8", "10"}),
+        ({"save_best": True}, {"2", "4", "6", "7", "8", "10"}),
+        ({"save_every": 3}, {"2", "4", "5", "6", "7", "8", "10"}),
+        ({"save_every": 3, "save_limit": 9, "save_best": True}, {"2", "4", "6", "7", "8", "10"}),
+    ],
+    ids=str,
+)
+def test_the_newest_of_every_and_the_best_stay(given: dict[str, Any], kept: set[str], tmp_path: Path) -> None:
+    """Each even step was saved by --save-every 2; those of 5 and 7 because they were the best."""
+    place = tmp_path / "out-steps"
+    for step in range(2, 11, 2):
+        saved(place, step, 2)
+    for step in (5, 7):
+        saved(place, step, None if step == 5 else 2)
+    (place / "checkpoint-9").mkdir()  # it could not be saved whole
+    (place / "checkpoint-mine").mkdir()
+    run_directory.rotate(options(output=tmp_path / "out", **given), EVALUATED)
+    assert there(place) == kept | {"mine"}
+
+
+def test_the_best_of_those_that_are_there_stays(tmp_path: Path) -> None:
+    saved(tmp_path / "out-steps", 5, None)
+    saved(tmp_path / "out-steps", 10, None)
+    given = options(output=tmp_path / "out", save_best=True)
+    run_directory.rotate(given, EVALUATED)
+    assert there(tmp_path / "out-steps") == {"10"}
+    lines = run_directory.said(given, EVALUATED, [])
+    assert lines[-1] == "lowest held-out loss: 1.0000, of step 7: its model could not be saved"
+
+
+def test_what_an_interruption_left_goes_before_a_run_goes_on(tmp_path: Path) -> None:
+    place = tmp_path / "out-steps"
+    for step in (2, 4, 6):
+        saved(place, step, 2)
+    (place / "checkpoint-2" / "trainer_state.json").unlink()
+    for name in (".checkpoint-4-x1y2", "checkpoint-mine"):
+        (place / name).mkdir()
+    run_directory.tidy(options(output=tmp_path / "out"), 4)
+    assert len(there(place)) == 5, "no option asks for the directory"
+    run_directory.tidy(options(output=tmp_path / "out", save_every=2), 4)
+    assert there(place) == {"4", "mine"}
+
+
+def test_room_is_asked_for_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = options(output=tmp_path / "out", save_every=1, save_limit=3)
+    monkeypatch.setattr(run_directory.shutil, "disk_usage", lambda _: SimpleNamespace(free=2))
+    with pytest.raises(ConfigError, match="4 models"):
+        run_directory.require_room(given, 12, 0, 1)
+    for step in (3, 4, 5):
+        saved(tmp_path / "out-steps", step, 1)
+    run_directory.require_room(given, 12, 5, 1)

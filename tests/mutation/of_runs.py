@@ -32,8 +32,8 @@ OF_RUNS = [
     Mutant(
         "a best model that was not saved is not named",
         "infinity/cli/run_directory.py",
-        'places.get(f"checkpoint-{best.step}", "its model could not be saved")',
-        'directory / f"checkpoint-{best.step}"',
+        'places.get(best.step, "its model could not be saved")',
+        "folder_of(directory, best.step)",
         (_STEPS, "-k", "not_claimed"),
     ),
     Mutant(
