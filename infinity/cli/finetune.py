@@ -288,7 +288,7 @@ def _save(
     def write(directory: Path) -> None:
         lead(model, "save", str(directory))
         try:
-            models.save_model(model, directory, run.options)
+            models.save_model(model, directory, run.options, run.model_config)
         except PeerError:
             if not directory.is_dir():
                 raise

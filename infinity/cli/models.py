@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import difflib
 import fnmatch
 import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -213,9 +214,30 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
         raise ConfigError(f"--freeze {' '.join(map(quoted, patterns[:_NAMED_MAX]))}: nothing is left to be trained")
 
 
-def save_model(model: Any, directory: str | Path, options: argparse.Namespace) -> None:
-    """Write the trained model, its adapters, or both merged. All ranks call. Raises as infinity.save_pretrained."""
-    (save_merged if options.merge else save_pretrained)(model, directory)
+def save_model(
+    model: Any, directory: str | Path, options: argparse.Namespace, config: dict[str, Any] | None = None
+) -> None:
+    """Write the trained model, its adapters, or both merged. All ranks call. Raises as infinity.save_pretrained.
+
+    Args:
+        config: the values of the model's config that are written; None: as they are now.
+    """
+    with nullcontext() if config is None else _configured(model, config):
+        (save_merged if options.merge else save_pretrained)(model, directory)
+
+
+@contextmanager
+def _configured(model: Any, values: dict[str, Any]) -> Iterator[None]:
+    """In the block the model's config has these values."""
+    held = vars(model.config)
+    now = dict(held)
+    held.clear()
+    held.update(copy.deepcopy(values))
+    try:
+        yield
+    finally:
+        held.clear()
+        held.update(now)
 
 
 def output_bytes(model: nn.Module, options: argparse.Namespace) -> int:

@@ -115,6 +115,8 @@ class Trainer(TrainerMixin, _Recording):
         )
         rng.restore(drawn)  # a Trainer seeds all ranks alike, and each has random numbers of its own
         self.remove_callback(PrinterCallback)
+        # Where a Trainer has a tokenizer, train() writes its special tokens into the model's configs.
+        self._saved_with_models, self.processing_class = others["processing_class"], None
         if scaler.is_enabled():
             self.accelerator.scaler = scaler
 
@@ -225,7 +227,7 @@ class Trainer(TrainerMixin, _Recording):
         try:
             self._save_model(self.model, directory)
             if self.args.should_save:
-                self.processing_class.save_pretrained(directory)
+                self._saved_with_models.save_pretrained(directory)
         except (PeerError, SwapIOError):
             raise
         except (InfinityError, OSError) as error:
@@ -242,6 +244,9 @@ class Trainer(TrainerMixin, _Recording):
         except (InfinityError, OSError) as error:
             step = self.state.global_step
             self.failed[step] = f"step {step}: the model is not saved in {self.folder_of(step)}: {raised(error)}"
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """None is written: TRL's names other trackers' pages and no data, and would come before the model."""
 
 
 class _Collator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import tempfile
 import time
 from contextlib import ExitStack
@@ -51,6 +52,7 @@ class Training:
         options, origin: those of the run.
         durable: whether generations are kept.
         history: of every step, including those before a resume.
+        model_config: the values of the model's config before a trainer changed them, for what is written.
         steps: of the whole run.
         done: number of optimizer steps, including those before a resume.
     """
@@ -74,6 +76,7 @@ class Training:
         self._data = data
         self._world = world
         limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
+        self.model_config = copy.deepcopy(vars(model.config))
         model.config.use_cache = False
         use_chunked_loss(model)
         if data.shares_sequences:
@@ -93,7 +96,7 @@ class Training:
             trained=data.trained,
             held_out=data.held_out,
             order=Order(data.trained.sequences, self.steps * per_step, options.seed),
-            save=lambda model, directory: save_model(model, directory, options),
+            save=lambda model, directory: save_model(model, directory, options, self.model_config),
             scaler=self._scaler,
             swap_config=config,
             processing_class=tokenizer,
