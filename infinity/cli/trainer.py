@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTConfig, SFTTrainer
 
@@ -29,6 +28,11 @@ from infinity.echo import raised
 from infinity.errors import InfinityError, ModelError, PeerError, SwapIOError
 from infinity.integrations.transformers import TrainerMixin
 
+_TRACKED = (
+    *("epoch", "global_step", "train_batch_size", "num_input_tokens_seen", "total_flos"),
+    *("best_metric", "best_global_step"),
+)
+"""What a run goes on with of a Trainer's state: the rest is of its arguments, or of this process."""
 _TRAINED, _HELD_OUT = "trained", "held_out"
 """The columns of the two datasets: each row has the index of a sequence."""
 
@@ -79,6 +83,7 @@ class Trainer(TrainerMixin, _Recording):
         failed: why models could not be saved, by their steps.
     """
 
+    state: Any
     loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole step
 
     def __init__(
@@ -195,14 +200,12 @@ class Trainer(TrainerMixin, _Recording):
     # -- going on -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run goes on with, beside the states of its model: a generation keeps it. The log stays out, which
-        grows with every step."""
-        return {"state": json.dumps(asdict(self.state) | {"log_history": []}, default=str)}
+        """What a run goes on with, beside the states of its model: a generation keeps it."""
+        return {"state": json.dumps({name: getattr(self.state, name) for name in _TRACKED})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = TrainerState(**json.loads(state["state"]))
+        self.state = replace(self.state, max_steps=self.args.max_steps, **json.loads(state["state"]))
         self.state.compute_steps(self.args, self.args.max_steps)  # how often it logs and saves may have changed
-        self.state.max_steps = self.args.max_steps
 
     @_naming_other_ranks()
     def go_on(self, directory: Path, *, evaluate: bool, save: bool) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
+from transformers.trainer_callback import TrainerState
 from trl import SFTTrainer
 
 from infinity.cli.trainer import Trainer
@@ -74,3 +77,16 @@ class Alone(Trainer):
 def test_a_rank_that_is_gone_before_the_first_step_is_named(tmp_path: Path) -> None:
     with pytest.raises(PeerError, match="Connection closed by peer"):
         Alone().go_on(tmp_path, evaluate=True, save=False)
+
+
+def test_a_generation_keeps_of_a_trainers_state_what_a_run_goes_on_with() -> None:
+    args = SimpleNamespace(max_steps=9, logging_steps=2, eval_steps=None, save_steps=3)
+    kept = {"epoch": 0.5, "global_step": 4, "train_batch_size": 2, "num_input_tokens_seen": 7, "total_flos": 8.0}
+    kept |= {"best_metric": 1.5, "best_global_step": 3}
+    of_this_process = {"is_world_process_zero": False, "log_history": [{"step": 1}], "max_steps": 5, "save_steps": 1}
+    ended: Any = SimpleNamespace(args=args, state=TrainerState(**kept, **of_this_process))
+    longer: Any = SimpleNamespace(args=args, state=TrainerState())
+    state = Trainer.state_dict(ended)
+    assert json.loads(state["state"]) == kept
+    Trainer.load_state_dict(longer, state)
+    assert longer.state == TrainerState(**kept, max_steps=9, logging_steps=2, save_steps=3)
