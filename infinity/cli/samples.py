@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,7 @@ class Samples(TrainerCallback):  # type: ignore[misc]
     Args:
         prompts: as prompts_of.
         most: tokens to write; None: the default.
+        log: tells trackers; None: they take no texts.
         speaks: whether this process warns.
     """
 
@@ -48,6 +50,7 @@ class Samples(TrainerCallback):  # type: ignore[misc]
         most: int | None,
         history: History,
         progress: PlainProgress | RichProgress,
+        log: Callable[[dict[str, Any]], None] | None = None,
         *,
         speaks: bool,
     ) -> None:
@@ -55,6 +58,7 @@ class Samples(TrainerCallback):  # type: ignore[misc]
         self._most = most or _TOKENS
         self._history = history
         self._progress = progress
+        self._log = log
         self._speaks = speaks
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **named: Any) -> None:
@@ -62,10 +66,14 @@ class Samples(TrainerCallback):  # type: ignore[misc]
         found = Evaluated(step, loss if math.isfinite(loss) else math.nan)
         self._history.evaluations.append(found)
         self._progress.say(f"step {step}: held-out loss {found.loss:.4f}")
-        for prompt, ids in self._prompts.items():
+        written = {}
+        for number, (prompt, ids) in enumerate(self._prompts.items(), 1):
             text = self._written(named["model"], ids, named["processing_class"])
+            written[f"eval_sample {number}"] = text
             self._history.samples.append(Sample(step, prompt, text))
             self._progress.say(f"step {step}: {prompt!r} → {text!r}")
+        if written and self._log is not None:
+            self._log(written)
 
     def _written(self, model: Any, ids: torch.Tensor, tokenizer: Any) -> str:
         """The likeliest tokens, so that all ranks have the same, and no random number is drawn."""

@@ -66,6 +66,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._stop = stop
         self._tokens = step_tokens
         self._options = options
+        self._unlogged: list[StepFacts] = []
         self._before = trainer.state.global_step
         self._loss, self._rate, self._skipped, self._scale = 0.0, 0.0, 0, 1.0
         self.began = self.first = self.now = statistics(self._model)
@@ -95,6 +96,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
             control.should_evaluate = control.should_save = False  # what is due comes when the run goes on
         if step == state.max_steps:
+            control.should_log = True
             control.should_save = False  # the output is its model
         if control.should_evaluate or control.should_save:
             synchronize(self._model)
@@ -119,6 +121,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         if step == self._before + 1:
             self.first = now  # the first step learns the order of units
         self._history.facts.append(facts)
+        self._unlogged.append(facts)
         finish_commit(self._model)  # a step that is shown is durable
         self._progress.update(facts)
 
@@ -145,6 +148,18 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             run_directory.rotate(self._options, self._history.evaluations)
         except OSError as error:
             print(f"warning: a model cannot be removed: {raised(error)}; the run goes on", file=sys.stderr, flush=True)
+
+    def figures(self) -> dict[str, float]:
+        """Return figures of the steps since the last entry in a tracker that a Trainer does not compute."""
+        since, self._unlogged = self._unlogged, []
+        if not since:
+            return {}
+        seconds = sum(each.seconds for each in since)
+        return {
+            "grad_norm": since[-1].grad_norm,
+            "seconds": seconds,
+            "tokens_per_s": sum(each.tokens for each in since) / max(seconds, 1e-9),
+        }
 
     def _end_trace(self, step: int) -> None:
         if self._traced.after(step, stopping=bool(self.stopped)):

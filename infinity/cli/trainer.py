@@ -76,6 +76,7 @@ class Trainer(TrainerMixin, _Recording):
         order: of the sequences that are trained on.
         held_out: None: nothing is evaluated.
         save: writes the model to a directory; all ranks call.
+        figures: what trackers are told beside the loss, of the steps since the last time.
         scaler: of the loss, enabled or not.
         others: of SFTTrainer.
 
@@ -95,12 +96,14 @@ class Trainer(TrainerMixin, _Recording):
         held_out: Sequences | None,
         order: Order,
         save: Callable[[Any, str], None],
+        figures: Callable[[], dict[str, float]],
         scaler: torch.amp.GradScaler,
         swap_config: SwapConfig,
         **others: Any,
     ) -> None:
         self._order = order
         self._save_model = save
+        self._figures = figures
         self.failed: dict[int, str] = {}
         args._n_gpu = min(args.n_gpu, 1)  # others are for other ranks
         evaluated = 0
@@ -177,6 +180,13 @@ class Trainer(TrainerMixin, _Recording):
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> None:
         """The optimizer's update finds the norm. transformers would read all gradients for it."""
+
+    def log(self, logs: dict[str, Any], *given: Any, **named: Any) -> None:
+        super().log(logs | self._figures() if "loss" in logs else logs, *given, **named)
+
+    def end_trackers(self) -> None:
+        """Of a run that has nothing left to train."""
+        self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
         """Draws no random numbers that the training has: a loader does, and trackers may."""

@@ -11,9 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations import TensorBoardCallback
-
-from infinity.cli import job, limits, tracing
+from infinity.cli import job, limits, tracing, trackers
 from infinity.cli.again import again
 from infinity.cli.history import History
 from infinity.cli.models import save_model
@@ -97,6 +95,7 @@ class Training:
             held_out=data.held_out,
             order=Order(data.trained.sequences, self.steps * per_step, options.seed),
             save=lambda model, directory: save_model(model, directory, options, self.model_config),
+            figures=self._figures,
             scaler=self._scaler,
             swap_config=config,
             processing_class=tokenizer,
@@ -146,8 +145,17 @@ class Training:
             held.enter_context(progress)
             stop = held.enter_context(stop_when_asked(progress.say, f"stopping after this step; {promise}"))
             ranks.replace_ddp(held.enter_context(Patches()))
+            if self._world.speaks:
+                place = Path(self._trainer.args.output_dir)
+                for each in held.enter_context(trackers.opened(self.options, self.origin.run, place, self.done)):
+                    self._trainer.add_callback(each)
             samples = Samples(
-                self._prompts, self.options.sample_tokens, self.history, progress, speaks=self._world.speaks
+                self._prompts,
+                self.options.sample_tokens,
+                self.history,
+                progress,
+                self._trainer.log if trackers.take_texts(self.options) else None,
+                speaks=self._world.speaks,
             )
             self._trainer.add_callback(samples)
             self._watch = StepWatch(
@@ -162,24 +170,19 @@ class Training:
                 self.options,
             )
             self._trainer.add_callback(self._watch)
-            self._log_to_tensorboard()
             folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
             if self.done:
                 unsaved = told(self.model, "whether the step's model is missing", self._is_unsaved())[0]
                 self._trainer.go_on(folder, evaluate=self._is_unevaluated(), save=unsaved)
             if self.done < self.steps:
                 self._trainer.train(resume_from_checkpoint=str(folder) if self.done else None)
+            else:
+                self._trainer.end_trackers()
             self.done = self._trainer.state.global_step
             return self._watch.stopped
 
-    def _log_to_tensorboard(self) -> None:
-        """TensorBoard's figures go on where the run does."""
-        if not (self._world.speaks and "tensorboard" in (self.options.logger or ())):
-            return
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(self._trainer.args.output_dir, purge_step=self.done + 1)
-        self._trainer.add_callback(TensorBoardCallback(writer))
+    def _figures(self) -> dict[str, float]:
+        return {} if self._watch is None else self._watch.figures()
 
     def _is_unevaluated(self) -> bool:
         """Whether an interruption has prevented the evaluation after the last step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import shutil
@@ -34,13 +35,17 @@ FLAGS = ["--save-every", "2", "--save-limit", "2", "--save-best", "--sample", *P
 FLAGS += ["--logger", "tensorboard", "--log-every", "2"]
 
 
-def of_tensorboard(output: Path) -> dict[str, list[tuple[int, float]]]:
-    """By name its steps and values."""
+def of_tensorboard(output: Path) -> dict[str, list[Any]]:
+    """By name its steps and values; of texts the steps alone."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(output.with_name(f"{output.name}-steps")))
     read.Reload()
-    return {name: [(each.step, each.value) for each in read.Scalars(name)] for name in read.Tags()["scalars"]}
+    found: dict[str, Any] = {
+        name: [(each.step, each.value) for each in read.Scalars(name)] for name in read.Tags()["scalars"]
+    }
+    texts = (name for name in read.Tags()["tensors"] if name.endswith("/text_summary"))
+    return found | {name.removesuffix("/text_summary"): [each.step for each in read.Tensors(name)] for name in texts}
 
 
 def saved(output: Path) -> set[str]:
@@ -131,6 +136,21 @@ def test_a_model_that_a_kill_left_half_is_saved_again(job: dict[str, Any], tmp_p
     assert saved(tmp_path / "out-a") == {f"checkpoint-{name}" for name in (2, 4, 6, 8, 10, "mine")}
     assert (steps / "checkpoint-4" / "model.safetensors").is_file()
     assert not list(steps.glob(".checkpoint-*"))
+
+
+def test_trackers_have_the_last_step_and_what_only_this_program_knows(job: dict[str, Any], tmp_path: Path) -> None:
+    assert run(job, "--logger", "tensorboard", "--log-every", "5", "--sample", "the quick", "--sample-tokens", "2") == 0
+    read = of_tensorboard(tmp_path / "out-a")
+    losses = [float(loss) for loss in _losses(tmp_path / "out-a")]
+    assert read["train/loss"][-1] == (12, pytest.approx(sum(losses[10:]) / 2, rel=1e-6))
+    for name in ("loss", "learning_rate", "grad_norm", "seconds", "tokens_per_s"):
+        assert [step for step, _ in read[f"train/{name}"]] == [5, 10, 12]
+    speed = zip(read["train/tokens_per_s"], read["train/seconds"], strict=True)
+    assert [each * seconds for (_, each), (_, seconds) in speed] == pytest.approx([160, 160, 64], rel=1e-4)
+    with (tmp_path / "out-a" / "loss.csv").open() as file:
+        norms = [float(row["grad_norm"]) for row in csv.DictReader(file)]
+    assert [norm for _, norm in read["train/grad_norm"]] == pytest.approx([norms[4], norms[9], norms[11]], rel=1e-6)
+    assert read["eval/sample 1"] == [5, 10, 12]
 
 
 def test_a_model_that_cannot_be_saved_does_not_end_the_run(
