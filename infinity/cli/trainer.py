@@ -21,6 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from infinity.cli.batches import Batch, learned_in
 from infinity.cli.data import Sequences
 from infinity.cli.order import Order
+from infinity.cli.trainer_points import require_points
 from infinity.cli.world import told
 from infinity.config import SwapConfig
 from infinity.durable import rng
@@ -106,6 +107,7 @@ class Trainer(TrainerMixin, _Recording):
         self._figures = figures
         self.failed: dict[int, str] = {}
         args._n_gpu = min(args.n_gpu, 1)  # others are for other ranks
+        require_points()
         evaluated = 0
         if held_out is not None:
             turns = -(-held_out.sequences // (args.eval_batch_size * args.world_size))

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from infinity.errors import NotAvailableError
-from infinity.integrations.points import TABLE, TESTED
+from infinity.integrations.points import TABLE, TESTED, Point
 
 _active: list[str] = []
 
@@ -110,14 +110,19 @@ def place_of(owner: Any, name: str) -> str:
     place = _place(owner, name)
     point = TABLE.get(place)
     assert point is not None, f"{place} is replaced, and has no row in infinity/integrations/points.py"
+    require_there(owner, name, place, point)
+    return place
+
+
+def require_there(owner: Any, name: str, place: str, point: Point) -> None:
+    """Raises NotAvailableError where the owner does not have it. Args: place, point: name it, and say what it does."""
     every = isinstance(owner, type) and name.startswith("__")  # a class without __init__ has that of its base
     if not (name in vars(owner) if every else hasattr(owner, name)):
         package = place.partition(".")[0]
         mend = f" Install {package}=={TESTED[package]}." if package in TESTED else ""
         raise NotAvailableError(
-            f"{place} is not there. infinity replaces it: it {point.does}. Without it: {point.breaks}.{mend}"
+            f"{place} is not there. infinity needs it: it {point.does}. Without it: {point.breaks}.{mend}"
         )
-    return place
 
 
 def _place(owner: Any, name: str) -> str:
