@@ -3,19 +3,21 @@ Nothing of a library is replaced meanwhile."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import infinity
 from infinity.coordinator import registry
-from infinity.integrations import infinity_config
 from infinity.integrations.patches import active
 from tests.integrations.test_architectures import OneBatch, language
+from tests.integrations.test_plug_points import end
 from tests.runtime.alike import tight
 
 FEW = ("Qwen3", "GptOss")
@@ -26,9 +28,7 @@ NAMES = (*FEW, "Qwen3Moe", "Mistral", "Gemma3Text", "Phi3", "OPT", "GPTNeoX", "O
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
     yield
-    for run in infinity_config._runs.values():
-        run.close(failed=True)
-    infinity_config._runs.clear()
+    end()
 
 
 class NothingIsReplaced(TrainerCallback):
@@ -95,3 +95,49 @@ def test_an_architecture_is_loaded_trained_saved_and_read_without_a_patch(name: 
         for key, value in theirs.state_dict().items():
             torch.testing.assert_close(read.state_dict()[key], value, rtol=1e-4, atol=1e-5)
     assert active() == []
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+import infinity
+
+def memory(kind):
+    return int(re.search(rf"{kind}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+def offloaded(path, swap):
+    memory = {"device": "20MiB", "host": "48MiB"}
+    config = infinity.InfinityConfig({"memory": memory, "nvme": {"paths": [swap]}, "commit_every": 0})
+    model = AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+    infinity.hf.optimizer_factory(model, lr=1e-5)
+    return config
+
+small, large, swap = sys.argv[1:]
+offloaded(small, swap + "-small").close()  # what is imported is not counted
+Path("/proc/self/clear_refs").write_text("5")
+before = memory("VmRSS")
+config = offloaded(large, swap + "-large")
+print(memory("VmHWM") - before)
+config.close()
+"""
+
+
+@pytest.mark.long
+def test_loading_takes_two_units_more_than_the_budgets(tmp_path: Path) -> None:
+    """All weights take 130 MiB, and a unit 8 MiB."""
+    for name, layers in (("small", 1), ("large", 16)):
+        config = LlamaConfig(
+            vocab_size=1024,
+            hidden_size=512,
+            intermediate_size=2048,
+            num_hidden_layers=layers,
+            num_attention_heads=8,
+            dtype=torch.bfloat16,
+        )
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / name)
+    unit = sum(parameter.numel() for parameter in LlamaForCausalLM(config).model.layers[0].parameters()) * 2
+    arguments = [str(tmp_path / name) for name in ("small", "large", "swap")]
+    done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
+    grown = int(done.stdout.split()[-1])
+    assert grown < (20 << 20) + (48 << 20) + 2 * unit
