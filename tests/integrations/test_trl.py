@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+import infinity
 from examples.make_demo_checkpoint import make_checkpoint
 from infinity.coordinator import registry
 from tests.integrations.conftest import Launch
@@ -65,13 +66,14 @@ def sft_that_evaluates(inputs: Path, output: Path) -> Any:
     return SFTTrainer(causal(inputs), args, train_dataset=rows, eval_dataset=rows, processing_class=tokenizer)
 
 
-def dpo(inputs: Path, output: Path, **more: Any) -> Any:
+def dpo(inputs: Path, output: Path, model: Any = None, trainer: Any = None, **more: Any) -> Any:
+    """Args: trainer: arguments of the DPOTrainer."""
     from trl import DPOConfig, DPOTrainer
 
-    args = DPOConfig(**options(output), **more)
+    args, rows = DPOConfig(**options(output), **more), rows_of(inputs, "preferences")
     tokenizer = AutoTokenizer.from_pretrained(inputs / "checkpoint")
     return DPOTrainer(
-        causal(inputs), args=args, train_dataset=rows_of(inputs, "preferences"), processing_class=tokenizer
+        model or causal(inputs), args=args, train_dataset=rows, processing_class=tokenizer, **(trainer or {})
     )
 
 
@@ -110,3 +112,23 @@ def test_losses_are_those_of_the_plain_script(made: Made, inputs: Path, launch: 
             logs.append([entry[key] for entry in history for key in ("loss", "eval_loss", "grad_norm") if key in entry])
     assert len(logs[0]) >= 6
     torch.testing.assert_close(logs[1], logs[0], rtol=1e-5, atol=1e-6)
+
+
+def test_dpo_takes_an_optimizer_that_is_made_first(inputs: Path, tmp_path: Path) -> None:
+    """It has no argument for a factory."""
+    memory = {"device": "2MiB", "host": "256MiB"}
+    config = infinity.InfinityConfig({"memory": memory, "nvme": {"paths": [str(tmp_path / "swap")]}})
+    losses = []
+    for how in ({}, {"quantization_config": config}):
+        model, reference = (
+            AutoModelForCausalLM.from_pretrained(inputs / "checkpoint", dtype=torch.float32, **how) for _ in range(2)
+        )
+        optimizer = infinity.hf.optimizer_factory(model, lr=1e-3) if how else None
+        trainer = dpo(inputs, tmp_path / "out", model, {"ref_model": reference, "optimizers": (optimizer, None)})
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert registry.is_offloaded(reference)
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+    config.close()
+    assert len(set(losses[0])) == 3
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
