@@ -28,7 +28,14 @@ UNCHANGED  = tests/unchanged tests/integrations tests/checkpoint/test_adapters.p
 NEWEST    := .venv-newest
 NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
 
-.PHONY: demo test test-all test-newest crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
+# Older sets of the same libraries, each named by its transformers. SEED draws one, SET=5.16 names one. An environment of such
+# a set has the libraries of the file, and everything else from $(VENV).
+SETS      := $(sort $(basename $(notdir $(wildcard constraints/*.txt))))
+SET       ?= $(word $(shell echo $$(( $(SEED) % $(words $(SETS)) + 1 ))),$(SETS))
+SET_BIN    = .venv-$(SET)/bin
+CONTRACTS := $(addprefix tests/integrations/,test_points.py test_plug_points.py test_without_patches.py test_models.py)
+
+.PHONY: demo test test-all test-newest test-set crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
   long-test docs docs-test unchanged-test schedule-test device-test imitation-test mutation-test lint runtime bootstrap \
   sanitize neon wheel sdist wheel-test gpu-check gpu-bundle gpu-prove bench clean
 
@@ -129,6 +136,19 @@ test-newest: $(VENV)/.system
 	@$(NEWEST)/bin/pip list 2>/dev/null | grep -E '^(torch|transformers|trl|peft|accelerate|datasets|lightning) '
 	INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(NEWEST)/bin/pytest -q -n logical --maxprocesses 8 --dist worksteal -rP \
 	  --timeout 3600 $(UNCHANGED)
+
+# What infinity relies on in transformers, TRL and PEFT, with one of the older sets.
+test-set: bootstrap .venv-$(SET)/.installed
+	@echo "the set of constraints/$(SET).txt"
+	INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(SET_BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist worksteal \
+	  -m "not gpu and not simulated" --timeout 3600 $(CONTRACTS)
+
+.venv-%/.installed: constraints/%.txt | bootstrap
+	@[ -x .venv-$*/bin/pip ] || $(PYTHON) -m venv .venv-$*
+	@env PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 .venv-$*/bin/pip install -q --no-deps -r constraints/$*.txt
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > \
+	  "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/everything-else.pth"
+	@touch $@
 
 # 20,000 schedules of copies on a simulated device.
 schedule-test: bootstrap
