@@ -29,8 +29,10 @@ _FOUND_AT = 2 + _STATE_WIDTH + _WHAT_WIDTH
 _WIDTH_MIN = _FOUND_AT + 30
 
 _NOT_PRIVATE = {"", ".", "/", "~", "root", "localhost"}
-_PATHS = re.compile(r"(?<![\w/])/(?!(?:dev|proc|sys|etc)/)(?:[\w.@+~-]+/)*[\w.@+~-]+")
-"""Of files and directories, but for those of the system."""
+_SYSTEM = frozenset(("dev", "proc", "sys", "etc"))
+_NAME = r"[\w.@+~-]+"
+_PATHS = re.compile(rf"(?:(?<![\w/])/(?!(?:{'|'.join(_SYSTEM)})/)|\bPATH/)(?:{_NAME}(?: {_NAME})*/)*{_NAME}")
+"""Of files and directories, but for those of the system. All but the last name may have spaces."""
 
 
 def is_ready(rows: Sequence[Row]) -> bool:
@@ -68,7 +70,8 @@ def to_issue(rows: Sequence[Row], paths: Sequence[Path], version: str, width: in
         version: of infinity.
     """
     private = {str(each): f"SWAP_DIR_{at}" for at, path in enumerate(paths, 1) for each in (path, path.absolute())}
-    private |= _names()
+    above = {str(each) for path in paths for each in path.absolute().parents if _SYSTEM.isdisjoint(each.parts)}
+    private |= dict.fromkeys(above - private.keys(), "PATH") | _names()
     told = [
         row._replace(section=_without(private, row.section), finding=_without(private, row.finding), mend="")
         for row in rows

@@ -73,8 +73,11 @@ def test_the_json_has_every_row() -> None:
     ("finding", "told"),
     [
         ("the file /mnt/cluster/eve/x.py is odd", "the file PATH is odd"),
+        ("the file /mnt/old data/of eve/x.py is odd", "the file PATH is odd"),
+        ("no directory /swaps/its disk (eve); `sudo fstrim '/swaps'`", "no directory PATH; `sudo fstrim 'PATH'`"),
+        ("/swaps/its disk (eve)/other one/x: full", "PATH: full"),
         ("3.00 GB/s up, of /dev/nvme0 and /proc/cpuinfo", "3.00 GB/s up, of /dev/nvme0 and /proc/cpuinfo"),
-        ("/swaps/a b: node 0; eve@box7 asked", "SWAP_DIR_1: node 0; USER@HOST asked"),
+        ("/swaps/its disk (eve)/a b: node 0; eve@box7 asked", "SWAP_DIR_1: node 0; USER@HOST asked"),
         ("/home/eve/.cache: full", "HOME/.cache: full"),
         ("eventually; the drive tells it to root only", "eventually; the drive tells it to root only"),
     ],
@@ -83,8 +86,8 @@ def test_what_is_pasted_into_an_issue_names_nobody(finding: str, told: str, monk
     for name, value in (("HOME", "/home/eve"), ("USER", "eve")):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(platform, "node", lambda: "box7")
-    row = Row("missing", finding, "rm /home/eve/x", "what", "disk /swaps/a b")
-    said = to_issue([row], [Path("/swaps/a b")], "1.0", 200)
+    swap = Path("/swaps/its disk (eve)/a b")
+    said = to_issue([Row("missing", finding, "rm /home/eve/x", "what", f"disk {swap}")], [swap], "1.0", 200)
     assert "\ndisk SWAP_DIR_1\n" in said
     assert f"  missing  what                  {told}\n```" in said
     assert f"infinity 1.0 on Linux {platform.machine()}: not ready: 1 checks, 1 missing" in said
