@@ -17,6 +17,7 @@ from infinity.integrations.own_modules import holder_of
 from infinity.integrations.patches import Patches
 from infinity.integrations.run import Run, parameters_in
 from infinity.integrations.said import say_that_it_stays
+from infinity.integrations.saving import give_saving
 from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.groups import GroupedOptimizer
@@ -167,6 +168,8 @@ def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer
     if model is not None and optimizer is not None and not at_home:
         _require_all_in(model, parameters)
         run.ensure_offloaded(model, optimizer=optimizer.rule)
+    elif home is not None:
+        give_saving(home)  # the script may have offloaded it itself
     found = [registry.find(each) for each in parameters if isinstance(each, nn.Parameter)]
     places = [each[1] for each in found if each is not None]
     if optimizer is not None and model in run.references and not any(place.group.trainable for place in places):

@@ -274,6 +274,26 @@ def test_models_that_the_script_let_go_leave_no_store_and_the_next_has_its_own(
     assert not list((tmp_path / "swap").rglob("*.infinity*"))
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, infinity.AdamW])
+def test_a_model_that_the_script_offloads_itself_is_saved_shard_by_shard(
+    optimizer: Any, checkpoint: Path, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("all weights are gathered")
+
+    with launch():
+        swap = {"memory": {"device": "640KiB", "host": "96MiB"}, "nvme": {"paths": [str(tmp_path / "own")]}}
+        model = infinity.load_pretrained(checkpoint, swap, dtype=torch.float32)
+        optimizer(model.parameters(), lr=1e-3)
+        monkeypatch.setattr(type(model), "state_dict", gather)
+        model.save_pretrained(tmp_path / "out", max_shard_size="200KB")
+        monkeypatch.undo()
+        infinity.close(model)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    plainly = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert all(torch.equal(value, plainly[name]) for name, value in read.items())
+
+
 def test_a_forked_process_removes_folders_as_without_infinity(
     checkpoint: Path, launch: Launch, ids: torch.Tensor, tmp_path: Path
 ) -> None:
