@@ -12,10 +12,12 @@ is replaced.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
+from transformers.trainer_utils import get_last_checkpoint
 
 from infinity.errors import ConfigError
 from infinity.integrations.infinity_config import InfinityConfig
@@ -65,7 +67,13 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
         for option, why in _OTHERS.items():
             if cfg.get(option):
                 raise ConfigError(f"InfinityPlugin: `{option}` {why}: leave it out")
-        self._config = InfinityConfig(_plain(cfg["infinity"]), resume=cfg.get("resume_from_checkpoint"))
+        folder = cfg.get("resume_from_checkpoint")
+        if folder is True:
+            raise ConfigError(
+                "InfinityPlugin: `resume_from_checkpoint: true` names no folder, and axolotl takes the name of one: "
+                f"write `resume_from_checkpoint: {_newest(cfg)}`"
+            )
+        self._config = InfinityConfig(_plain(cfg["infinity"]), resume=folder)
         given = dict(cfg.get("model_kwargs") or {})
         cfg["model_kwargs"] = given | {"quantization_config": self._config.to_dict()}
 
@@ -88,6 +96,12 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
     def post_train_unload(self, cfg: Any) -> None:
         """The model was saved: close it."""
         self._config.close()
+
+
+def _newest(cfg: Any) -> str:
+    """The last checkpoint folder in the output directory."""
+    output = cfg.get("output_dir") or "./model-out"  # as axolotl has it where the file names none
+    return (get_last_checkpoint(output) if os.path.isdir(output) else None) or f"{output}/checkpoint-…"
 
 
 def _plain(value: Any) -> Any:

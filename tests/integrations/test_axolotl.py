@@ -141,6 +141,19 @@ def test_options_that_cannot_work_are_named(option: str, plugin: Any, cfg: dict[
         plugin.register(cfg | {option: True})
 
 
+def test_a_file_that_names_no_folder_to_go_on_from_is_told_the_newest(
+    plugin: Any, cfg: dict[str, Any], tmp_path: Path
+) -> None:
+    """axolotl refuses `true` itself, after it has asked its plugins."""
+    asked = cfg | {"resume_from_checkpoint": True, "output_dir": str(tmp_path)}
+    with pytest.raises(infinity.ConfigError, match=f"resume_from_checkpoint: {tmp_path}/checkpoint-…"):
+        plugin.register(dict(asked))
+    for step in (2, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    with pytest.raises(infinity.ConfigError, match=f"write `resume_from_checkpoint: {tmp_path}/checkpoint-10`"):
+        plugin.register(dict(asked))
+
+
 def test_a_file_without_a_swap_config_is_refused(plugin: Any) -> None:
     with pytest.raises(infinity.ConfigError, match=r"infinity: swap\.yaml"):
         plugin.register({})
