@@ -56,6 +56,9 @@ from infinity.state.values import Source
 
 logger = logging.getLogger(__name__)
 
+_ALL_ON_DISK = {"": "disk", "no parameter": "cpu"}
+"""A device_map of transformers. accelerate before 1.15 refuses one in which nothing but the disk is named."""
+
 
 def load_pretrained(
     path: str | Path,
@@ -308,12 +311,12 @@ def on_meta(
 
     how = unquantized(model_class, path, kwargs)
     attempt = partial(_attempt, model_class, path, {**how, "offload_folder": scratch, "dtype": dtype})
-    before, found, other = rng.snapshot(), attempt({"": "disk"}), []
+    before, found, other = rng.snapshot(), attempt(_ALL_ON_DISK), []
     if how.get("ignore_mismatched_sizes"):
         other = of_another_size(found.model, names_of(found.model).values(), found.loader.index)
     if other:
         rng.restore(before)
-        found = attempt({"": "disk"} | dict.fromkeys(other, "cpu"))
+        found = attempt(_ALL_ON_DISK | dict.fromkeys(other, "cpu"))
     model, loader = found.model, found.loader
     model.tie_weights()
     lacking = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 import transformers as hf
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.integrations import accelerate as accelerate_of_transformers
 
 import infinity
 from infinity.coordinator import registry
@@ -241,6 +243,21 @@ def test_a_swap_directory_that_cannot_be_made_is_named(swap_config: Any, tmp_pat
     llama()[0].save_pretrained(tmp_path / "model")
     with pytest.raises(infinity.ConfigError, match=r"nvme\.paths: /proc/swap: nothing can be written in /proc: "):
         infinity.load_pretrained(tmp_path / "model", swap_config(nvme={"paths": ["/proc/swap"]}))
+
+
+def test_accelerate_is_never_asked_to_leave_everything_on_the_disk(
+    loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 1.15 it refuses that."""
+    llama()[0].save_pretrained(tmp_path / "model")
+    dispatch = accelerate_of_transformers.dispatch_model
+
+    def older(model: Any, device_map: dict[str, Any], **options: Any) -> Any:
+        assert len(set(device_map.values())) > 1, "You are trying to offload the whole model to the disk."
+        return dispatch(model, device_map, **options)
+
+    monkeypatch.setattr(accelerate_of_transformers, "dispatch_model", functools.wraps(dispatch)(older))
+    assert registry.is_offloaded(loaded(tmp_path / "model"))
 
 
 def test_other_classes_load_too(loaded: Any, tmp_path: Path) -> None:
