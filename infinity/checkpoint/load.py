@@ -197,11 +197,12 @@ def _deferred(
     device: torch.device | str | None,
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """A model whose weights stay in their files. Its scratch directory goes with it."""
+    """A model whose weights stay in their files. Its scratch directory goes with what reads them: a copy of the model,
+    or a part, may outlive it."""
     scratch = ExitStack()
     directory = scratch.enter_context(scratch_directory(config))
     model, source, _ = on_meta(model_class, path, dtype, directory, kwargs)
-    weakref.finalize(model, in_this_process(scratch.close))
+    weakref.finalize(source, in_this_process(scratch.close))
     target = resolve(device)
     defer_values(model, source, target)
     move_buffers(model, target)

@@ -173,10 +173,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
                 "until they are offloaded, which only safetensors files allow. Load the model without "
                 "quantization_config, and save it with save_pretrained once."
             )
-        scratch = ExitStack()
-        directory = scratch.enter_context(scratch_directory(self._run.config))
-        weakref.finalize(model, in_this_process(scratch.close))
-        self._keep = _Keep(files, Path(directory))
+        self._keep = _Keep(files, self._run.config)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         self.remove_quantization_config(model)
@@ -185,9 +182,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
             if hasattr(module, "config"):
                 vars(module.config).pop("_is_quantized", None)
         self._kept.require_fitting(model)
-        with suppress(OSError):  # not empty: tensors were converted
-            self._kept.scratch.rmdir()  # now, as a process that is killed leaves it
-        source = Files(model, self._kept.loader(), str(model.config.name_or_path))
+        source = self._kept.source(model)
         self._keep = None
         defer(model, source, self._run.device)
         move_buffers(model, self._run.device)
@@ -233,21 +228,24 @@ def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
 
 
 class _Keep(ConversionOps):  # type: ignore[misc]
-    """Takes each parameter of a checkpoint, and gives one on the meta device for it.
+    """Takes each parameter of a checkpoint, and gives one on the meta device for it. Tensors that are in none of the
+    files as the model has them are written to a scratch directory, which goes with what reads them.
 
     Args:
         files: of the checkpoint.
 
     Attributes:
-        scratch: a directory for tensors that are in none of the files as the model has them.
         converted: patterns of the tensors that transformers converts.
         misfits: the shape that the model has of parameters whose tensors have another one. transformers initializes
             such a parameter or refuses it.
     """
 
-    def __init__(self, files: list[str], scratch: Path) -> None:
+    def __init__(self, files: list[str], config: SwapConfig) -> None:
         self._files = {name: file for file in files for name in names_in(file)}
-        self.scratch = scratch
+        held = ExitStack()
+        self._scratch = Path(held.enter_context(scratch_directory(config)))
+        self._remove = in_this_process(held.close)
+        self._unread = weakref.finalize(self, self._remove)  # where loading fails
         self._index: dict[str, dict[str, str]] = {}
         self.converted: set[str] = set()
         self.misfits: dict[str, torch.Size] = {}
@@ -264,7 +262,7 @@ class _Keep(ConversionOps):  # type: ignore[misc]
                 continue
             file, named = self._files.get(source_patterns[0]), source_patterns[0]
             if file is None or not self.converted.isdisjoint(source_patterns):
-                file, named = str(self.scratch / f"{name}.safetensors"), name
+                file, named = str(self._scratch / f"{name}.safetensors"), name
                 save_file({name: tensor.contiguous()}, file)
             self._index[name] = {"safetensors_file": file, "weight_name": named, "dtype": str(tensor.dtype)[6:]}
             kept[name] = nn.Parameter(tensor.to("meta"), requires_grad=tensor.is_floating_point())
@@ -281,6 +279,12 @@ class _Keep(ConversionOps):  # type: ignore[misc]
                     "Install transformers 5.23 or later."
                 )
 
-    def loader(self) -> Any:
-        """The place of each tensor, as accelerate keeps it."""
-        return OffloadedWeightsLoader(index=self._index, save_folder=str(self.scratch))
+    def source(self, model: Any) -> Files:
+        """What reads the parameters of the model, once all are kept."""
+        with suppress(OSError):  # not empty: tensors were converted
+            self._scratch.rmdir()  # now, as a process that is killed leaves it
+        loader = OffloadedWeightsLoader(index=self._index, save_folder=str(self._scratch))
+        source = Files(model, loader, str(model.config.name_or_path))
+        weakref.finalize(source, self._remove)  # a copy of the model, or a part, may outlive it
+        self._unread.detach()
+        return source

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import json
 import os
 from collections.abc import Callable
@@ -243,6 +245,24 @@ def test_a_swap_directory_that_cannot_be_made_is_named(swap_config: Any, tmp_pat
     llama()[0].save_pretrained(tmp_path / "model")
     with pytest.raises(infinity.ConfigError, match=r"nvme\.paths: /proc/swap: nothing can be written in /proc: "):
         infinity.load_pretrained(tmp_path / "model", swap_config(nvme={"paths": ["/proc/swap"]}))
+
+
+def test_converted_tensors_of_a_deferred_model_stay_as_long_as_something_reads_them(
+    swap_config: Any, tmp_path: Path
+) -> None:
+    mixtral()[0].save_pretrained(tmp_path / "model")
+    before = set(tmp_path.rglob("infinity-load-*"))
+    model = infinity.load_pretrained(tmp_path / "model", swap_config("nvme"), dtype=torch.float32, defer=True)
+    plainly = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.state_dict()
+    part = copy.deepcopy(model).model
+    del model
+    gc.collect()
+    with torch.no_grad():
+        assert all(torch.equal(part.get_parameter(name) + 0, plainly[name]) for name, _ in part.named_parameters())
+    assert set(tmp_path.rglob("infinity-load-*")) > before
+    del part
+    gc.collect()
+    assert set(tmp_path.rglob("infinity-load-*")) == before
 
 
 def test_accelerate_is_never_asked_to_leave_everything_on_the_disk(

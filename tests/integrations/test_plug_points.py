@@ -4,6 +4,7 @@ meanwhile."""
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -31,6 +32,7 @@ from infinity.runtime.deferred import is_a_deferred
 from tests.conftest import residuals_of, states_of, weights_of
 from tests.integrations.training import Rows, log_of
 
+from tests.models import mixtral
 Load = Callable[..., Any]
 STEPS = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "logging_steps": 1}
 QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
@@ -100,6 +102,23 @@ def test_nothing_of_the_quantizer_stays_in_the_model(checkpoint: Path, swap: dic
     model, other = loaded(checkpoint, swap), AutoModelForCausalLM.from_pretrained(checkpoint)
     assert model.config.to_dict() == other.config.to_dict()
     assert vars(model).keys() == vars(other).keys()
+def test_converted_tensors_stay_as_long_as_something_reads_them(swap: dict[str, Any], tmp_path: Path) -> None:
+    mixtral()[0].save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    plainly = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.state_dict()
+    model = loaded(tmp_path / "model", swap)
+    parts = [model.model, copy.deepcopy(model).model]
+    del model
+    gc.collect()
+    for part in parts:
+        with torch.no_grad():
+            assert all(torch.equal(part.get_parameter(name) + 0, plainly[name]) for name, _ in part.named_parameters())
+    assert list(tmp_path.glob("infinity-load-*"))
+    parts.clear()
+    del part
+    gc.collect()
+    assert not list(tmp_path.glob("infinity-load-*"))
+
+
     assert vars(model.config).keys() == vars(other.config).keys()
 
 
