@@ -149,7 +149,7 @@ def _require_there(model: nn.Module, folder: Path, run: Run) -> None:
     marker = require_marker(folder_path(folder))
     if is_at(model, marker):
         return
-    resumed = run.wishes.folder or run.resumed
+    resumed = run.began_from(model)
     how = f"infinity run --resume {folder} CONFIG SCRIPT"
     raise ResumeError(
         f"accelerator.load_state({str(folder)!r}): the model was "

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 _NAME = "infinity"
 _runs: dict[str, Run] = {}
-"""Models of the same swap config share its memory. Keys: the config, and the folder to go on from."""
+"""Models of the same swap config share its memory. Keys: swap configs, as JSON."""
 
 
 @register_quantization_config(_NAME)
@@ -105,18 +105,18 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @property
     def run(self) -> Run:
-        """What the models of this config share."""
-        key = self.to_json_string()
+        """What the models of this swap config share, of which some may go on from folders."""
+        key = self.swap.model_dump_json()
         if key not in _runs:
             _runs[key] = Run(self.swap)
-            _runs[key].wish(folder=self.resume)
         return _runs[key]
 
     def close(self) -> None:
-        """Close the models of this config: the training is over, and its stores are removed, unless checkpoint folders
-        need them. Without it they stay when the process ends."""
-        self.run.close(failed=False)
-        del _runs[self.to_json_string()]
+        """Close the models of this swap config: the training is over, and its stores are removed, unless checkpoint
+        folders need them. Without it they stay when the process ends."""
+        run = _runs.pop(self.swap.model_dump_json(), None)
+        if run is not None:
+            run.close(failed=False)
 
 
 def run_of(parameters: list[Any]) -> Run | None:
@@ -188,6 +188,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
         move_buffers(model, self._run.device)
         self._run.loaded(model)
         if self._resume is not None:
+            self._run.goes_on(model, self._resume)
             _take_weights_from(self._run, self._resume, model)
 
     @property
@@ -206,13 +207,14 @@ def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
     """What a Trainer loads into the model that goes on from a folder changes nothing: the folder's generation has the
     same weights, and finer masters."""
 
+    marker = require_marker(folder)  # a Trainer removes the folder when it has newer ones
+
     def goes_on(model: nn.Module) -> bool:
         """Whether the model is still to be offloaded from the generation, or was, and is still there."""
         if is_deferred(model):
-            return run.wishes.folder is not None
+            return run.began_from(model) is not None
         whole = run.outermost(model)
-        ours = registry.is_offloaded(whole) and run.began_from(whole) is not None
-        return ours and is_at(whole, require_marker(folder))
+        return registry.is_offloaded(whole) and is_at(whole, marker)
 
     def load_nothing(model: nn.Module, state_dict: dict[str, Any], *others: Any) -> None:
         if goes_on(model):

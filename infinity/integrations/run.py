@@ -77,7 +77,6 @@ class Run:
         references: models that are only evaluated.
         trained: models that will be trained, whoever evaluates them before.
         forms: how frozen weights rest, where the script asks for quantized ones.
-        resumed: the checkpoint folder that a model went on from.
         reads_random_states: whoever goes on from a folder puts back the random numbers that are in it: accelerate does,
             and a Trainer. What the script draws before, for its loaders' seeds, is what it drew in its first life.
     """
@@ -90,8 +89,7 @@ class Run:
     forms: Forms = field(default_factory=Forms)
     _loaded: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     _evaluated: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    resumed: Path | None = None
-    _resumed_of: weakref.ref[nn.Module] | None = None
+    _folders: weakref.WeakKeyDictionary[nn.Module, Path] = field(default_factory=weakref.WeakKeyDictionary)
     _offloaded: list[weakref.ref[nn.Module]] = field(default_factory=list)
     _names: list[str] = field(default_factory=list)
     _stores: list[tuple[weakref.ref[nn.Module], str, list[Path]]] = field(default_factory=list)
@@ -266,15 +264,18 @@ class Run:
                 self._offloaded = [one for one in self._offloaded if one() is not each]
                 self._stores = [one for one in self._stores if one[0]() is not each]
 
+    def goes_on(self, model: nn.Module, folder: Path) -> None:
+        """A loaded model is to be offloaded from a checkpoint folder, and no other model is."""
+        self._folders[model] = folder
+
     def began_from(self, model: nn.Module) -> Path | None:
         """The checkpoint folder that this model went on from, or will when it is offloaded."""
-        if not registry.is_offloaded(model):
-            return self.wishes.folder
-        return self.resumed if self._resumed_of is not None and self._resumed_of() is model else None
+        found = next((self._folders[each] for each in model.modules() if each in self._folders), None)
+        return self.wishes.folder if found is None and not registry.is_offloaded(model) else found
 
     def is_decided(self, model: nn.Module) -> bool:
         """Whether something has said that this model is trained, or that it is not."""
-        return model in self.trained or model in self.references or self.wishes.folder is not None
+        return model in self.trained or model in self.references or self.began_from(model) is not None
 
     def is_evaluated(self, model: nn.Module) -> bool:
         """Whether it is offloaded without states because nothing has said so far that it is trained."""
@@ -288,22 +289,23 @@ class Run:
         memory = self._shares.of(mine, waiting, open_models, self.device)
         name = self._directory_name(trained=trained)
         config = self._config_of(model, memory, name, trained=trained)
+        folder = self.began_from(model) if trained else None
         how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
         with naming_the_shares(memory, waiting, open_models):
             if trained:
                 how["accumulation_steps"] = self.wishes.accumulation_steps
-            if trained and self.wishes.folder is not None:
+            if folder is not None:
                 drawn = rng.snapshot()
                 with values_of(model):  # which are not read
-                    go_on(model, self.wishes.folder, config, **how)
+                    go_on(model, folder, config, **how)
                 if self.reads_random_states:
                     rng.restore(drawn)
                 logger.warning(
                     "infinity: the model goes on from %s, after step %d",
-                    self.wishes.folder,
+                    folder,
                     registry.coordinator_of(model).steps,
                 )
-                self.resumed, self._resumed_of = self.wishes.folder, weakref.ref(model)
+                self.goes_on(model, folder)
                 self.wish(folder=None)  # another model is not the one of that folder
             else:
                 offload(model, config, **how)

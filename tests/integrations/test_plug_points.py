@@ -7,6 +7,7 @@ import copy
 import gc
 import inspect
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -233,6 +234,59 @@ def test_a_model_above_the_memory_is_saved_shard_by_shard(
 
 def _never(*args: Any, **kwargs: Any) -> Any:
     raise AssertionError("all weights are gathered")
+@pytest.mark.parametrize("used_first", [False, True])
+def test_a_model_that_goes_on_and_its_reference_share_the_memory(
+    used_first: bool, checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    memory = {"device": "1280KiB", "host": "160MiB"}
+    first = trainer(loaded(checkpoint, swap), rows, tmp_path / "out", save_strategy="steps", save_steps=4)
+    first.train()
+    trained = weights_of(first.model)
+    end()
+    folder = tmp_path / "out" / "checkpoint-4"
+    policy, reference = (loaded(checkpoint, swap | {"memory": memory}, **how) for how in ({"resume": folder}, {}))
+    begin, use = (
+        lambda: infinity.hf.optimizer_factory(policy, lr=1e-3),
+        lambda: reference.eval()(input_ids=rows[0]["input_ids"][None]),
+    )
+    with torch.no_grad():
+        for act in (use, begin) if used_first else (begin, use):
+            act()
+    assert all(torch.equal(value, trained[name]) for name, value in weights_of(policy).items())
+    plainly = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    assert all(torch.equal(value, plainly[name]) for name, value in weights_of(reference).items())
+    plans = [registry.coordinator_of(model).plan for model in (policy, reference)]
+    earlier, later = reversed(plans) if used_first else plans
+    assert earlier.budgets.limits.device == 640 << 10
+    assert later.budgets.limits.device == (1280 << 10) - earlier.device_bytes
+
+
+def test_a_model_that_went_on_takes_other_weights_later(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    """Those of the best folder, for one; the folder that it went on from may be gone then."""
+    trainer(loaded(checkpoint, swap), rows, tmp_path / "out", save_strategy="steps", save_steps=4).train()
+    end()
+    folder = tmp_path / "out" / "checkpoint-4"
+    plainly = AutoModelForCausalLM.from_pretrained(checkpoint).state_dict()
+    others = {name: 2 * value for name, value in plainly.items()}
+    in_memory, model = (loaded(checkpoint, swap, resume=folder) for _ in range(2))
+    with torch.no_grad():
+        for parameter in in_memory.parameters():
+            parameter.zero_()
+    for each in (in_memory, copy.deepcopy(model)):  # a copy goes on from nothing
+        each.load_state_dict(others)
+        assert all(torch.equal(value, others[name]) for name, value in each.state_dict().items())
+    optimizer = infinity.hf.optimizer_factory(model, lr=1e-3)
+    model.load_state_dict(others)
+    assert not torch.equal(weights_of(model)["lm_head.weight"], others["lm_head.weight"]), "it is where it went on"
+    model(input_ids=rows[0]["input_ids"][None], labels=rows[0]["labels"][None]).loss.backward()
+    optimizer.step()
+    shutil.rmtree(folder)
+    model.load_state_dict(others)
+    assert all(torch.equal(value, others[name]) for name, value in weights_of(model).items())
+
+
 
 
 def test_a_checkpoint_of_other_files_is_loaded_as_its_refusal_says(
