@@ -14,8 +14,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from infinity.checkpoint.adapters import is_peft_model
 from infinity.coordinator import registry
@@ -37,13 +38,15 @@ def optimizer_factory(
     lr: float | None = None,
     optimizer: type[GroupedOptimizer] = AdamW,
     weight_decay: float = 0.0,
+    args: TrainingArguments | None = None,
     **options: Any,
 ) -> Any:
     """Make an optimizer of infinity's for a model, which is offloaded for it if it is not yet.
 
     A Trainer takes the factory: `optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {"lr": 1e-5})`. Trainers that
-    lack this argument, as those of TRL for DPO and GRPO do, take what the factory makes, and so does a plain loop:
-    `optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5), None)`. Wrap the model in adapters before that.
+    lack this argument, as those of TRL for DPO and GRPO do, take what the factory makes:
+    `optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)`. Wrap the model in adapters before
+    that. A loop of your own takes `infinity.hf.optimizer_factory(model, lr=1e-5)`.
 
     Args:
         model: a model that from_pretrained loaded with an InfinityConfig, or an offloaded one, with what libraries put
@@ -51,6 +54,8 @@ def optimizer_factory(
         lr: the learning rate, which must be given.
         optimizer: infinity.AdamW, or another class of infinity's optimizers.
         weight_decay: of the parameters that a Trainer decays: all but biases and those of norms.
+        args: of the Trainer, where the optimizer is made before it: the precision, the backward passes before a step
+            and the number of checkpoint folders, which the model is offloaded for.
         options: others of the optimizer.
 
     Raises:
@@ -74,6 +79,8 @@ def optimizer_factory(
         if parameter.requires_grad:
             groups[name not in decayed]["params"].append(parameter)
     run = _run_around(model)
+    if run is not None and args is not None:
+        tell(args, run, _precision(args))
     return optimizer_for(run, optimizer, [each for each in groups if each["params"]], lr=lr, **options)
 
 
@@ -86,11 +93,14 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
     pinned all folders but the newest: keep two or more (save_total_limit), so that one of them can be gone on from.
 
     Raises (when the Trainer is made):
-        ConfigError: several GPUs are visible to one process, or the model was not loaded with an InfinityConfig.
+        ConfigError: several GPUs are visible to one process; the model was not loaded with an InfinityConfig; or an
+            optimizer was made before, for another precision.
         PlanError: the model was offloaded before, without room for pins.
     """
 
-    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **others: Any
+    ) -> None:
         if args.n_gpu > 1:
             raise ConfigError(
                 f"{args.n_gpu} GPUs are visible, and a Trainer would copy the model to each: set CUDA_VISIBLE_DEVICES=0"
@@ -102,8 +112,12 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
                 "quantization_config=infinity.InfinityConfig(...), and its folders would pin nothing"
             )
         tell(args, run, _precision(args))
-        if registry.is_offloaded(model) and saves_states(args):
-            require_pins(model)
+        if registry.is_offloaded(model) and not run.is_evaluated(model):  # an optimizer was made first
+            _require_precision(model, _precision(args))
+            if saves_states(args):
+                require_pins(model)
+        if isinstance(optimizer, GroupedOptimizer) and optimizer.accumulation_steps is None:
+            optimizer.accumulation_steps = run.wishes.accumulation_steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if saves_states(args) and not registry.is_offloaded(model):
@@ -141,6 +155,22 @@ def _unpin_removed(model: nn.Module, output: Path) -> None:
     for folder in folders_of(model):
         if folder.parent == folder_path(output) and not folder.exists():
             unpin(model, folder)
+
+
+def _require_precision(model: nn.Module, precision: str) -> None:
+    """Raises ConfigError where weights were offloaded in fp32, and are computed in 16 bits."""
+    adapters = is_peft_model(model)  # which PEFT has in fp32
+    wide = [
+        place.spec.name
+        for _, place in registry.coordinator_of(model).places()
+        if place.group.dtype == torch.float32 and not (adapters and place.group.trainable)
+    ]
+    if precision != "no" and wide:
+        raise ConfigError(
+            f"Checkpoints: the Trainer computes in {precision}, and its optimizer was made first, when that was not "
+            f"known: '{wide[0]}' was offloaded in fp32, and takes twice the memory. Give the factory the arguments of "
+            "the Trainer: optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)"
+        )
 
 
 def _precision(args: Any) -> str:

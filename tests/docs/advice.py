@@ -384,6 +384,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_script_that_saves_a_state_dict_itself_goes_on_from_a_folder_that_it_pins_as_the_warning_says",
     },
     "integrations/plug_points.py": {
+        "optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, ": "integrations/test_plug_points.py::"
+        "test_an_optimizer_that_is_made_first_is_told_of_the_trainer_or_refused",
         "quantization_config=infinity.InfinityConfig(...)": "integrations/test_plug_points.py::"
         "test_a_later_process_goes_on_from_a_folder_to_the_same_bits",
     },

@@ -32,8 +32,8 @@ from infinity.integrations.folders import folders_of
 from infinity.runtime.deferred import is_a_deferred
 from tests.conftest import residuals_of, states_of, weights_of
 from tests.integrations.training import Rows, log_of
-
 from tests.models import mixtral
+
 Load = Callable[..., Any]
 STEPS = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 1e-3, "logging_steps": 1}
 QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
@@ -41,8 +41,8 @@ ADAMW = {"lr": 1e-3}
 
 
 @pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    """The models of a test are closed at its end."""
+def _closed(tmp_path: Path) -> Iterator[None]:
+    """The models of a test are closed at its end, while their directories are there."""
     yield
     end()
 
@@ -59,14 +59,17 @@ def loaded(path: Path, swap: dict[str, Any], *, dtype: Any = "auto", **options: 
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=config)
 
 
+def arguments(output: Path, **options: Any) -> TrainingArguments:
+    return TrainingArguments(str(output), **({"save_strategy": "no"} | STEPS | QUIET | options))
+
+
 def trainer(model: Any, rows: Rows, output: Path, **options: Any) -> Trainer:
     callbacks = options.pop("callbacks", [infinity.hf.Checkpoints()])
     optimizers = options.pop("optimizers", (None, None))
     factory = options.pop("factory", (infinity.hf.optimizer_factory, ADAMW) if optimizers[0] is None else None)
-    args = TrainingArguments(str(output), **({"save_strategy": "no"} | STEPS | QUIET | options))
     return Trainer(
         model,
-        args,
+        arguments(output, **options),
         train_dataset=rows,
         eval_dataset=rows[:4],
         optimizers=optimizers,
@@ -76,7 +79,7 @@ def trainer(model: Any, rows: Rows, output: Path, **options: Any) -> Trainer:
 
 
 def plain(path: Path, rows: Rows, output: Path, **options: Any) -> Trainer:
-    args = TrainingArguments(str(output), **({"save_strategy": "no"} | STEPS | QUIET | options))
+    args = arguments(output, **options)
     return Trainer(AutoModelForCausalLM.from_pretrained(path), args, train_dataset=rows, eval_dataset=rows[:4])
 
 
@@ -99,10 +102,6 @@ def test_a_trainer_trains_the_same_and_saves_what_plain_transformers_reads(
     assert config == json.loads((tmp_path / "theirs" / "config.json").read_text())
 
 
-def test_nothing_of_the_quantizer_stays_in_the_model(checkpoint: Path, swap: dict[str, Any]) -> None:
-    model, other = loaded(checkpoint, swap), AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert model.config.to_dict() == other.config.to_dict()
-    assert vars(model).keys() == vars(other).keys()
 def test_converted_tensors_stay_as_long_as_something_reads_them(swap: dict[str, Any], tmp_path: Path) -> None:
     mixtral()[0].save_pretrained(tmp_path / "model")  # type: ignore[operator]
     plainly = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.state_dict()
@@ -120,6 +119,10 @@ def test_converted_tensors_stay_as_long_as_something_reads_them(swap: dict[str, 
     assert not list(tmp_path.glob("infinity-load-*"))
 
 
+def test_nothing_of_the_quantizer_stays_in_the_model(checkpoint: Path, swap: dict[str, Any]) -> None:
+    model, other = loaded(checkpoint, swap), AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert model.config.to_dict() == other.config.to_dict()
+    assert vars(model).keys() == vars(other).keys()
     assert vars(model.config).keys() == vars(other.config).keys()
 
 
@@ -132,6 +135,37 @@ def test_an_optimizer_that_is_made_first_serves_trainers_without_the_argument(
     for each in (ours, theirs):
         each.train()
     torch.testing.assert_close(log_of(ours), log_of(theirs), rtol=1e-6, atol=1e-6)
+
+
+def test_an_optimizer_that_is_made_first_is_told_of_the_trainer_or_refused(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    options = {"bf16": True, "gradient_accumulation_steps": 3, "save_strategy": "steps", "save_total_limit": 1}
+    model = loaded(checkpoint, swap | {"pins": 2})
+    first = infinity.hf.optimizer_factory(model, lr=1e-3)
+    with pytest.raises(infinity.ConfigError, match=r"bf16.*offloaded in fp32.*optimizer_factory\(model.*args=args\)"):
+        trainer(model, rows, tmp_path / "out", optimizers=(first, None), **options)
+    trainer(model, rows, tmp_path / "out", optimizers=(first, None), **(options | {"bf16": False}))
+    assert first.accumulation_steps == 3
+    end()
+    model = loaded(checkpoint, swap | {"nvme": {"paths": [str(tmp_path / "other")]}})
+    args = arguments(tmp_path / "out", **options)
+    told = infinity.hf.optimizer_factory(model, lr=1e-3, args=args)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert told.accumulation_steps == 3
+    assert registry.coordinator_of(model).plan.placement.pins == 2
+    trainer(model, rows, tmp_path / "out", optimizers=(told, None), **options)
+
+
+def test_a_model_that_was_only_evaluated_is_offloaded_again_in_the_trainers_precision(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    model = loaded(checkpoint, swap)
+    with torch.no_grad():
+        model.eval()(input_ids=rows[0]["input_ids"][None])
+    assert registry.is_offloaded(model)
+    trainer(model, rows, tmp_path, bf16=True, max_steps=1).train()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_plain_loop_trains_the_same(checkpoint: Path, swap: dict[str, Any], rows: Rows) -> None:
@@ -165,9 +199,8 @@ def test_a_trainers_own_optimizer_is_refused_with_the_fix(
     checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
 ) -> None:
     model = loaded(checkpoint, swap)
-    args = TrainingArguments(str(tmp_path), save_strategy="no", **STEPS, **QUIET)
     with pytest.raises(infinity.InfinityError, match=r"an optimizer of infinity"):
-        Trainer(model, args, train_dataset=rows).train()
+        Trainer(model, arguments(tmp_path), train_dataset=rows).train()
 
 
 @pytest.mark.parametrize("made_first", [False, True])
@@ -177,12 +210,12 @@ def test_a_later_process_goes_on_from_a_folder_to_the_same_bits(
     """An optimizer that is made first has offloaded the model before the Trainer loads the folder's weights. These are
     in 16 bits, and the model's masters are finer."""
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6, "save_total_limit": 2}
-    swap |= {"pins": 3}
 
     def begun(**options: Any) -> Trainer:
         model = loaded(checkpoint, swap, dtype=torch.bfloat16, **options)
-        first = {"optimizers": (infinity.hf.optimizer_factory(model, lr=1e-3), None)} if made_first else {}
-        return trainer(model, rows, tmp_path / "out", **saving, **first)
+        first = {"args": arguments(tmp_path / "out", **saving)} if made_first else {}
+        optimizer = infinity.hf.optimizer_factory(model, lr=1e-3, **first) if made_first else None
+        return trainer(model, rows, tmp_path / "out", optimizers=(optimizer, None), **saving)
 
     first = begun()
     first.train()
@@ -200,40 +233,6 @@ def test_a_later_process_goes_on_from_a_folder_to_the_same_bits(
         assert torch.equal(value, tensors[name]), name
 
 
-def test_a_folder_is_gone_on_from_only_by_a_model_that_was_loaded_for_it(
-    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
-) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    trainer(loaded(checkpoint, swap), rows, tmp_path / "out", **saving).train()
-    end()
-    folder = str(tmp_path / "out" / "checkpoint-2")
-    other = swap | {"nvme": {"paths": [str(tmp_path / "other")]}}
-    with pytest.raises(infinity.ModelError, match="InfinityConfig.*resume="):
-        trainer(loaded(checkpoint, other), rows, tmp_path / "out", **saving).train(resume_from_checkpoint=folder)
-
-
-def test_without_the_callback_a_folder_says_that_it_pins_nothing(
-    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
-) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    trainer(loaded(checkpoint, swap), rows, tmp_path / "out", callbacks=[], **saving).train()
-    end()
-    with pytest.raises(infinity.ResumeError, match="Checkpoints"):
-        loaded(checkpoint, swap, resume=tmp_path / "out" / "checkpoint-2")
-
-
-def test_a_model_above_the_memory_is_saved_shard_by_shard(
-    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = loaded(checkpoint, swap)
-    infinity.hf.optimizer_factory(model, lr=1e-3)
-    monkeypatch.setattr(type(model), "state_dict", _never)
-    model.save_pretrained(tmp_path / "out", max_shard_size="200KB")
-    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
-
-
-def _never(*args: Any, **kwargs: Any) -> Any:
-    raise AssertionError("all weights are gathered")
 @pytest.mark.parametrize("used_first", [False, True])
 def test_a_model_that_goes_on_and_its_reference_share_the_memory(
     used_first: bool, checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
@@ -287,6 +286,40 @@ def test_a_model_that_went_on_takes_other_weights_later(
     assert all(torch.equal(value, others[name]) for name, value in weights_of(model).items())
 
 
+def test_a_folder_is_gone_on_from_only_by_a_model_that_was_loaded_for_it(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer(loaded(checkpoint, swap), rows, tmp_path / "out", **saving).train()
+    end()
+    folder = str(tmp_path / "out" / "checkpoint-2")
+    other = swap | {"nvme": {"paths": [str(tmp_path / "other")]}}
+    with pytest.raises(infinity.ModelError, match="InfinityConfig.*resume="):
+        trainer(loaded(checkpoint, other), rows, tmp_path / "out", **saving).train(resume_from_checkpoint=folder)
+
+
+def test_without_the_callback_a_folder_says_that_it_pins_nothing(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer(loaded(checkpoint, swap), rows, tmp_path / "out", callbacks=[], **saving).train()
+    end()
+    with pytest.raises(infinity.ResumeError, match="Checkpoints"):
+        loaded(checkpoint, swap, resume=tmp_path / "out" / "checkpoint-2")
+
+
+def test_a_model_above_the_memory_is_saved_shard_by_shard(
+    checkpoint: Path, swap: dict[str, Any], rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = loaded(checkpoint, swap)
+    infinity.hf.optimizer_factory(model, lr=1e-3)
+    monkeypatch.setattr(type(model), "state_dict", _never)
+    model.save_pretrained(tmp_path / "out", max_shard_size="200KB")
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("all weights are gathered")
 
 
 def test_a_checkpoint_of_other_files_is_loaded_as_its_refusal_says(
