@@ -28,12 +28,13 @@ UNCHANGED  = tests/unchanged tests/integrations tests/checkpoint/test_adapters.p
 NEWEST    := .venv-newest
 NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(NEWEST)/constraints.txt
 
-# Older sets of the same libraries, each named by its transformers. SEED draws one, SET=5.16 names one. An environment of such
-# a set has the libraries of the file, and everything else from $(VENV).
+# Older sets of the same libraries, each named by its transformers. SEED draws one, SET=5.16 names one. The libraries of a set
+# lie in a folder that comes before those of $(VENV), which has everything else.
 SETS      := $(sort $(basename $(notdir $(wildcard constraints/*.txt))))
 SET       ?= $(word $(shell echo $$(( $(SEED) % $(words $(SETS)) + 1 ))),$(SETS))
-SET_BIN    = .venv-$(SET)/bin
-CONTRACTS := $(addprefix tests/integrations/,test_points.py test_plug_points.py test_without_patches.py test_models.py)
+CONTRACTS := $(addprefix tests/integrations/,test_points.py test_plug_points.py test_without_patches.py \
+               test_models.py::test_a_loaded_model_is_offloaded_by_its_first_forward \
+               test_trl.py::test_dpo_takes_an_optimizer_that_is_made_first)
 
 .PHONY: demo test test-all test-newest test-set crash-test stress-test fuzz-test hostile-test overlap-test faults-test matrix-test \
   long-test docs docs-test unchanged-test schedule-test device-test imitation-test mutation-test lint runtime bootstrap \
@@ -137,18 +138,15 @@ test-newest: $(VENV)/.system
 	INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(NEWEST)/bin/pytest -q -n logical --maxprocesses 8 --dist worksteal -rP \
 	  --timeout 3600 $(UNCHANGED)
 
-# What infinity relies on in transformers, TRL and PEFT, with one of the older sets.
-test-set: bootstrap .venv-$(SET)/.installed
+# What infinity relies on in transformers, TRL, PEFT and Accelerate, with one of the older sets.
+test-set: bootstrap build/sets/$(SET)
 	@echo "the set of constraints/$(SET).txt"
-	INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(SET_BIN)/python -m pytest -q -n logical --maxprocesses 8 --dist worksteal \
+	PYTHONPATH=$(CURDIR)/build/sets/$(SET) INFINITY_TESTS=$(SHARE) INFINITY_SEED=$(SEED) $(PYTEST) \
 	  -m "not gpu and not simulated" --timeout 3600 $(CONTRACTS)
 
-.venv-%/.installed: constraints/%.txt | bootstrap
-	@[ -x .venv-$*/bin/pip ] || $(PYTHON) -m venv .venv-$*
-	@env PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 .venv-$*/bin/pip install -q --no-deps -r constraints/$*.txt
-	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > \
-	  "$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/everything-else.pth"
-	@touch $@
+build/sets/%: constraints/%.txt | bootstrap
+	@rm -rf $@; env PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(BIN)/pip install --no-deps --no-compile \
+	  --target $@ -r $< $(DOWNLOADS) && touch $@
 
 # 20,000 schedules of copies on a simulated device.
 schedule-test: bootstrap
