@@ -49,6 +49,8 @@ PROTOCOLS = {
     "OffloadedOptimizer.names",
     "OffloadedOptimizer.take_up",
     "OffloadedOptimizer.take_up_hyperparameters",
+    # A transfer that failed, or an update that was canceled, is named by who began it (units/jobs.py).
+    "_naming.<locals>.name",
     # What the guards opened for a call of state_dict is theirs to end, when the call died.
     "_Gathers.end_if_dead",
 }
