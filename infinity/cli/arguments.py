@@ -9,7 +9,7 @@ from typing import Any
 
 from infinity import __version__
 from infinity.cli import trainer_options
-from infinity.cli.fields import DATA_HELP
+from infinity.cli.fields import DATA_HELP, column
 from infinity.cli.options import (
     DEFAULT_DTYPE,
     DTYPE_NAMES,
@@ -142,6 +142,13 @@ def _add_data(where: Any) -> None:
         nargs="+",
         type=path,
         help=DATA_HELP,
+    )
+    where.add_argument(
+        "--columns",
+        nargs="+",
+        type=column,
+        metavar="NAME=COLUMN",
+        help="columns of the rows to read, and as what, such as instruction=title output=body; no others are read",
     )
     apart = where.add_mutually_exclusive_group()
     apart.add_argument(

@@ -15,7 +15,7 @@ import hashlib
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -148,6 +148,7 @@ class PackedData:
     Args:
         directory: for the file with the tokens, which has no name and ends with the process.
         loss_on: which tokens of rows with prompts or messages are learned.
+        columns: of --columns, by name.
         packing: whether a sequence may have several examples; otherwise each has one, and padding.
         option: that named the paths, for messages.
 
@@ -174,11 +175,13 @@ class PackedData:
         directory: Path,
         *,
         loss_on: LossOn = "answers",
+        columns: Mapping[str, str] | None = None,
         packing: bool = True,
         option: str = "--data",
     ) -> None:
         self._tokenizer = tokenizer
         self._loss_on: LossOn = loss_on
+        self._columns = columns or {}
         self.sequence_length = sequence_length
         self._spill = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this)
         self._content = _Content(hashlib.blake2b(digest_size=16))
@@ -272,7 +275,7 @@ class PackedData:
         """Add all documents of a file, or none."""
         before = self._content.copy()
         try:
-            for document in documents(path, self._tokenizer, self._loss_on, self._note_unread):
+            for document in documents(path, self._tokenizer, self._loss_on, self._columns, self._note_unread):
                 if isinstance(document, Example):
                     self._add_example(document)
                 else:

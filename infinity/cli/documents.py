@@ -10,12 +10,12 @@ import lzma
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from infinity.cli import fields
+from infinity.cli.fields import in_trl_format
 from infinity.cli.records import Example, LossOn, text_or_example
 from infinity.cli.tables import TABLES, is_saved_dataset, rows_of
 from infinity.errors import ConfigError, printable
@@ -100,13 +100,15 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
 def documents(
     path: Path,
     tokenizer: Any,
-    loss_on: LossOn = "answers",
-    unread: Callable[[Iterable[str]], None] = lambda fields: None,
+    loss_on: LossOn,
+    columns: Mapping[str, str],
+    unread: Callable[[Iterable[str]], None],
 ) -> Iterator[Document]:
-    """The documents of a file: the whole file; or each row of a .jsonl file, a table or a saved dataset, as records.py
-    has it.
+    """The documents of a file: the whole file; or each row of a .jsonl file, a table or a saved dataset, as fields.py
+    and records.py have it.
 
     Args:
+        columns: of --columns.
         unread: is told of the fields of a row that nothing reads.
 
     Raises:
@@ -115,8 +117,9 @@ def documents(
     """
 
     def document(record: Any, where: str) -> Document:
-        found = text_or_example(record, where, tokenizer, loss_on)
-        unread(fields.unread(record))
+        row = in_trl_format(record, where, columns, chat=bool(getattr(tokenizer, "chat_template", None)))
+        found = text_or_example(row, where, tokenizer, loss_on)
+        unread(row.unread)
         return found if isinstance(found, Example) else pieces(io.StringIO(found).read)
 
     if path.suffix.lower() in TABLES or path.is_dir():

@@ -1,171 +1,238 @@
-"""Fields of a row beside what is said in it. One that changes what is learned is honoured, or refused by its name; the
-others are not read, and the run says which they are.
+"""The layouts of rows of --data, each mapped once to one of TRL's formats by the table layouts.yaml.
 
-| field                                                 | what becomes of it                                           |
+| columns of a row                                      | TRL's format                                               |
 |---|---|
-| `system`                                              | the first message, or where Alpaca's prompt begins           |
-| `weight`, `train`, `loss` of a message                | 0 and false: it is not learned (`answers_learned`)           |
-| `text` beside an instruction and an output            | not read: it repeats them, and all of it would be learned    |
-| `prompt` beside messages                              | not read where they begin with it; else refused              |
-| `functions`, `function_call`                          | `tools` and `tool_calls`, in OpenAI's older words            |
-| `label`, `kto_tag`, `is_good`, `train`, `loss`, `weight` of a row, where one says no | refused                       |
-| those of `_REFUSED`                                   | refused                                                      |
-| those of `_OF_NO_ACCOUNT`                             | not read, and not said                                       |
-| any other                                             | not read, and said once                                      |
+| `chosen` and `rejected`                               | preference, with the question as `prompt`, if there is one |
+| `messages`, or such a list of another name            | language modeling: `messages`                              |
+| `prompt` and `completion`, both strings or both lists | prompt-completion, as they are                             |
+| a question (`instruction`) and an answer (`output`)   | prompt-completion, of messages if there is a chat template |
+| a question and calls (`answers`, xLAM)                | prompt-completion: the answer has `tool_calls`             |
+| a question, an answer and `history` (LLaMA-Factory)   | language modeling: `messages`                              |
+| `text`                                                | language modeling: `text`                                  |
+
+A field that changes what is to be learned is honoured, or refused by its name; the others are not read, and the run
+says which they are. With --columns only the columns are read that it names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from infinity.cli.messages import kind, listed, messages_of, unicode
 from infinity.echo import quoted
 from infinity.errors import ConfigError
+from infinity.strict import parse_yaml
 
 DATA_HELP = (
     "text files; .jsonl, .json, .parquet and .csv files (.jsonl.gz, too) whose rows have text, messages, "
-    "conversations, prompt and completion, or instruction and output; directories of such files, or those that "
-    "`datasets` saved. A row may also have system, its first message, and tools; a message weight, train or loss, with "
-    "0 or false where it is not to be learned. A row whose label, weight or train says no is refused: docs/finetune.md "
-    "has all fields"
+    "conversations, prompt and completion, or a question and an answer such as instruction and output; directories of "
+    "such files, or those that `datasets` saved. docs/finetune.md has all layouts and fields, and which are refused"
 )
-_TOLD = ("tools", "functions", "system")
-_READ_BESIDE = {
-    "messages": ("messages", "prompt", "completion", *_TOLD),
-    "conversations": ("conversations", *_TOLD),
-    "prompt": ("prompt", "completion", *_TOLD),
-    "instruction": ("instruction", "input", "output", "system", "text"),
-    "text": ("text",),
-}
-"""By what a row has: the fields that are read."""
-_OF_NO_ACCOUNT = (
-    *("id", "idx", "index", "source", "url", "title"),
-    *("lang", "language", "date", "license", "meta", "metadata"),
+_TABLE: dict[str, Any] = parse_yaml(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
+_NAMES: dict[str, list[str]] = _TABLE["names"]
+_SHAPES = (
+    "a 'text' string, a list of 'messages' or 'conversations', a 'prompt' and a 'completion', or a question and an "
+    "answer such as 'instruction' and 'output'"
 )
-_ANSWERS = {"completion", "output", "messages", "conversations"}
-_TEXT_ONLY = "text is all that is learned here; leave such rows out"
-_PAIRS = "of two answers one is preferred, and that is not learned here: give the one to learn as 'completion'"
-_PARTS_OF_MESSAGES = ("train_detail", "training", "masked", "mask", "loss_mask", "loss_weight")
-_OF_MESSAGES = (
-    *("role", "content", "from", "value", "name", "weight", "train", "loss", "tool_calls", "tool_call_id", "tool_name"),
-    *("function_call", "reasoning", "reasoning_content", "thinking", "id"),
-)
-_REFUSED = {
-    "history": "give earlier turns as 'messages', each with a 'role' and a 'content'",
-    "system_prompt": "call it 'system'",
-    "chosen": _PAIRS,
-    "rejected": _PAIRS,
-    **dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), _TEXT_ONLY),
-    **dict.fromkeys(
-        ("input_ids", "loss_mask"), "rows with tokens are not read: give the text, and what is learned of it"
-    ),
-}
+_OPTIONAL = ("input", "history", "system", "tools", "chat_template_kwargs")
+_KEYS_SHOWN = 8
+_KINDS: dict[Any, str] = {str: "a string", list: "a list of messages", (str, list): "a string or a list of messages"}
+_SAY_NO = ("label", "kto_tag", "is_good", "train", "loss", "weight", "loss_weight")
+_NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
-def plain(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A row with its system message where it belongs, and without what repeats the rest.
+@dataclass(frozen=True)
+class Row:
+    """A row in one of TRL's formats.
+
+    Attributes:
+        trl: what the format has; beside messages `tools` and `chat_template_kwargs`.
+        columns: by the names of the table, the columns that were read.
+        unread: fields that nothing reads, and that may be of account.
+    """
+
+    trl: dict[str, Any]
+    columns: dict[str, list[str]]
+    unread: list[str]
+
+
+def column(text: str) -> str:
+    """A value of --columns: NAME=COLUMN. Raises argparse.ArgumentTypeError."""
+    name, _, given = text.partition("=")
+    if name not in _NAMES or not given:
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is not NAME=COLUMN, with a NAME of {', '.join(_NAMES)}")
+    return text
+
+
+def by_name(given: Sequence[str]) -> dict[str, str]:
+    """The values of --columns. Raises ConfigError where two have one name."""
+    named = dict(each.split("=", 1) for each in given)
+    if len(named) < len(given):
+        raise ConfigError(f"--columns: a name is given twice in {' '.join(given)}; leave one of them")
+    return named
+
+
+def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: bool) -> Row:
+    """Map a row, with any fields beside those that are read.
+
+    Args:
+        where: names the row in messages.
+        columns: of --columns, by name; empty: all those of the table.
+        chat: whether the model has a chat template: questions and answers are messages then.
 
     Raises:
-        ConfigError: it has a field that changes what is to be learned, in a way that nothing here does.
+        ConfigError: the row has another shape, two columns that could be meant, or a field that changes what is to be
+            learned in a way that nothing here does.
     """
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: a row needs {_SHAPES}")
     row = {key: value for key, value in record.items() if value is not None}
-    for key, fix in _REFUSED.items():
-        if row.get(key, "") not in ("", [], {}):
-            raise ConfigError(f"{where}: has {quoted(key)}, which is not learned as it asks: {fix}")
-    # Of text alone a 0 may be a class.
-    said_no = (0, "0", "false", "False", "no") if not _ANSWERS.isdisjoint(row) else ()
-    for key in ("label", "kto_tag", "is_good", "train", "loss", "weight", "loss_weight"):
-        asked = row.get(key, True)
-        no = asked is False or asked in said_no
-        if no or (key in ("weight", "loss_weight") and asked != 1):
+    if columns:
+        absent = [each for name, each in columns.items() if each not in row and name not in _OPTIONAL]
+        if absent:
+            raise ConfigError(f"{where}: the row has no {quoted(absent[0])}, which --columns names")
+        row = {_NAMES[name][0]: row[each] for name, each in columns.items() if each in row}
+    form, found = _format_of(row, where)
+    if not columns:
+        _require_learned_as_it_asks(row, where, form["of"], found)
+    trl = _mapped(row, where, form, found, chat)
+    used = {each for name in found for each in found[name]}
+    for other in ("text", "prompt", "completion"):
+        if other in row and other not in used and not _repeats(row[other], other, trl):
+            raise _both(where, found[form["of"][0]][0], other, found)
+    _add_what_is_told(trl, row, where, found)
+    return Row(trl, found, [] if columns else _unread(record, used, trl))
+
+
+def _format_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The first format of which the row has all columns; by name the columns that are read."""
+    has = {name: [each for each in names if each in row] for name, names in _NAMES.items()}
+    form = next((form for form in _TABLE["formats"] if all(has[name] for name in form["of"])), None)
+    if form is None:
+        keys = ", ".join(quoted(str(key)) for key in list(row)[:_KEYS_SHOWN]) or "nothing"
+        raise ConfigError(f"{where}: a row needs {_SHAPES}; this one has {keys}. --columns reads those of other names")
+    beside = {name: [each for each in has[name] if row[each] not in _NOTHING] for name in form["beside"]}
+    found = {name: has[name] for name in form["of"]} | {name: each for name, each in beside.items() if each}
+    for name, columns in found.items():
+        if len(columns) > 1 and name != "input":
+            raise _both(where, columns[0], columns[1], found)
+    return form, found
+
+
+def _chosen(found: Mapping[str, list[str]]) -> str:
+    return " ".join(f"{name}={columns[0]}" for name, columns in found.items())
+
+
+def _both(where: str, one: str, other: str, found: Mapping[str, list[str]]) -> ConfigError:
+    return ConfigError(
+        f"{where}: the row has both '{one}' and '{other}', which do not say the same; leave one of them, or name the "
+        f"columns to read, such as --columns {_chosen(found)}"
+    )
+
+
+def _require_learned_as_it_asks(
+    row: dict[str, Any], where: str, form: list[str], found: Mapping[str, list[str]]
+) -> None:
+    for refused in _TABLE["refused"]:
+        for field in refused["fields"] if not {*form}.isdisjoint(refused.get("in", form)) else ():
+            if row.get(field) not in _NOTHING:
+                raise ConfigError(
+                    f"{where}: has {quoted(field)}, which is not learned as it asks: {refused['instead']}. To learn "
+                    f"the row without it, name the columns to read: --columns {_chosen(found)}"
+                )
+    said_no = () if form == ["text"] else (0, "0", "false", "False", "no")  # of text alone a 0 may be a class
+    for field in _SAY_NO:
+        asked = row.get(field, True)
+        if asked is False or asked in said_no or ("weight" in field and asked != 1):
             raise ConfigError(
-                f"{where}: {quoted(key)} is {quoted(asked)}: a row that is not to be learned, or less than others, "
+                f"{where}: {quoted(field)} is {quoted(asked)}: a row that is not to be learned, or less than others, "
                 "cannot be given; leave it out"
             )
-    if isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
-        row.pop("text", None)
-    if isinstance(row.get("messages"), list) and "prompt" in row:
-        row = _without_prompt(row, where)
-    if row.get("functions"):
-        if row.get("tools"):
-            raise ConfigError(f"{where}: has 'functions' and 'tools'; leave one of them")
-        given = row.pop("functions")
-        row["tools"] = [{"type": "function", "function": each} for each in given] if isinstance(given, list) else given
-    return _with_system(row, where)
 
 
-def _without_prompt(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """A row of messages without the prompt and the completion that repeat them, as published chats have them."""
-    said, prompt, rest = row["messages"], row["prompt"], row.get("completion")
-    if isinstance(prompt, list):
-        repeats = said[: len(prompt)] == prompt and rest in (None, said[len(prompt) :])
-    else:
-        talk = [each for each in said if isinstance(each, dict)]
-        asked = [each.get("content") for each in talk if each.get("role") == "user"]
-        repeats = asked[:1] == [prompt] and (rest is None or talk[-1].get("content") == rest)
-    if not repeats:
-        raise ConfigError(
-            f"{where}: the row has both 'messages' and 'prompt', and the messages do not begin with that prompt. If "
-            "the prompt belongs before the messages, put it there as their first one; else leave it out: datasets."
-            "load_dataset('json', data_files='FILE', split='train').remove_columns('prompt').to_json('OUT.jsonl')"
-        )
-    return {key: value for key, value in row.items() if key not in ("prompt", "completion")}
+def _value(row: Mapping[str, Any], column: str, where: str, kinds: Any = (str, list)) -> Any:
+    """A string, or messages. Raises ConfigError."""
+    given = row[column]
+    if not isinstance(given, kinds):
+        raise ConfigError(f"{where}: '{column}' is {kind(given)}; it must be {_KINDS[kinds]}")
+    return unicode(given, where) if isinstance(given, str) else messages_of(given, f"{where}: {column}")
 
 
-def _with_system(row: dict[str, Any], where: str) -> dict[str, Any]:
-    system = row.get("system", "")
-    if not isinstance(system, str):
-        raise ConfigError(f"{where}: 'system' is a {type(system).__name__}; it must be a string")
-    shape = next((key for key in ("messages", "conversations", "prompt") if key in row), "")
-    if not system.strip() or not shape:
-        return row
-    said = row[shape]
-    if not isinstance(said, list):
-        raise ConfigError(f"{where}: has 'system' beside a '{shape}' that is no list: begin the {shape} with it")
-    for message in said:
-        if isinstance(message, dict) and "system" in (message.get("role"), message.get("from")):
-            raise ConfigError(f"{where}: has 'system' and a message of the system; leave one of them")
-    del row["system"]
-    return row | {shape: [{"role": "system", "content": system}, *said]}
+def _mapped(
+    row: dict[str, Any], where: str, form: Mapping[str, Any], found: dict[str, list[str]], chat: bool
+) -> dict[str, Any]:
+    if "trl" in form:
+        kinds = {"text": str, "messages": list}.get(form["of"][0], (str, list))
+        trl = {to: _value(row, found[name][0], where, kinds) for name, to in form["trl"].items() if name in found}
+        if isinstance(trl.get("prompt"), str) and isinstance(trl.get("chosen"), list):  # UltraFeedback's
+            asked = [{"role": "user", "content": trl.pop("prompt")}]
+            trl |= {} if trl["chosen"][:1] == asked else {"prompt": asked}
+        if len({type(each) for each in trl.values()}) > 1:
+            names = " and ".join(f"'{found[name][0]}'" for name in form["trl"] if name in found)
+            raise ConfigError(f"{where}: {names} must all be strings, or all lists of messages")
+        return trl
+    calls = listed(row["answers"], f"{where}: 'answers', calls of tools,") if "calls" in found else None
+    chat = chat or calls is not None or "history" in found
+    parts = [*([] if chat else found.pop("system", [])), *found.get("instruction", []), *found.get("input", [])]
+    question = "\n\n".join(filter(None, (_value(row, each, where, str) for each in parts)))
+    answer = "" if calls is not None else _value(row, found["output"][0], where, str)
+    if not chat:
+        return {"prompt": f"{question}\n\n", "completion": answer}
+    said = {"role": "assistant"} | ({"tool_calls": calls} if calls is not None else {"content": answer})
+    turns = messages_of([{"role": "user", "content": question}, said], where)
+    if "history" in found:
+        return {"messages": [*_value(row, "history", where, list), *turns]}
+    return {"prompt": turns[:1], "completion": turns[1:]}
 
 
-def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool | None]:
-    """What each message asks for: to be learned, or not; None where it says nothing. Takes the fields away.
-
-    Raises:
-        ConfigError: a weight between 0 and 1, or a message that is not the assistant's and is to be learned.
-    """
-    asked: list[bool | None] = []
-    for index, message in enumerate(messages):
-        for key in _PARTS_OF_MESSAGES:
-            if message.get(key) not in (None, "", [], {}):
-                raise ConfigError(
-                    f"{where}[{index}]: has {quoted(key)}; what is to be learned of a part of a message is not read"
-                )
-        wanted = [message.pop(key) for key in ("weight", "train", "loss") if key in message]
-        if any(each not in (0, 1) for each in wanted):
-            raise ConfigError(
-                f"{where}[{index}]: 'weight' is 0 or 1, 'train' and 'loss' false or true; it has {quoted(wanted[0])}"
-            )
-        learned = all(map(bool, wanted)) if wanted else None
-        if learned and message.get("role") != "assistant":
-            raise ConfigError(
-                f"{where}[{index}]: 'weight' or 'train' asks that what the {message.get('role')} says is learned; only "
-                "the assistant's messages are. Take it out; --loss-on all learns whole conversations"
-            )
-        asked.append(learned)
-    return asked
+def _repeats(value: Any, name: str, trl: Mapping[str, Any]) -> bool:
+    """Whether a column says what the row says without it, as published chats have it."""
+    said = [trl[each] for each in ("messages", "prompt", "completion") if each in trl]
+    turns: list[Any] = [turn for part in said for turn in (part if isinstance(part, list) else [part])]
+    texts = [turn if isinstance(turn, str) else turn.get("content", "") for turn in turns]
+    if name == "text":
+        return isinstance(value, str) and all(part in value for each in texts for part in each.strip().split("\n\n"))
+    if isinstance(value, list) and value and "messages" in trl:
+        given = messages_of(value, name)
+        return given == (turns[: len(given)] if name == "prompt" else turns[-len(given) :])
+    if "messages" not in trl:
+        return False
+    asked = [text for turn, text in zip(turns, texts, strict=True) if turn["role"] in ("user", "human")]
+    return value in (asked[:1] if name == "prompt" else texts[-1:])
 
 
-def unread(record: Mapping[str, Any]) -> Iterable[str]:
-    """The fields of a row that nothing reads, and that may be of account."""
-    shapes = [key for key in ("messages", "conversations", "prompt") if record.get(key) is not None]
-    shape = shapes[0] if shapes else "instruction" if record.get("output") is not None else "text"
-    known = {*_READ_BESIDE[shape], *_OF_NO_ACCOUNT, *_REFUSED, "weight", "train", "loss"}
-    found = [key for key, value in record.items() if key not in known and value not in (None, "", [], {})]
-    for shape in ("messages", "conversations", "prompt", "completion"):
-        said = record.get(shape)
-        for message in said if isinstance(said, list) else ():
-            if isinstance(message, dict):
-                found += [f"{shape}.{key}" for key in message if key not in _OF_MESSAGES]
-    return dict.fromkeys(found)
+def _add_what_is_told(trl: dict[str, Any], row: dict[str, Any], where: str, found: Mapping[str, list[str]]) -> None:
+    """Put the message of the system first, and beside messages what a chat template is told."""
+    head = next(name for name in ("text", "messages", "prompt", "chosen") if name in trl)
+    chat = isinstance(trl[head], list)
+    system = _value(row, found["system"][0], where, str) if "system" in found else ""
+    if system.strip() and not chat and "chosen" in trl:
+        trl[head], system = f"{system}\n\n{trl[head]}", ""
+    if system.strip() and not chat:
+        raise ConfigError(f"{where}: has 'system' beside a '{head}' that is no list: begin the {head} with it")
+    if system.strip() and any(message["role"] == "system" for message in trl[head]):
+        raise ConfigError(f"{where}: has 'system' and a message of the system; leave one of them")
+    if system.strip():
+        trl[head] = [{"role": "system", "content": system}, *trl[head]]
+    if chat and "tools" in found:
+        trl["tools"] = [
+            {"type": "function", "function": each} if isinstance(each, dict) and "function" not in each else each
+            for each in listed(row[found["tools"][0]], f"{where}: 'tools'")
+        ]
+    if chat and "chat_template_kwargs" in found:
+        trl["chat_template_kwargs"] = row["chat_template_kwargs"]
+
+
+def _unread(record: Mapping[str, Any], used: set[str], trl: Mapping[str, Any]) -> list[str]:
+    told = {each for name in ("tools", "chat_template_kwargs") if name not in trl for each in _NAMES[name]}
+    known = {*used - told, *_TABLE["no_account"], "text", "prompt", "completion"}
+    found = [key for key, value in record.items() if key not in known and value not in _NOTHING]
+    for key in sorted(used - {*_NAMES["tools"]}):
+        said = record[key] if isinstance(record[key], list) else []
+        parts = [part for message in said if isinstance(message, dict) for part in message]
+        found += [f"{key}.{part}" for part in parts if part not in _TABLE["messages"]]
+    return list(dict.fromkeys(found))

@@ -65,6 +65,7 @@ _TRAINING: dict[str, Any] = {
     "micro_batches": 1,
     "gradient_accumulation": 1,
     "sequence_length": 1024,
+    "columns": None,
     "loss_on": "answers",
     "no_packing": False,
     "eval_split": None,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.data import PackedData, Sequences, split
+from infinity.cli.fields import by_name
 from infinity.errors import ConfigError, printable
 
 
@@ -57,6 +58,7 @@ def read(options: argparse.Namespace, tokenizer: Any, disk: Path, held: ExitStac
                 options.sequence_length,
                 disk,
                 loss_on=options.loss_on,
+                columns=by_name(options.columns or ()),
                 packing=not options.no_packing,
                 option=option,
             )

@@ -3,6 +3,7 @@ apart."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -48,6 +49,7 @@ TALK = [
 Read = Callable[..., PackedData]
 
 
+@functools.cache
 def byte_level() -> Any:
     by = bytes_of_text()
     by.backend_tokenizer.decoder = decoders.ByteLevel()
@@ -243,7 +245,7 @@ def test_a_table_without_rows_for_training_and_a_broken_one_are_named(read: Read
     (tmp_path / "broken.parquet").write_bytes(b"no parquet")
     with pytest.raises(ConfigError, match=r"broken\.parquet: cannot be read: "):
         read(tmp_path / "broken.parquet")
-    (tmp_path / "other.csv").write_text("question,answer\na,b\n")
+    (tmp_path / "other.csv").write_text("riddle,answer\na,b\n")
     with pytest.raises(ConfigError, match=r"other\.csv:1: a row needs a 'text' string"):
         read(tmp_path / "other.csv")
 

@@ -51,6 +51,7 @@ def _outermost(tree: ast.AST) -> Iterator[str]:
             yield found
 
 
+_COLUMNS = "cli/test_layouts.py::test_a_public_layout_that_is_refused_is_read_with_its_columns_named"
 FOLLOWED: dict[str, dict[str, str]] = {
     "access/exact.py": {
         "`infinity checkpoint export` writes it whole": "runtime/test_ranks_together.py::"
@@ -153,9 +154,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_the_processor_and_the_default_dtype_by_its_flags_are_named",
     },
     "cli/fields.py": {
-        "remove_columns('prompt')": "cli/test_fields.py::test_without_the_prompt_that_is_refused_the_row_is_read",
-        "--loss-on all learns whole conversations": "cli/test_fields.py::"
-        "test_what_a_user_says_is_learned_as_the_message_says",
+        "has no <>, which --columns names": "cli/test_layouts.py::test_a_column_that_a_row_has_not_is_named",
+        "--columns reads those of other names": _COLUMNS,
+        "name the columns to read, such as --columns": _COLUMNS,
+        "name the columns to read: --columns": _COLUMNS,
     },
     "cli/finetune.py": {
         "to go on, give a larger --steps": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
@@ -207,6 +209,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "then the script: infinity run swap.yaml train.p": "cli/test_run_process.py::"
         "test_in_this_process_the_logger_is_as_before",
     },
+    "cli/messages.py": {
+        "--loss-on all learns whole conversations": "cli/test_fields.py::"
+        "test_what_a_user_says_is_learned_as_the_message_says",
+    },
     "cli/models.py": {
         "are: train adapters (--lora 16), freeze a par": "cli/test_frozen.py::"
         "test_it_says_nothing_where_all_is_trained",
@@ -247,6 +253,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_verbose_shows_the_first_document_of_the_data",
     },
     "cli/records.py": {
+        "To learn the chosen answers alone: --columns": _COLUMNS,
         "with --loss-on all everything is": "cli/test_fields.py::"
         "test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_template_marks_otherwise",
         "or --loss-on all, to learn": "cli/test_examples.py::test_each_way_on_of_a_template_without_marks_is_one",

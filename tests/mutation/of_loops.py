@@ -77,15 +77,15 @@ OF_LOOPS = [
     Mutant(
         "a message that is not to be learned",
         "infinity/cli/records.py",
-        "if not here or next(wanted) is not False",
-        "if not here or next(wanted) is not None",
+        "answers[number - 1] is not False",
+        "answers[number - 1] is not None",
         (_FIELDS,),
     ),
     Mutant(
-        "text that repeats an instruction and its output",
+        "a text that does not repeat an instruction and its output",
         "infinity/cli/fields.py",
-        '        row.pop("text", None)\n',
-        "        pass\n",
+        "return isinstance(value, str) and all(",
+        "return True or all(",
         (_FIELDS,),
     ),
 ]

@@ -1,0 +1,176 @@
+"""Messages as chat templates and TRL have them: a `role`, a `content` that is a string, and `tool_calls` with objects.
+
+| a list as published                            | becomes                                                        |
+|---|---|
+| `role` and `content` (OpenAI)                  | the same; a content that is a list of texts is joined          |
+| `from` and `value` (ShareGPT)                  | `role` and `content`                                           |
+| strings (LIMA, UltraChat)                      | the user's and the assistant's in turn: the user begins        |
+| `input` and `output`, or pairs (Capybara)      | a message of the user and one of the assistant                 |
+| `function_call`, as a field or as who speaks   | a message of the assistant with `tool_calls`                   |
+| `weight`, `train`, `loss`                      | whether the message is learned (`answers_learned`)             |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from infinity.echo import quoted
+from infinity.errors import ConfigError
+
+ROLES = {
+    **{each: each for each in ("system", "developer", "user", "assistant", "tool", "function")},
+    **{each: each for each in ("ipython", "environment")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
+    **dict.fromkeys(("function_response", "observation"), "tool"),
+}
+"""By the names that datasets have for a speaker: the name that chat templates have."""
+_SHAREGPT = {"from": "role", "value": "content"}
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts of a content; the last two are those of OpenAI's responses."""
+_PARTS = ("train_detail", "training", "masked", "mask", "loss_mask", "loss_weight")
+"""Fields of a message that choose a part of it to learn."""
+
+
+def messages_of(given: list[Any], where: str) -> list[dict[str, Any]]:
+    """Messages of a list of messages, of strings, or of questions with their answers.
+
+    Raises:
+        ConfigError: the list is empty, or one of its entries has another shape.
+    """
+    if not given:
+        raise ConfigError(f"{where} is empty")
+    if all(isinstance(each, str) for each in given):
+        given = [{"role": ("user", "assistant")[index % 2], "content": each} for index, each in enumerate(given)]
+    elif all(isinstance(each, list) and len(each) == 2 for each in given):
+        given = [message for asked, said in given for message in _turn(asked, said)]
+    elif all(isinstance(each, dict) and set(each) == {"input", "output"} for each in given):
+        given = [message for each in given for message in _turn(each["input"], each["output"])]
+    found = [_message(each, f"{where}[{index}]") for index, each in enumerate(given)]
+    if any(isinstance(each, dict) and ("from" in each or each.get("function_call")) for each in given):
+        found = [each | {"role": "tool"} if each["role"] == "function" else each for each in found]
+    return found
+
+
+def _turn(asked: Any, said: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+
+
+def _message(given: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ConfigError(f"{where} is no object with a 'role' and a 'content', both strings")
+    message = {key: value for key, value in given.items() if value is not None}
+    for other, key in _SHAREGPT.items():
+        if key in message and other in message:
+            raise ConfigError(f"{where} has '{other}' and '{key}'; leave one of them")
+        if other in message:
+            message[key] = message.pop(other)
+    if message.get("role") == "function_call":  # LLaMA-Factory's
+        calls = from_json(message.pop("content", None), f"{where}: the value of a function_call")
+        message |= {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
+    calls = _calls(message, where)
+    if isinstance(message.get("content"), list):
+        message["content"] = _text_of(message["content"], where)
+    for key in ("role",) if calls and "content" not in message else ("role", "content"):
+        if not isinstance(message.get(key), str):
+            has = kind(message.get(key)) if key in message or key in given else "none"
+            raise ConfigError(f"{where} needs a '{key}' that is a string; it has {has}")
+    unicode(f"{message.get('content')}{calls}", where)
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Take the calls out of a message, with arguments as objects, which templates write as JSON. (OpenAI has JSON in a
+    string, which they would write as a string of JSON.)"""
+    older, given = message.pop("function_call", None), message.pop("tool_calls", None)
+    if older and given:
+        raise ConfigError(f"{where} has 'function_call' and 'tool_calls'; leave one of them")
+    calls = []
+    for call in listed([older] if older else given or [], f"{where}: 'tool_calls'"):
+        call = call if isinstance(call, dict) and "function" in call else {"type": "function", "function": call}
+        function = call["function"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConfigError(f"{where}: a call needs a 'name' and 'arguments'; it has {quoted(function)}")
+        arguments = function.get("arguments")
+        try:
+            parsed = json.loads(arguments) if isinstance(arguments, str) else None
+        except (ValueError, RecursionError):
+            parsed = None  # the model is to write what is no JSON as it is
+        parsed = parsed if isinstance(parsed, dict) else {} if arguments in (None, "") else arguments
+        calls.append(call | {"function": function | {"arguments": parsed}})
+    return calls
+
+
+def _text_of(parts: list[Any], where: str) -> str:
+    """The text of a content that is a list of parts, joined by line breaks (as vLLM and llama.cpp do).
+
+    Raises:
+        ConfigError: a part is something else than text.
+    """
+    for part in parts:
+        what = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if what not in _TEXTS or not isinstance(part.get("text"), str):
+            raise ConfigError(
+                f"{where}: 'content' has a part of the type {quoted(what)}, and only text is learned here: leave such "
+                'rows out, or give {"type": "text", "text": "…"}'
+            )
+    return "\n".join(part["text"] for part in parts)
+
+
+def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool | None]:
+    """What each message asks for: to be learned, or not; None where it says nothing. Takes the fields away.
+
+    Raises:
+        ConfigError: a weight between 0 and 1, or a message that is not the assistant's and is to be learned.
+    """
+    asked: list[bool | None] = []
+    for index, message in enumerate(messages):
+        for key in _PARTS:
+            if message.get(key) not in (None, "", [], {}):
+                raise ConfigError(
+                    f"{where}[{index}]: has {quoted(key)}; what is to be learned of a part of a message is not read"
+                )
+        wanted = [message.pop(key) for key in ("weight", "train", "loss") if key in message]
+        if any(each not in (0, 1) for each in wanted):
+            raise ConfigError(
+                f"{where}[{index}]: 'weight' is 0 or 1, 'train' and 'loss' false or true; it has {quoted(wanted[0])}"
+            )
+        asked.append(all(map(bool, wanted)) if wanted else None)
+        if asked[-1] and message["role"] != "assistant":
+            raise ConfigError(
+                f"{where}[{index}]: 'weight' or 'train' asks that what the {message['role']} says is learned; only "
+                "the assistant's messages are. Take it out; --loss-on all learns whole conversations"
+            )
+    return asked
+
+
+def unicode(text: str, where: str) -> str:
+    """Returns `text`. Raises ConfigError for half of a surrogate pair, which JSON can express and which is no
+    character."""
+    if re.search("[\ud800-\udfff]", text):
+        raise ConfigError(f"{where}: the text has half of a surrogate pair (\\ud800 to \\udfff)")
+    return text
+
+
+def listed(value: Any, what: str) -> list[Any]:
+    """A list, or JSON of one. Raises ConfigError."""
+    found = from_json(value, what) if isinstance(value, str) else value
+    if not isinstance(found, list):
+        raise ConfigError(f"{what} is {kind(found)}; it must be a list")
+    return found
+
+
+def from_json(text: Any, what: str) -> Any:
+    """What a string of JSON says. Raises ConfigError."""
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{what} is not valid JSON: {error}") from None
+
+
+def kind(value: Any) -> str:
+    """What a value is, for messages."""
+    return "null" if value is None else f"a {type(value).__name__}"
