@@ -415,3 +415,19 @@ def test_a_mutated_row_is_refused_in_a_line_or_nothing_but_answers_is_learned(re
         left = left.strip()  # of a text the first token follows nothing
         assert not left or any(answer.endswith(left) for answer in wanted), (row, said)
     assert min(refused, alone) > 0
+
+
+def examples_of_the_page() -> list[str]:
+    page = (Path(__file__).parents[2] / "docs/finetune.md").read_text()
+    return re.findall(r'^\| `(\{".*?\})`[ ,]', page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("example", examples_of_the_page())
+def test_each_row_of_the_page_is_read(example: str, read: Read) -> None:
+    data = read([json.loads(example.replace("…", "the fox")), APART], TEMPLATE)
+    assert "fox" in "".join(re.findall("«(.*?)»", data.preview(), re.DOTALL))
+    assert data.notes() == []
+
+
+def test_the_page_has_a_row_of_each_format() -> None:
+    assert len(examples_of_the_page()) >= 13
