@@ -14,9 +14,8 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -34,61 +33,27 @@ _NAMED = 5
 """How many files a message names; of the others it gives the number."""
 _COUNTED = 100
 """How many different fields are counted."""
-_DECLINED = "'weight': 0 (or 'train' or 'loss': false)"
+_SCANNED = 1 << 20
+"""How many tokens are looked at in one go."""
+_LEFT_OUT = {
+    "blank": ("documents left out, because they are blank", ""),
+    "unanswered": (
+        "examples left out, because they have no answer",
+        "Is there a message of the assistant, and does the chat template mark what it says?",
+    ),
+    "declined": (
+        "examples left out, because all of their answers have 'weight': 0 (or 'train' or 'loss': false)",
+        "Give 1, or true, where an answer is to be learned",
+    ),
+    "late": (
+        "examples left out, because their answer begins behind --sequence-length {length}",
+        "Give a larger --sequence-length",
+    ),
+    "cut": ("examples cut, because they are longer than --sequence-length {length}", ""),
+}
+"""Why rows are left out or cut, and what to do where nothing else is there."""
 _NOT_LEARNED = np.uint32(1 << 31)
 """Marks a token that belongs to a prompt."""
-
-
-@dataclass
-class _Content:
-    """Counts of what was written so far.
-
-    Attributes:
-        digest: of the tokens.
-        tokens: number of tokens.
-        first_known: place of the first token that is neither a separator nor the tokenizer's token for unknown text;
-            None: there is none.
-        largest: the highest token; -1 before the first.
-        documents: number of documents.
-        examples: those of them that have a prompt or messages.
-        chats: those of them that the chat template made.
-        blank: number of blank documents, which were left out.
-        cut: number of examples that were longer than a sequence.
-        unanswered: number of examples without an answer, which were left out.
-        declined: number of examples that ask that none of their answers is learned, which were left out.
-        late: number of examples whose answer begins behind the end of a sequence, which were left out.
-        rows: the first rows that were cut, or left out, by why.
-        unread: fields of rows that nothing reads, with how many rows have them.
-    """
-
-    digest: Any
-    tokens: int = 0
-    first_known: int | None = None
-    largest: int = -1
-    documents: int = 0
-    examples: int = 0
-    chats: int = 0
-    blank: int = 0
-    cut: int = 0
-    unanswered: int = 0
-    declined: int = 0
-    late: int = 0
-    rows: dict[str, list[str]] = field(default_factory=dict)
-    unread: Counter[str] = field(default_factory=Counter)
-
-    def copy(self) -> _Content:
-        rows = {why: list(places) for why, places in self.rows.items()}
-        own = {"digest": self.digest.copy(), "rows": rows, "unread": self.unread.copy()}
-        return _Content(**{**vars(self), **own})
-
-    def note(self, why: str, where: str) -> None:
-        places = self.rows.setdefault(why, [])
-        if len(places) <= _NAMED:
-            places.append(where)
-
-    def places(self, why: str) -> str:
-        places = self.rows.get(why, [])
-        return ", ".join(places[:_NAMED]) + (", …" if len(places) > _NAMED else "")
 
 
 class _Span(NamedTuple):
@@ -184,7 +149,11 @@ class PackedData:
         self._columns = columns or {}
         self.sequence_length = sequence_length
         self._spill = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this)
-        self._content = _Content(hashlib.blake2b(digest_size=16))
+        self._counts: Counter[str] = Counter()  # by the names of _LEFT_OUT
+        self._places: dict[str, list[str]] = defaultdict(list)  # the first rows of each
+        self._unread: Counter[str] = Counter()  # fields of rows that nothing reads
+        self.tokens = 0
+        self.has_chats = False
         self._ends = array("q")  # of the documents
         self._of_example = bytearray()  # for each document, whether it is one
         self._before, self._after = _around_text(tokenizer)
@@ -196,17 +165,28 @@ class PackedData:
         for file in files:
             self._add_file(file)
         self._spill.flush()
-        self.tokens, self.largest_token = self._content.tokens, self._content.largest
-        self.has_examples = self._content.examples > 0
-        self.has_chats = self._content.chats > 0
+        self.has_examples = any(self._of_example)
         self._spans: list[_Span] = list(self._spans_of_documents()) if self.has_examples else []
         self._parts: list[list[int]] = self._packed(packing)
         self.shares_sequences = any(len(each) > 1 for each in self._parts)
         self._count = len(self._parts) if self.has_examples else self.tokens // self.sequence_length
-        if self.has_examples:
-            self._content.digest.update(f"{packing} {len(self._parts)}".encode() + self._ends.tobytes())
-        self.digest = self._content.digest.hexdigest()
+        self.digest = self._scanned(f"{packing} {len(self._parts)}".encode() + self._ends.tobytes())
         self._require_enough(", ".join(map(printable, paths)))
+
+    def _scanned(self, layout: bytes) -> str:
+        """Look at all tokens: which is the highest, and where the tokenizer knows one. Return their digest."""
+        special = self._tokenizer.unk_token_id, self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
+        digest, self.largest_token, self._first_known = hashlib.blake2b(digest_size=16), -1, self.tokens
+        for begin in range(0, self.tokens, _SCANNED):
+            marked = self._stored()[begin : begin + _SCANNED]
+            digest.update(marked.tobytes())
+            ids = marked & ~_NOT_LEARNED
+            self.largest_token = max(self.largest_token, int(ids.max()))
+            if self._first_known == self.tokens:
+                known = np.flatnonzero(~np.isin(ids, [each for each in special if each is not None]))
+                self._first_known = begin + int(known[0]) if len(known) else self.tokens
+        digest.update(layout if self.has_examples else b"")
+        return digest.hexdigest()
 
     @property
     def sequences(self) -> int:
@@ -218,38 +198,33 @@ class PackedData:
         if not self.has_examples:
             rest = self.tokens - self.sequences * self.sequence_length
             dropped = f"; the last {rest} tokens, less than a sequence, are left out" if rest else ""
-            return f"{self.tokens} tokens of {_counted(self._content.documents, 'document')} in {form}{dropped}"
+            return f"{self.tokens} tokens of {_counted(len(self._ends), 'document')} in {form}{dropped}"
         used = sum(span.numel for span in self._spans)
         return (
-            f"{_counted(self._content.documents, 'example')} in {form}: {used} tokens, of which {self._learned()} are "
+            f"{_counted(len(self._ends), 'example')} in {form}: {used} tokens, of which {self._learned()} are "
             f"learned, and {self.sequences * self.sequence_length - used} of padding"
         )
 
     def notes(self) -> list[str]:
         """Sentences about files and documents that were left out or cut, and about missing separators; [] when there
         are none."""
-        content, noted = self._content, list[str]()
+        noted = list[str]()
         if self.left_out:
             more = f" and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
             noted.append(f"files left out: {len(self.left_out)} (" + self._why_left_out() + f"{more})")
-        if content.blank:
-            noted.append(f"documents left out, because they are blank: {content.blank}")
-        length = f"--sequence-length {self.sequence_length}"
-        for count, why, said in (
-            (content.unanswered, "unanswered", "examples left out, because they have no answer"),
-            (content.declined, "declined", f"examples left out, because all of their answers have {_DECLINED}"),
-            (content.late, "late", f"examples left out, because their answer begins behind {length}"),
-            (content.cut, "cut", f"examples cut, because they are longer than {length}"),
-        ):
-            if count:
-                noted.append(f"{said}: {count} ({content.places(why)})")
-        if content.unread:
-            most = content.unread.most_common(_NAMED)
-            more = f" and {len(content.unread) - _NAMED} more" if len(content.unread) > _NAMED else ""
+        noted += [self._note(why) for why in _LEFT_OUT if self._counts[why]]
+        if self._unread:
+            most = self._unread.most_common(_NAMED)
+            more = f" and {len(self._unread) - _NAMED} more" if len(self._unread) > _NAMED else ""
             noted.append("fields of rows that are not read: " + ", ".join(quoted(name) for name, _ in most) + more)
-        if self._tokenizer.eos_token_id is None and content.documents - content.examples > 1:
+        if self._tokenizer.eos_token_id is None and self._of_example.count(0) > 1:
             noted.append("the tokenizer has no end-of-text token: nothing parts one document from the next")
         return noted
+
+    def _note(self, why: str) -> str:
+        places = ", ".join(self._places[why][:_NAMED]) + (", …" if len(self._places[why]) > _NAMED else "")
+        said = _LEFT_OUT[why][0].format(length=self.sequence_length)
+        return f"{said}: {self._counts[why]}" + (f" ({places})" if places else "")
 
     def preview(self) -> str:
         """The first document, with what is learned of it in «»."""
@@ -272,8 +247,7 @@ class PackedData:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _add_file(self, path: Path) -> None:
-        """Add all documents of a file, or none."""
-        before = self._content.copy()
+        """Add all documents of a file."""
         try:
             for document in documents(path, self._tokenizer, self._loss_on, self._columns, self._note_unread):
                 if isinstance(document, Example):
@@ -281,23 +255,30 @@ class PackedData:
                 else:
                     self._add_text(document)
         except NotTextError as error:
-            self._return_to(before)
             self.left_out.append((path, str(error)))
 
+    def _leave_out(self, why: str, where: str = "") -> None:
+        self._counts[why] += 1
+        if where and len(self._places[why]) <= _NAMED:
+            self._places[why].append(where)
+
     def _note_unread(self, fields: Iterable[str]) -> None:
-        counted = self._content.unread
-        counted.update(each for each in fields if each in counted or len(counted) < _COUNTED)
+        self._unread.update(each for each in fields if each in self._unread or len(self._unread) < _COUNTED)
 
     def _add_text(self, document: Text) -> None:
-        before = self._content.copy()
-        blank = True
-        self._write(self._before)
-        for piece in document:
-            blank = blank and not piece.strip()
-            self._write(self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+        """Add a document, or nothing where it turns out to be no text, or to be blank."""
+        begin, blank = self.tokens, True
+        try:
+            self._write(self._before)
+            for piece in document:
+                blank = blank and not piece.strip()
+                self._write(self._tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+        except NotTextError:
+            self._return_to(begin)
+            raise
         if blank:
-            self._return_to(before)
-            self._content.blank += 1
+            self._return_to(begin)
+            self._leave_out("blank")
             return
         self._write(self._after)
         self._end_document(is_example=False)
@@ -306,78 +287,47 @@ class PackedData:
         numel = min(len(example.ids), self.sequence_length)
         if not any(example.learned[1:numel]):  # the first token follows nothing
             why = "declined" if example.declined else "late" if any(example.learned[1:]) else "unanswered"
-            setattr(self._content, why, getattr(self._content, why) + 1)
-            self._content.note(why, example.where)
+            self._leave_out(why, example.where)
             return
         if numel < len(example.ids):
-            self._content.cut += 1
-            self._content.note("cut", example.where)
+            self._leave_out("cut", example.where)
         self._write(example.ids[:numel], example.learned[:numel])
-        self._content.examples += 1
-        self._content.chats += example.is_chat
+        self.has_chats |= example.is_chat
         self._end_document(is_example=True)
 
     def _end_document(self, *, is_example: bool) -> None:
-        self._content.documents += 1
-        self._ends.append(self._content.tokens)
+        self._ends.append(self.tokens)
         self._of_example.append(is_example)
 
     def _write(self, ids: Sequence[int], learned: Sequence[bool] = ()) -> None:
         tokens = np.asarray(ids, dtype=np.uint32)
         marked = tokens if not learned else np.where(np.asarray(learned), tokens, tokens | _NOT_LEARNED)
-        packed = marked.tobytes()
-        self._spill.write(packed)
-        content = self._content
-        content.digest.update(packed)
-        if content.first_known is None:
-            special = self._tokenizer.unk_token_id, self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
-            known = np.flatnonzero(~np.isin(tokens, [each for each in special if each is not None]))
-            content.first_known = content.tokens + int(known[0]) if len(known) else None
-        content.tokens += len(ids)
-        content.largest = max(content.largest, int(tokens.max(initial=0)) if len(ids) else -1)
+        self._spill.write(marked.tobytes())
+        self.tokens += len(ids)
 
-    def _return_to(self, before: _Content) -> None:
-        """Take back what was added since `before`."""
-        self._spill.seek(before.tokens * np.dtype(np.uint32).itemsize)
+    def _return_to(self, tokens: int) -> None:
+        """Take back the tokens behind these."""
+        self._spill.seek(tokens * np.dtype(np.uint32).itemsize)
         self._spill.truncate()
-        del self._ends[before.documents :], self._of_example[before.documents :]
-        self._content = before
+        self.tokens = tokens
 
     def _require_enough(self, names: str) -> None:
-        content = self._content
-        if not content.documents and content.late:
+        if not self._ends:
+            why = next((why for why in ("late", "declined", "unanswered") if self._counts[why]), "")
+            if why:
+                raise ConfigError(f"{names}: nothing in it is learned: {self._note(why)}. {_LEFT_OUT[why][1]}")
+            nothing = self._why_left_out() or "everything in it is blank"
+            raise ConfigError(f"{names}: there is no text in it ({nothing})")
+        looked_at = self.tokens if self.has_examples or not self.sequences else self.sequences * self.sequence_length
+        if self._first_known >= looked_at:
             raise ConfigError(
-                f"{names}: none of its {content.late + content.unanswered} examples has an answer in its first "
-                f"{self.sequence_length} tokens: give a larger --sequence-length"
-            )
-        if not content.documents and content.declined:
-            raise ConfigError(
-                f"{names}: nothing in it is learned: {content.declined} of its examples have {_DECLINED} in all of "
-                "their answers. Give 1, or true, where an answer is to be learned"
-            )
-        if not content.documents and content.unanswered:
-            raise ConfigError(
-                f"{names}: none of its {content.unanswered} examples has an answer. Is there a message of the "
-                "assistant, and does the chat template mark what it says?"
-            )
-        if not content.documents:
-            why = self._why_left_out() or "everything in it is blank"
-            raise ConfigError(f"{names}: there is no text in it ({why})")
-        if content.first_known is None:
-            raise ConfigError(
-                f"{names}: the model's tokenizer knows none of the text: all of it becomes "
-                f"{content.tokens} tokens that mean 'unknown' or 'end of text'. Is it this model's tokenizer?"
+                f"{names}: the model's tokenizer knows none of the text: all of its tokens, or all that are in whole "
+                f"sequences of {self.sequence_length}, mean 'unknown' or 'end of text'. Is it this model's tokenizer?"
             )
         if not self.sequences:
             raise ConfigError(
                 f"{names}: {self.tokens} tokens are less than one sequence of {self.sequence_length}. Give more "
                 "text, or a smaller --sequence-length."
-            )
-        if not self.has_examples and content.first_known >= self.sequences * self.sequence_length:
-            raise ConfigError(
-                f"{names}: the model's tokenizer knows none of the {self.sequences} whole sequences of "
-                f"{self.sequence_length} tokens: all of them mean 'unknown' or 'end of text'. Is it this "
-                "model's tokenizer?"
             )
 
     # -- examples -----------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def test_rows_all_of_whose_answers_are_not_to_be_learned_name_the_field_and_its_
 ) -> None:
     row = {"messages": saying(saying(TALK, 1, **field), 3, **field)}
     with pytest.raises(
-        ConfigError, match=r"1 of its examples have 'weight': 0 .*in all of their answers\. Give 1, or true"
+        ConfigError, match=r"all of their answers have 'weight': 0 .*: 1 \(.*rows\d.jsonl:1\)\. Give 1, or true"
     ):
         read([row])
     notes = read([row, {"messages": TALK}]).notes()

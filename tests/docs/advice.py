@@ -117,7 +117,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "give --force to replace it": "cli/test_convert.py::test_nothing_is_overwritten_without_force",
     },
     "cli/data.py": {
-        "give a larger --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
+        "Give a larger --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
+        "longer than --sequence-length": "cli/test_examples.py::test_an_example_that_is_too_long_is_cut_and_said",
+        "answer begins behind --sequence-length": "cli/test_examples.py::"
+        "test_the_length_that_a_message_asks_for_is_one",
         "or a smaller --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
         "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
     },
