@@ -116,27 +116,24 @@ def documents(
         ConfigError: the file cannot be read; a row has another shape (names file:line).
     """
 
-    def document(record: Any, where: str) -> Document:
-        row = in_trl_format(record, where, columns, chat=bool(getattr(tokenizer, "chat_template", None)))
+    if _ending(path) not in (_LIST, *_LINES, *TABLES) and not path.is_dir():
+        yield _text_pieces(path)
+        return
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    for where, record in _rows(path):
+        row = in_trl_format(record, where, columns, chat=chat)
         found = text_or_example(row, where, tokenizer, loss_on)
         unread(row.unread)
-        return found if isinstance(found, Example) else pieces(io.StringIO(found).read)
+        yield found if isinstance(found, Example) else pieces(io.StringIO(found).read)
 
-    if path.suffix.lower() in TABLES or path.is_dir():
-        for number, record in enumerate(rows_of(path), 1):
-            yield document(record, f"{printable(path)}:{number}")
+
+def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of a file, each with its place."""
+    if _ending(path) in _LINES:
+        yield from _json_lines(path)
         return
-    try:
-        empty = not path.stat().st_size
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if _ending(path) == _LIST:
-        for number, record in enumerate(_list(path), 1):
-            yield document(record, f"{printable(path)}:{number}")
-    elif _ending(path) in _LINES:
-        yield from () if empty else (document(record, where) for where, record in _json_lines(path))
-    else:  # an empty file may be one of /proc, whose reader may wait for ever
-        yield iter(()) if empty else _text_pieces(path)
+    for number, record in enumerate(_list(path) if _ending(path) == _LIST else rows_of(path), 1):
+        yield f"{printable(path)}:{number}", record
 
 
 def pieces(read: Callable[[int], str]) -> Text:
@@ -213,6 +210,8 @@ def _ending(path: Path) -> str:
 
 def _opened(path: Path) -> IO[bytes]:
     """What is in a file, unpacked where `_ending` looks into it. Raises one of _DAMAGED, as reading does."""
+    if not path.stat().st_size:  # such a file may be one of /proc, whose reader may wait for ever
+        return io.BytesIO()
     last = path.suffix.lower()
     opened: IO[bytes] = path.open("rb") if _ending(path) == last else _PACKED[last](path, "rb")
     return opened
@@ -266,14 +265,9 @@ def _list(path: Path) -> list[Any]:
                 f"{printable(path)}: the file is larger than {_LIST_BYTES_MAX >> 20} MiB, and would be in memory "
                 "whole: give .jsonl instead, one object a line"
             )
-        found = json.loads(content.removeprefix(_BOM))
     except _DAMAGED as error:
         raise _unreadable(path, error) from error
-    except RecursionError:
-        raise ConfigError(f"{printable(path)}: lists or objects in each other, too many to read") from None
-    except ValueError as error:
-        lines = "; a file with one object a line is called .jsonl" if "Extra data" in str(error) else ""
-        raise ConfigError(f"{printable(path)}: not valid JSON: {error}{lines}") from None
+    found = _json(content.removeprefix(_BOM), printable(path), "a file with one object a line is called .jsonl")
     if not isinstance(found, list) or not found:
         raise ConfigError(f"{printable(path)}: a .json file needs a list of rows, [{{…}}, {{…}}]")
     return found
@@ -311,13 +305,16 @@ def _parse(line: bytes, where: str) -> Any:
         ) from None
     if not text.strip():
         return None
-    try:
-        record = json.loads(text)
-    except RecursionError:
-        raise ConfigError(f"{where}: not usable: lists or objects in each other, too many to read") from None
-    except ValueError as error:
-        at = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise ConfigError(f"{where}: not valid JSON: {at} of the line; each line is one object") from None
+    record = _json(text, where, "each line is one object")
     if record is None:
         raise ConfigError(f"{where}: null instead of an object with a 'text' string or a 'messages' list")
     return record
+
+
+def _json(text: str | bytes, where: str, form: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ConfigError(f"{where}: not usable: lists or objects in each other, too many to read") from None
+    except ValueError as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}; {form}") from None
