@@ -19,21 +19,18 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from infinity.cli.messages import kind, listed, messages_of, unicode
+from infinity.cli.messages import TABLE, kind, listed, messages_of, unicode
 from infinity.echo import quoted
 from infinity.errors import ConfigError
-from infinity.strict import parse_yaml
 
 DATA_HELP = (
     "text files; .jsonl, .json, .parquet and .csv files (.jsonl.gz, too) whose rows have text, messages, "
     "conversations, prompt and completion, or a question and an answer such as instruction and output; directories of "
     "such files, or those that `datasets` saved. docs/finetune.md has all layouts and fields, and which are refused"
 )
-_TABLE: dict[str, Any] = parse_yaml(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
-_NAMES: dict[str, list[str]] = _TABLE["names"]
+_NAMES: dict[str, list[str]] = TABLE["names"]
 _SHAPES = (
     "a 'text' string, a list of 'messages' or 'conversations', a 'prompt' and a 'completion', or a question and an "
     "answer such as 'instruction' and 'output'"
@@ -41,7 +38,6 @@ _SHAPES = (
 _OPTIONAL = ("input", "history", "system", "tools", "chat_template_kwargs")
 _KEYS_SHOWN = 8
 _KINDS: dict[Any, str] = {str: "a string", list: "a list of messages", (str, list): "a string or a list of messages"}
-_SAY_NO = ("label", "kto_tag", "is_good", "train", "loss", "weight", "loss_weight")
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -111,7 +107,7 @@ def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: 
 def _format_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """The first format of which the row has all columns; by name the columns that are read."""
     has = {name: [each for each in names if each in row] for name, names in _NAMES.items()}
-    form = next((form for form in _TABLE["formats"] if all(has[name] for name in form["of"])), None)
+    form = next((form for form in TABLE["formats"] if all(has[name] for name in form["of"])), None)
     if form is None:
         keys = ", ".join(quoted(str(key)) for key in list(row)[:_KEYS_SHOWN]) or "nothing"
         raise ConfigError(f"{where}: a row needs {_SHAPES}; this one has {keys}. --columns reads those of other names")
@@ -137,7 +133,7 @@ def _both(where: str, one: str, other: str, found: Mapping[str, list[str]]) -> C
 def _require_learned_as_it_asks(
     row: dict[str, Any], where: str, form: list[str], found: Mapping[str, list[str]]
 ) -> None:
-    for refused in _TABLE["refused"]:
+    for refused in TABLE["refused"]:
         for field in refused["fields"] if not {*form}.isdisjoint(refused.get("in", form)) else ():
             if row.get(field) not in _NOTHING:
                 raise ConfigError(
@@ -145,7 +141,7 @@ def _require_learned_as_it_asks(
                     f"the row without it, name the columns to read: --columns {_chosen(found)}"
                 )
     said_no = () if form == ["text"] else (0, "0", "false", "False", "no")  # of text alone a 0 may be a class
-    for field in _SAY_NO:
+    for field in TABLE["say_no"]:
         asked = row.get(field, True)
         if asked is False or asked in said_no or ("weight" in field and asked != 1):
             raise ConfigError(
@@ -229,10 +225,10 @@ def _add_what_is_told(trl: dict[str, Any], row: dict[str, Any], where: str, foun
 
 def _unread(record: Mapping[str, Any], used: set[str], trl: Mapping[str, Any]) -> list[str]:
     told = {each for name in ("tools", "chat_template_kwargs") if name not in trl for each in _NAMES[name]}
-    known = {*used - told, *_TABLE["no_account"], "text", "prompt", "completion"}
+    known = {*used - told, *TABLE["no_account"], "text", "prompt", "completion"}
     found = [key for key, value in record.items() if key not in known and value not in _NOTHING]
     for key in sorted(used - {*_NAMES["tools"]}):
         said = record[key] if isinstance(record[key], list) else []
         parts = [part for message in said if isinstance(message, dict) for part in message]
-        found += [f"{key}.{part}" for part in parts if part not in _TABLE["messages"]]
+        found += [f"{key}.{part}" for part in parts if part not in TABLE["messages"]]
     return list(dict.fromkeys(found))

@@ -15,24 +15,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from infinity.echo import quoted
 from infinity.errors import ConfigError
+from infinity.strict import parse_yaml
 
-ROLES = {
-    **{each: each for each in ("system", "developer", "user", "assistant", "tool", "function")},
-    **{each: each for each in ("ipython", "environment")},
-    **dict.fromkeys(("human", "prompter"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant"),
-    **dict.fromkeys(("function_response", "observation"), "tool"),
-}
+TABLE: dict[str, Any] = parse_yaml(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
+"""layouts.yaml, which says what its parts are."""
+ROLES: dict[str, str] = {each: role for role, names in TABLE["roles"].items() for each in (role, *names)}
 """By the names that datasets have for a speaker: the name that chat templates have."""
 _SHAREGPT = {"from": "role", "value": "content"}
-_TEXTS = ("text", "input_text", "output_text")
-"""Types of parts of a content; the last two are those of OpenAI's responses."""
-_PARTS = ("train_detail", "training", "masked", "mask", "loss_mask", "loss_weight")
-"""Fields of a message that choose a part of it to learn."""
 
 
 def messages_of(given: list[Any], where: str) -> list[dict[str, Any]]:
@@ -112,7 +106,7 @@ def _text_of(parts: list[Any], where: str) -> str:
     """
     for part in parts:
         what = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if what not in _TEXTS or not isinstance(part.get("text"), str):
+        if what not in TABLE["texts"] or not isinstance(part.get("text"), str):
             raise ConfigError(
                 f"{where}: 'content' has a part of the type {quoted(what)}, and only text is learned here: leave such "
                 'rows out, or give {"type": "text", "text": "…"}'
@@ -128,7 +122,7 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
     """
     asked: list[bool | None] = []
     for index, message in enumerate(messages):
-        for key in _PARTS:
+        for key in TABLE["parts"]:
             if message.get(key) not in (None, "", [], {}):
                 raise ConfigError(
                     f"{where}[{index}]: has {quoted(key)}; what is to be learned of a part of a message is not read"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from infinity.cli.fields import Row
-from infinity.cli.messages import ROLES, answers_learned, kind
+from infinity.cli.messages import ROLES, TABLE, answers_learned, kind
 from infinity.echo import quoted, raised
 from infinity.errors import ConfigError
 
@@ -189,7 +189,7 @@ class _Template:
         if meant not in ROLES and not self.names(meant):
             raise ConfigError(
                 f"{self.where}: messages[{index}] has the role {quoted(role)}, which the model's chat template has "
-                f"not: give one of {', '.join(list(ROLES)[:5])}"
+                f"not: give one of {', '.join(list(TABLE['roles'])[:5])}"
             )
         return meant
 
