@@ -23,7 +23,7 @@ _NOT_AGAIN = ("output",)
 
 def write_again(options: argparse.Namespace, config: SwapConfig, origin: Origin, directory: Path) -> None:
     """Write the options of a run and its swap config, as `again` names them. Raises OSError."""
-    of_trainer = {name: each[0] if len(each) == 1 else each for name, each in (options.trainer or {}).items()}
+    of_trainer = {name: each[0] if len(each) == 1 else each or True for name, each in (options.trainer or {}).items()}
     values = {
         name.replace("_", "-"): value
         for name, value in (values_of(options) | {"model": origin.model, "trainer": None} | of_trainer).items()

@@ -33,14 +33,21 @@ class Order(Sampler[int]):
         for first in range(0, self._numel, self._sequences):
             number = first // self._sequences
             order = np.random.default_rng((self._seed, number)).permutation(self._sequences)
-            yield from order[: self._numel - first].tolist()
+            yield from map(int, order[: self._numel - first])
 
 
 class DataIdentity:
-    """The data and the batches of a run, as generations keep them: a run goes on with the same ones only."""
+    """The data and the batches of a run, as generations keep them: a run goes on with the same ones only. It is asked
+    for the next step's batches first, so that what a generation keeps is of the moment before the step."""
 
     def __init__(self, digest: str, batch_size: int, seed: int) -> None:
         self._values = {"batch_size": batch_size, "seed": seed, "tokens": digest}
+
+    def __iter__(self) -> DataIdentity:
+        return self
+
+    def __next__(self) -> None:
+        """A step begins."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._values

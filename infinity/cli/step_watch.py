@@ -150,12 +150,13 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             print(f"warning: a model cannot be removed: {raised(error)}; the run goes on", file=sys.stderr, flush=True)
 
     def figures(self) -> dict[str, float]:
-        """Return figures of the steps since the last entry in a tracker that a Trainer does not compute."""
+        """Return figures of the steps since the last entry in a tracker, beside those that a Trainer has."""
         since, self._unlogged = self._unlogged, []
         if not since:
             return {}
         seconds = sum(each.seconds for each in since)
         return {
+            "loss": sum(each.loss for each in since) / len(since),
             "grad_norm": since[-1].grad_norm,
             "seconds": seconds,
             "tokens_per_s": sum(each.tokens for each in since) / max(seconds, 1e-9),

@@ -44,7 +44,7 @@ def opened(options: argparse.Namespace, run: str, directory: Path, done: int) ->
             # The Trainer's callback goes on with a run that is there.
             wandb_run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", _PROJECT),
-                name=options.output.name,
+                name=(options.trainer or {}).get("run_name", [options.output.name])[0],
                 dir=os.environ.get("WANDB_DIR", str(directory)),
                 id=os.environ.get("WANDB_RUN_ID", run),
                 resume="allow",

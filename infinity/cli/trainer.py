@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +22,7 @@ from trl import SFTConfig, SFTTrainer
 
 from infinity.cli.batches import Batch, learned_in
 from infinity.cli.data import Sequences
-from infinity.cli.order import Order
+from infinity.cli.order import DataIdentity, Order
 from infinity.cli.trainer_points import require_points
 from infinity.cli.world import told
 from infinity.config import SwapConfig
@@ -75,6 +77,7 @@ class Trainer(TrainerMixin, _Recording):
 
     Args:
         order: of the sequences that are trained on.
+        identity: of the data; it is told of each step before it begins.
         held_out: None: nothing is evaluated.
         save: writes the model to a directory; all ranks call.
         figures: what trackers are told beside the loss, of the steps since the last time.
@@ -96,6 +99,7 @@ class Trainer(TrainerMixin, _Recording):
         trained: Sequences,
         held_out: Sequences | None,
         order: Order,
+        identity: DataIdentity,
         save: Callable[[Any, str], None],
         figures: Callable[[], dict[str, float]],
         scaler: torch.amp.GradScaler,
@@ -103,9 +107,11 @@ class Trainer(TrainerMixin, _Recording):
         **others: Any,
     ) -> None:
         self._order = order
+        self._identity = identity
         self._save_model = save
         self._figures = figures
         self.failed: dict[int, str] = {}
+        self._trackers_failed = False
         args._n_gpu = min(args.n_gpu, 1)  # others are for other ranks
         require_points()
         evaluated = 0
@@ -123,6 +129,7 @@ class Trainer(TrainerMixin, _Recording):
             swap_config=swap_config,
             **others,
         )
+        self.model_accepts_loss_kwargs = True  # transformers before 5.20 divides the losses of other models once more
         rng.restore(drawn)  # a Trainer seeds all ranks alike, and each has random numbers of its own
         self.remove_callback(PrinterCallback)
         # Where a Trainer has a tokenizer, train() writes its special tokens into the model's configs.
@@ -148,6 +155,7 @@ class Trainer(TrainerMixin, _Recording):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *given: Any) -> tuple[list[Any], Any]:
         """The batches of a step, and the number of tokens that all ranks learn in it."""
+        next(self._identity)
         batches = list(islice(epoch_iterator, num_batches))
         learned = torch.stack([learned_in(batch["labels"]) for batch in batches]).sum()
         return batches, self.accelerator.reduce(learned)
@@ -184,7 +192,21 @@ class Trainer(TrainerMixin, _Recording):
         """The optimizer's update finds the norm. transformers would read all gradients for it."""
 
     def log(self, logs: dict[str, Any], *given: Any, **named: Any) -> None:
-        super().log(logs | self._figures() if "loss" in logs else logs, *given, **named)
+        """Tell the trackers. One that fails, as a server that is away does, does not end the run."""
+        figures = self._figures() if "loss" in logs else {}
+        # A Trainer's own sums stay nan after a step that was skipped for its loss.
+        finite = {name: value for name, value in logs.items() if name != "train_loss" or math.isfinite(value)}
+        try:
+            super().log(finite | figures, *given, **named)
+        except InfinityError:
+            raise
+        except Exception as error:
+            self._say_of_trackers(error)
+
+    def _say_of_trackers(self, error: Exception) -> None:
+        if not self._trackers_failed:
+            print(f"warning: a tracker failed: {raised(error)}; the run goes on", file=sys.stderr, flush=True)
+        self._trackers_failed = True
 
     def end_trackers(self) -> None:
         """Of a run that has nothing left to train."""

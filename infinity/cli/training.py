@@ -88,12 +88,14 @@ class Training:
         self._optimizer = _optimizer_of(options, config, model)
         scheduler = schedule_of(arguments, self._optimizer, self.steps)
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
+        identity = DataIdentity(data.trained.digest, options.batch_size, options.seed)
         self._trainer = Trainer(
             model,
             arguments,
             trained=data.trained,
             held_out=data.held_out,
             order=Order(data.trained.sequences, self.steps * per_step, options.seed),
+            identity=identity,
             save=lambda model, directory: save_model(model, directory, options, self.model_config),
             figures=self._figures,
             scaler=self._scaler,
@@ -105,7 +107,7 @@ class Training:
             model=model,
             scheduler=scheduler,
             trainer=self._trainer,
-            data=DataIdentity(data.trained.digest, options.batch_size, options.seed),
+            data=identity,
             history=self.history,
             **({"scaler": self._scaler} if self._scaler.is_enabled() else {}),
             **{job.NAME: job.Job(options, config, world, origin)},

@@ -23,6 +23,7 @@ import infinity
 from infinity.cli.command import command
 from infinity.cli.main import main
 from infinity.cli.step_watch import StepWatch
+from infinity.cli.trainer import Trainer
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from tests.cli.test_finetune import TEXT, arguments_of, run, tokenizer
 from tests.io.test_headers import build, config, trained
@@ -144,6 +145,27 @@ def test_a_stopped_run_ends_in_the_bits_of_one_that_was_not(number: int, job: di
     assert _same(tmp_path / "out-a", tmp_path / "out-b")
     left = {name for name in os.listdir(tmp_path) if name.startswith(".")}
     assert not left, "nothing is left beside the output"
+
+
+def test_a_run_that_fails_within_a_step_goes_on_after_the_step_before(
+    job: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though generations are written every fifth step only."""
+    assert run(job) == 0
+    other, compute = _job(tmp_path, "b", commit_every=5), Trainer.compute_loss
+
+    def interrupted(self: Trainer, *given: Any, **named: Any) -> torch.Tensor:
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return compute(self, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "compute_loss", interrupted)
+        assert run(other) == 130
+    assert list(generations_in(tmp_path / "swap-b")) == [3]
+    assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0
+    assert _losses(tmp_path / "out-b") == _losses(tmp_path / "out-a")
+    assert _same(tmp_path / "out-a", tmp_path / "out-b")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])

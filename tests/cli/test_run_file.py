@@ -108,9 +108,11 @@ def test_a_run_from_a_file_is_the_run_of_its_options_and_can_be_done_again(
     file = {
         name.removeprefix("--"): str(value) if isinstance(value, Path) else value for name, value in (job | few).items()
     }
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(file | {"lora-targets": ["q_proj"], "lora": 2, "beta1": 0.8}))
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(file | {"lora-targets": ["q_proj"], "lora": 2, "beta1": 0.8, "full_determinism": True})
+    )
     assert main(["finetune", "--options", str(tmp_path / "mine.yaml")]) == 0
-    flags = ["--lora", "2", "--lora-targets", "q_proj", "--beta1", "0.8"]
+    flags = ["--lora", "2", "--lora-targets", "q_proj", "--beta1", "0.8", "--full_determinism"]
     assert run(_job(tmp_path, "b") | {"--eval-data": tmp_path / "apart.txt"} | few, *flags) == 0
     assert _losses(tmp_path / "out-a") == _losses(tmp_path / "out-b")
     report = json.loads((tmp_path / "out-a" / "report.json").read_text())
@@ -122,8 +124,9 @@ def test_a_run_from_a_file_is_the_run_of_its_options_and_can_be_done_again(
     assert _losses(tmp_path / "out-c") == _losses(tmp_path / "out-a")
     adapters = "adapter_model.safetensors"
     assert (tmp_path / "out-a" / adapters).read_bytes() == (tmp_path / "out-c" / adapters).read_bytes()
-    mine, others = ((tmp_path / f"out-{name}" / "run.yaml").read_text() for name in "ac")
+    mine, of_flags, others = ((tmp_path / f"out-{name}" / "run.yaml").read_text() for name in "abc")
     assert mine == others
+    assert "full_determinism: true\n" in of_flags.replace("-", "_")
 
 
 def test_a_run_that_went_on_from_a_copy_names_the_model_it_began_with(job: dict[str, Any], tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations import TensorBoardCallback
 
 from infinity.cli import run_directory, training
 from infinity.cli.history import History, Sample
@@ -151,6 +152,30 @@ def test_trackers_have_the_last_step_and_what_only_this_program_knows(job: dict[
         norms = [float(row["grad_norm"]) for row in csv.DictReader(file)]
     assert [norm for _, norm in read["train/grad_norm"]] == pytest.approx([norms[4], norms[9], norms[11]], rel=1e-6)
     assert read["eval/sample 1"] == [5, 10, 12]
+
+
+def test_a_loss_that_is_not_finite_is_in_one_entry_of_trackers_and_one_that_fails_does_not_end_the_run(
+    job: dict[str, Any], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute, told = Trainer.compute_loss, TensorBoardCallback.on_log
+
+    def computed(self: Trainer, *given: Any, **named: Any) -> torch.Tensor:
+        return compute(self, *given, **named) * (math.nan if self.state.global_step == 1 else 1)
+
+    def failing(self: Any, args: Any, state: Any, *given: Any, **named: Any) -> None:
+        if state.global_step == 4:
+            raise ConnectionError("503 Service Unavailable")
+        told(self, args, state, *given, **named)
+
+    monkeypatch.setattr(Trainer, "compute_loss", computed)
+    monkeypatch.setattr(TensorBoardCallback, "on_log", failing)
+    assert run(job | {"--steps": 5}, "--logger", "tensorboard", "--log-every", "1") == 0
+    losses = [float(loss) for loss in _losses(tmp_path / "out-a")]
+    entries = [loss for step, loss in enumerate(losses, 1) if step != 4]
+    read = of_tensorboard(tmp_path / "out-a")
+    assert [loss for _, loss in read["train/loss"]] == pytest.approx(entries, rel=1e-6, nan_ok=True)
+    assert [math.isnan(loss) for loss in entries] == [False, True, False, False]
+    assert "warning: a tracker failed: ConnectionError: 503 Service Unavailable; the run" in capfd.readouterr().err
 
 
 def test_a_model_that_cannot_be_saved_does_not_end_the_run(

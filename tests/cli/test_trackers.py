@@ -103,7 +103,7 @@ def test_what_the_environment_says_of_wandb_counts(
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     monkeypatch.setenv("WANDB_RUN_ID", "abc")
-    options = Namespace(logger=["wandb"], output=tmp_path / "out")
+    options = Namespace(logger=["wandb"], output=tmp_path / "out", trainer={"run_name": ["this"]})
     with trackers.opened(options, "run", tmp_path, 0) as callbacks:
         assert callbacks == []
-    assert (wandb.begun[0]["project"], wandb.begun[0]["id"]) == ("mine", "abc")
+    assert [wandb.begun[0][name] for name in ("project", "id", "name")] == ["mine", "abc", "this"]
