@@ -1,1 +1,1 @@
-"""What survives the process: commits, the tracked objects of a training loop, its random numbers."""
+"""State that survives the process: commits, tracked objects of the training loop and RNG states."""

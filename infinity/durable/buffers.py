@@ -1,5 +1,7 @@
-"""A model's persistent buffers (running means of norms, say) in generations: training changes
-them, so a resumed run must have them again."""
+"""A model's persistent buffers (such as running means of batch norms), kept in each generation.
+
+Training changes them, so a resumed run must restore them.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,18 @@ from infinity.errors import ResumeError
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The persistent buffers by their full names, a shared one once for each name."""
+    """Return the persistent buffers with their full names.
+
+    A buffer that several names refer to appears under each name.
+    """
     return iter(reader(model)().items())
 
 
 def reader(model: nn.Module) -> Callable[[], dict[str, torch.Tensor]]:
-    """Gives their values as they are when it is called, also when the model is gone, which it does not keep alive."""
+    """Return a function that reads the current values of the persistent buffers.
+
+    The function does not keep the model alive. It still works after the model is gone.
+    """
     places = [
         (f"{prefix}.{name}" if prefix else name, module._buffers, name)
         for prefix, module in model.named_modules()
@@ -33,10 +41,10 @@ def reader(model: nn.Module) -> Callable[[], dict[str, torch.Tensor]]:
 
 
 def restore(model: nn.Module, saved: dict[str, Any]) -> None:
-    """Put the values of a generation into the model's buffers.
+    """Copy the buffer values of a generation into the model's buffers.
 
     Raises:
-        ResumeError: the model has other buffers than the one of the run.
+        ResumeError: the model's buffers differ from the run's in name, shape or dtype.
     """
     mine = dict(named(model))
     if mine.keys() != saved.keys():

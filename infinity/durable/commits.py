@@ -1,11 +1,11 @@
-"""When generations are made, and what goes into them beside the states.
+"""Commits: when generations are made, and which values they keep in addition to the states.
 
 [Note: when a commit is begun and when it is finished]
-A commit is begun when the step is decided. When the next training forward begins its body is frozen: what is tracked is
-as the top of the loop has it (see tracked.py). Meanwhile the updates go on; when the last one is finished, the states
-in RAM that no update wrote to the store are written, and the fdatasync starts. When that is done, too, the manifest is
-written: the commit is finished, at the latest before anything of the next step is written. An explicit infinity.commit
-and the end of a run finish it, too.
+A commit is begun when the step is decided. Its body is frozen when the next training forward begins: the body then has
+the tracked objects as they were at the top of the loop (see tracked.py). Meanwhile the updates continue. After the last
+update has finished, the commit writes the states in RAM that no update wrote to the store, and starts the fdatasync.
+When the fdatasync is done, the manifest is written and the commit is finished. This happens at the latest before the
+next step writes anything. An explicit infinity.commit and the end of a run also finish the commit.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class Commit:
-    """A generation on its way: its body is frozen and its states are synced, in either order, each once.
+    """A generation that is being made. Its body is frozen once and its states are synced once, in either order.
 
     Attributes:
-        body: what goes into the generation beside the states; None until it is frozen.
-        sync: of the swap file, after all writes; None until all updates of the step are finished.
+        body: values that the generation keeps in addition to the states; None until they are frozen.
+        sync: fdatasync of the swap files after all writes; None until all updates of the step are finished.
     """
 
     def __init__(self, step: int) -> None:
@@ -58,22 +58,27 @@ class Commit:
 
     @property
     def ready(self) -> bool:
-        """Whether finishing would wait for nothing but small files."""
+        """Whether finishing the commit would wait only for writes of small files."""
         return self.body is not None and self.sync is not None and self.sync.done()
 
 
 class Commits:
-    """The generations of a run. Life cycle of each: begin() → forward_begins() → write_rest() → finish(); the two in
-    the middle may come in either order or be left to finish(), which needs all updates of the step finished.
+    """The generations of a run.
+
+    Life cycle of each generation: begin() → forward_begins() → write_rest() → finish(). The two middle calls may come
+    in either order or be left out: finish() does their work. finish() requires that all updates of the step are
+    finished.
 
     Attributes:
-        tracking: what was given to infinity.track.
-        resumed: in a resumed run, before its first step.
+        tracking: objects given to infinity.track.
+        resumed: the generation that the run was resumed from; None after the first step, or if the run was not resumed.
 
     Args:
-        maker: makes them.
-        model: what a reader of the states must know of the model.
-        buffers: gives the model's persistent buffers.
+        resources: the plan, the store, the units and the generations.
+        optimizers: optimizers of the model.
+        maker: makes the generations.
+        model: facts about the model that a reader of the states needs.
+        buffers: returns the model's persistent buffers.
     """
 
     def __init__(
@@ -91,32 +96,32 @@ class Commits:
         self._pace = Pace(resources.plan.placement.commits, led=maker.led)
         self._commit: Commit | None = None
         self._owed = False
-        self._touched = False  # states were written since the newest generation was begun, by no step
-        self._waited = False  # a forward has begun since the commit was, and the loop was not at its top
+        self._touched = False  # states were written outside a step since the newest generation was begun
+        self._waited = False  # a forward began after the commit, before the loop reached its top
         self._several_steps_an_item = False
         self._closing = False
         self.tracking = Tracking(optimizers.checkpoint, buffers)
         self.resumed: Resumed | None = None
 
     def track(self, objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> None:
-        """As infinity.track."""
+        """Track objects. The arguments are those of infinity.track."""
         resumed = self.resumed
         self.tracking.take(objects, named, (lambda *_: None) if resumed is None else resumed.give_back)
 
     def resume(self, step: int, body: Body) -> None:
-        """The run goes on from the generation of `step`."""
+        """Record that the run is resumed from the generation of `step`."""
         self.resumed = Resumed(step, body)
 
     def step_done(self) -> None:
-        """A step was done since: the run is past what it was resumed from."""
+        """Record that a step was done: the run has moved past the generation it was resumed from."""
         self.resumed = None
-        if len(self._optimizers) <= 1:  # one of several has used its own; zero_grad tells of the rest
+        if len(self._optimizers) <= 1:  # with several, each uses its own gradients; zero_grad reports the others
             self.tracking.gradients_gone()
 
     # -- generations --------------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Whether optimizer step `step`, counted from 1, is committed."""
+        """Return whether optimizer step `step`, counted from 1, is committed."""
         return self._resources.generations is not None and (self._owed or self._pace.due(step))
 
     @property
@@ -125,14 +130,14 @@ class Commits:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest durable generation."""
+        """The step of the newest durable generation; None if there is none."""
         return None if self._resources.generations is None else self._resources.generations.newest
 
     def begin(self, step: int) -> None:
-        """All states will be those after `step`.
+        """Begin the generation of `step`: all states will be those after this step.
 
         Raises:
-            ConfigError: what is tracked cannot be kept.
+            ConfigError: the state of a tracked object cannot be kept.
         """
         if self._commit is not None and self._commit.step == step:
             return
@@ -141,17 +146,23 @@ class Commits:
         self.begin_again(step)
 
     def pass_by(self) -> None:
-        """The step that was done is not due."""
+        """Record that the step that was just done is not due for a commit."""
         if self._resources.generations is not None:
             self.tracking.step_passed()
 
     def begin_again(self, step: int) -> None:
-        """As begin(), of a commit that gave way to a write, or of a step that was passed by. That is no step's end: the
-        loop is where it was."""
+        """Begin the generation of `step` without the end of a step.
+
+        This is for a commit that was dropped before a write, and for a step that was not due. The loop is still at the
+        same place, so the tracked objects are not noted again.
+        """
         self._commit, self._owed, self._touched = Commit(step), False, False
 
     def _learn(self) -> None:
-        """A commit waited for the loop's top, and the next step came before that."""
+        """Learn that the loop makes several steps for one item.
+
+        This is the case when a commit waited for the top of the loop and the next step came first.
+        """
         if self._owed and self._waited and len(self._optimizers) == 1 and not self._several_steps_an_item:
             self._several_steps_an_item = True
             logger.warning(
@@ -162,7 +173,9 @@ class Commits:
         self._waited = False
 
     def write_rest(self) -> None:
-        """All updates of the step are finished: write what they did not, and start making it durable. Once.
+        """Write the states that no update of the step wrote, and start the fdatasync.
+
+        All updates of the step must be finished. Calls after the first have no effect.
 
         Raises:
             SwapIOError: the device failed.
@@ -174,12 +187,12 @@ class Commits:
 
     @property
     def frozen(self) -> bool:
-        """Whether it is known what goes into the generation under way beside the states."""
+        """Whether the body of the current commit is frozen."""
         return self._commit is not None and self._commit.body is not None
 
     @property
     def ready(self) -> bool:
-        """Whether finish() would wait for nothing but small files."""
+        """Whether finish() would wait only for writes of small files."""
         return self._commit is not None and self._commit.ready
 
     def _require_generations(self) -> Generations:
@@ -203,14 +216,15 @@ class Commits:
             home.written(copy)
 
     def forward_begins(self, graph: Callable[[], object] = lambda: None) -> None:
-        """Freeze what the commit that was begun keeps of the loop, if that is at its top.
+        """Freeze the body of the current commit if the loop is at its top.
 
-        A loop with a tracked loader is there once its loader was asked. Until then the commit waits: the forward may be
-        one between a step and its scheduler's, and where several steps are made for an item, another step takes the
-        commit's place. A loop of one optimizer that did so gets its commits frozen here, wherever it is.
+        With a tracked loader, the loop is at its top once the loader was asked for the next item. Until then the commit
+        waits, because this forward may run between a step and its scheduler's step. Where the loop makes several steps
+        for one item, the next step replaces the waiting commit. Once a loop with one optimizer has done this, its later
+        commits are frozen at the next forward, wherever the loop is.
 
         Args:
-            graph: gives something while the forward's backward may come.
+            graph: returns an object while the backward of this forward may still run, and None afterwards.
         """
         if self._commit is not None and not self.frozen:
             if self.tracking.has_data and not self.tracking.at_top and not self._several_steps_an_item:
@@ -220,8 +234,11 @@ class Commits:
         self.tracking.forward_begins(graph)
 
     def write_begins(self) -> None:
-        """Something other than a step is about to write: if the loop came to its top, the commit has the states of
-        before. Where that is not known of all ranks, it gives way."""
+        """Prepare for a write outside a step.
+
+        If the loop has reached its top, the commit is frozen with the values before the write. With several ranks it is
+        not known whether all loops have reached their tops, so the commit is dropped later (step_begins).
+        """
         if self._commit is not None and not self.frozen and self.tracking.at_top and self._maker.decides_alone:
             self._freeze(before_forward=False)
 
@@ -231,13 +248,15 @@ class Commits:
                 self._commit.freeze(document.copy_of(self._body_now(before_forward=before_forward)))
 
     def rewind(self) -> None:
-        """Before the first forward of a resumed run (Resumed.rewind)."""
+        """Restore the random numbers before the first forward of a resumed run (Resumed.rewind)."""
         if self.resumed is not None:
             self.resumed.rewind()
 
     def step_begins(self) -> None:
-        """Something will be written. A commit that a forward has frozen is finished; one that no forward has, gives
-        way: another optimizer steps in the same iteration. All updates are finished.
+        """Prepare for a write to the states. All updates must be finished.
+
+        A frozen commit is finished. A commit that is not frozen is dropped, because another optimizer steps in the same
+        iteration; the next step is due for a commit instead.
 
         Raises:
             InfinityError: the commit failed.
@@ -252,12 +271,14 @@ class Commits:
             sync.result()
 
     def finish(self) -> None:
-        """Make the generation that was begun, if one was; when this returns it survives a power cut. All updates of
-        its step are finished.
+        """Finish the current commit, if there is one. When this method returns, the generation survives a power cut.
+
+        All updates of the step must be finished.
 
         Raises:
-            InfinityError: an fsync or a write failed, and with it this generation. The newest one before stays.
-            ConfigError: what is tracked cannot be kept.
+            InfinityError: an fsync or a write failed, and this generation does not exist. The newest earlier one
+                remains.
+            ConfigError: the state of a tracked object cannot be kept.
         """
         if self._commit is None:
             return
@@ -290,32 +311,36 @@ class Commits:
         commit.sync.result()
         self._maker.make(self._require_generations(), commit.step, facts_of(self._resources), body)
 
-    # -- others who make them -----------------------------------------------------------------------------------------
+    # -- other ranks --------------------------------------------------------------------------------------------------
 
     def told(self) -> list[int]:
-        """As Maker.told."""
+        """Return this rank's report to the other ranks. See Maker.told."""
         return self._maker.told(self._pace)
 
     def heard(self, told: Sequence[Sequence[int]], following: int) -> None:
-        """As Maker.heard."""
+        """Process the reports of all ranks. See Maker.heard."""
         self._maker.heard(told, self._pace, following)
 
     def agree(self, what: str, following: int) -> None:
-        """As Maker.agree."""
+        """Send and process reports. See Maker.agree."""
         self._maker.agree(what, self._pace, following)
 
     def require_made(self, step: int) -> None:
-        """As Maker.require_made."""
+        """Require that all ranks made generation `step`. See Maker.require_made."""
         self._maker.require_made(step)
 
     def retire_early(self) -> None:
-        """As Maker.retire_early."""
+        """Retire older generations before a step. See Maker.retire_early."""
         self._maker.retire_early()
 
-    # -- what goes into them ------------------------------------------------------------------------------------------
+    # -- the body -----------------------------------------------------------------------------------------------------
 
     def _body_now(self, *, before_forward: bool) -> dict[str, Any]:
-        """Args: before_forward: a training forward follows at once."""
+        """Return the body of a generation of the loop's current state.
+
+        Args:
+            before_forward: a training forward follows immediately.
+        """
         noted = self.tracking.note()
         body = {
             **noted.around,
@@ -328,7 +353,9 @@ class Commits:
         return body if self.resumed is None else self._with_what_was_resumed(body, self.resumed)
 
     def _why_unsure(self, noted: Noted) -> str:
-        """Why a run that resumes this may not be where its loop was; "" where it is."""
+        """Return why a run resumed from this generation may continue at another place in its loop; "" if it continues
+        exactly.
+        """
         if noted.gradients:
             return "gradients had come that no step had used"
         if noted.graphs:
@@ -343,8 +370,11 @@ class Commits:
 
     @staticmethod
     def _with_what_was_resumed(body: dict[str, Any], resumed: Resumed) -> dict[str, Any]:
-        """A generation that is made again before the first step of a resumed run keeps what this process has not taken
-        up: a script that only changes weights makes no optimizer and tracks nothing."""
+        """Return a body that keeps the resumed generation's values for objects that this process has not restored.
+
+        A generation can be made again before the first step of a resumed run. For example, a script that only changes
+        weights creates no optimizer and tracks nothing.
+        """
         there = resumed.body.model_dump()
         mine = body["optimizers"]
         kept = {name: resumed.body.tracked[name] for name in resumed.unclaimed}
@@ -357,16 +387,19 @@ class Commits:
         }
 
     def touched(self) -> None:
-        """States were written between two steps: the newest generation of this step has the old ones."""
+        """Record that states were written between two steps, so the newest generation of this step has the old
+        states.
+        """
         self._touched = self.newest is not None
 
     @property
     def _made_before_writes(self) -> bool:
-        """States were written since the generation of this step was made, and it cannot be made again."""
+        """Whether states were written after this step's generation was made, and it cannot be made again."""
         return self._touched and not self._maker.makes_again
 
     def require_possible(self, step: int) -> None:
-        """
+        """Require that a generation of `step` can be made now.
+
         Raises:
             ConfigError: the run keeps no generations.
             NotAvailableError: the newest generation is of this step, and several ranks cannot make it again.
@@ -381,10 +414,13 @@ class Commits:
             )
 
     def commit(self, step: int, *, closing: bool = False) -> None:
-        """Make a generation of `step` now; the loop is at the end of an iteration. Raises as begin() and finish().
+        """Make a generation of `step` now.
+
+        The loop is at the end of an iteration. The errors are those of begin() and finish().
 
         Args:
-            closing: the loop did not say so; the model is closed.
+            step: the last step that was done.
+            closing: the model is being closed; the loop did not call infinity.commit.
         """
         self._optimizers.take_up_hyperparameters(self.resumed, again=False)
         self.begin(step)
@@ -393,10 +429,12 @@ class Commits:
         self.finish()
 
     def end(self, step: int, *, broken: bool) -> None:
-        """The run ends after `step`: make that a generation, if it is none.
+        """End the run after `step`: make a generation of it, unless there is one.
 
         Args:
-            broken: the loop may have been left in the middle of an iteration: only what is known to be its top counts.
+            step: the last step that was done.
+            broken: the loop may have been left in the middle of an iteration, so only a known top of the loop is
+                committed.
         """
         if self._resources.generations is None or (step == (self.newest or 0) and not self._touched):
             return
@@ -408,7 +446,7 @@ class Commits:
             )
             return
         if not self.under_way and self.tracking.at_top:
-            self.begin_again(step)  # which was not due
+            self.begin_again(step)  # this step was not due
         if self.under_way and (self.frozen or self.tracking.has_item):
             self.finish()
         elif not broken:
@@ -424,7 +462,7 @@ class Commits:
 
 
 def facts_of(resources: Resources) -> dict[str, Any]:
-    """What a store's states are, which a run that resumes it must agree on."""
+    """Return the facts about a store's states that must be equal in a run that resumes it."""
     groups = [states for unit in resources.units for states in unit.states.values()]
     codecs = sorted({str(group.codec) for unit in resources.units for group, _ in unit.weights.encoded()})
     return {

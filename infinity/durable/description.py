@@ -1,4 +1,7 @@
-"""What a generation says of its model, so that its states can be read without the program that trained it."""
+"""A generation's description of its model.
+
+With it, the states can be read without the program that trained the model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from infinity.state.dtypes import master_format
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """The names of each parameter; a tied parameter has several."""
+    """Return the names of each parameter. A tied parameter has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -21,10 +24,12 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def describe(model: nn.Module, found: Discovery, master: _native.MasterName) -> ModelRecord:
-    """The model's class and configuration, and where each parameter lies.
+    """Return the model's class and configuration, and the place of each parameter in its group.
 
     Args:
-        master: of bf16 weights, as the config has it.
+        model: the model to describe.
+        found: its units and parameters.
+        master: form of the fp32 master of bf16 weights, from the config.
     """
     names = names_of(model)
     groups, parameters = [], []

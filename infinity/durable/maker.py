@@ -1,4 +1,4 @@
-"""Who makes generations: a process by itself, or all ranks together (sharded/maker.py)."""
+"""The parties that make generations: a single process, or all ranks together (sharded/maker.py)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from infinity.io.generations import Generations
 
 
 class Maker(Protocol):
-    """All ranks make the same calls, in the same order.
+    """A maker of generations. All ranks make the same calls in the same order.
 
     Attributes:
-        led: which steps are committed is agreed on, and not taken from the process's own clock.
-        decides_alone: whether the loop has come to its top is known of all who make the generation.
-        makes_again: a generation can be made a second time, of states that were written by no step.
+        led: whether several ranks agree which steps are committed. A single process decides by its own clock.
+        decides_alone: whether this process alone decides if the loop has reached its top.
+        makes_again: whether a generation can be made a second time, after states were written outside a step.
     """
 
     led: bool
@@ -23,27 +23,36 @@ class Maker(Protocol):
     makes_again: bool
 
     def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
-        """Make generation `step` of values that are durable. Raises as Generations.prepare."""
+        """Make generation `step` of states that are already durable. Raises the errors of Generations.prepare."""
 
     def told(self, pace: Pace) -> list[int]:
-        """What the others are told before each step: how often this process would commit, and the steps of its
-        generations."""
+        """Return this rank's report to the others before each step.
+
+        The report has the number of steps between commits that this process measured, and the steps of its generations.
+        It is empty for a single process.
+        """
 
     def heard(self, told: Sequence[Sequence[int]], pace: Pace, following: int) -> None:
-        """All have told, and nothing is under way. Args: following: the next step."""
+        """Process the reports of all ranks while no write is in flight.
+
+        Generations that not all ranks have are retired. `following` is the next step.
+        """
 
     def agree(self, what: str, pace: Pace, following: int) -> None:
-        """Tell, and hear. Raises PeerError. Args: what: the ranks are at."""
+        """Send this rank's report to all ranks, and process the reports of all ranks.
+
+        `what` names the operation in errors. Raises PeerError.
+        """
 
     def require_made(self, step: int) -> None:
-        """Raises InfinityError: not all have made generation `step`."""
+        """Raise InfinityError unless all ranks have made generation `step`."""
 
     def retire_early(self) -> None:
-        """Let older generations go before a step, where that is known to be right."""
+        """Retire older generations before a step, if all ranks are known to have made the newest one."""
 
 
 class LocalMaker:
-    """One process (Maker)."""
+    """Maker for a single process."""
 
     led = False
     decides_alone = True

@@ -1,4 +1,4 @@
-"""The optimizers of a model, whose hyperparameters and progress every commit keeps."""
+"""The optimizers of a model. Every commit keeps their hyperparameters and progress."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.errors import ModelError
 
 
 class Checkpointed(Protocol):
-    """An optimizer, as commits see it."""
+    """An optimizer, as far as commits use it."""
 
     def names(self) -> set[str]: ...
 
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Checkpointed)
 
 
 class Optimizers(Generic[T]):
-    """In the order in which they were made."""
+    """The optimizers of a model, in the order of their creation."""
 
     def __init__(self) -> None:
         self._entered: list[T] = []
@@ -34,11 +34,13 @@ class Optimizers(Generic[T]):
         return len(self._entered)
 
     def enter(self, optimizer: T, resumed: Resumed | None) -> None:
-        """Have an optimizer's state in every commit, in place of those that had any of its parameters. In a resumed
-        run the optimizer takes up what the generation has of it.
+        """Register an optimizer, so that every commit keeps its state.
+
+        It replaces the optimizers that have any of its parameters. In a resumed run the optimizer restores its state
+        from the generation.
 
         Raises:
-            ResumeError: the optimizer does not fit that; it has not entered.
+            ResumeError: the saved state does not fit the optimizer. It is not registered.
         """
         before = self._entered
         self._entered = [other for other in before if not optimizer.names() & other.names()]
@@ -53,11 +55,11 @@ class Optimizers(Generic[T]):
 
     @property
     def sole(self) -> T | None:
-        """The optimizer, where there is one only."""
+        """The optimizer, if there is exactly one; otherwise None."""
         return self._entered[0] if len(self._entered) == 1 else None
 
     def require_entered(self, optimizer: object) -> None:
-        """Raises ModelError when another optimizer took the place of this one."""
+        """Raise ModelError if another optimizer has replaced this one."""
         if not any(other is optimizer for other in self._entered):
             raise ModelError(
                 "another optimizer was made on parameters of this one and took its place: it would not be in the "
@@ -65,8 +67,10 @@ class Optimizers(Generic[T]):
             )
 
     def require_apart(self, optimizer: object, names: set[str]) -> None:
-        """Raises ModelError when another optimizer has some of these parameters, which this one is to get. One that is
-        being made has not entered, and takes the place of the others then."""
+        """Raise ModelError if another optimizer has some of the parameters that this one is about to get.
+
+        An optimizer that is still being constructed is not registered. It replaces the others when it is.
+        """
         if not any(other is optimizer for other in self._entered):
             return
         for other in self._entered:
@@ -77,10 +81,11 @@ class Optimizers(Generic[T]):
                 )
 
     def take_up_hyperparameters(self, resumed: Resumed | None, *, again: bool) -> None:
-        """In a resumed run: learning rates and the like as they were.
+        """Restore learning rates and other hyperparameters in a resumed run.
 
         Args:
-            again: also those that were given back before; else only optimizers that have never been.
+            resumed: the generation that the run was resumed from; None does nothing.
+            again: restore all optimizers; otherwise only those that were not restored yet.
         """
         if resumed is None:
             return

@@ -1,5 +1,7 @@
-"""Which steps are committed: every N-th. Where the plan only knows an upper bound for N (plan/frequency.py), N is
-measured while the run goes on."""
+"""The interval between commits: every N-th step is committed.
+
+Where the plan knows only an upper bound of N (plan/frequency.py), N is measured during the run.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,22 @@ logger = logging.getLogger(__name__)
 
 
 class Pace:
-    """Which steps are committed.
+    """The decision which steps are committed.
 
-    A run that measures commits its first two steps, to see what a commit costs and how long a step takes, and after
-    each commit sets N so that commits take 5 % of the time at most. What counts as cost is the time in which the loop
-    waits for a commit.
+    A run that measures N commits its first two steps, to find out the cost of a commit and the time of a step. After
+    each commit it sets N so that commits take at most 5 % of the time. The cost of a commit is the time for which the
+    loop waits for it.
 
-    Invariant: what due() answers for a step does not change once it was asked, because updates begin by it.
+    Invariant: once due() was asked about a step, its answer for that step does not change, because updates are started
+    on the strength of that answer.
 
-    Several ranks commit the same steps. What one of them has measured counts for nothing until all have heard of it:
-    before each step they agree on the largest N of any of them (lead), which holds from the step after that one on.
+    Several ranks commit the same steps. A rank's measured N has no effect until all ranks have received it: before each
+    step they agree on the largest N of all ranks (lead). It applies from the step after the next one on.
 
     Args:
-        led: this process is one of several.
-        clock: gives seconds.
+        commits: interval between commits from the plan.
+        led: whether this process is one of several ranks (Maker).
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -40,28 +44,30 @@ class Pace:
         self._every = self._asked_every = self._measured = 1 if self._measures else commits.every
         self._asked = -1
         self._held_s = 0.0
-        self._last: tuple[int, float] | None = None  # the step of the last commit, and when it was finished
+        self._last: tuple[int, float] | None = None  # step of the last commit and the time at which it was finished
 
     @property
     def every(self) -> int:
-        """Steps between commits, as this process has measured."""
+        """Steps between commits that this process has measured."""
         return self._measured
 
     def lead(self, every: int, step: int) -> None:
-        """All ranks commit each `every`-th step from the one after `step` on, until they agree again: whether `step` is
-        due some of them may have asked."""
+        """Commit every `every`-th step from the one after `step` on, until the ranks agree again.
+
+        `step` itself keeps the former interval, because some ranks may have asked about it already.
+        """
         self.due(step)
         self._every = every
 
     def due(self, step: int) -> bool:
-        """Whether optimizer step `step`, counted from 1, is committed."""
+        """Return whether optimizer step `step`, counted from 1, is committed."""
         if step != self._asked:
             self._asked, self._asked_every = step, self._every
         return step % self._asked_every == 0
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """The loop waits for a commit in this context."""
+        """Count the time in this context as time for which the loop waits for a commit."""
         began = self._clock()
         try:
             yield
@@ -69,7 +75,7 @@ class Pace:
             self._held_s += self._clock() - began
 
     def finished(self, step: int) -> None:
-        """The commit of `step` is durable."""
+        """Record that the commit of `step` is durable, and measure N again."""
         if not self._measures:
             return
         cost_s, now = self._held_s, self._clock()

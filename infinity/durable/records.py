@@ -1,5 +1,7 @@
-"""The body of a generation's manifest: model, optimizers, buffers, random numbers and tracked objects. It is read from
-disk, so every field is typed, and unknown fields are errors."""
+"""The body of a generation's manifest: model, optimizers, buffers, RNG states and tracked objects.
+
+It is read from disk, so every field is typed and unknown fields are errors.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ _GROUPS_MAX = 1 << 17
 _PARAMETERS_MAX = 1 << 20
 _DIMENSIONS_MAX = 64
 _METADATA = "__metadata__"
-"""A key of safetensors files that is not a tensor's name."""
+"""A key in the header of safetensors files that is not the name of a tensor."""
 
 
 def _tensor_name(name: str) -> str:
@@ -35,14 +37,14 @@ _TensorName = Annotated[Name, AfterValidator(_tensor_name)]
 
 
 class GroupRecord(Record):
-    """A group of a unit's parameters (state/unit.py): `numel` elements in flat buffers, alignment gaps included.
+    """A group of a unit's parameters (state/unit.py): `numel` elements in flat buffers, including alignment gaps.
 
     Attributes:
         group: index of the group in its unit.
-        dtype: of the weights.
-        master: the form of the fp32 master.
-        moments: the form of exp_avg and exp_avg_sq.
-        codec: the form of the weights; None: `dtype`.
+        dtype: dtype of the weights.
+        master: form of the fp32 master.
+        moments: form of exp_avg and exp_avg_sq.
+        codec: encoding of the weights; None if they are stored in `dtype`.
     """
 
     unit: Name
@@ -56,7 +58,7 @@ class GroupRecord(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> GroupRecord:
-        """state/dtypes.py says which masters a dtype has."""
+        """Check the codec and the master. state/dtypes.py defines which masters a dtype can have."""
         if self.codec is not None and self.trainable:
             raise ValueError(f"trained weights in {self.codec}")
         masters = {"float32": ("weight",), "float16": ("fp32",)}.get(self.dtype, ("split16", "fp32", "none"))
@@ -70,6 +72,8 @@ class ParameterRecord(Record):
 
     Attributes:
         aliases: other names of a tied parameter.
+        group: index of its group in the unit.
+        offset: index of its first element in the group.
     """
 
     name: _TensorName
@@ -88,8 +92,8 @@ class ModelRecord(Record):
     """The facts about the model that a reader of the states needs.
 
     Attributes:
-        class_name: of the model.
-        config, generation_config: as transformers writes them; None for other models.
+        class_name: class name of the model.
+        config, generation_config: JSON text in transformers' format; None for other models.
     """
 
     class_name: Name
@@ -100,7 +104,7 @@ class ModelRecord(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> ModelRecord:
-        """Parameters lie in their groups one behind the other, as state/unit.py lays them out."""
+        """Check that the parameters of each group are laid out consecutively, as state/unit.py does it."""
         require_unique(((group.unit, group.group) for group in self.groups), "the group")
         require_unique(self.names(), "the parameter")
         ends = {(group.unit, group.group): 0 for group in self.groups}
@@ -120,18 +124,18 @@ class ModelRecord(Record):
         return self
 
     def names(self) -> Iterable[str]:
-        """All names of all parameters; a tied parameter has several."""
+        """Return all names of all parameters. A tied parameter has several."""
         for parameter in self.parameters:
             yield parameter.name
             yield from parameter.aliases
 
     def shapes(self) -> dict[str, list[int]]:
-        """By all names of the parameters."""
+        """Return the shape of each parameter under each of its names."""
         return {name: each.shape for each in self.parameters for name in (each.name, *each.aliases)}
 
 
 class ParameterProgress(Record):
-    """A parameter's optimizer steps, and which of its moments have begun, by torch's names."""
+    """The number of optimizer steps of a parameter, and its moments that exist already, by torch's names."""
 
     step: Count
     begun: Annotated[dict[Name, Literal[True]], Field(max_length=_DIMENSIONS_MAX)]
@@ -145,7 +149,11 @@ _SEED_END = 1 << 64
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """A param group whose hyperparameters are of their types; each optimizer checks their ranges. Raises ValueError."""
+    """Check the types of a param group's hyperparameters, and return the group. Each optimizer checks the ranges.
+
+    Raises:
+        ValueError: a hyperparameter is missing or has the wrong type.
+    """
     params = group.get("params")
     if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
         raise ValueError("params is no list of names")
@@ -180,7 +188,7 @@ def _size(value: Any) -> int:
 
 
 def _short(value: Any) -> str:
-    """A value in a message; of one that may be long its type."""
+    """Return a short text of a value for a message: the type only, if the value may be long."""
     return repr(value) if value is None or isinstance(value, bool | float) else f"a {type(value).__name__}"
 
 
@@ -188,9 +196,12 @@ class OptimizerRecord(Record):
     """An optimizer without its tensors.
 
     Attributes:
-        class_name: of infinity's optimizers.
-        param_groups: hyperparameters, and the names of the parameters in `params`.
-        state: by parameter.
+        class_name: class name of infinity's optimizer.
+        param_groups: hyperparameters of each group, with the names of its parameters in `params`.
+        state: progress of each parameter, by name.
+        last_grad_norm: gradient norm of the last step.
+        skipped_steps: steps that were skipped in total.
+        skips_in_a_row: steps that were skipped since the last step that was not.
     """
 
     class_name: Name
@@ -202,7 +213,7 @@ class OptimizerRecord(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> OptimizerRecord:
-        expected = KEPT.get(self.class_name.lower()) if self.class_name != "SGD" else None  # without momentum, nothing
+        expected = KEPT.get(self.class_name.lower()) if self.class_name != "SGD" else None  # has none without momentum
         for name, progress in self.state.items():
             if expected is not None and progress.begun.keys() != expected.keys():
                 raise ValueError(f"{self.class_name} has {sorted(progress.begun)} of '{name}' and not {set(expected)}")
@@ -210,8 +221,11 @@ class OptimizerRecord(Record):
 
 
 def record_optimizer(class_name: str, **values: Any) -> OptimizerRecord:
-    """The record of an optimizer that exists. Raises ConfigError for what could not be read again, as a learning rate
-    that is NaN."""
+    """Return the record of an existing optimizer.
+
+    Raises:
+        ConfigError: a value could not be read back later, such as a learning rate of NaN.
+    """
     try:
         return OptimizerRecord(class_name=class_name, **values)
     except ValidationError as error:
@@ -219,9 +233,12 @@ def record_optimizer(class_name: str, **values: Any) -> OptimizerRecord:
 
 
 def _random_numbers(value: Any) -> dict[str, Any]:
-    """What durable/rng.py takes a snapshot of, as far as the generators would not find out that it is wrong.
+    """Check and return a snapshot by durable/rng.py.
 
-    Raises ValueError.
+    The check covers the errors that the generators themselves would not detect.
+
+    Raises:
+        ValueError: the snapshot is malformed.
     """
     if not isinstance(value, dict) or value.keys() != {"python", "numpy", "torch", "cuda"}:
         raise ValueError("no states of the generators of Python, numpy, torch and CUDA")
@@ -261,12 +278,13 @@ class Body(Record):
     """The body of a generation.
 
     Attributes:
-        optimizers: in the order they were made.
-        tracked: the state_dicts of the objects given to infinity.track, by name.
+        optimizers: optimizers in the order of their creation.
+        tracked: state_dicts of the objects given to infinity.track, by name.
         buffers: the model's persistent buffers.
         rng: states of the random number generators at the top of the training loop.
-        rng_before_forward: their states when the next forward pass began; None if none had begun.
-        unsure: why a run that goes on from here may not be where its loop was; "" where it is.
+        rng_before_forward: their states when the next forward began; None if none had begun.
+        unsure: why a run resumed from this generation may continue at another place in its loop; "" if it continues
+            exactly.
     """
 
     optimizers: list[OptimizerRecord]
@@ -279,7 +297,7 @@ class Body(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> Body:
-        """Optimizers and buffers must fit the model's parameters."""
+        """Check that optimizers and buffers fit the model's parameters."""
         trainable = {(group.unit, group.group) for group in self.model.groups if group.trainable}
         known = {each.name: (each.unit, each.group) in trainable for each in self.model.parameters}
         require_unique((name for each in self.optimizers for name in each.state), "the optimizer's state of")
@@ -295,10 +313,10 @@ class Body(Record):
         return self
 
     def begun(self) -> dict[str, list[str]]:
-        """Torch's names of the moments that have begun, by parameter."""
+        """Return torch's names of the moments that exist already, by parameter."""
         return {name: list(each.begun) for optimizer in self.optimizers for name, each in optimizer.state.items()}
 
 
 def parse_body(value: dict[str, Any], source: object) -> Body:
-    """Raises ManifestError that names `source` and the field."""
+    """Parse the body of a manifest. Raises ManifestError that names `source` and the field."""
     return validated(Body, value, source)

@@ -1,4 +1,4 @@
-"""The generation that a resumed run began with."""
+"""The generation from which a run was resumed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Resumed:
-    """The generation a run began with, while no step has been done since."""
+    """The generation from which a run was resumed. It is in use until the first step is done."""
 
     def __init__(self, step: int, body: Body) -> None:
         self.step = step
@@ -23,7 +23,7 @@ class Resumed:
         self.with_hyperparameters: set[int] = set()
 
     def give_back(self, name: str, item: Stateful) -> None:
-        """An object's state.
+        """Restore the state of a tracked object.
 
         Raises:
             ResumeError: the run did not track it, or its state does not fit.
@@ -34,18 +34,20 @@ class Resumed:
         try:
             item.load_state_dict(self.body.tracked[name])
             if is_data(item):
-                item.state_dict()  # torchdata's loaders find their place now, and draw for it, not when they are asked
+                item.state_dict()  # torchdata's loaders seek and draw numbers in this call
         except Exception as error:
             raise ResumeError(f"the state of '{name}' in the run that is resumed does not fit: {error}") from error
         self.unclaimed.discard(name)
 
     def optimizer(self, index: int) -> OptimizerRecord | None:
-        """None for an optimizer the run had not made yet."""
+        """Return the record of the optimizer at `index`; None if the run had not created it yet."""
         return self.body.optimizers[index] if index < len(self.body.optimizers) else None
 
     def rewind(self) -> None:
-        """Before the first forward: random numbers that this process drew while it loaded were not drawn by the run.
-        Once."""
+        """Restore the random numbers before the first forward. Calls after the first have no effect.
+
+        The original run did not draw the random numbers that this process drew while it loaded the model.
+        """
         if self._rewound:
             return
         self._rewound = True

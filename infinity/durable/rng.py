@@ -1,4 +1,4 @@
-"""The random number generators a training loop draws from: Python's, numpy's, torch's on every device."""
+"""The random number generators that a training loop uses: Python's, numpy's, and torch's on every device."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ logger = logging.getLogger(__name__)
 
 
 def snapshot() -> dict[str, Any]:
-    """Their states, without drawing a number."""
+    """Return the states of all generators, without drawing a number."""
     version, words, gauss = random.getstate()
     return {
         "python": (version, np.array(words, dtype=np.uint32), gauss),
         "numpy": dict(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
-        "cuda": random_states(),  # of accelerators of any kind: the name is that of the first stores
+        "cuda": random_states(),  # the key predates other accelerators; it has the states of accelerators of any kind
     }
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Put back what snapshot() returned. Of GPUs that are not here, nothing, with a warning.
+    """Restore the states that snapshot() returned.
+
+    States of GPUs that this machine does not have are ignored, with a warning.
 
     Raises:
-        ResumeError: it is no such thing.
+        ResumeError: `states` is not a valid snapshot.
     """
     try:
         _restore(states)

@@ -1,14 +1,16 @@
-"""What is kept of a training loop beside the states: the objects given to infinity.track, and the random numbers.
+"""The state of a training loop that a commit keeps in addition to the model's states: the objects given to
+infinity.track, and the random numbers.
 
 [Note: where a loop is between two steps]
-After optim.step() a loop steps its LR scheduler, counts, evaluates; then it asks its loader for the next batch and runs
-the next forward. A resumed run begins at the top of the loop, so what it must find is everything as it was just before
-the loader was asked. A tracked loader is watched for that: each time it is asked, all objects and random numbers are
-noted, until a forward begins after that. At the end of an epoch it is asked twice, once for the batch it does not have
-and once for a new epoch; the second note replaces the first, so schedulers that step once an epoch have stepped.
+After optim.step() a loop steps its LR scheduler, counts and evaluates. Then it asks its loader for the next batch and
+runs the next forward. A resumed run begins at the top of the loop, so it must restore everything as it was just before
+the loader was asked. Therefore a tracked loader is watched: each time the loop asks for an item, the states of all
+objects and the random numbers are noted, until a forward begins. At the end of an epoch the loop asks twice: once for a
+batch that does not exist, and once for the first batch of a new epoch. The second note replaces the first one, so
+schedulers that step once an epoch have stepped.
 
-Where no loader is tracked the random numbers are noted when the step ends and everything else when the next forward
-begins; there infinity.commit, called where an iteration ends, says exactly where that is.
+Where no loader is tracked, the random numbers are noted when the step ends, and everything else is noted when the next
+forward begins. In that case a call of infinity.commit at the end of an iteration marks the exact place.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from infinity.io import document
 
 
 class Stateful(Protocol):
-    """What can be tracked, as torch's schedulers, loaders and modules can."""
+    """An object that can be tracked. Torch's schedulers and modules and torchdata's loaders have this interface."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -36,13 +38,15 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Noted:
-    """A loop at one moment, in copies that nothing changes.
+    """The state of a loop at one moment, in copies that do not change.
 
     Attributes:
-        states: of tracked objects, by name; `around`: what the loop does not see, of optimizers and the model.
-        is_top: the loop was at its top.
-        gradients: some had come that no step has used.
-        graphs: there was a forward since the step whose backward may come.
+        rng: states of the random number generators.
+        states: states of the tracked objects, by name.
+        around: state that the loop does not track itself: optimizers and the model's buffers.
+        is_top: whether the loop was at its top.
+        gradients: whether there were gradients that no step had used.
+        graphs: whether a forward since the step might still have had its backward pending.
     """
 
     rng: dict[str, Any]
@@ -54,11 +58,11 @@ class Noted:
 
 
 class Tracking:
-    """The objects of one run, by name.
+    """The tracked objects of one run, by name.
 
     Args:
-        optimizers: gives the hyperparameters of the run's optimizers, which belong to the same moment.
-        buffers: gives the model's persistent buffers, which do, too.
+        optimizers: returns the records of the run's optimizers, which are noted at the same moment.
+        buffers: returns the model's persistent buffers, which are noted at the same moment.
     """
 
     def __init__(self, optimizers: Callable[[], list[dict[str, Any]]], buffers: Callable[[], dict[str, Any]]) -> None:
@@ -66,16 +70,19 @@ class Tracking:
         self._buffers = buffers
         self._gradients = False
         self.items: dict[str, Stateful] = {}
-        self._between = False  # a step has ended, and no forward has begun for the item that a loader gave since
-        self._graphs: list[Callable[[], object]] = []  # of the forwards since the step
-        self._gave = False  # an item of the iteration that begins has been taken
+        self._between = False  # a step has ended, and no forward has begun for the loader's next item
+        self._graphs: list[Callable[[], object]] = []  # graphs of the forwards since the step
+        self._gave = False  # the loader has returned the item of the iteration that begins
         self._step_end: Noted | None = None
         self._top: Noted | None = None
 
     def take(
         self, objects: Sequence[Stateful], named: Mapping[str, Stateful], give_back: Callable[[str, Stateful], None]
     ) -> None:
-        """As infinity.track. Args: give_back: gives an object of this name its state, in a resumed run."""
+        """Track objects. `objects` and `named` are the arguments of infinity.track.
+
+        `give_back` restores the object of a name in a resumed run.
+        """
         added: dict[str, Stateful] = {}
         for item in objects:
             kind = type(item).__name__
@@ -99,7 +106,7 @@ class Tracking:
 
     @property
     def at_top(self) -> bool:
-        """Whether the loop came to its top since the step ended."""
+        """Whether the loop has reached its top since the step ended."""
         return self._top is not None
 
     def step_ended(self) -> None:
@@ -108,31 +115,37 @@ class Tracking:
         self._step_end = self._note([name for name, item in self.items.items() if is_data(item)])
 
     def step_passed(self) -> None:
-        """A step has ended that is not committed, unless the run ends here: the loop's top is noted all the same."""
+        """Record the end of a step that is not committed.
+
+        The top of the loop is noted nevertheless, in case the run ends.
+        """
         self._between, self._top, self._gave = True, None, False
         self._graphs, self._step_end = [], None
 
     def gradients_came(self) -> None:
-        """Some that no step has used."""
+        """Record that there are gradients that no step has used."""
         self._gradients = True
 
     def gradients_gone(self) -> None:
-        """A step has used them, or they were dropped."""
+        """Record that a step has used the gradients, or that they were dropped."""
         self._gradients = False
 
     def forward_begins(self, graph: Callable[[], object] = lambda: None) -> None:
-        """A forward with a graph begins. Before the loader was asked it is one of those between a step and its
-        scheduler's. Args: graph: gives something while its backward may come."""
+        """Record that a forward with a graph begins.
+
+        If the loader was not asked since the step, the forward runs between a step and its scheduler's step. `graph`
+        returns an object while the forward's backward may still run, and None afterwards.
+        """
         if self.at_top or not self.has_data:
             self._between = False
         elif self._between:
             self._graphs.append(graph)
 
     def note(self) -> Noted:
-        """The loop as it is to be resumed.
+        """Return the state of the loop at the place where it is to be resumed.
 
         Raises:
-            ConfigError: an object has no state that can be kept, or its state_dict raised.
+            ConfigError: an object has a state that cannot be kept, or its state_dict raised.
         """
         if self._top is not None:
             return self._top
@@ -142,30 +155,35 @@ class Tracking:
         return replace(late, rng=self._step_end.rng, states=self._step_end.states | late.states)
 
     def moved(self) -> bool:
-        """Whether something that is tracked has changed since the loader was asked: then the loop's iteration ends
-        behind that."""
+        """Return whether a tracked object has changed since the loader was asked.
+
+        If it has, the iteration of the loop does not end where the loader is asked, but later.
+        """
         if self._top is None:
             return False
         now = {name: state_of(name, item) for name, item in self.items.items() if not is_data(item)}
         return not all(_same(state, self._top.states[name]) for name, state in now.items())
 
     def iteration_ended(self) -> None:
-        """The loop is at its top now."""
+        """Note that the loop is at its top now."""
         self._top = replace(self._note(list(self.items)), is_top=True)
 
     def forget(self) -> None:
-        """The run is over: its objects are the loop's alone again, and go when the loop lets go of them. A loader with
-        workers that has to wait for the garbage collector ends them late, after seconds."""
+        """Stop tracking, because the run is over. The objects are freed when the loop drops its own references.
+
+        Otherwise a loader with worker processes would end them only when the garbage collector runs, which can take
+        seconds.
+        """
         self.items.clear()
         self._between, self._step_end, self._top, self._graphs = False, None, None, []
 
     def evaluated(self) -> None:
-        """A forward without a graph: what loaders gave before was for that."""
+        """Record a forward without a graph: the item that a loader returned before was for this evaluation."""
         self._gave = False
 
     @property
     def has_item(self) -> bool:
-        """Whether the loop came to its top and took an item since."""
+        """Whether the loop has reached its top and has taken an item since."""
         return self.at_top and self._gave
 
     def _asked(self) -> None:
@@ -189,7 +207,7 @@ class Tracking:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Of two states, as document.copy_of makes them."""
+    """Return whether two states, as document.copy_of makes them, are equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -207,10 +225,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def state_of(name: str, item: Stateful) -> Any:
-    """A copy of an object's state.
+    """Return a copy of an object's state.
 
     Raises:
-        ConfigError: it cannot be kept, or state_dict raised.
+        ConfigError: the state cannot be kept, or state_dict raised.
     """
     try:
         return document.copy_of(item.state_dict())
@@ -219,12 +237,14 @@ def state_of(name: str, item: Stateful) -> Any:
 
 
 def is_data(item: Any) -> bool:
-    """Whether an object gives batches or their indices: it can be iterated and is no module and no container."""
+    """Return whether an object yields batches or their indices: it is iterable, and is neither a module nor a
+    container.
+    """
     return isinstance(item, Iterable) and not isinstance(item, nn.Module) and not hasattr(item, "__getitem__")
 
 
 class _Pass:
-    """An iterator that tells when it is asked."""
+    """An iterator that reports when it is asked for an item and when it has returned one."""
 
     def __init__(self, inner: Iterator[Any], asked: Callable[[], None], given: Callable[[], None]) -> None:
         self._inner = inner
@@ -235,7 +255,7 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        if not self._first:  # what making the iterator drew was drawn before: that moment is noted
+        if not self._first:  # the iterator's creation has drawn its numbers; that moment is noted
             self._asked()
         self._first = False
         item = next(self._inner)
@@ -247,10 +267,10 @@ class _Pass:
 
 
 def _watch(item: Any, asked: Callable[[], None], given: Callable[[], None]) -> None:
-    """Have `item` tell before it gives something, and when it has. Its class becomes one of the same name that inherits
-    from it.
+    """Make `item` call `asked` before it yields something, and `given` afterwards.
 
-    An object that cannot change its class is not watched.
+    The class of `item` is replaced by a subclass of the same name. An object whose class cannot be changed is not
+    watched.
     """
     base: Any = type(item)
 
@@ -281,5 +301,5 @@ def _require_stateful(name: str, item: Any) -> None:
         raise ConfigError(
             f"infinity.track: {name} has no state_dict and load_state_dict, so its state cannot be kept.{hint}"
         )
-    if not is_data(item):  # asked at the first commit: a loader would start its workers
+    if not is_data(item):  # asked at the first commit: a loader would start its workers now
         state_of(name, item)
