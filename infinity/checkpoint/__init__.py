@@ -1,1 +1,1 @@
-"""Models in and out: streamed from safetensors to the store, and back."""
+"""Loading and saving of models: tensors are streamed from safetensors files to the store, and back."""

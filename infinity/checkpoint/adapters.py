@@ -1,9 +1,10 @@
-"""The adapters of a PEFT model, written by PEFT's own save_pretrained, to which their values are given.
+"""Saving the adapters of a PEFT model: PEFT's own save_pretrained writes the files, and infinity supplies the values.
 
 [Note: whose values are brought]
-PEFT picks what belongs to an adapter out of the state dict of the whole model, which may be larger than memory. So it
-picks twice: first out of tensors on the meta device, which tells their names, and then, when it writes, out of a state
-dict in which these have values. The base model's weights stay where they are.
+PEFT selects the tensors of an adapter from the state dict of the complete model, which may be larger than memory.
+Therefore it selects twice. The first time, all tensors are on the meta device, and only the names are used. The second
+time, when PEFT writes the files, the selected tensors in the state dict have their values. The base model's weights are
+not read.
 """
 
 from __future__ import annotations
@@ -30,17 +31,24 @@ from infinity.runtime.gathered import gathered
 Tensors = dict[str, torch.Tensor]
 
 CONFIG_NAME = "adapter_config.json"
-"""PEFT's name of the file that says what adapters are of."""
+"""PEFT's file name of the adapter config."""
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether it is one of PEFT's models. PEFT is imported already if it is."""
+    """Return whether a model is a PEFT model.
+
+    PEFT is not imported: a PEFT model can only exist if PEFT is imported already.
+    """
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def to_save(model: nn.Module) -> Coordinator:
-    """The coordinator of a model that is to be saved. Raises ModelError, InfinityError where it cannot be saved now."""
+    """Return the coordinator of a model that is about to be saved.
+
+    Raises:
+        ModelError, InfinityError: the model cannot be saved now.
+    """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
     coordinator.room.require_untouched()
@@ -48,15 +56,17 @@ def to_save(model: nn.Module) -> Coordinator:
 
 
 def save_adapters(model: Any, target: Path) -> None:
-    """Write adapter_config.json, adapter_model.safetensors and the model card of a PEFT model; an adapter that is not
-    the default one goes into a directory of its name.
+    """Write the adapters of a PEFT model: adapter_config.json, adapter_model.safetensors and the model card.
+
+    An adapter other than the default one is written to a subdirectory of its name.
 
     Args:
-        model: it, or the model that it adapts, is offloaded.
+        model: the PEFT model. It, or the model that it adapts, is offloaded.
+        target: the directory to write to.
 
     Raises:
-        ModelError: nothing of it is offloaded; or PEFT makes what it writes of the base model's weights.
-        InfinityError, SwapIOError, PeerError: as save_pretrained.
+        ModelError: no part of the model is offloaded, or PEFT computes a saved tensor from the base model's weights.
+        InfinityError, SwapIOError, PeerError: as for save_pretrained.
     """
     roots = [module for module in model.modules() if registry.is_offloaded(module)]
     for root in roots or [model]:
@@ -67,17 +77,19 @@ def save_adapters(model: Any, target: Path) -> None:
 
 def _write(model: Any, target: Path, state: Tensors) -> None:
     with written_aside(target, "saving to") as aside:
-        if (target / "README.md").exists():  # PEFT changes a model card that is there
+        if (target / "README.md").exists():  # PEFT updates an existing model card
             shutil.copy(target / "README.md", aside)
         inspect.unwrap(type(model).save_pretrained)(model, str(aside), state_dict=state)  # infinity run wraps it
-        for path in aside.rglob("*.safetensors"):  # which safetensors makes for its owner only
+        for path in aside.rglob("*.safetensors"):  # safetensors lets only the owner read its files
             path.chmod(0o644)
         put(aside, target, last=CONFIG_NAME)
 
 
 @contextmanager
 def _with_values(model: Any, roots: Sequence[nn.Module]) -> Iterator[Tensors]:
-    """The state dict of the model: what belongs to an adapter with its values, the rest on the meta device."""
+    """Yield the model's state dict: adapter tensors have their values, and all other parameters are on the meta
+    device.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in parameters.items()}
     state |= dict(buffers.named(model))
@@ -97,7 +109,7 @@ def _with_values(model: Any, roots: Sequence[nn.Module]) -> Iterator[Tensors]:
 
 
 def _saved(parameter: nn.Parameter) -> torch.Tensor:
-    """A value as it is saved: of one that the script had in fp32, the master."""
+    """Return the value to save: the master, if the script had the parameter in fp32; otherwise the weight."""
     found = registry.find(parameter)
     if found is None or found[1].spec.name not in found[0].saved_wide:
         return parameter.detach()
@@ -114,7 +126,9 @@ def _picked(model: Any, state: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _read_by_peft(model: Any) -> Iterator[nn.Module]:
-    """Modules that PEFT asks itself, whatever state dict it is given: copies of whole modules, and prompts."""
+    """Yield the modules whose tensors PEFT reads directly, not from the state dict: copies of complete modules, and
+    prompts.
+    """
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in ("modules_to_save", "prompt_encoder"):
             yield module
@@ -122,7 +136,10 @@ def _read_by_peft(model: Any) -> Iterator[nn.Module]:
 
 @contextmanager
 def _gathered(roots: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """In it these parameters have their values; those that are not offloaded have them anyway."""
+    """Gather these parameters for the duration of the block.
+
+    Parameters that are not offloaded have their values anyway.
+    """
     with ExitStack() as stack:
         for root in roots:
             coordinator = registry.coordinator_of(root)

@@ -1,4 +1,6 @@
-"""Directories that exist whole or not at all: written beside their place, synced to disk, and then renamed."""
+"""Directories that exist completely or not at all: they are written under a temporary name, synced to disk and
+renamed.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,14 @@ from infinity.io import durable
 
 @contextmanager
 def written_aside(target: Path, doing: str) -> Iterator[Path]:
-    """A new directory beside `target`, which the block fills and renames. If the block fails, the directory is removed.
+    """Create a temporary directory beside `target`. The block fills and renames it. If the block fails, it is removed.
 
     Args:
-        doing: the beginning of the error's message, such as "saving to".
+        target: the directory that is to be written.
+        doing: the beginning of the error message, such as "saving to".
 
     Raises:
-        InfinityError: the disk is full, or cannot be written; nothing is left behind.
+        InfinityError: the disk is full or cannot be written; nothing is left behind.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -32,12 +35,12 @@ def written_aside(target: Path, doing: str) -> Iterator[Path]:
         with failing(target, doing):
             yield aside
     finally:
-        shutil.rmtree(aside, ignore_errors=True)  # ours, made above
+        shutil.rmtree(aside, ignore_errors=True)  # created above
 
 
 @contextmanager
 def failing(target: Path, doing: str) -> Iterator[None]:
-    """An OSError that leaves this context says what was done. Raises InfinityError in its place."""
+    """Replace an OSError that leaves the block by an InfinityError that says what failed."""
     try:
         yield
     except SwapIOError:
@@ -50,12 +53,16 @@ def failing(target: Path, doing: str) -> Iterator[None]:
 
 
 def is_free(target: Path) -> bool:
-    """Whether a directory can be put in a place as a whole: nothing is there, or an empty directory."""
+    """Return whether a directory can be renamed to `target`: nothing is there, or an empty directory."""
     return not target.exists() or (target.is_dir() and not any(target.iterdir()))
 
 
 def put(aside: Path, target: Path, *, last: str) -> set[str]:
-    """put_in_place() where the place is free, and move_into() where it is not: then what move_into() returns."""
+    """Move the directory `aside` to `target`: by put_in_place() if `target` is free, otherwise by move_into().
+
+    Returns:
+        The result of move_into(); an empty set after put_in_place().
+    """
     if not is_free(target):
         return move_into(aside, target, last=last)
     put_in_place(aside, target)
@@ -63,8 +70,10 @@ def put(aside: Path, target: Path, *, last: str) -> set[str]:
 
 
 def put_in_place(aside: Path, target: Path) -> None:
-    """Sync the directory `aside` with all that is in it, and rename it to `target`, which is missing or an empty
-    directory. Raises OSError."""
+    """Sync the directory `aside` with all its contents, and rename it to `target`.
+
+    `target` is missing or an empty directory. Raises OSError.
+    """
     sync_tree(aside)
     os.chmod(aside, 0o755)
     os.replace(aside, target)
@@ -72,17 +81,21 @@ def put_in_place(aside: Path, target: Path) -> None:
 
 
 def move_into(aside: Path, target: Path, *, last: str) -> set[str]:
-    """Sync the directory `aside` with all that is in it, and move each entry into the directory `target`, where it
-    replaces an entry of the same name; of two directories of the same name the entries are treated like this.
+    """Sync the directory `aside` with all its contents, and move its entries into the directory `target`.
+
+    An entry replaces an entry of the same name in `target`. Two directories of the same name are merged in the same
+    way.
 
     Args:
-        last: the name of the entry that is moved last: readers find a new set only once this entry is there.
+        aside: the directory whose entries are moved.
+        target: an existing directory.
+        last: the name of the entry that is moved last: readers do not use the new files before this entry exists.
 
     Returns:
         The names of the entries.
 
     Raises:
-        OSError: an entry cannot be moved; those before it are in `target`.
+        OSError: an entry cannot be moved. The entries before it are already in `target`.
     """
     sync_tree(aside)
     entries = sorted(aside.iterdir(), key=lambda path: path.name == last)

@@ -1,4 +1,4 @@
-"""offload_from_checkpoint: go on with a run from its portable copy, on any disks and with any swap config."""
+"""offload_from_checkpoint: continue a run from its portable copy, on any disks and with any swap config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from infinity.state.values import Source
 
 Model = TypeVar("Model", bound=nn.Module)
 Copy = Portable | StoredGeneration
-"""What a run goes on from: a portable copy, or a generation in the stores of other ranks."""
+"""The source from which a run continues: a portable copy, or a generation in the stores of other ranks."""
 
 
 def offload_from_checkpoint(
@@ -40,36 +40,43 @@ def offload_from_checkpoint(
     accumulation_steps: int | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
-    """infinity.offload for a run that goes on from the portable copy that `infinity checkpoint export` wrote.
+    """Offload a model and continue the run from the portable copy that `infinity checkpoint export` wrote.
 
-    Afterwards make the optimizer, schedulers and loaders as at the beginning of the run. Give schedulers and loaders to
-    infinity.track, which returns how many steps are done. If the config has the master and moments of the run, the run
-    ends in the bits of one that never stopped, with any placement. First, all of the copy is read and compared with its
-    checksums.
+    Afterwards create the optimizer, schedulers and loaders as at the beginning of the run. Give schedulers and loaders
+    to infinity.track, which returns the number of steps that are done. If the config has the master and moments of the
+    run, the result is bit-identical to a run that never stopped, with any placement. First, the complete copy is read
+    and compared with its checksums.
 
     Args:
         model: built as at the beginning of the run. The values of its parameters do not matter, and they may be on the
             meta device. Its weights may have another dtype than in the run. Its persistent buffers are restored. Linear
             layers that the run had in tiles are tiled (infinity.tile).
         directory: the portable copy.
-        config, device, optimizer, accumulation_steps, faults: as infinity.offload.
+        config: as for infinity.offload.
+        device: as for infinity.offload.
+        optimizer: as for infinity.offload.
+        accumulation_steps: as for infinity.offload.
+        faults: as for infinity.offload.
 
     Returns:
         The same model.
 
     Raises:
-        ResumeError: the directory is no portable copy, is damaged or incomplete, or is of another model.
-        others: as infinity.offload.
+        ResumeError: the directory is not a portable copy, is damaged or incomplete, or is of another model.
+        others: as for infinity.offload.
     """
     copy = Portable.verified(directory)
     return carry_on(model, copy, Terms.of(config, device, optimizer, accumulation_steps, faults))
 
 
 def carry_on(model: Model, copy: Copy, terms: Terms, *, files: Source | None = None) -> Model:
-    """offload_from_checkpoint for an open copy.
+    """Offload a model and continue the run from a copy that is open. See offload_from_checkpoint.
 
     Args:
-        files: gives whole weights by their names, in place of the copy.
+        model: as for offload_from_checkpoint.
+        copy: the source of weights, states and the loop's state.
+        terms: the terms of offloading.
+        files: returns complete weights by their names, in place of the copy's weights.
     """
     tile_as(model, copy.body.model.shapes())
     _require_same_model(model, copy)

@@ -1,5 +1,6 @@
 """export_checkpoint: write a generation as a portable copy (checkpoint/portable.py), with one chunk in memory at a
-time."""
+time.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +31,9 @@ from infinity.state.unit import ELEMENT_ALIGNMENT
 logger = logging.getLogger(__name__)
 
 _DESCRIBED_BYTES = 512
-"""More than a tensor's entries in its file and in the index take, without its name, which stands in both."""
+"""Upper bound of the bytes of a tensor's entries in its file and in the index, without its name, which is in both."""
 _SMALL_FILES_BYTES = 1 << 20
-"""More than the configs, the checksums and the unused ends of the files' last blocks take."""
+"""Upper bound of the bytes of the configs, the checksums and the unused ends of the files' last blocks."""
 
 
 def export_checkpoint(
@@ -46,23 +47,23 @@ def export_checkpoint(
 ) -> int:
     """Write a generation of a run as a portable copy: model and optimizer states as safetensors.
 
-    The model loads with transformers' `from_pretrained`; infinity.load_pretrained(out, from_checkpoint=True) and
-    infinity.offload_from_checkpoint go on with the run, on any disks and with any swap config;
-    examples/to_torch_adamw.py goes on in plain PyTorch.
+    The model loads with transformers' `from_pretrained`. infinity.load_pretrained(out, from_checkpoint=True) and
+    infinity.offload_from_checkpoint continue the run, on any disks and with any swap config. examples/to_torch_adamw.py
+    continues it in plain PyTorch.
 
-    First, all of the generation is read and compared with its checksums. Then one unit's weights, or a chunk of a
+    First, the complete generation is read and compared with its checksums. Then one unit's weights, or one chunk of a
     state, are in memory at a time. The copy is written to another directory, which is renamed when it is complete and
     on disk.
 
     Args:
         store_directory: the swap directory of the run, or all of its swap directories in their order. Where several
-            ranks trained, the directory that has theirs.
+            ranks trained, the directory that contains the ranks' directories.
         out: a directory that is missing or empty.
-        step: of the generation; default: the newest that is whole.
-        config: its `nvme` section says how the disks are driven; its paths are ignored.
+        step: of the generation; default: the newest complete one.
+        config: its `nvme` section says how the disks are accessed; its paths are ignored.
         max_shard_size: such as "5GB".
-        also: called before the copy gets its name, to write more files into it; is given the copy's directory, and the
-            state_dicts that infinity.track kept, by name.
+        also: called before the copy is renamed, to write more files into it. Its arguments are the copy's directory,
+            and the state_dicts that infinity.track kept, by name.
 
     Returns:
         The step of the generation.
@@ -94,8 +95,10 @@ def write_copy(
     max_shard_size: str,
     also: Callable[[Path, dict[str, Any]], None] | None = None,
 ) -> None:
-    """export_checkpoint for a generation of an open store, which every byte was read of. The arguments are the same;
-    the errors too."""
+    """Write a portable copy of a generation of an open store. All bytes of the generation have been read and checked.
+
+    Arguments and errors are those of export_checkpoint.
+    """
     _require_free(target)
     with written_aside(target, "exporting to") as aside:
         _warn_without_optimizer(generation)
@@ -111,7 +114,7 @@ def write_copy(
 
 
 def copy_bytes(generation: StoredGeneration) -> int:
-    """How much room a portable copy takes at most: what its tensors have, and what describes them."""
+    """Return an upper bound of the size of a portable copy in bytes: the tensors and their descriptions."""
     body, states = generation.body, _States(generation).shapes
     weights = sum(group.numel * dtype_of(group).itemsize for group in body.model.groups)
     others = sum(each.numel() * each.element_size() for each in (*states.values(), *body.buffers.values()))
@@ -130,7 +133,7 @@ def _warn_without_optimizer(generation: StoredGeneration) -> None:
 
 
 def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: str) -> None:
-    """The weights unit by unit, then the buffers; and the configs."""
+    """Write the weights unit by unit, then the buffers, then the configs."""
     record, buffers = generation.body.model, generation.body.buffers
     model = RecordedModel(record, generation.source)
     in_files = InFiles(record.shapes(), model.revert)
@@ -145,10 +148,10 @@ def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: 
 
 
 class _States:
-    """The optimizer's tensors of a generation. A state of a tile is a part of the whole parameter's.
+    """The optimizer's tensors of a generation. The state of a tile is a part of the complete parameter's tensor.
 
     Attributes:
-        shapes: of each tensor, on the meta device.
+        shapes: each tensor on the meta device, by name.
 
     Raises:
         ManifestError: two states would be the same tensor.
@@ -160,7 +163,8 @@ class _States:
         self._named: list[tuple[StoredState, Rows, str, str]] = []
         self.shapes: Tensors = {}
         begins = list[tuple[str, int]]()
-        # Blocks of a tile that begins amid one of the whole parameter's: their scales are taken anew from the values.
+        # A tile can begin in the middle of a block of the complete parameter. Then the scales are computed again from
+        # the values.
         amid = {place.whole for place in places.values() if place.first % ELEMENT_ALIGNMENT}
         for state in generation.states():
             place = places[state.parameter.name]
@@ -193,7 +197,7 @@ def _write_states(directory: Path, generation: StoredGeneration, max_shard_size:
 
 
 def _describe(optimizer: OptimizerRecord, places: Mapping[str, Rows]) -> dict[str, Any]:
-    """The facts about an optimizer that a reader of the index needs to use its tensors."""
+    """Return the facts about an optimizer that a reader of the index needs to use its tensors."""
     groups = [
         {**group, "params": list(dict.fromkeys(places[name].whole for name in group["params"]))}
         for group in optimizer.param_groups
@@ -206,7 +210,7 @@ def _describe(optimizer: OptimizerRecord, places: Mapping[str, Rows]) -> dict[st
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON can hold it; other values become text."""
+    """Convert a value to a JSON value. Values of other types become text."""
     if isinstance(value, torch.Tensor | np.generic | np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, Mapping):

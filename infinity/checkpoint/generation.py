@@ -1,4 +1,6 @@
-"""Reading a generation in a swap directory without the program that trained it: weights by unit, states by chunk."""
+"""Reading a generation in a swap directory without the program that trained the model: weights by unit, states by
+chunk.
+"""
 
 from __future__ import annotations
 
@@ -35,29 +37,30 @@ from infinity.state.unit import ELEMENT_ALIGNMENT
 logger = logging.getLogger(__name__)
 
 CHUNK_NUMEL = 4 * _native.CHUNK_NUMEL
-"""Elements of a state in memory at a time. In every format chunks of the core begin at a multiple of 4 KiB."""
+"""Elements of a state in memory at a time. In every format, chunks of the native core begin at a multiple of 4 KiB."""
 MASTER = "master"
-"""The state of a weight whose fp32 master says more than the weight."""
+"""Name of a state: the fp32 master of a weight, where the master is more precise than the weight."""
 
 _VERIFY_BYTES = 16 << 20
 _STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
-"""The states that a generation has of a group; of a frozen group only the first."""
+"""States that a generation has of a trainable group. A frozen group has only the first."""
 
 
 @contextmanager
 def opened(
     directories: Sequence[Path], nvme: NvmeConfig | None = None, count: int | None = None, *, shared: bool = False
 ) -> Iterator[list[SwapStore]]:
-    """The store in these directories, open for reading; those of all ranks, where several left theirs there. Nothing on
-    disk is changed.
+    """Open the store in these directories for reading; with several ranks, the stores of all ranks.
+
+    Nothing on disk is changed.
 
     Args:
-        directories: all directories of the store in its order; or one of them, at the path where the store was made.
-            Where several ranks left stores, the directories that these are in.
-        nvme: how the disks are driven.
-        count: of the ranks whose stores are meant, where runs of several numbers of ranks left some; default: of those
-            that went furthest.
-        shared: the ranks that hold the stores wait meanwhile.
+        directories: all directories of the store in its order, or one of them, at the path where the store was created.
+            With several ranks, the directories that contain the ranks' stores.
+        nvme: how the disks are accessed.
+        count: the number of ranks of the run, where runs with different numbers of ranks left stores. Default: the
+            number of the run with the most steps.
+        shared: the ranks that hold the stores open wait meanwhile.
 
     Raises:
         ResumeError: there is no store, or `directories` are not all of its directories.
@@ -73,7 +76,7 @@ def opened(
             held.append(SwapStore(paths, header.nbytes, engine, mode="share" if shared else "read"))
         yield held
     finally:
-        engine.close()  # idle before the stores let go of their files
+        engine.close()  # no I/O is in flight before the stores close their files
         for store in held:
             store.close()
 
@@ -81,16 +84,18 @@ def opened(
 def newest_whole(
     stores: Sequence[SwapStore], step: int | None = None, digests: Sequence[str] = (), *, rank: int = 0
 ) -> StoredGeneration:
-    """The newest generation that is whole, the generation of `step`, or the pinned one of `digests`. Every byte of it
-    is read.
+    """Return the newest complete generation, the generation of `step`, or the pinned one of `digests`.
+
+    Every byte of the generation is read and compared with its checksums.
 
     Args:
-        stores: of one process, or of each rank of a run, in the order of the ranks.
-        digests: for each store, what names the generation in it.
-        rank: as of StoredGeneration.
+        stores: the store of one process, or of each rank of a run, in the order of the ranks.
+        step: step of the generation; None: the newest complete one.
+        digests: the digest of the pinned generation in each store.
+        rank: as for StoredGeneration.
 
     Raises:
-        ResumeError: no generation is whole; says what is wrong with each.
+        ResumeError: no generation is complete; names the problem of each.
         SwapIOError: a part of a generation cannot be read.
     """
     memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
@@ -131,8 +136,9 @@ class StoredPart:
 
     Args:
         store: the open store of the manifest's run.
+        manifest: the manifest of the generation.
         source: the manifest's path, for messages.
-        cut: which slices they must be.
+        cut: the slices that the store must have.
 
     Raises:
         ManifestError: the manifest contradicts itself, the store or the cut.
@@ -163,7 +169,7 @@ class StoredPart:
                 raise ManifestError(self.source, problem)
 
     def _weight_bytes(self, group: GroupRecord) -> int:
-        """Of the weights of a group that are in this store."""
+        """Return the size in bytes of a group's weights in this store."""
         if group.codec is None:
             begin, end = self.slice_of(group)
             return (end - begin) * dtype_of(group).itemsize
@@ -172,8 +178,10 @@ class StoredPart:
         return max((end for _, end in encoded_in(self.body.model, group).values()), default=0)
 
     def _require_facts(self) -> None:
-        """Facts and groups must have the same formats of the states. In old manifests a fact is one value, what the
-        config asked for, and is not compared."""
+        """Require that facts and groups name the same formats of the states.
+
+        In old manifests a fact is a single value, taken from the config. Such a fact is not compared.
+        """
         facts = self.manifest.facts
         for name in ("master", "moments"):
             fact = facts.get(name)
@@ -189,15 +197,15 @@ class StoredPart:
 
     @property
     def extents(self) -> list[Extent]:
-        """In the order of the manifest."""
+        """Extents of the part, in the order of the manifest."""
         return list(self._extents.values())
 
     def slice_of(self, group: GroupRecord) -> tuple[int, int]:
-        """Elements [begin, end) of a group that are in this store."""
+        """Return the elements [begin, end) of a group that are in this store."""
         return slices_of(group.numel, self._cut.count, self._cut.numel)[self._cut.index]
 
     def read(self, group: GroupRecord, state: str, at: int, nbytes: int) -> torch.Tensor:
-        """Bytes [at, at + nbytes) of what this store has of a state, uint8. Raises SwapIOError."""
+        """Return bytes [at, at + nbytes) of this store's part of a state, uint8. Raises SwapIOError, ManifestError."""
         extent = self._extents.get((group.unit, group.group, state))
         if extent is None or at + nbytes > extent.nbytes:
             raise ManifestError(self.source, f"has no {state} of unit '{group.unit}' (group {group.group})")
@@ -205,7 +213,7 @@ class StoredPart:
 
 
 class StoredState(NamedTuple):
-    """A state of a parameter beside its weight: its master, or a moment that has begun.
+    """A state of a parameter other than its weight: its master, or a moment that exists already.
 
     Attributes:
         state: MASTER, or the store's name of the moment.
@@ -219,20 +227,23 @@ class StoredState(NamedTuple):
 
     @property
     def has_scales(self) -> bool:
-        """Whether it is an int8 moment."""
+        """Whether the state is an int8 moment."""
         return self.state != MASTER and self.group.moments == "int8"
 
 
 class StoredGeneration:
-    """The states of a generation, as its manifests name them. A run can go on from it (carry_on.py: Copy).
+    """The states of a generation, as named by its manifests. A run can continue from it (carry_on.py: Copy).
 
     Args:
-        parts: of one process, or of each rank.
-        directory: where the stores are.
-        rank: whose manifest says what is kept beside the states; where there was no such rank, that of the first.
+        parts: the part of one process, or of each rank.
+        directory: the directory that contains the stores.
+        rank: the rank whose manifest gives the values beside the states. If there was no such rank, the first rank's
+            manifest is used.
 
     Attributes:
-        source: the manifest's path, for messages; the first rank's.
+        directory: the directory that contains the stores.
+        source: path of the first rank's manifest, for messages.
+        manifest: the manifest of `rank`.
     """
 
     def __init__(self, parts: Sequence[StoredPart], directory: Path, rank: int) -> None:
@@ -248,7 +259,7 @@ class StoredGeneration:
                 raise ManifestError(part.source, f"is of another model, run or step than {self.source}")
 
     def shapes(self) -> Iterator[dict[str, torch.Tensor]]:
-        """For each unit, in the order of the store, its weights on the meta device, by parameter name."""
+        """Yield the weights of each unit on the meta device, by parameter name, in the order of the store."""
         units: dict[str, dict[str, torch.Tensor]] = {group.unit: {} for group in self.body.model.groups}
         for each in self.body.model.parameters:
             dtype = dtype_of(self._groups[each.unit, each.group])
@@ -256,7 +267,7 @@ class StoredGeneration:
         yield from units.values()
 
     def weight(self, name: str) -> torch.Tensor:
-        """The weight of a parameter, by any of its names. Raises KeyError, SwapIOError."""
+        """Return the weight of a parameter, by any of its names. Raises KeyError, SwapIOError."""
         parameter = self._named[name]
         group = self._groups[parameter.unit, parameter.group]
         if group.codec is not None:
@@ -266,7 +277,7 @@ class StoredGeneration:
         return flat.view(dtype).view(parameter.shape)
 
     def _decoded(self, group: GroupRecord, parameter: ParameterRecord) -> torch.Tensor:
-        """The values of a parameter that rests encoded."""
+        """Return the decoded values of a parameter that is stored encoded."""
         if group.codec is None:
             raise AssertionError("weights without a codec are not decoded")
         begin, end = encoded_in(self.body.model, group)[parameter.name]
@@ -278,7 +289,7 @@ class StoredGeneration:
         return {name: each for each in self.body.model.parameters for name in (each.name, *each.aliases)}
 
     def states(self) -> Iterator[StoredState]:
-        """What there is beside the weights, in the order of the parameters."""
+        """Yield the states other than the weights, in the order of the parameters."""
         begun = self.body.begun()
         for parameter in self.body.model.parameters:
             group = self._groups[parameter.unit, parameter.group]
@@ -292,8 +303,10 @@ class StoredGeneration:
         return {(each.parameter.name, each.state): each for each in self.states()}
 
     def values(self, of: StoredState) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """A state chunk by chunk: the index of an element, the fp32 values from that element on, and the scales of
-        their blocks where it has any.
+        """Yield a state chunk by chunk.
+
+        Each chunk is the index of its first element, the fp32 values from that element on, and the scales of their
+        blocks (empty if the state has none).
 
         Raises:
             SwapIOError: the device failed, or its data is damaged.
@@ -314,12 +327,12 @@ class StoredGeneration:
             yield begin + first - offset, values[first:last], scales[blocks_of(first) : blocks_of(last)]
 
     def master(self, name: str) -> torch.Tensor | None:
-        """The fp32 master of a parameter; None where the weight says all. Raises SwapIOError."""
+        """Return the fp32 master of a parameter; None if the weight is the master. Raises SwapIOError."""
         found = self._whole(name, MASTER)
         return None if found is None else found.values
 
     def moment(self, name: str, state: Moment) -> GivenMoment | None:
-        """A moment of a parameter; None where it has not begun. Raises SwapIOError."""
+        """Return a moment of a parameter; None if it does not exist yet. Raises SwapIOError."""
         return self._whole(name, state)
 
     def _whole(self, name: str, state: str) -> GivenMoment | None:
@@ -334,7 +347,7 @@ class StoredGeneration:
         return GivenMoment(values.view(found.parameter.shape), scales if found.has_scales else None)
 
     def _master(self, group: GroupRecord, begin: int, numel: int) -> torch.Tensor:
-        """Elements [begin, begin + numel) of a group's fp32 master, which must be split16 or fp32."""
+        """Return elements [begin, begin + numel) of a group's fp32 master, which must be split16 or fp32."""
         itemsize = residual_itemsize(group.master)
         residual = self._read(group, "residual", itemsize, begin, numel)
         if group.master == "fp32":
@@ -345,8 +358,10 @@ class StoredGeneration:
         return values
 
     def _moment(self, group: GroupRecord, state: str, begin: int, numel: int) -> torch.Tensor:
-        """Elements [begin, begin + numel) of "exp_avg" or "exp_avg_sq" as stored, uint8; `begin` is the first one of a
-        chunk of the core."""
+        """Return elements [begin, begin + numel) of "exp_avg" or "exp_avg_sq" as stored, uint8.
+
+        `begin` is the first element of a chunk of the native core.
+        """
         if group.moments != "int8":
             return self._read(group, state, _native.moment_bytes(group.moments, 1), begin, numel)
         if len(self._parts) == 1:
@@ -362,7 +377,7 @@ class StoredGeneration:
         return found
 
     def _read(self, group: GroupRecord, state: str, itemsize: int, begin: int, numel: int) -> torch.Tensor:
-        """Elements [begin, begin + numel) of a state of so many bytes each, uint8."""
+        """Return elements [begin, begin + numel) of a state, `itemsize` bytes each, uint8."""
         found = [
             part.read(group, state, (first - part.slice_of(group)[0]) * itemsize, (last - first) * itemsize)
             for part, first, last in self._parts_of(group, begin, numel)
@@ -370,7 +385,9 @@ class StoredGeneration:
         return found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *found])
 
     def _parts_of(self, group: GroupRecord, begin: int, numel: int) -> Iterator[tuple[StoredPart, int, int]]:
-        """The parts that have some of the elements [begin, begin + numel) of a group, and which: [first, last)."""
+        """Yield the parts that have some of the elements [begin, begin + numel) of a group, with their elements [first,
+        last).
+        """
         for part in self._parts:
             first, last = part.slice_of(group)
             first, last = max(first, begin), min(last, begin + numel)
@@ -379,7 +396,7 @@ class StoredGeneration:
 
 
 def encoded_in(model: ModelRecord, group: GroupRecord) -> dict[str, tuple[int, int]]:
-    """Where in a group's weights its encoded parameters are, in bytes; none without a codec."""
+    """Return the byte range of each encoded parameter in a group's weights; empty without a codec."""
     if group.codec is None:
         return {}
     shapes = {

@@ -1,7 +1,7 @@
-"""The names that the tensors of a unit have in files, and where they begin there.
+"""The names of a unit's tensors in checkpoint files, and the position of their elements in the files' tensors.
 
-transformers may have renamed or fused tensors on loading, which is undone. A tile's parameter (state/tiles.py) is a
-part of the tensor that the file has under the name of the whole.
+transformers may have renamed or fused tensors on loading. This is undone for files. A tile's parameter (state/tiles.py)
+is a part of the tensor that the file has under the name of the complete parameter.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ Tensors = dict[str, torch.Tensor]
 
 
 class InFiles:
-    """Args:
-    shapes: of all parameters, by their names in the model.
-    revert: gives the tensors of a unit the names and shapes that files have.
+    """The form that a model's tensors have in checkpoint files.
+
+    Args:
+        shapes: shapes of all parameters, by their names in the model.
+        revert: converts the tensors of a unit to the names and shapes of files.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], revert: Callable[[Tensors], Tensors]) -> None:
@@ -28,7 +30,9 @@ class InFiles:
         self._revert = revert
 
     def meta(self, part: Tensors) -> Tensors:
-        """What files have of a unit, on the meta device. Of a tensor in tiles the first one has all.
+        """Return the tensors of a unit in the form of files, on the meta device.
+
+        A tensor in tiles appears completely in the part of its first tile, and not in the others.
 
         Args:
             part: the tensors of a unit, by their names in the model.
@@ -43,7 +47,7 @@ class InFiles:
         return found
 
     def pieces(self, part: Tensors) -> list[Piece]:
-        """A unit's values, as write_shards takes them. `part` is emptied. Raises ModelError."""
+        """Return a unit's values as pieces for write_shards. `part` is emptied. Raises ModelError."""
         tiles = [(self._rows[name], part.pop(name)) for name in list(part) if name in self._rows]
         pieces = [(name, 0, value) for name, value in self._reverted(part).items()]
         part.clear()
@@ -56,7 +60,7 @@ class InFiles:
         return self._revert(part) if part else {}
 
     def _whole(self, place: Rows, dtype: torch.dtype) -> Tensors:
-        """The tensor that a tile is a part of, by its name in files, on the meta device."""
+        """Return the complete tensor that a tile is a part of, by its name in files, on the meta device."""
         found = self._revert({place.whole: torch.empty(place.shape, dtype=dtype, device="meta")})
         if [tuple(value.shape) for value in found.values()] != [place.shape]:
             raise ModelError(

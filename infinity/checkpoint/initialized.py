@@ -1,14 +1,15 @@
-"""Parameters that a checkpoint has no tensor for, as of a new head: transformers initializes them.
+"""Parameters for which a checkpoint has no tensor, such as those of a new head: transformers initializes them.
 
 [Note: where their values are]
-transformers initializes them while it loads, by the model's own rule and in the order of its modules. All others are
-on the meta device then, where nothing is drawn: the values, and the random numbers that come after them, are those of
-a script without infinity. Then accelerate puts every parameter on the meta device. The values would be gone, as they
-are in no file; so a parameter in memory is kept when a module is given it.
+transformers initializes these parameters while it loads, by the model's own rule and in the order of its modules. All
+others are on the meta device then and draw no random numbers. So the values, and the random numbers drawn afterwards,
+are those of a script without infinity. After that, accelerate puts every parameter on the meta device. The initialized
+values would be lost, because they are in no file. Therefore a parameter in memory is kept when it is assigned to a
+module.
 
-A tensor of another size is initialized where the script asks for it (`ignore_mismatched_sizes`), but transformers
-compares the sizes only of what it loads into memory: such a model is loaded twice, the second time with these tensors
-in memory.
+A tensor of another size is initialized if the script asks for it (`ignore_mismatched_sizes`). But transformers compares
+sizes only for tensors that it loads into memory. Such a model is loaded twice, the second time with these tensors in
+memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Kept = Mapping[tuple[nn.Module, str], nn.Parameter]
 
 @contextmanager
 def keeping() -> Iterator[Kept]:
-    """In the block the parameters in memory that modules are given are kept, by the module and their name there."""
+    """Keep the in-memory parameters that are assigned to modules in the block, by the module and their name in it."""
     kept: dict[tuple[nn.Module, str], nn.Parameter] = {}
 
     def given(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -43,10 +44,12 @@ def keeping() -> Iterator[Kept]:
 
 
 def put_back(model: nn.Module, names: list[str], kept: Kept) -> bool:
-    """Give a parameter the values that it was initialized with. Returns whether it was.
+    """Assign to a parameter the values that it was initialized with. Return whether there were any.
 
     Args:
-        names: of the parameter, which is tied where it has several.
+        model: the loaded model.
+        names: all names of the parameter; a tied parameter has several.
+        kept: the parameters that keeping() kept.
     """
     places = [(model.get_submodule(module), key) for module, _, key in (name.rpartition(".") for name in names)]
     found = next((kept[place] for place in places if place in kept), None)
@@ -58,11 +61,12 @@ def put_back(model: nn.Module, names: list[str], kept: Kept) -> bool:
 
 
 def of_another_size(model: nn.Module, names: Iterable[list[str]], index: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of the parameters that the checkpoint has with another size.
+    """Return the names of the parameters that the checkpoint has with another size.
 
     Args:
-        names: of each parameter.
-        index: accelerate's, of where tensors are.
+        model: the loaded model.
+        names: all names of each parameter.
+        index: accelerate's index of the tensors' places.
     """
     found: list[str] = []
     for same in names:
@@ -70,15 +74,17 @@ def of_another_size(model: nn.Module, names: Iterable[list[str]], index: Mapping
         if name is None:
             continue
         dtype, shape = stored_as(index[name]["safetensors_file"], index[name].get("weight_name", name))
-        if "F" in dtype and shape != tuple(model.get_parameter(name).shape):  # codes have shapes of their own
+        if "F" in dtype and shape != tuple(model.get_parameter(name).shape):  # codes have their own shapes
             found += same
     return found
 
 
 @contextmanager
 def reporting_later() -> Iterator[Callable[[], None]]:
-    """In the block transformers does not report which tensors are missing, left over or of another size. Yields what
-    reports them after all, as an exception in the block does."""
+    """Delay transformers' report of missing, unexpected and mismatched tensors.
+
+    Yields a function that logs the delayed report. An exception in the block logs it, too.
+    """
     reporter = logging.getLogger("transformers.modeling_utils")
     held: list[logging.LogRecord] = []
 

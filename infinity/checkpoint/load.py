@@ -1,4 +1,4 @@
-"""load_pretrained: a Hugging Face checkpoint, streamed to the store tensor by tensor."""
+"""load_pretrained: stream a Hugging Face checkpoint to the store, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from infinity.state.values import Source
 logger = logging.getLogger(__name__)
 
 _ALL_ON_DISK = {"": "disk", "no parameter": "cpu"}
-"""A device_map of transformers. accelerate before 1.15 refuses one in which nothing but the disk is named."""
+"""A device_map for transformers. accelerate before 1.15 refuses a device_map that names only the disk."""
 
 
 def load_pretrained(
@@ -76,21 +76,24 @@ def load_pretrained(
 ) -> Any:
     """Load a model that may be larger than memory and offload it.
 
-    The model is built on the meta device; each tensor goes from its safetensors file straight to its home. Where the
-    file is finer than `dtype` (fp32 weights loaded as bf16) the rest is kept in the master, so nothing is lost.
+    The model is built on the meta device. Each tensor goes from its safetensors file directly to its home. If the file
+    is more precise than `dtype` (fp32 weights loaded as bf16), the master keeps the full precision, so nothing is lost.
 
     Args:
         path: a directory, or a hub id.
-        config: as infinity.offload.
+        config: as for infinity.offload.
         dtype: of the weights.
-        model_class: a class with `from_pretrained`; default AutoModelForCausalLM. Parameters that the checkpoint lacks
-            because it is of another class, as a new head, have the values that transformers initializes them to.
-        device, optimizer, accumulation_steps: as infinity.offload.
-        resume: go on with the run whose generations are in the swap directory: the model is built from `path`, its
-            weights and states are the run's (infinity.resume). "auto": if there are any, else begin anew. A checkpoint
-            folder that pins a generation, or holds a portable copy: go on from that.
-        from_checkpoint: `path` is what `infinity checkpoint export` wrote: go on with that run
-            (infinity.offload_from_checkpoint), unless `resume` finds a later one.
+        model_class: a class with `from_pretrained`; default AutoModelForCausalLM. If the checkpoint is of another class
+            and lacks parameters, such as those of a new head, transformers initializes them.
+        device: as for infinity.offload.
+        optimizer: as for infinity.offload.
+        accumulation_steps: as for infinity.offload.
+        resume: True: continue the run whose generations are in the swap directory. The model is built from `path`;
+            weights and states are the run's (infinity.resume). "auto": the same if there are generations; otherwise
+            start from `path`. A checkpoint folder that pins a generation or contains a portable copy: continue from
+            that.
+        from_checkpoint: `path` is a directory that `infinity checkpoint export` wrote: continue that run
+            (infinity.offload_from_checkpoint), unless `resume` finds a later generation.
         defer: do not offload the model yet. Attach adapters, freeze parameters, resize the embeddings; then call
             infinity.offload(model, config), or infinity.resume. Until then weights are read from the files where they
             are needed (runtime/deferred.py).
@@ -100,9 +103,9 @@ def load_pretrained(
         The offloaded model, in training mode.
 
     Raises:
-        ModelError: there is no such model, it is not a causal language model (with the default class), or its files
-        are damaged, incomplete, or not those of its config.
-        others: as infinity.offload, infinity.resume and infinity.offload_from_checkpoint.
+        ModelError: there is no such model, it is not a causal language model (with the default class), or its files are
+            damaged, incomplete, or do not belong to its config.
+        others: as for infinity.offload, infinity.resume and infinity.offload_from_checkpoint.
     """
     resolved = load_config(config)
     place = _Place.of(path, resolved, resume, from_checkpoint=from_checkpoint)
@@ -130,24 +133,24 @@ def load_pretrained(
 
 
 def _offload(model: Any, source: Source, terms: Terms) -> None:
-    """Offload what on_meta gave."""
+    """Offload a model that on_meta returned."""
     if all(parameter.is_meta for parameter in model.parameters()):
         offload_on(model, terms, source)
         remember_readers(model, readers(model, source))
-    else:  # of what is in memory, ranks take the values of rank 0
+    else:  # if some values are in memory, all ranks take rank 0's values
         defer_values(model, source, terms.device)
         offload_on(model, terms)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a model and its states come from.
+    """The sources of a model and its states.
 
     Attributes:
-        path: of the model.
-        resumes: the states are those of a run in the swap directory.
-        folder: the checkpoint folder that pins them, where one was named.
-        is_copy: `path` is a portable copy, whose states are taken.
+        path: directory or hub id of the model.
+        resumes: whether the states are those of a run in the swap directory.
+        folder: the checkpoint folder that pins them, if one was named.
+        is_copy: whether `path` is a portable copy whose states are used.
     """
 
     path: str
@@ -157,7 +160,10 @@ class _Place:
 
     @classmethod
     def of(cls, path: str | Path, config: SwapConfig, resume: bool | str | Path, *, from_checkpoint: bool) -> _Place:
-        """All ranks call. Arguments and errors as of load_pretrained."""
+        """Return the sources for the arguments of load_pretrained.
+
+        The errors are those of load_pretrained. All ranks call this.
+        """
         if resume == "auto":
             resume = bool(config.nvme.paths) and _has_generations(config)
         if isinstance(resume, bool):
@@ -169,7 +175,11 @@ class _Place:
 
 
 def _has_generations(config: SwapConfig) -> bool:
-    """Whether all ranks have one of the same step, or those of another run had. All ranks call. Raises PeerError."""
+    """Return whether there are generations to resume.
+
+    There are if all ranks have one of the same step, or if a run with another number of ranks left some. All ranks call
+    this. Raises PeerError.
+    """
     path, (rank, world) = config.nvme.paths[0].expanduser(), rank_and_world()
     with meeting(config.nvme.deadline_s) as tell:
         mine = sorted(generations_in(rank_path(path, rank, world)))
@@ -179,7 +189,7 @@ def _has_generations(config: SwapConfig) -> bool:
 
 
 def _class_for(path: str, model_class: Any, kwargs: Mapping[str, Any]) -> Any:
-    """`model_class`, or AutoModelForCausalLM for a causal language model. Raises ModelError."""
+    """Return `model_class`; if it is None, AutoModelForCausalLM for a causal language model. Raises ModelError."""
     require_directory_or_id(path)
     if model_class is not None:
         return model_class
@@ -197,8 +207,11 @@ def _deferred(
     device: torch.device | str | None,
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """A model whose weights stay in their files. Its scratch directory goes with what reads them: a copy of the model,
-    or a part, may outlive it."""
+    """Return a model whose weights stay in their files.
+
+    Its scratch directory is removed with the object that reads the files, because a copy or a part of the model may
+    outlive the model.
+    """
     scratch = ExitStack()
     directory = scratch.enter_context(scratch_directory(config))
     model, source, _ = on_meta(model_class, path, dtype, directory, kwargs)
@@ -211,10 +224,10 @@ def _deferred(
 
 
 def require_directory_or_id(path: str) -> bool:
-    """Whether a model is in a directory; otherwise it may be one of the hub's.
+    """Return whether the model is in a directory; otherwise `path` may be a hub id.
 
     Raises:
-        ModelError: there is no such directory, and the hub has no such names.
+        ModelError: there is no such directory, and `path` is not a valid hub id.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -231,7 +244,7 @@ def require_directory_or_id(path: str) -> bool:
 
 
 def _cannot_load(path: str, error: Exception) -> ModelError:
-    """The ModelError for an exception of the libraries that read models, which raise exceptions of every kind."""
+    """Return the ModelError for an exception of the libraries that read models. These raise exceptions of any type."""
     directory = Path(path).expanduser()
     where = "" if directory.is_dir() else "there is no such directory, and from the Hugging Face hub: "
     damaged = next((f"{file}: " for file in sorted(directory.glob("*.safetensors")) if not is_readable(file)), "")
@@ -241,7 +254,7 @@ def _cannot_load(path: str, error: Exception) -> ModelError:
 
 
 def load_config_of(path: str, **options: Any) -> Any:
-    """The config of a model, as transformers makes it. Raises ModelError."""
+    """Return the config of a model, as transformers reads it. Raises ModelError."""
     from transformers import AutoConfig
 
     try:
@@ -268,11 +281,12 @@ def _require_causal(path: str, kwargs: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def scratch_directory(config: SwapConfig) -> Iterator[str]:
-    """A directory for the tensors that transformers converts on loading. It is on the swap disk, which has room for
-    them.
+    """Yield a directory for the tensors that transformers converts on loading.
+
+    The directory is on the swap disk, because that disk has room for the tensors.
 
     Raises:
-        ConfigError: nothing can be written where nvme.paths would be.
+        ConfigError: the place of nvme.paths cannot be written.
     """
     parent = nearest(config.nvme.paths[0]) if config.nvme.paths else None
     if parent is not None and not os.access(parent, os.W_OK):
@@ -287,7 +301,7 @@ def scratch_directory(config: SwapConfig) -> Iterator[str]:
     try:
         yield directory
     finally:
-        shutil.rmtree(directory, ignore_errors=True)  # ours, made above
+        shutil.rmtree(directory, ignore_errors=True)  # created above
 
 
 def on_meta(
@@ -299,14 +313,19 @@ def on_meta(
     *,
     as_plain: bool = False,
 ) -> tuple[Any, Source, dict[str, Any]]:
-    """The model with real buffers, the place of each parameter's values, and transformers' loading info, which is empty
-    unless `kwargs` ask for it. Parameters are on the meta device, but for those that transformers initialized
-    (checkpoint/initialized.py).
+    """Return the model, the source of each parameter's values, and transformers' loading info.
+
+    The model's buffers have their values. Parameters are on the meta device, except those that transformers initialized
+    (checkpoint/initialized.py). The loading info is empty unless `kwargs` ask for it.
 
     Args:
+        model_class: a class with `from_pretrained`.
+        path: a directory, or a hub id.
+        dtype: of the weights.
         scratch: an empty directory; removed if it stays empty.
-        as_plain: let transformers initialize what the checkpoint lacks, also where its config.json says that it is of
-            this very model, and so incomplete.
+        kwargs: passed to `from_pretrained`.
+        as_plain: let transformers initialize parameters that the checkpoint lacks, even if its config.json names this
+            model class, which makes the checkpoint incomplete.
     """
     from accelerate.hooks import remove_hook_from_submodules
 
@@ -331,28 +350,28 @@ def on_meta(
             f"'{path}' has no tensor for parameter '{missing[0]}'{more}; is the checkpoint complete, and is the "
             "config.json its own?"
         )
-    remove_hook_from_submodules(model)  # which looks for what is missing in the files
+    remove_hook_from_submodules(model)  # the hook would look for missing parameters in the files
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
-        model.__dict__.pop(name, None)  # attributes that accelerate's dispatching set
+        model.__dict__.pop(name, None)  # attributes set by accelerate's dispatching
     model.tie_weights()
     if how is kwargs:
         found.report()
-    elif lacking:  # the report has all tensors beside the quantized ones, which nobody but us reads
+    elif lacking:  # transformers' report has all tensors beside the quantized ones, which only infinity reads
         logger.warning("'%s' has no tensors for %s: they are initialized", path, ", ".join(same[0] for same in lacking))
     with contextlib.suppress(OSError):  # not empty: tensors were converted
-        os.rmdir(scratch)  # now, as a process that is killed leaves it
+        os.rmdir(scratch)  # removed now, because a killed process would leave it
     return model, Files(model, loader, path), found.info
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What transformers loaded.
+    """The result of one call of transformers' from_pretrained.
 
     Attributes:
-        info: its loading info, if that was asked for.
+        info: transformers' loading info, if it was asked for.
         loader: accelerate's index of the tensors' places.
         kept: the parameters in memory.
-        report: logs which tensors were missing or left over.
+        report: function that logs which tensors were missing or unexpected.
     """
 
     model: Any
@@ -363,7 +382,7 @@ class _Attempt:
 
 
 def _attempt(model_class: Any, path: str, how: Mapping[str, Any], places: Mapping[str, str]) -> _Attempt:
-    """Args: places: transformers' device_map."""
+    """Load the model with `places` as transformers' device_map. Raises ModelError."""
     try:
         with _quiet(), reporting_later() as report, keeping() as kept:
             loaded = model_class.from_pretrained(path, device_map=places, **how)
@@ -374,15 +393,18 @@ def _attempt(model_class: Any, path: str, how: Mapping[str, Any], places: Mappin
 
 
 def _is_of_another(model: Any) -> bool:
-    """Whether the config.json of the checkpoint names another model than this one: it has another head."""
+    """Return whether the checkpoint's config.json names another class than the model's, so that it has another head."""
     named = getattr(getattr(model, "config", None), "architectures", None) or []
     return len(named) > 0 and type(model).__name__ not in named
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """In the block accelerate does not warn of parameters on the meta device, which are meant to be there, nor of a
-    device_map that names parameters; and without a terminal there are no progress bars."""
+    """Silence expected messages in the block.
+
+    accelerate does not warn of parameters on the meta device, which are intended, nor of a device_map that names
+    parameters. Without a terminal there are no progress bars.
+    """
     from transformers.utils import logging as hf_logging
 
     noise = logging.getLogger("accelerate.big_modeling")
@@ -402,7 +424,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _weights_loader(model: nn.Module) -> Any:
-    """accelerate's index of the tensors' places, taken from any module's hook."""
+    """Return accelerate's index of the tensors' places, from the hook of any module."""
     for module in model.modules():
         hook = getattr(module, "_hf_hook", None)
         for part in getattr(hook, "hooks", [hook]):
@@ -413,10 +435,12 @@ def _weights_loader(model: nn.Module) -> Any:
 
 
 class Files:
-    """The tensors of a checkpoint. Of quantized ones the encoded form is remembered (state/frozen.py).
+    """The tensors of a checkpoint. The encoded form of quantized tensors is remembered (state/frozen.py).
 
     Args:
-        loader: accelerate's index of their places: safetensors files, and what transformers converted.
+        model: the model whose parameters are read.
+        loader: accelerate's index of the tensors' places: safetensors files, and tensors that transformers converted.
+        path: of the checkpoint, for messages.
 
     Raises:
         ModelError: a tensor is quantized in a way that cannot be read.
@@ -430,7 +454,7 @@ class Files:
         self._encoded = self._find_encoded(model)
 
     def _find_encoded(self, model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
-        """What reads the values of the quantized parameters, by each of their names."""
+        """Return a function that reads the values of each quantized parameter, by each of its names."""
         index: dict[str, dict[str, Any]] = self._loader.index
         quantized = QuantizedFiles({entry["safetensors_file"] for entry in index.values() if _is_in_file(entry)})
         found: dict[str, Callable[[], torch.Tensor]] = {}
@@ -450,7 +474,7 @@ class Files:
         return found
 
     def _is_converted(self, entry: Mapping[str, Any]) -> bool:
-        """Whether transformers wrote another tensor than the checkpoint has."""
+        """Return whether transformers wrote a tensor that differs from the checkpoint's."""
         if not _is_in_file(entry):
             return True
         return Path(entry["safetensors_file"]).parent == Path(self._loader.save_folder or "")
@@ -468,8 +492,10 @@ class Files:
         raise ModelError(f"'{self._path}' has no tensor for parameter '{name}'; is the checkpoint complete?")
 
     def unchanged(self) -> bool:
-        """Whether all files are there and as they were: those of the checkpoint, and those that were converted, which
-        may be in a directory that goes."""
+        """Return whether all files still exist and are unchanged since this object was created.
+
+        The files are those of the checkpoint and those of converted tensors, whose directory may be removed.
+        """
         return self._facts is not None and self._facts == self._facts_now()
 
     def _facts_now(self) -> dict[Path, tuple[int, ...]] | None:

@@ -1,11 +1,11 @@
-"""save_merged: one plain model of a PEFT model's base and its LoRA adapters, written unit by unit.
+"""save_merged: write the base of a PEFT model with its LoRA adapters merged in as one plain model, unit by unit.
 
 [Note: the values that are merged]
-A merged weight is base + scaling * B @ A, in the arithmetic of PEFT's merge_and_unload, to the bit. The base's values
-are those that the adapters were trained beside: what rests in 4 or 8 bits is decoded, and nothing is encoded again. The
-result is rounded to the dtype of the weights, so its logits are near those of the adapters beside their base, and not
-the same. `computing_merged` makes the offloaded model compute with merged weights, so that what was written can be
-compared with it to the bit.
+A merged weight is base + scaling * B @ A, computed as in PEFT's merge_and_unload, bit for bit. The base's values are
+those that the adapters were trained with: weights in 4 or 8 bits are decoded, and nothing is encoded again. The result
+is rounded to the dtype of the weights. So its logits are close to those of the base with separate adapters, but not
+equal. `computing_merged` makes the offloaded model compute with merged weights, so that the written model can be
+compared with it bit for bit.
 """
 
 from __future__ import annotations
@@ -33,19 +33,26 @@ _PLAIN = {f"peft.tuners.lora.layer.{name}" for name in ("Linear", "Embedding", "
 
 
 def save_merged(model: Any, directory: str | Path, *, max_shard_size: str = "5GB") -> None:
-    """save_pretrained for a PEFT model whose LoRA adapters are merged into its base. The model stays as it is, and can
-    train on. One unit's weights and the merged ones of that unit are in memory at a time.
+    """Write a PEFT model with its LoRA adapters merged into its base, in the form of save_pretrained.
+
+    The model is not changed and can be trained further. One unit's weights and its merged weights are in memory at a
+    time.
+
+    Args:
+        model: a PEFT model whose base is offloaded.
+        directory: as for save_pretrained.
+        max_shard_size: as for save_pretrained.
 
     Raises:
-        NotAvailableError: as require_mergeable.
-        others: as save_pretrained.
+        NotAvailableError: as for require_mergeable.
+        others: as for save_pretrained.
     """
     require_mergeable(model)
     save_parts(_Merged(model, to_save(model)), Path(directory).expanduser().absolute(), max_shard_size)
 
 
 def require_mergeable(model: Any) -> None:
-    """Raises NotAvailableError where a PEFT model's adapters cannot be merged; names what is in the way."""
+    """Raise NotAvailableError if a PEFT model's adapters cannot be merged. The error names the reason."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -78,7 +85,7 @@ def require_mergeable(model: Any) -> None:
 
 
 def _require_plain(name: str, layer: Any, adapter: str) -> None:
-    """Raises NotAvailableError where a layer is no plain LoRA, whose merged weight is base + scaling * B @ A."""
+    """Raise NotAvailableError if a layer is not a plain LoRA, whose merged weight is base + scaling * B @ A."""
     kind = f"{type(layer).__module__}.{type(layer).__name__}"
     if kind not in _PLAIN:
         raise _not_available(f"the adapter of '{name}', a {kind},")
@@ -101,7 +108,7 @@ def _not_available(what: str) -> NotAvailableError:
 
 @contextmanager
 def computing_merged(model: Any) -> Iterator[None]:
-    """In the block the model computes with the weights that save_merged writes."""
+    """Make the model compute in the block with the weights that save_merged writes."""
 
     def compute(layer: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
         merged = {_parameter_name(each): _weight_of(each) for each in _chain(layer)}
@@ -114,16 +121,16 @@ def computing_merged(model: Any) -> Iterator[None]:
 
 
 def _weight_of(layer: Any) -> torch.Tensor:
-    """The merged weight of a LoRA layer whose parameters have their values."""
+    """Return the merged weight of a LoRA layer whose parameters have their values."""
     with torch.no_grad():
         (adapter,) = layer.scaling
         merged = _parameter_of(layer).detach().clone()
-        merged += layer.get_delta_weight(adapter)  # as PEFT adds it, which may be of another dtype
+        merged += layer.get_delta_weight(adapter)  # in place, as PEFT adds it: the delta may have another dtype
         return merged
 
 
 def _parameter_name(layer: Any) -> str:
-    """What a LoRA layer changes of its base layer."""
+    """Return the name of the base layer's parameter that a LoRA layer adapts."""
     return str(getattr(layer, "parameter_name", "weight"))
 
 
@@ -133,7 +140,7 @@ def _parameter_of(layer: Any) -> nn.Parameter:
 
 
 def _layers(base: nn.Module) -> dict[str, Any]:
-    """The modules that PEFT put in the place of layers that have adapters, by name."""
+    """Return the modules by which PEFT replaced layers that have adapters, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found = {name: module for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)}
@@ -142,7 +149,10 @@ def _layers(base: nn.Module) -> dict[str, Any]:
 
 
 def _chain(layer: Any) -> list[Any]:
-    """A LoRA layer and those in it: where several parameters of a module have adapters there is one for each."""
+    """Return a LoRA layer and the LoRA layers nested in it.
+
+    There is one for each parameter of the module that has an adapter.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found = [layer]
@@ -152,7 +162,7 @@ def _chain(layer: Any) -> list[Any]:
 
 
 class _Merged(Parts):
-    """The tensors of the merged model. Args: model: of PEFT."""
+    """The tensors of the merged model. `model` is a PEFT model."""
 
     def __init__(self, model: Any, coordinator: Coordinator) -> None:
         base = model.get_base_model()
@@ -163,7 +173,7 @@ class _Merged(Parts):
         layers = [each for layer in _layers(base).values() for each in _chain(layer)]
         self._adapted = {id(_parameter_of(layer)): layer for layer in layers}
         super().__init__(base, coordinator)
-        self._wide, self._given = {}, {}  # of what is merged there are no masters
+        self._wide, self._given = {}, {}  # merged weights have no masters
 
     def _parameters(self, unit: OffloadedUnit) -> Mapping[str, nn.Parameter]:
         found = ((self._names.in_model(name), each) for name, each in unit.parameters.items())
@@ -179,11 +189,11 @@ class _Merged(Parts):
 
 
 class _Names:
-    """The names that the merged model has for what a PEFT model has.
+    """The names in the merged model of a PEFT model's parameters and buffers.
 
     Args:
-        base: with PEFT's layers in it.
-        above: the name of `base` in the model that is offloaded.
+        base: the base model, with PEFT's layers in it.
+        above: the name of `base` in the offloaded model.
     """
 
     def __init__(self, base: nn.Module, above: str) -> None:
@@ -196,7 +206,10 @@ class _Names:
         }
 
     def in_model(self, name: str) -> str | None:
-        """Of a parameter of the offloaded model; None for what belongs to adapters, and for what they replace."""
+        """Return the new name of a parameter of the offloaded model.
+
+        The result is None for parameters of adapters, and for parameters that adapters replace.
+        """
         return self.of_base(name.removeprefix(self._above))
 
     def of_base(self, name: str) -> str | None:

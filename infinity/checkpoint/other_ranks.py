@@ -1,12 +1,14 @@
-"""infinity.resume where the run was trained by another number of ranks: each rank takes its slices of the generation
-that the others left, and the ranks have a generation of their own before the others' stores go.
+"""infinity.resume for a run that was trained by another number of ranks.
+
+Each rank takes its slices of the generation that the other ranks left. The ranks make a generation of their own before
+the stores of the others are removed.
 
 [Note: why no crash loses the generation]
-The stores of the other ranks are only read until all ranks have made the generation in stores of their own
-(infinity.commit). After a crash before that, the next resume finds the others' generation, and begins anew. Then the
-others' manifests go, before anything else of theirs. After a crash between the two there are two generations of one
-step, and the next resume takes its own; where an older generation was asked for by its step, that resume must ask for
-it again.
+The stores of the other ranks are only read until all ranks have made the generation in their own stores
+(infinity.commit). After a crash before that, the next resume finds the others' generation and starts over. After the
+commit, the others' manifests are removed before any of their other files. After a crash between the commit and this
+removal, there are two generations of one step, and the next resume takes its own. If an older generation was asked for
+by its step, that resume must ask for it again.
 """
 
 from __future__ import annotations
@@ -63,43 +65,47 @@ def resume(
     folder: str | Path | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
-    """infinity.offload for a run that ended, well or not: weights and states come from its swap directory.
+    """Offload a model and resume a run that ended, regularly or not: weights and states come from its swap directory.
 
-    Then make the optimizer, schedulers and loaders as at the beginning of the run and give the latter to
-    infinity.track, which returns how many steps are done. What follows has the bits of a run that never stopped.
+    Then create the optimizer, schedulers and loaders as at the beginning of the run and give schedulers and loaders to
+    infinity.track, which returns the number of steps that are done. The result is bit-identical to a run that never
+    stopped.
 
-    Where the run had another number of ranks, each rank takes its slices of what they left, of which the ranks make a
-    generation of their own before the others' stores go. All of them must be in the same nvme.paths then, on disks
-    that every rank sees. Random numbers and what is tracked are those of the rank of the same number, or of rank 0
-    where there was none.
+    If the run had another number of ranks, each rank takes its slices of the generation that those ranks left. The
+    ranks make a generation of their own before the stores of the others are removed. All stores must be in the same
+    nvme.paths then, on disks that every rank can access. Random numbers and tracked objects are those of the rank with
+    the same number, or of rank 0 if there was none.
 
-    Everything is read once and compared with its checksums before the run goes on; where the newest generation is
-    damaged the one before is taken, if the config keeps one, and a warning says so.
+    The complete generation is read once and compared with its checksums before the run continues. If the newest
+    generation is damaged, the previous one is used with a warning, if the config keeps one.
 
     Args:
-        model: as it was at the beginning of the run; the values of its parameters do not matter, and they may be on
-            the meta device. Its persistent buffers are restored. Linear layers that the run had in tiles are tiled
+        model: built as at the beginning of the run. The values of its parameters do not matter, and they may be on the
+            meta device. Its persistent buffers are restored. Linear layers that the run had in tiles are tiled
             (infinity.tile).
         config: with the nvme.paths of the run, and its master, moments, keep and pins; everything else may have
             changed.
-        device, optimizer, accumulation_steps, faults: as infinity.offload.
-        step: the generation to take, see `infinity checkpoint list`; default: the newest that is whole.
-        folder: a checkpoint folder that pins a generation: go on from that one. Newer generations that other folders
-            pin stay.
+        device: as for infinity.offload.
+        optimizer: as for infinity.offload.
+        accumulation_steps: as for infinity.offload.
+        faults: as for infinity.offload.
+        step: the generation to take, see `infinity checkpoint list`; default: the newest complete one.
+        folder: a checkpoint folder that pins a generation: continue from that one. Newer generations that other folders
+            pin are kept.
 
     Returns:
         The same model.
 
     Raises:
-        ResumeError: there is nothing to resume, it is damaged, or it does not go with the model or the config.
+        ResumeError: there is nothing to resume, it is damaged, or it does not fit the model or the config.
         DirtyStoreError: the run was made with commit_every: 0.
-        others: as infinity.offload.
+        others: as for infinity.offload.
     """
     return resume_on(model, Terms.of(config, device, optimizer, accumulation_steps, faults), step=step, folder=folder)
 
 
 def resume_on(model: Model, terms: Terms, *, step: int | None = None, folder: str | Path | None = None) -> Model:
-    """resume() on terms that are read."""
+    """Resume a run on terms that are already parsed. See resume()."""
     config = terms.config
     tile_as_run(model, config)
     if folder is not None or not config.nvme.paths or config.commit_every == 0:
@@ -120,12 +126,12 @@ def resume_on(model: Model, terms: Terms, *, step: int | None = None, folder: st
 
 @dataclass(frozen=True)
 class _Source:
-    """A generation of another number of ranks.
+    """A generation of a run with another number of ranks.
 
     Attributes:
-        count: of them.
-        paths: the directories that their stores are in.
-        copy: as this rank takes it; while the stores are open.
+        count: the number of ranks of that run.
+        paths: the directories that contain their stores.
+        copy: the generation as this rank uses it, while the stores are open.
     """
 
     count: int
@@ -138,8 +144,11 @@ class _Source:
 
 
 def tile_as_run(model: nn.Module, config: SwapConfig) -> None:
-    """Tile a model as the run in the swap directory is tiled, also where infinity.offload chose that. All generations
-    of a run are alike, so one manifest that can be read says it; where none can, resuming says what is wrong."""
+    """Tile a model as the run in the swap directory is tiled, also if infinity.offload chose the tiles.
+
+    All generations of a run have the same tiles, so the first manifest that can be read is used. If none can be read,
+    resuming reports the problem.
+    """
     if not config.nvme.paths:
         return
     path = rank_path(config.nvme.paths[0].expanduser().absolute(), *rank_and_world())
@@ -150,13 +159,16 @@ def tile_as_run(model: nn.Module, config: SwapConfig) -> None:
 
 
 def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -> _Source | None:
-    """What the run goes on from, where that is no generation of as many ranks.
+    """Return the generation to continue from, if it is of a run with another number of ranks; otherwise None.
 
     Args:
-        held: closes the stores.
+        config: the swap config.
+        step: step of the generation; None: the newest.
+        tell: exchanges a value with all ranks.
+        held: the stack that closes the stores.
 
     Raises:
-        ResumeError: it is not whole, or not the same for all ranks.
+        ResumeError: the generation is incomplete, or not the same for all ranks.
         PeerError: another rank failed.
     """
     rank, _ = rank_and_world()
@@ -177,8 +189,10 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
 
 
 def _others_in(path: Path, step: int | None, tell: Tell) -> int | None:
-    """How many ranks the run had that is to be resumed, where that is another number than of this one. What not all
-    ranks see, on disks of their own, is no generation."""
+    """Return the number of ranks of the run to resume, if it differs from this run's; otherwise None.
+
+    Generations that some ranks cannot see, because they are on local disks of other machines, do not count.
+    """
     rank, world = rank_and_world()
     mine = generations_in(rank_path(path, rank, world))
     seen = {str(count): sorted(steps_of(path, count)) for count in counts_in(path) if count != world}
@@ -192,7 +206,7 @@ def _others_in(path: Path, step: int | None, tell: Tell) -> int | None:
 
 
 def _make_generation(model: nn.Module, source: _Source) -> None:
-    """All ranks make a generation of their own; then the stores of the source go."""
+    """Make a generation of this run on all ranks; then remove the stores of the source."""
     rank, _ = rank_and_world()
     if not registry.coordinator_of(model).plan.placement.commit_every:
         raise PlanError(
@@ -201,5 +215,5 @@ def _make_generation(model: nn.Module, source: _Source) -> None:
         )
     commit(model)
     if rank == 0:
-        # Where that fails the run must not go on: the old generation could be taken for its newest one.
+        # If this fails, the run must not continue: the old generation could be mistaken for its newest one.
         remove_rank_stores(stores_in(source.paths, source.count))

@@ -1,5 +1,6 @@
-"""When all pins are taken: the oldest pinned generation becomes a portable copy inside its checkpoint folder, and its
-place in the store is free again."""
+"""Freeing a pin when all pins are taken: the oldest pinned generation is written as a portable copy into its checkpoint
+folder, and its place in the store is freed.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +29,35 @@ from infinity.sizes import format_bytes
 logger = logging.getLogger(__name__)
 
 COPY_NAME = "portable"
-"""The folder in a checkpoint folder that holds the portable copy."""
+"""The subfolder of a checkpoint folder that contains the portable copy."""
 
 
 def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: str = "5GB") -> list[Path]:
-    """See to it that `folder` can pin a generation. Where the config's `pins` are all taken, the generation that was
-    pinned first becomes a portable copy in its folder (`checkpoint-4/portable`), and is unpinned. To be called before
-    anything of the new checkpoint is written: where `folder` is there already its marker goes, so that it does not look
-    resumable while its files are replaced. What it pinned stays until it pins another generation, or the next resume.
+    """Ensure that `folder` can pin a generation.
 
-    A run goes on from the copy as from any: infinity.offload_from_checkpoint, load_pretrained(resume=folder).
+    If all of the config's `pins` are taken, the generation that was pinned first is written as a portable copy into its
+    folder (`checkpoint-4/portable`) and unpinned. Call this before anything of the new checkpoint is written. If
+    `folder` exists already, its marker is removed, so that it does not look resumable while its files are replaced. The
+    generation that it pinned is kept until it pins another one, or until the next resume.
 
-    Where several ranks train the model, all of them call this, and rank 0 writes, which must see the stores of all.
+    A run continues from this copy as from any other: infinity.offload_from_checkpoint, load_pretrained(resume=folder).
+
+    Where several ranks train the model, all of them call this. Rank 0 writes, and must be able to read the stores of
+    all ranks.
+
+    Args:
+        model: the offloaded model.
+        folder: the checkpoint folder that is about to be written.
+        max_shard_size: such as "5GB".
 
     Returns:
-        The folders that hold a portable copy now instead of a pin.
+        The folders that now contain a portable copy instead of a pin.
 
     Raises:
-        PlanError: the copy does not fit its disk, the oldest folder is gone, or pins is 0; says what to do. Nothing was
-            written.
+        PlanError: the copy does not fit on its disk, the oldest folder is gone, or pins is 0; says what to do. Nothing
+            was written.
         ResumeError: the oldest generation is damaged; it stays pinned.
-        InfinityError: the disk is full all the same, or cannot be written; the generation stays pinned.
+        InfinityError: the disk became full nevertheless, or cannot be written; the generation stays pinned.
     """
     coordinator, place, freed = registry.coordinator_of(model), folder_path(folder), list[Path]()
     kept = pinning.generations_of(coordinator)
@@ -60,7 +69,7 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
             raise AssertionError("no pin is free, and none is taken")
         oldest = kept.pin_of(Path(coordinator.world.tell("looking for the oldest pin", others)[0][0]))
         if any(coordinator.world.each(f"looking at {oldest.folder}", partial(kept.is_over, oldest))):
-            # what the folder holds now is not of that generation, and is not to be touched
+            # the folder's contents belong to another generation now and must not be touched
             coordinator.world.each(f"letting go of {oldest.folder}", partial(kept.unpin, Path(oldest.folder)))
             continue
         _make_portable(coordinator, oldest, max_shard_size)
@@ -82,12 +91,12 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
 
     coordinator.world.once_slow(what, copy)
     pinning.mark_portable(coordinator, folder, COPY_NAME)
-    # trainers remove the folder with the oldest time first
+    # trainers remove the folder with the oldest modification time first
     coordinator.world.once(f"ending {what}", lambda: os.utime(folder, ns=(was[0].st_atime_ns, was[0].st_mtime_ns)))
 
 
 def _require_there(pin: Pin, directory: Path) -> None:
-    """Raises PlanError where the folder of a pin is gone."""
+    """Raise PlanError if the folder of a pin is gone."""
     if not Path(pin.folder).is_dir():
         unpin = f"infinity checkpoint unpin {place_of(directory)}"
         raise PlanError(
@@ -99,7 +108,7 @@ def _require_there(pin: Pin, directory: Path) -> None:
 
 @contextmanager
 def _stores_of(coordinator: Coordinator) -> Iterator[Sequence[SwapStore]]:
-    """The stores of all ranks, for reading."""
+    """Yield the stores of all ranks, open for reading."""
     mine, cut = coordinator.resources.require_store(), coordinator.plan.peers.cut
     if cut.whole:
         yield [mine]
@@ -124,7 +133,10 @@ def _write(generation: StoredGeneration, pin: Pin, folder: Path, max_shard_size:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove copies that the folder's marker does not name, because a process was killed while it made them."""
+    """Remove incomplete copies, which the folder's marker does not name.
+
+    An incomplete copy remains if a process is killed while it writes the copy.
+    """
     for left in (folder / COPY_NAME, *folder.glob(f".{COPY_NAME}-*")):
         if (left / STATE_NAME).exists() or left.name != COPY_NAME:
             shutil.rmtree(left, ignore_errors=True)

@@ -1,12 +1,12 @@
-"""The portable copy of a generation: the files in its directory, and reading them.
+"""The portable copy of a generation: the files in its directory, and their reader.
 
 model*.safetensors, config.json …     weights and persistent buffers, as from_pretrained reads them
-optimizer/optimizer*.safetensors      fp32, of the parameters' shapes: "<parameter>.<moment>" by torch's names for
-                                      what the optimizer keeps, "<parameter>.master" for weights that are not fp32;
+optimizer/optimizer*.safetensors      optimizer states in fp32 with the parameters' shapes: "<parameter>.<moment>" with
+                                      torch's names of the moments, "<parameter>.master" for weights that are not fp32;
                                       "<parameter>.<moment>.scales" for moments that were int8 (state/int8.py)
-optimizer/optimizer.safetensors.index.json    where each is; classes, hyperparameters and steps of the optimizers
-training-state.infinity               everything else that a run needs: the manifest without extents (io/manifest.py)
-                                      In it tiles are parameters (state/tiles.py); the files above have whole ones
+optimizer/optimizer.safetensors.index.json    the file of each tensor; optimizer classes, hyperparameters and steps
+training-state.infinity               all other data that a run needs: the manifest without extents (io/manifest.py).
+                                      It has tiles as parameters (state/tiles.py); the files above have complete ones
 SHA256SUMS                            checksums of these files for `sha256sum --check`; older copies have none
 """
 
@@ -44,35 +44,35 @@ from infinity.state.tiles import places_of
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"
-"""The folder of the optimizer's tensors, and the stem of their files."""
+"""The folder of the optimizer's tensors, and the stem of their file names."""
 
 STATE_NAME = "training-state.infinity"
 SUMS_NAME = "SHA256SUMS"
 _KIND = "training state"
 _INDEX_BYTES_MAX = 64 << 20
-_INDEX_CONTAINERS_MAX, _INDEX_VALUES_MAX = 500_000, 4_000_000  # in Python's memory they are many times as large
+_INDEX_CONTAINERS_MAX, _INDEX_VALUES_MAX = 500_000, 4_000_000  # as Python objects these take many times as much memory
 _HASHED_BYTES = 4 << 20
 _THREADS_MAX = 4
 _SUM = re.compile(r"([0-9a-f]{64})  (\S.*)")
 
 
 def tensor_name(parameter: str, state: str) -> str:
-    """Args: state: MASTER (generation.py), or torch's name of a moment."""
+    """Return the tensor name of a parameter's state. `state` is MASTER (generation.py), or torch's name of a moment."""
     return f"{parameter}.{state}"
 
 
 def scales_name(moment: str) -> str:
-    """Args: moment: the name of its tensor."""
+    """Return the tensor name of a moment's scales. `moment` is the tensor name of the moment."""
     return f"{moment}.scales"
 
 
 def training_state(manifest: Manifest) -> bytes:
-    """What the training state's file has. Raises ManifestError."""
+    """Return the contents of the training state's file. Raises ManifestError."""
     placeless = dict(manifest) | {"extents": [], "sums": None}
     del placeless["store"], placeless["life"]
     try:
         return b"".join(document.write(_KIND, placeless))
-    except TypeError as error:  # a document may be read that is too large or too deep to be written
+    except TypeError as error:  # a document can be readable and still be too large or too deep to be written
         raise ManifestError(f"generation {manifest.step}", f"cannot be copied: {error}") from error
 
 
@@ -84,7 +84,7 @@ def write_checksums(directory: Path) -> None:
 
 
 def _digests(paths: Sequence[Path]) -> Iterable[tuple[Path, str]]:
-    """The SHA-256 of each file; a few files are read at the same time. Raises OSError."""
+    """Yield the SHA-256 of each file. Several files are read at the same time. Raises OSError."""
     with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
         yield from zip(paths, pool.map(_digest, paths), strict=True)
 
@@ -96,17 +96,20 @@ def _digest(path: Path) -> str:
         while at < nbytes:
             read = os.preadv(descriptor, [buffer], at)
             if not read:
-                break  # it was cut meanwhile
+                break  # the file was truncated meanwhile
             digest.update(memoryview(buffer)[: min(read, nbytes - at)])
             at += read
     return digest.hexdigest()
 
 
 class Portable:
-    """A portable copy, for reading.
+    """A portable copy, open for reading.
+
+    Attributes:
+        manifest: the manifest of the generation, without extents.
 
     Raises:
-        ResumeError: the directory is no portable copy, or is damaged; names the file.
+        ResumeError: the directory is not a portable copy, or is damaged; names the file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -126,11 +129,12 @@ class Portable:
 
     @classmethod
     def verified(cls, directory: str | Path) -> Portable:
-        """A portable copy all of which has been read and compared with its checksums. A copy without checksums gets a
-        warning.
+        """Open a portable copy after reading all of it and comparing it with its checksums.
+
+        A copy without checksums gives a warning.
 
         Raises:
-            ResumeError: as of the constructor; or a file is damaged or missing, or has no checksum; names the file.
+            ResumeError: as for the constructor; or a file is damaged or missing, or has no checksum; names the file.
         """
         copy = cls(Path(directory).expanduser())
         copy._verify()
@@ -166,7 +170,7 @@ class Portable:
         logger.info("%s: %d files have their checksums", self.directory, len(there))
 
     def _used(self) -> Iterable[str]:
-        """The files that a run needs to go on, by their names in the copy."""
+        """Yield the files that a run needs to continue, by their names in the copy."""
         yield STATE_NAME
         yield f"{OPTIMIZER}/{index_name(OPTIMIZER)}"
         yield from (f"{OPTIMIZER}/{name}" for name in sorted(set(self._files.values())))
@@ -177,21 +181,22 @@ class Portable:
             yield from sorted(set(self._shards.values()))
 
     def master(self, name: str) -> torch.Tensor | None:
-        """The fp32 master of a parameter, mapped from its file: a page is read when it is used. None where the weight
-        says all.
+        """Return the fp32 master of a parameter; None if the weight is the master.
+
+        The tensor is mapped from its file: a page is read when it is used.
 
         Raises:
-            ResumeError: it is of another shape or dtype, or its file is damaged.
+            ResumeError: the tensor has another shape or dtype, or its file is damaged.
         """
         place = self._places[name]
         tensor = tensor_name(place.whole, MASTER)
         return self._part(name, self._state(tensor, place.shape)) if tensor in self._files else None
 
     def moment(self, name: str, state: Moment) -> GivenMoment | None:
-        """A moment of a parameter, mapped like master(); None where it has not begun.
+        """Return a moment of a parameter, mapped like master(); None if it does not exist yet.
 
         Raises:
-            ResumeError: it is missing, of another shape or dtype, or its file is damaged.
+            ResumeError: the tensor is missing, has another shape or dtype, or its file is damaged.
         """
         moment = next((each for each in self._begun.get(name, ()) if STORED_AS.get(each) == state), None)
         if moment is None:
@@ -204,12 +209,12 @@ class Portable:
         return GivenMoment(self._part(name, self._state(tensor, place.shape)), scales)
 
     def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What a tensor of the files, which are of whole parameters, has of a parameter."""
+        """Return a parameter's part of a tensor in the files, which have complete parameters."""
         first, shape = self._places[name].first, self._shapes[name]
         return whole.view(-1)[first : first + math.prod(shape)].view(shape)
 
     def _state(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """One of the optimizer's tensors, by its name in the files."""
+        """Return a tensor of the optimizer, by its name in the files."""
         folder = self.directory / OPTIMIZER
         if name not in self._files:
             raise ResumeError(f"{folder} has no tensor '{name}': the copy is incomplete, export the run again")
@@ -222,10 +227,10 @@ class Portable:
         return value
 
     def weight(self, name: str) -> torch.Tensor:
-        """A weight of a parameter that files have in the form of the model; mapped like master().
+        """Return the weight of a parameter whose form in files is that of the model; mapped like master().
 
         Raises:
-            ResumeError: it is missing, or its file is damaged.
+            ResumeError: the weight is missing, or its file is damaged.
         """
         place = self._places[name]
         file = "model.safetensors" if self._shards is None else self._shards.get(place.whole)
@@ -246,7 +251,7 @@ def _tensor(path: Path, name: str) -> torch.Tensor:
 
 
 class _Index(BaseModel):
-    """The part of an index that is used here."""
+    """The part of an index that is used."""
 
     model_config = ConfigDict(strict=True)
 
@@ -254,7 +259,7 @@ class _Index(BaseModel):
 
 
 def _bytes_of(path: Path) -> bytes:
-    """All of a small file. Raises ManifestError."""
+    """Return the contents of a small file. Raises ManifestError."""
     try:
         return files.read_regular(path, _INDEX_BYTES_MAX, follow=True)
     except OSError as error:
@@ -273,7 +278,7 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def _read_sums(path: Path) -> dict[str, str]:
-    """The checksum of each file. Raises ManifestError."""
+    """Return the checksum of each file. Raises ManifestError."""
     try:
         *lines, rest = _bytes_of(path).decode().split("\n")
     except UnicodeDecodeError as error:

@@ -1,21 +1,21 @@
-"""Checkpoints that bitsandbytes quantized: their 4- and 8-bit weights are taken as they are.
+"""Checkpoints that bitsandbytes quantized: their 4- and 8-bit weights are used without conversion.
 
 [Note: what the files have]
-The model is made as if nothing were quantized, of plain linear layers, and bitsandbytes has no part in it. A weight is
-encoded where the file has other tensors beside it:
+The model is built from plain linear layers, as if it were not quantized, and without bitsandbytes. A weight is encoded
+if the file has further tensors for it:
 
 | tensor | NF4 | LLM.int8 |
 |---|---|---|
 | `X.weight` | two codes in a byte | int8 [rows, columns] |
 | `X.weight.absmax` | a scale for each block: fp32, or uint8 where scales are nested | |
-| `X.weight.quant_map` | what the 16 codes stand for | |
+| `X.weight.quant_map` | the values of the 16 codes | |
 | `X.weight.nested_absmax`, `X.weight.nested_quant_map` | the same for nested scales | |
 | `X.weight.quant_state.bitsandbytes__nf4` | JSON in bytes: block size, shape, nested offset | |
 | `X.SCB` | | fp32 [rows], 127 times the scales |
 | `X.weight_format` | | 0: row by row |
 
-The codes stay what they are, and so do the scales, if their blocks are those of state/codec.py. Otherwise these are
-computed as bitsandbytes does it, in fp32, and repeated for smaller blocks: the same weights come of them.
+The codes are not changed. Neither are the scales, if their blocks are those of state/codec.py. Otherwise the scales are
+computed in fp32 as bitsandbytes computes them, and repeated for smaller blocks. The decoded weights are the same.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ _IN_16_BITS = (
 
 
 def unquantized(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments with which `model_class.from_pretrained` makes a quantized model of ordinary layers.
+    """Return arguments with which `model_class.from_pretrained` builds a quantized model from plain layers.
 
     Args:
-        kwargs: those that it would be given.
+        model_class: a class with `from_pretrained`.
+        path: a directory, or a hub id.
+        kwargs: the caller's arguments for from_pretrained.
 
     Returns:
-        `kwargs` itself, if the model is not quantized. Otherwise others, with a config that says so.
+        `kwargs` itself, if the model is not quantized. Otherwise arguments with a config without quantization.
 
     Raises:
         ModelError: the model is quantized in a way that cannot be read.
@@ -72,8 +74,9 @@ def unquantized(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> Mappi
 
 
 def codec_said(path: str, config: Any) -> tuple[Codec, tuple[str, ...]] | None:
-    """The form of a quantized model's weights, as its config says, and the modules that are left out; None where
-    nothing is quantized.
+    """Return the codec of a quantized model's weights and the modules that are not quantized, both from its config.
+
+    The result is None if the model is not quantized.
 
     Raises:
         ModelError: the model is quantized in a way that cannot be read.
@@ -84,16 +87,16 @@ def codec_said(path: str, config: Any) -> tuple[Codec, tuple[str, ...]] | None:
     skipped = tuple(found.get("llm_int8_skip_modules") or ())
     if not found.get("load_in_4bit"):
         return "int8_rows", skipped
-    if found.get("bnb_4bit_quant_type", "fp4") != "nf4":  # which is what bitsandbytes takes it for, too
+    if found.get("bnb_4bit_quant_type", "fp4") != "nf4":  # bitsandbytes' default is fp4, too
         raise ModelError(f"'{path}' is quantized as fp4; {_ONLY_NF4} {_IN_16_BITS}")
     return "nf4" if found.get("bnb_4bit_use_double_quant") else "nf4_fp32", skipped
 
 
 def _require_bitsandbytes(path: str, quantization: Mapping[str, Any]) -> None:
-    """Raises ModelError: another method quantized the model."""
+    """Raise ModelError if another method than bitsandbytes quantized the model."""
     method = quantization.get("quant_method")
     if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
-        return  # as transformers reads it
+        return  # transformers takes it for bitsandbytes'
     if (method := str(getattr(method, "value", method) or "a method without a name")) != "bitsandbytes":
         raise ModelError(
             f"'{path}' is quantized by {method} (quantization_config in its config.json); infinity reads only what "
@@ -102,14 +105,14 @@ def _require_bitsandbytes(path: str, quantization: Mapping[str, Any]) -> None:
 
 
 def _in_file(source: Any, hub: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """A model's quantization_config; None where it is not quantized. Args: source: its config, or where that is."""
+    """Return a model's quantization_config; None if it is not quantized. `source` is its config, or the path of it."""
     from transformers import PretrainedConfig
 
     values = source
     if isinstance(source, str | Path):
         try:
             values, _ = PretrainedConfig.get_config_dict(source, **hub)
-        except Exception:  # from_pretrained says it better
+        except Exception:  # from_pretrained gives the better error
             return None
     elif isinstance(source, PretrainedConfig):
         values = source.to_dict()
@@ -121,7 +124,7 @@ def _in_file(source: Any, hub: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _read_config(model_class: Any, path: str, hub: Mapping[str, Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The config that from_pretrained would read, and the arguments that are left for it."""
+    """Return the config that from_pretrained would read, and the remaining arguments for it."""
     from transformers import AutoConfig
 
     again = dict(hub) | {name: kwargs[name] for name in ("trust_remote_code", "code_revision") if name in kwargs}
@@ -132,7 +135,7 @@ def _read_config(model_class: Any, path: str, hub: Mapping[str, Any], kwargs: Ma
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a config that says nothing of a quantization."""
+    """Return a copy of a config without its quantization."""
     config = copy.deepcopy(config)
     for part in (config, getattr(config, "text_config", None)):
         if part is not None:
@@ -144,7 +147,7 @@ def without_quantization(config: Any) -> Any:
 
 
 def floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
-    """A tensor that is a parameter's values. Raises ModelError for other numbers."""
+    """Return `tensor` if its dtype can be that of a parameter's values. Raises ModelError otherwise."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise ModelError(
             f"'{path}' has '{name}' as {tensor.dtype}, and none of the tensors beside it that bitsandbytes writes for "
@@ -154,13 +157,13 @@ def floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
 
 
 class QuantizedFiles:
-    """The weights of a checkpoint that are quantized.
+    """The quantized weights of a checkpoint.
 
     Args:
-        files: its safetensors files.
+        files: the checkpoint's safetensors files.
 
     Raises:
-        ModelError: one cannot be read.
+        ModelError: a file cannot be read.
     """
 
     def __init__(self, files: Collection[str]) -> None:
@@ -169,16 +172,16 @@ class QuantizedFiles:
 
     @property
     def weights(self) -> list[str]:
-        """The names that they have in the files."""
+        """Names of the quantized weights in the files."""
         rows = [name for name in self._files if _rows_of(name) in self._files]
         return sorted([*self._states, *rows])
 
     def given(self, weight: str, shape: torch.Size) -> Given | None:
-        """The encoded form of a weight; None where it is not quantized.
+        """Return the encoded form of a weight; None if it is not quantized.
 
         Args:
             weight: its name in the files.
-            shape: that the model has of it.
+            shape: its shape in the model.
 
         Raises:
             ModelError: it is quantized in a way that cannot be read, or its tensors do not fit each other or the model.
@@ -229,7 +232,7 @@ class QuantizedFiles:
         return scales
 
     def _unnested(self, weight: str, state: _State) -> torch.Tensor:
-        """The scales that nested ones stand for, rounded as bitsandbytes rounds them."""
+        """Return the scales that are stored as nested scales, rounded as bitsandbytes rounds them."""
         codes = self._tensor(f"{weight}.absmax").reshape(-1)
         nested = self._tensor(f"{weight}.nested_absmax").float().reshape(-1)
         known = self._tensor(f"{weight}.nested_quant_map").float()
@@ -261,7 +264,7 @@ class QuantizedFiles:
     def _made(
         self, codec: Codec, weight: str, shape: torch.Size, parts: Mapping[str, Callable[[], torch.Tensor]]
     ) -> Given:
-        """Raises ModelError where the small parts have other sizes than the codec's."""
+        """Return the encoded form. Raises ModelError if a small part has another size than the codec requires."""
 
         def bytes_of(part: str, nbytes: int) -> torch.Tensor:
             found = parts[part]().contiguous().reshape(-1).view(torch.uint8)
@@ -307,7 +310,7 @@ class QuantizedFiles:
 
 @dataclass(frozen=True)
 class _State:
-    """What bitsandbytes says of a 4-bit weight."""
+    """The values that bitsandbytes records about a 4-bit weight."""
 
     shape: tuple[int, ...]
     blocksize: int
@@ -316,7 +319,7 @@ class _State:
 
     @classmethod
     def of(cls, file: str, weight: str, packed: torch.Tensor) -> _State:
-        """Args: packed: JSON in bytes. Raises ModelError."""
+        """Parse the recorded values. `packed` is JSON in bytes. Raises ModelError."""
         try:
             values = parse_json(bytes(packed.reshape(-1).tolist()).decode())
             state = cls(
@@ -336,20 +339,21 @@ class _State:
 
 
 def decoding(known: Given, shape: torch.Size, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """What gives the values of an encoded weight."""
+    """Return a function that returns the decoded values of an encoded weight."""
     return lambda: decode(known.read(), known.codec, shape, dtype)
 
 
 def require_unmerged(left: Sequence[str], converts: bool, path: str) -> None:
-    """Refuse a model of which transformers makes single weights of several quantized ones.
+    """Refuse a model for which transformers makes a single parameter of several quantized weights.
 
     Args:
-        left: quantized weights that no parameter of the model is.
-        converts: whether transformers converted tensors of this checkpoint. Otherwise it has weights that the model
-            does not use.
+        left: quantized weights for which the model has no parameter.
+        converts: whether transformers converted tensors of this checkpoint. If not, the checkpoint has weights that the
+            model does not use.
+        path: of the checkpoint, for messages.
 
     Raises:
-        ModelError: names one.
+        ModelError: names one of the weights.
     """
     if left and converts:
         raise ModelError(
@@ -359,11 +363,11 @@ def require_unmerged(left: Sequence[str], converts: bool, path: str) -> None:
 
 
 def _for_smaller_blocks(scales: torch.Tensor, blocksize: int, shape: torch.Size) -> torch.Tensor:
-    """Scales of blocks of BLOCK_NUMEL, which is a part of `blocksize`."""
+    """Return the scales for blocks of BLOCK_NUMEL elements, given those of blocks of `blocksize`, a multiple of it."""
     blocks = -(-shape.numel() // BLOCK_NUMEL)
     return scales.reshape(-1).repeat_interleave(blocksize // BLOCK_NUMEL)[:blocks]
 
 
 def _rows_of(weight: str) -> str:
-    """The name of the scales of an int8 weight."""
+    """Return the tensor name of the scales of an int8 weight."""
     return f"{weight.removesuffix('weight')}SCB" if weight.endswith(".weight") else ""

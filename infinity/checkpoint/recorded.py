@@ -1,10 +1,11 @@
-"""The model of a generation, built on the meta device from the config in the manifest: it gives the names that its
-weights have in files, and writes its configs.
+"""The model of a generation, built on the meta device from the config in the manifest.
+
+It gives the names of the weights in files, and writes the model's configs.
 
 [Note: what may go wrong]
-transformers checks a config only while it builds the model, and a wrong config raises any kind of exception. Some
-numbers in a config say how many layers or rows are built. So these numbers are bounded, the modules and parameters that
-are built are counted, and every exception of transformers becomes a ManifestError.
+transformers checks a config only while it builds the model, and a wrong config raises exceptions of any type. Some
+numbers in a config determine how many layers or rows are built. Therefore these numbers are bounded, the built modules
+and parameters are counted, and every exception of transformers becomes a ManifestError.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ _BOUNDS = (
     (re.compile("label"), 1 << 20),
     (re.compile("^(num|n|d)_|_(size|dim)$"), 1 << 24),
 )
-"""The largest integer that a config may have under a key; the first pattern that fits the key counts. No model has
-more, and lists of such sizes would take all memory."""
+"""The largest integer that a config may have under a key. The first pattern that matches the key counts.
+
+No model has larger values, and lists of such sizes would take all memory.
+"""
 _BUILT_PER_NAME = 64
 _BUILT_MIN = 4096
 
@@ -55,7 +58,7 @@ class RecordedModel:
         self._revert = revert_of(self._model)
 
     def revert(self, part: Tensors) -> Tensors:
-        """The tensors of a unit with the names and shapes that files have. Raises ManifestError."""
+        """Return the tensors of a unit with their names and shapes in files. Raises ManifestError."""
         with self._blamed("weights that transformers cannot convert back to the form of files"):
             return self._revert(part)
 
@@ -85,7 +88,7 @@ class RecordedModel:
             raise ManifestError(self._source, problem) from error
 
     def _on_meta(self) -> nn.Module | None:
-        """The model; None when it is not one of transformers' own."""
+        """Return the model on the meta device; None if it is not one of transformers' own."""
         model_class = _class_of(self._record.class_name)
         if model_class is None or self._record.config is None:
             return None
@@ -131,18 +134,18 @@ class RecordedModel:
 
 
 def _class_of(name: str) -> Any:
-    """The class of transformers' models with this name; None if there is none."""
+    """Return transformers' model class of this name; None if there is none."""
     import transformers
 
     try:
         found = getattr(transformers, name, None)
-    except Exception:  # a class that needs what is not installed
+    except Exception:  # a dependency of the class is not installed
         return None
     return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
 def _require_bounded(value: Any, key: str = "") -> None:
-    """Raises ValueError for a number so large that transformers would build without end."""
+    """Raise ValueError for a number so large that transformers would build for an unbounded time."""
     if isinstance(value, dict):
         for name, item in value.items():
             _require_bounded(item, name)
@@ -157,7 +160,7 @@ def _require_bounded(value: Any, key: str = "") -> None:
 
 @contextmanager
 def _counted(most: int) -> Iterator[None]:
-    """Raises ValueError in the block as soon as more than `most` modules and parameters were made."""
+    """Raise ValueError in the block as soon as more than `most` modules and parameters were created."""
     made = 0
 
     def count(module: nn.Module, name: str, what: Any) -> None:

@@ -1,5 +1,7 @@
-"""save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it. adapters.py
-writes what belongs to a PEFT model; merged.py one model of its base and its adapters."""
+"""save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it.
+
+adapters.py saves the adapters of a PEFT model; merged.py saves one model of its base and its adapters.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,19 @@ logger = logging.getLogger(__name__)
 
 
 def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: str = "5GB") -> None:
-    """Write an offloaded model as `from_pretrained` reads it: safetensors shards, their index, config and generation
-    config.
+    """Write an offloaded model in the format of `from_pretrained`: safetensors shards, their index, config and
+    generation config.
 
     One unit's weights are in memory at a time. Where several ranks train the model, all of them call this, and rank 0
-    writes. Everything is written to another directory first, and renamed when it is complete and on disk: an error
-    leaves the files of an earlier save.
+    writes. All files are written to another directory first, which is renamed when it is complete and on disk. An error
+    leaves the files of an earlier save unchanged.
 
-    Of a PEFT model its adapters are written, as PEFT's own save_pretrained writes them (they are in memory at once):
-    PeftModel.from_pretrained and AutoPeftModelForCausalLM load them.
+    For a PEFT model, its adapters are written as PEFT's own save_pretrained writes them (all of them are in memory at
+    once). PeftModel.from_pretrained and AutoPeftModelForCausalLM load them.
 
-    Weights have the dtype that the model has here. Those of a script under `infinity run` that had them in fp32, and
-    that infinity trains in 16 bits because the script computes in these, are the masters, in fp32.
+    Weights are saved in the dtype that the model has now. There is one exception: a script under `infinity run` may
+    have weights in fp32 that infinity trains in 16 bits, because the script computes in 16 bits. For these the fp32
+    masters are saved.
 
     Args:
         model: an offloaded model, or a PEFT model whose base is offloaded.
@@ -59,7 +62,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
 
 
 def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
-    """save_pretrained for what `parts` gives. All ranks call. Raises as save_pretrained."""
+    """Write the tensors of `parts` as save_pretrained does, with its errors. All ranks call this."""
     coordinator = parts.coordinator
     with ExitStack() as written:
         places: list[Path] = []
@@ -77,7 +80,7 @@ def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
 
         def publish() -> None:
             with failing(target, "saving to"):
-                # The index goes last: until then a reader finds the old set.
+                # The index is moved last: until then a reader finds the old set of files.
                 if replaced := put(places[0], target, last=index_name("model")):
                     _remove_superseded(target, replaced)
 
@@ -95,9 +98,11 @@ def write_weights(
     """Write a model's weights and buffers.
 
     Args:
+        directory: an existing directory.
         meta: the tensors part by part on the meta device, with the names and shapes of the checkpoint format.
         values: all elements of these tensors part by part; one part is in memory at a time.
-        numel: parameters of the model, for the index.
+        numel: number of the model's parameters, for the index.
+        max_shard_size: such as "5GB".
 
     Raises:
         ModelError: two tensors have the same name.
@@ -114,7 +119,10 @@ def write_weights(
 
 
 def _pieces(parts: Iterable[list[Piece]]) -> Iterator[Piece]:
-    """The pieces of all parts, one by one. A part is let go before the next one is made, which may need its memory."""
+    """Yield the pieces of all parts one by one.
+
+    A part is freed before the next one is made, which may need its memory.
+    """
     for part in parts:
         while part:
             yield part.pop(0)
@@ -124,7 +132,7 @@ class Parts:
     """The tensors of an offloaded model: the weights unit by unit, then the buffers.
 
     Attributes:
-        model: the one that files are to have.
+        model: the model whose tensors the files are to have.
     """
 
     def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
@@ -139,12 +147,12 @@ class Parts:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model in the files."""
+        """Dtype of the model in the files."""
         return torch.float32 if self._wide or self._given else next(self.model.parameters()).dtype
 
     @property
     def numel(self) -> int:
-        """Parameters of the model."""
+        """Number of the model's parameters."""
         return sum(p.numel() for unit in self.coordinator.units for p in self._parameters(unit).values())
 
     def meta(self) -> Iterator[Tensors]:
@@ -158,18 +166,18 @@ class Parts:
 
     def values(self) -> Iterator[list[Piece]]:
         if self._wide:
-            self.coordinator.fence()  # masters are read where updates write them
+            self.coordinator.fence()  # updates write the masters: wait for them
         for unit in self.coordinator.units:
             with self.coordinator.taking([unit.index]):
                 yield self._in_files.pieces({name: self._value(name, p) for name, p in self._parameters(unit).items()})
         yield self._in_files.pieces(self._buffers())
 
     def _parameters(self, unit: OffloadedUnit) -> Mapping[str, nn.Parameter]:
-        """What the model has of a unit, by its names in the model."""
+        """Return the model's parameters of a unit, by their names in the model."""
         return unit.parameters
 
     def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        """The value of a parameter of a unit that is taken."""
+        """Return the value of a parameter whose unit is gathered."""
         if name in self._wide:
             return exact_value(self.coordinator, self._wide[name]).float()
         return self._given[name]().float() if name in self._given else parameter.detach()
@@ -179,8 +187,11 @@ class Parts:
 
 
 def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
-    """A function that gives the tensors of a unit the names and shapes that files have: it undoes what transformers did
-    on loading (fused experts, renamed keys). For other models, and None, it changes nothing."""
+    """Return a function that converts the tensors of a unit to their names and shapes in files.
+
+    The function undoes the conversions of transformers on loading (fused experts, renamed keys). For other models, and
+    for None, it changes nothing.
+    """
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
@@ -192,8 +203,16 @@ def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
 
 
 def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write the config.json and generation_config.json of a model, if it has them; and its own Python files, where it
-    is no model of transformers'. Args: dtype: of the files; None: the model's. Raises OSError."""
+    """Write a model's config.json and generation_config.json, if it has them, and the Python files of a custom model.
+
+    Args:
+        model: the model.
+        directory: an existing directory.
+        dtype: of the files; None: the model's.
+
+    Raises:
+        OSError: the disk is full, or cannot be written.
+    """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config.architectures = [type(model).__name__]
@@ -207,13 +226,13 @@ def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None =
     if hasattr(generation, "save_pretrained"):
         try:
             generation.save_pretrained(directory)
-        except ValueError as error:  # transformers refuses to write configs of some models that it reads
+        except ValueError as error:  # transformers refuses to write some configs that it can read
             logger.warning("generation_config.json is written as it is; transformers says: %s", printable(error))
             (directory / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
 
 
 def _remove_superseded(target: Path, written: set[str]) -> None:
-    """Remove weights of an earlier save that the new set does not name: `from_pretrained` could read them instead."""
+    """Remove weight files of an earlier save that are not in the new set: `from_pretrained` could read them instead."""
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", index_name("model")):
         for path in target.glob(pattern):
             if path.name not in written:

@@ -1,4 +1,4 @@
-"""Writing safetensors shards and their index piece by piece, so that no tensor has to be in memory as a whole."""
+"""Writing safetensors shards and their index piece by piece, so that no tensor has to be in memory completely."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Piece = tuple[str, int, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Slice:
-    """The place of a tensor's bytes in a shard, which is open."""
+    """The byte range of a tensor in an open shard."""
 
     descriptor: int
     offset: int
@@ -52,14 +52,17 @@ def write_shards(
 ) -> dict[str, str]:
     """Write tensors as `stem`-0000k-of-0000n.safetensors, or as `stem`.safetensors if one file is enough.
 
-    Disk space for all tensors is reserved first: a full disk is an error before anything is written.
+    Disk space for all tensors is reserved first: a full disk is an error before any data is written.
 
     Args:
+        directory: an existing directory.
+        stem: the beginning of the file names.
         shapes: for each tensor a tensor of its shape and dtype on the meta device.
         pieces: every element of every tensor once, in any order.
+        max_shard_size: such as "5GB".
 
     Returns:
-        The file of each tensor.
+        The file name of each tensor.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -78,7 +81,7 @@ def write_shards(
         left = {name: place.nbytes for name, place in slices.items()}
         for name, first, values in pieces:
             left[name] -= _write_piece(slices[name], first, values)
-            del values  # the next piece may want its memory
+            del values  # the next piece may need its memory
         if left.keys() != shapes.keys() or any(left.values()):
             raise AssertionError(f"tensors of {stem} were not written as planned")
     finally:
@@ -101,7 +104,7 @@ def write_index(
 
 
 def _begin_shard(descriptor: int, tensors: dict[str, torch.Tensor]) -> dict[str, _Slice]:
-    """Write a shard's header and reserve its disk space. Returns the place of each tensor.
+    """Write a shard's header and reserve its disk space. Return the place of each tensor.
 
     Format: 8 bytes little-endian length, JSON header, data (https://github.com/huggingface/safetensors#format).
     """
@@ -126,7 +129,7 @@ def _begin_shard(descriptor: int, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 
 def _write_piece(place: _Slice, first: int, values: torch.Tensor) -> int:
-    """Returns how many bytes were written."""
+    """Write a piece and return the number of bytes written."""
     if not values.numel():
         return 0
     flat = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

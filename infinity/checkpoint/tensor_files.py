@@ -1,4 +1,4 @@
-"""Reading safetensors files tensor by tensor."""
+"""Reading of safetensors files, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from infinity.errors import InfinityError, ModelError
 def opened(
     file: str | Path, name: str = "", failure: type[InfinityError] = ModelError, then: str = "Is the file complete?"
 ) -> Iterator[Any]:
-    """A file as safetensors opens it. It is opened for each tensor, so that its pages leave RAM with the mapping.
+    """Open a file with safetensors.
+
+    The file is opened separately for each tensor, so that its pages leave RAM with the mapping.
 
     Args:
+        file: a safetensors file.
         name: of the tensor that is to be read, for the message.
-        failure, then: the error, and its end.
+        failure: the class of the error.
+        then: the end of the error message.
 
     Raises:
-        ModelError, or `failure`: it cannot be read, or is no regular file.
+        ModelError, or `failure`: the file cannot be read, or is not a regular file.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
-        # By its descriptor, because only the descriptor is known to be of a regular file.
+        # Opened by its descriptor, because only the descriptor is known to be of a regular file.
         with (
             files.opened(Path(file), follow=True) as (descriptor, _),
             safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as tensors,
@@ -42,20 +46,20 @@ def opened(
 
 
 def tensor_of(file: str | Path, name: str, **failing: Any) -> torch.Tensor:
-    """A tensor of a file. Args and errors as of opened()."""
+    """Return a tensor of a file. Arguments and errors are those of opened()."""
     with opened(file, name, **failing) as tensors:
         tensor: torch.Tensor = tensors.get_tensor(name)
         return tensor
 
 
 def names_in(file: str) -> list[str]:
-    """The names of a file's tensors. Raises ModelError."""
+    """Return the names of a file's tensors. Raises ModelError."""
     with opened(file) as tensors:
         return list(tensors.keys())
 
 
 def stored_as(file: str, name: str) -> tuple[str, tuple[int, ...]]:
-    """The dtype, as safetensors calls it, and the shape of a tensor in a file. Raises ModelError."""
+    """Return the dtype (safetensors' name of it) and the shape of a tensor in a file. Raises ModelError."""
     with opened(file, name) as tensors:
         found = tensors.get_slice(name)
         return str(found.get_dtype()), tuple(found.get_shape())
