@@ -1,1 +1,3 @@
-"""infinity at home in other libraries: what `infinity run` does to a script, and what a script can use itself."""
+"""The connection to other libraries: the changes that `infinity run` makes for a script, and the classes that a script
+can use itself.
+"""

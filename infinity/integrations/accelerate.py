@@ -1,10 +1,10 @@
-"""accelerate: models that are only evaluated, and what it saves and loads.
+"""accelerate: models that are only evaluated, and saving and loading of checkpoint folders.
 
 [Note: where an Accelerate loop resumes]
-A loop makes its optimizer, which offloads the model, before `accelerator.load_state(folder)` says where it goes on. So
-the launcher is told: `infinity run --resume FOLDER CONFIG SCRIPT` offloads the model that is trained from the
-generation that the folder pins. Then load_state of that folder reads everything but the weights and the states, which
-are there already.
+A loop makes its optimizer, which offloads the model, before `accelerator.load_state(folder)` names the folder to resume
+from. So the launcher must know the folder: `infinity run --resume FOLDER CONFIG SCRIPT` offloads the trained model from
+the generation that the folder pins. Then load_state of that folder reads everything except weights and states, which
+are restored already.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ from infinity.runtime.whole import fits_memory
 
 
 def replace_preparing(run: Run, patches: Patches, accelerator: ModuleType) -> None:
-    """From now on a model that is prepared for evaluation is a reference, one that autocast would copy is converted,
-    and folders that save_state writes pin generations."""
+    """Patch accelerate's Accelerator.
+
+    A model prepared for evaluation becomes a reference. A model that autocast would convert is converted. Folders that
+    save_state writes pin generations.
+    """
     kind = accelerator.Accelerator
     patches.wrap(kind, "__init__", _init(run))
     patches.wrap(kind, "prepare_model", _prepare_model(run))
@@ -41,7 +44,7 @@ def replace_preparing(run: Run, patches: Patches, accelerator: ModuleType) -> No
 
 
 def replace_beginning(run: Run, patches: Patches, trainer: ModuleType) -> None:
-    """From now on what a Trainer says goes before what its Accelerator would say."""
+    """Make a Trainer's settings take precedence over those of its Accelerator."""
     patches.wrap(trainer.Trainer, "create_accelerator_and_postprocess", _of_a_trainer(run))
 
 
@@ -60,15 +63,20 @@ def _init(run: Run) -> Callable[..., None]:
 
 
 def _accumulation_steps(accelerator: Any, given: inspect.BoundArguments) -> int | None:
-    """Backward passes before a step; None where the script leaves it at accelerate's 1, which it may do and count
-    passes itself."""
+    """Return the backward passes before a step; None if the script leaves accelerate's default of 1.
+
+    In that case the script may count passes itself.
+    """
     said = "gradient_accumulation_steps" in given.arguments or "gradient_accumulation_plugin" in given.arguments
     steps: int = accelerator.gradient_accumulation_steps
     return steps if said or steps > 1 else None
 
 
 def _of_a_trainer(run: Run) -> Callable[..., None]:
-    """A Trainer has an Accelerator, and says itself how many checkpoint folders there are, and passes before a step."""
+    """Return a replacement that keeps the Trainer's number of checkpoint folders and of passes before a step.
+
+    The Trainer's Accelerator would set other values.
+    """
 
     def create(original: Callable[..., None], self: Any) -> None:
         before = run.wishes
@@ -93,7 +101,7 @@ def _save_state(original: Callable[..., Any], self: Any, output_dir: Any = None,
     if trained is None:
         return original(self, output_dir, *args, **kwargs)
     folder = _folder_to_save(self, output_dir)
-    if folder is None:  # accelerate says what is wrong
+    if folder is None:  # accelerate raises the error
         return original(self, output_dir, *args, **kwargs)
     with (
         Saving(trained, folder) as saving,
@@ -107,7 +115,7 @@ def _save_state(original: Callable[..., Any], self: Any, output_dir: Any = None,
 
 @contextmanager
 def _streamed(accelerator: Any, model: nn.Module) -> Iterator[None]:
-    """In this context save_state writes the weights of a model that does not fit in RAM as save_pretrained does."""
+    """Make save_state stream the weights of a model that does not fit in RAM, as save_pretrained does."""
 
     def state_dict(original: Callable[..., Any], which: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return {} if which is model else original(which, *args, **kwargs)
@@ -145,7 +153,7 @@ def _load_state(run: Run) -> Callable[..., None]:
 
 
 def _require_there(model: nn.Module, folder: Path, run: Run) -> None:
-    """Raises ResumeError where the model has other states than those that a folder names."""
+    """Raise ResumeError if the model's states are not those that a folder names."""
     marker = require_marker(folder_path(folder))
     if is_at(model, marker):
         return
@@ -161,7 +169,7 @@ def _require_there(model: nn.Module, folder: Path, run: Run) -> None:
 
 
 def _trained(accelerator: Any) -> nn.Module | None:
-    """The prepared model that is offloaded and has states."""
+    """Return the prepared model that is offloaded and has states; None if there is none."""
     for model in accelerator._models:
         if registry.is_offloaded(model) and any(parameter.requires_grad for parameter in model.parameters()):
             found: nn.Module = model

@@ -1,13 +1,15 @@
-"""Axolotl: a plugin that offloads the model that axolotl trains. In its YAML file:
+"""Axolotl: a plugin that offloads the model that axolotl trains.
+
+In its YAML file:
 
     plugins: [infinity.integrations.axolotl.InfinityPlugin]
     infinity: swap.yaml
 
-It is written against the sources of axolotl 0.19 and was not run inside axolotl. These were read: `prepare_plugins`,
-which calls `register` before the file is validated; `ModelLoader`, which gives `model_kwargs` of the file to
-`from_pretrained`; `TrainerBuilderBase.get_callbacks`, which asks for callbacks before the trainer is made; and
-`OptimizerMixin`, whose `create_optimizer` takes an optimizer that the trainer has. Nothing of a library
-is replaced.
+The plugin is written against the sources of axolotl 0.19 and was not run inside axolotl. These parts were read:
+`prepare_plugins`, which calls `register` before the file is validated; `ModelLoader`, which passes `model_kwargs` of
+the file to `from_pretrained`; `TrainerBuilderBase.get_callbacks`, which asks for callbacks before the trainer is made;
+and `OptimizerMixin`, whose `create_optimizer` uses an optimizer that the trainer already has. No library function is
+replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _OTHERS = {
 
 
 class InfinityArgs(BaseModel):
-    """What the plugin adds to axolotl's YAML file.
+    """The key that the plugin adds to axolotl's YAML file.
 
     Attributes:
         infinity: path of the swap config, or the swap config itself.
@@ -47,10 +49,10 @@ class InfinityArgs(BaseModel):
 
 
 class InfinityPlugin(BasePlugin):  # type: ignore[misc]
-    """Offloads the model.
+    """A plugin that offloads the model.
 
-    Raises (from register, and where it says so from post_trainer_create):
-        ConfigError: the swap config cannot be used, or not together with another option of the YAML file. From
+    Raises (from register; from post_trainer_create where noted):
+        ConfigError: the swap config cannot be used, or cannot be combined with another option of the YAML file. From
             post_trainer_create: infinity has no such optimizer.
         ResumeError: `resume_from_checkpoint` is a folder that pins no generation.
     """
@@ -61,7 +63,7 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
         return f"{InfinityArgs.__module__}.{InfinityArgs.__name__}"
 
     def register(self, cfg: Any) -> None:
-        """Let axolotl load its models with an InfinityConfig."""
+        """Make axolotl load its models with an InfinityConfig."""
         if not cfg.get("infinity"):
             raise ConfigError("InfinityPlugin: the YAML file names no swap config: add `infinity: swap.yaml`")
         for option, why in _OTHERS.items():
@@ -94,16 +96,16 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
         trainer.optimizer = optimizer_factory(trainer.model, optimizer=ours, weight_decay=args.weight_decay, **options)
 
     def post_train_unload(self, cfg: Any) -> None:
-        """The model was saved: close it."""
+        """Close the model after it was saved."""
         self._config.close()
 
 
 def _newest(cfg: Any) -> str:
-    """The last checkpoint folder in the output directory."""
-    output = cfg.get("output_dir") or "./model-out"  # as axolotl has it where the file names none
+    """Return the last checkpoint folder in the output directory."""
+    output = cfg.get("output_dir") or "./model-out"  # axolotl's default
     return (get_last_checkpoint(output) if os.path.isdir(output) else None) or f"{output}/checkpoint-…"
 
 
 def _plain(value: Any) -> Any:
-    """axolotl's dicts give None for what they do not have; a swap config is an ordinary dict."""
+    """Return a swap config as ordinary dicts. axolotl's dicts return None for missing keys."""
     return {key: _plain(each) for key, each in value.items()} if isinstance(value, dict) else value

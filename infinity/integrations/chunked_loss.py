@@ -1,12 +1,12 @@
-"""The loss of a language model of transformers, without its logits.
+"""The loss of a transformers language model, computed without its logits.
 
 [Note: where the loss is computed]
-A causal model calls its head, may scale and cap what comes of it, and gives that to `loss_function` with the labels. By
-then the logits are whole. So the loss is computed where the head is called, with the head's weights at hand and the
-labels that the model was called with (runtime/cross_entropy.py). What the head returns are `_Logits`: they have a shape
-and no values, and remember what is done with them. `loss_function` returns the loss that is there already.
+A causal model calls its head, may scale and cap the logits, and passes them to `loss_function` with the labels. At that
+point the complete logits are in memory. To avoid this, the loss is computed when the head is called, from the head's
+weights and the labels of the model's call (runtime/cross_entropy.py). The head returns `_Logits`, which have a shape
+and no values, and record the operations on them. `loss_function` returns the loss that was computed already.
 
-Whether a model can do that, and what it does with its logits, is found out by trying once, on a few tokens.
+Whether a model supports this, and which operations it applies to its logits, is found out by one trial on a few tokens.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _IGNORED = -100
 _TOLERANCE = 1e-4
 
 Step = tuple[str, float]
-"""Something that is done with all logits: ("times", c), ("by", c) or ("tanh", 0)."""
+"""An operation on all logits: ("times", c), ("by", c) or ("tanh", 0)."""
 
 
 def use_chunked_loss(model: nn.Module, use: bool = True) -> str:
-    """From now on a call of the model with labels computes the loss without whole logits, where it can.
+    """Make calls of the model with labels compute the loss without the complete logits, if the model supports it.
 
-    The loss and the gradients are those of the ordinary way (infinity.chunked_cross_entropy). The output's `logits`
-    have a shape and no values: reading them is an error. Without labels the model computes logits as ever.
+    The loss and the gradients are those of the ordinary computation (infinity.chunked_cross_entropy). The output's
+    `logits` have a shape and no values: reading them is an error. Without labels the model computes logits as before.
 
     The model is tried once, on a few tokens, without a graph.
 
     Args:
         model: a causal language model of transformers, or a module around one, such as PEFT's.
-        use: False: from now on the loss is computed from whole logits again.
+        use: False: compute the loss from the complete logits again.
 
     Returns:
-        "", or why the model keeps the ordinary loss, which a line of log says, too.
+        "", or the reason why the model keeps the ordinary loss. The reason is also logged.
     """
     why = _use(model) if use else _do_not_use(model)
     if why:
@@ -92,7 +92,7 @@ def _do_not_use(model: nn.Module) -> str:
 
 
 def _language_model(model: nn.Module) -> tuple[Any, nn.Module] | None:
-    """The outermost model of transformers that has a head, and the head."""
+    """Return the outermost transformers model that has a head, and the head."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             try:
@@ -109,11 +109,11 @@ class _Call:
     """A call of the model with labels.
 
     Attributes:
-        targets: int64 [..., tokens], what each hidden state is to predict.
-        divisor: of the sum of the losses; None: their number.
-        labels: as the model was given them.
-        loss: once the head was called.
-        raw: what the head gave, where the model is tried.
+        targets: int64 [..., tokens], the token that each hidden state is to predict.
+        divisor: divisor of the sum of the losses; None: the number of losses.
+        labels: labels as they were passed to the model.
+        loss: the loss, once the head was called.
+        raw: the head's output in the trial call.
     """
 
     targets: torch.Tensor
@@ -124,14 +124,14 @@ class _Call:
 
 
 class _UnreadableError(ModelError):
-    """Something was done with logits that are not there."""
+    """The error of an operation that needs the values of logits that were not computed."""
 
 
 class _ChunkedLoss(Guard):
-    """What is put on one model: it is its `loss_function`, and knows of its calls and of those of its head.
+    """The replacement of one model's `loss_function`. It observes the calls of the model and of its head.
 
     Attributes:
-        steps: what the model does with its logits; None while it is tried.
+        steps: operations of the model on its logits; None during the trial.
     """
 
     def __init__(self, language: Any, head: nn.Linear) -> None:
@@ -159,7 +159,7 @@ class _ChunkedLoss(Guard):
             del self._language._loss_function
 
     def attempt(self) -> str:
-        """Try the model. Returns why it cannot do without its logits."""
+        """Try the model. Return why it needs its logits; "" if it does not."""
         device = next(self._language.parameters()).device
         vocabulary = self._head.out_features
         ids = torch.arange(_TRIED_TOKENS, device=device)[None] % vocabulary
@@ -186,7 +186,7 @@ class _ChunkedLoss(Guard):
         given = dict(zip(self._names, args, strict=False)) | kwargs
         labels, targets = given.get("labels"), given.get("shift_labels")
         if labels is None:
-            return  # shift_labels alone have no part in a loss
+            return  # shift_labels alone do not take part in a loss
         if targets is None:
             targets = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:]
         self._here.call = _Call(targets, given.get("num_items_in_batch"), labels)
@@ -195,7 +195,7 @@ class _ChunkedLoss(Guard):
         self._here.call = None
 
     def _of_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In place of the head's forward."""
+        """Compute the loss in place of the head's forward. Return `_Logits` without values."""
         call: _Call | None = getattr(self._here, "call", None)
         weight, bias = self._head.weight, self._head.bias
         if (
@@ -215,7 +215,7 @@ class _ChunkedLoss(Guard):
         return logits
 
     def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
-        """In place of `loss_function`."""
+        """Return the loss that was computed already, in place of `loss_function`."""
         call: _Call | None = getattr(self._here, "call", None)
         if not isinstance(logits, _Logits):
             return ForCausalLMLoss(logits, labels, *args, **kwargs)
@@ -237,7 +237,10 @@ class _ChunkedLoss(Guard):
 
 
 def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> Loss:
-    """The loss of logits with which this is done. Raises _UnreadableError where it is more than to scale and to cap."""
+    """Return the loss function for logits after the operations `steps`.
+
+    Raises _UnreadableError if the operations are more than scaling and capping.
+    """
     scale, cap, rest = 1.0, None, list(steps)
     if len(rest) >= 3 and [kind for kind, _ in rest[-3:]] == ["by", "tanh", "times"] and rest[-3][1] == rest[-1][1]:
         cap, rest = rest[-1][1], rest[:-3]
@@ -249,11 +252,11 @@ def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> Loss:
 
 
 class _Logits(torch.Tensor):
-    """Logits that are not there.
+    """Logits without values.
 
     Attributes:
-        steps: what was done with them.
-        whole: what they would be, where the model is tried.
+        steps: operations applied to them so far.
+        whole: the actual logits, in the trial call.
     """
 
     steps: tuple[Step, ...]

@@ -1,4 +1,6 @@
-"""A script that asks for DeepSpeed or FSDP under `infinity run` is told what to take out, before either is loaded."""
+"""Refusal of DeepSpeed and FSDP under `infinity run`: the error says what to remove from the script, before either is
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ from infinity.integrations.patches import Patches
 
 
 def refuse_arguments(patches: Patches, training_args: ModuleType) -> None:
-    """From now on TrainingArguments with `deepspeed` or `fsdp` set raise ConfigError."""
+    """Make TrainingArguments with `deepspeed` or `fsdp` raise ConfigError."""
     patches.wrap(training_args.TrainingArguments, "__post_init__", _arguments)
 
 
 def refuse_plugin(patches: Patches, dataclasses: ModuleType) -> None:
-    """From now on accelerate's DeepSpeedPlugin and FullyShardedDataParallelPlugin raise ConfigError."""
+    """Make accelerate's DeepSpeedPlugin and FullyShardedDataParallelPlugin raise ConfigError."""
     patches.wrap(dataclasses.DeepSpeedPlugin, "__post_init__", _plugin)
     patches.wrap(dataclasses.FullyShardedDataParallelPlugin, "__post_init__", _fsdp_plugin)
 

@@ -1,5 +1,7 @@
-"""The end of a script: its threads are joined and its atexit functions run, as Python does at the end of a process,
-while its models are still open. Python's own end comes after `infinity run` has closed them."""
+"""The end of a script: its threads are joined and its atexit functions run while its models are still open.
+
+Python does the same at the end of a process, but only after `infinity run` has closed the models.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ from typing import Any
 from infinity.integrations.patches import Patches
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Where code is that is no script's own: what a library wants to do at the end waits for Python's own end."""
+"""Directories of code that does not belong to a script. atexit functions of libraries wait for Python's own end."""
 
 
 @contextmanager
 def to_the_end() -> Iterator[None]:
-    """A script runs in this context. However it ends, when this is left all that it left to its end is done."""
+    """Run a script in this context.
+
+    However the script ends, its threads and atexit functions finish before the context exits.
+    """
     there, functions = set(threading.enumerate()), _Functions()
     try:
         with Patches() as patches:
@@ -44,7 +49,7 @@ def to_the_end() -> Iterator[None]:
 
 
 class _Functions:
-    """The atexit functions of a script, with the `__main__` in which it registered them."""
+    """The atexit functions of a script, with the `__main__` module at their registration."""
 
     def __init__(self) -> None:
         self._found: list[tuple[Callable[..., Any], Callable[[], Any], ModuleType]] = []
@@ -60,7 +65,7 @@ class _Functions:
         theirs(function)
 
     def run(self) -> None:
-        """The last one first. One that raises is told of, and the others run."""
+        """Run the functions, the last one first. If one raises, report the error and run the others."""
         while self._found:
             function, call, main = self._found.pop()
             before, sys.modules["__main__"] = sys.modules["__main__"], main
@@ -79,7 +84,7 @@ def _is_of_a_script(frame: FrameType) -> bool:
 
 
 def _say_what_is_waited_for(error: BaseException, there: Collection[threading.Thread]) -> None:
-    """Python tells of an error before it waits for threads, which may need what never comes."""
+    """Print the script's error before its threads are joined. Threads may wait for an event that never happens."""
     names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]
     if names:
         said = "".join(traceback.format_exception_only(error)).strip()
@@ -87,24 +92,29 @@ def _say_what_is_waited_for(error: BaseException, there: Collection[threading.Th
 
 
 def _join(there: Collection[threading.Thread]) -> None:
-    """Args: there: threads that are not the script's."""
+    """Join the threads of the script. `there` are threads that existed before it."""
     while waited := [thread for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]:
         for thread in waited:
             pool = _pool_of(thread)
             if pool is not None:
-                pool.shutdown()  # what was given to it is done first
+                pool.shutdown()  # completes the work that was submitted
             thread.join()
 
 
 def _is_waited_for(thread: threading.Thread) -> bool:
-    """The thread of a pool of processes ends when Python itself does; those processes have no models."""
+    """Return whether the end of the script waits for a thread.
+
+    The thread of a process pool ends when Python itself ends; the pool's processes have no models.
+    """
     of_processes = type(thread).__module__ == "concurrent.futures.process"
     return not (thread.daemon or of_processes or thread is threading.current_thread())
 
 
 def _pool_of(thread: threading.Thread) -> ThreadPoolExecutor | None:
-    """Whose worker a thread is: it waits for more work until its pool is shut down. Its first argument is a weak
-    reference to the pool."""
+    """Return the pool of a worker thread, which waits for more work until the pool is shut down.
+
+    The thread's first argument is a weak reference to the pool.
+    """
     first = next(iter(getattr(thread, "_args", ())), None)
     pool = first() if isinstance(first, weakref.ref) else None
     return pool if isinstance(pool, ThreadPoolExecutor) else None

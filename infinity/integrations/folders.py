@@ -1,4 +1,4 @@
-"""Checkpoint folders of a script: each holds exported weights and pins the generation with its optimizer states."""
+"""Checkpoint folders of a script: each contains exported weights and pins the generation with its optimizer states."""
 
 from __future__ import annotations
 
@@ -32,40 +32,48 @@ from infinity.state.terms import Terms
 logger = logging.getLogger(__name__)
 
 _PINS_OF_ALL = 2
-"""Checkpoint folders with a generation of their own where a script keeps all folders: older ones hold a copy."""
+"""Number of checkpoint folders with pins where a script keeps all folders. Older folders have a portable copy."""
 
 
 def pins_for(kept: int | None) -> int:
-    """How many checkpoint folders pin a generation at a time.
+    """Return the number of checkpoint folders that pin a generation at a time.
 
     Args:
-        kept: how many folders the script keeps, and then there is one more before an old one goes; None: all of them.
+        kept: the number of folders that the script keeps (one more exists before an old one is removed); None: all.
     """
     return _PINS_OF_ALL if kept is None else kept + 1
 
 
 def keeps_generations(model: nn.Module) -> bool:
-    """Whether a checkpoint folder of this model can hold its optimizer states."""
+    """Return whether a checkpoint folder of this model can have optimizer states."""
     return registry.is_offloaded(model) and registry.coordinator_of(model).resources.generations is not None
 
 
 def folders_of(model: nn.Module) -> dict[Path, int]:
-    """The folders that pin a generation of the model, with their steps."""
+    """Return the folders that pin a generation of the model, with their steps."""
     return pinned(model) if keeps_generations(model) else {}
 
 
 def _held_by(model: nn.Module) -> dict[Path, int]:
-    """`folders_of`, while they can be let go: until the model is closed."""
+    """Return the folders that can still be unpinned: those of folders_of, until the model is closed."""
     return {} if keeps_generations(model) and registry.coordinator_of(model).closed else folders_of(model)
 
 
 def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> None:
-    """Offload a model as the run was when it wrote a checkpoint folder. The store keeps its room for pins, whatever
-    number of folders the script wishes now: of more folders the older ones get a portable copy (`Saving`).
+    """Offload a model in the state in which the run wrote a checkpoint folder.
+
+    The store keeps its room for pins, even if the script now has another number of folders. If the script has more
+    folders than the store has pins, the older folders get a portable copy (`Saving`).
+
+    Args:
+        model: the model to offload.
+        folder: the checkpoint folder.
+        config: the swap config.
+        how: other arguments of infinity.resume.
 
     Raises:
-        ResumeError: the folder is none of infinity, or its generation is gone; says what to do.
-        others: as infinity.resume and infinity.offload_from_checkpoint.
+        ResumeError: the folder is not one of infinity, or its generation is gone; says what to do.
+        others: as for infinity.resume and infinity.offload_from_checkpoint.
     """
     marker = generation_of(folder, config)
     if marker.portable is None:
@@ -97,8 +105,7 @@ def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> Swa
 
 
 class Saving:
-    """One checkpoint folder that is being written, in the context of this object. Its generation is pinned once, by
-    `finish`.
+    """The writing of one checkpoint folder, as a context manager. `finish` pins the folder's generation once.
 
     Raises (from the constructor):
         PlanError: there is no room for one more pin; nothing was written.
@@ -132,10 +139,10 @@ class Saving:
         self.open_now.remove(self)
 
     def finish(self) -> None:
-        """Everything else of the folder is written."""
+        """Sync the folder and pin its generation. All other files of the folder are written."""
         if self._pins:
             coordinator = registry.coordinator_of(self._model)
-            coordinator.world.tell(f"writing {self._folder}", None)  # all ranks have
+            coordinator.world.tell(f"writing {self._folder}", None)  # all ranks have written their files
             coordinator.world.once_slow(f"syncing {self._folder}", self._sync)
             pin(self._model, self._folder)
             self._pins = False
@@ -146,7 +153,7 @@ class Saving:
 
 
 def require_pins(model: nn.Module) -> None:
-    """Raises PlanError where no checkpoint folder can pin a generation, though generations are kept."""
+    """Raise PlanError if generations are kept but no checkpoint folder can pin one."""
     if keeps_generations(model) and not registry.coordinator_of(model).plan.placement.pins:
         raise PlanError(
             "this model was offloaded when nothing said that checkpoint folders are saved, so its store has no room "
@@ -156,7 +163,10 @@ def require_pins(model: nn.Module) -> None:
 
 
 def name_vanished(model: nn.Module) -> None:
-    """Say which folders pin a generation and are not there. They stay pinned: their disk may not be mounted."""
+    """Warn of folders that pin a generation and do not exist.
+
+    They stay pinned, because their disk may not be mounted.
+    """
     vanished = [str(folder) for folder in folders_of(model) if not os.path.lexists(folder)]
     if vanished:
         store = place_of(registry.coordinator_of(model).directories[0])
@@ -170,9 +180,12 @@ def name_vanished(model: nn.Module) -> None:
 
 @contextmanager
 def letting_go(model: nn.Module) -> Iterator[None]:
-    """Checkpoint folders that shutil.rmtree removes in this context let their generations go first, so that no crash
-    leaves a pin of a folder that is gone. Those that vanished before stay pinned: they may be on a disk that is not
-    mounted."""
+    """Unpin each checkpoint folder before shutil.rmtree removes it in this context.
+
+    No crash leaves a pin of a removed folder.
+
+    Folders that were missing before stay pinned: they may be on a disk that is not mounted.
+    """
     there = [folder for folder in folders_of(model) if folder.exists()]
     with patched(shutil, "rmtree", removing(lambda: [model])):
         yield
@@ -182,16 +195,16 @@ def letting_go(model: nn.Module) -> Iterator[None]:
 
 
 def removing(models: Callable[[], Iterable[nn.Module]]) -> Callable[..., None]:
-    """A shutil.rmtree, to be patched in, that first lets the generations go of the checkpoint folders it removes.
+    """Return a replacement of shutil.rmtree that first unpins the checkpoint folders that it removes.
 
     Args:
-        models: those that are offloaded now.
+        models: returns the models that are offloaded now.
     """
     process = os.getpid()
 
     def remove(rmtree: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
-        ours = os.getpid() == process  # and not a worker of a loader, which removes folders of its own
-        if ours and kwargs.get("dir_fd") is None and not os.path.islink(path):  # of a link rmtree removes nothing
+        ours = os.getpid() == process  # not a worker process of a loader, which removes its own folders
+        if ours and kwargs.get("dir_fd") is None and not os.path.islink(path):  # rmtree refuses links
             place = Path(os.path.realpath(os.fsdecode(path)))
             for model in models():
                 for folder in _held_by(model):
@@ -203,12 +216,12 @@ def removing(models: Callable[[], Iterable[nn.Module]]) -> Callable[..., None]:
 
 
 def is_at(model: nn.Module, marker: Marker) -> bool:
-    """Whether an offloaded model has the states that a checkpoint folder names."""
+    """Return whether an offloaded model has the states that a checkpoint folder names."""
     return registry.coordinator_of(model).is_at(marker.run, marker.step)
 
 
 def remove_left(paths: Sequence[Path], run: str) -> None:
-    """Remove the store of a model that was collected, unless checkpoint folders pin generations of it.
+    """Remove the store of a garbage-collected model, unless checkpoint folders pin its generations.
 
     Raises:
         StoreLockedError: another process uses the store.
@@ -219,7 +232,10 @@ def remove_left(paths: Sequence[Path], run: str) -> None:
 
 
 def remove_empty(paths: Iterable[Path]) -> None:
-    """Remove those of a script's swap directories in which nothing is left. Args: paths: that it found absent."""
+    """Remove the swap directories of a script that are empty.
+
+    `paths` are the directories that did not exist when the script began.
+    """
     for path in paths:
-        with suppress(OSError):  # it is not empty, or not there
+        with suppress(OSError):  # not empty, or missing
             path.rmdir()

@@ -1,13 +1,12 @@
 """`from_pretrained(path, quantization_config=infinity.InfinityConfig("swap.yaml"))`: transformers' own loading, with
-infinity as what transformers calls a quantizer.
+infinity as a quantizer in transformers' sense.
 
 [Note: loading through a quantizer]
-transformers asks a quantizer about each parameter of the checkpoint, one at a time, and sets what the quantizer makes
-of it. infinity's quantizer makes a parameter on the meta device, and notes the file that the values are in. Tensors
-that transformers converts on loading (such as fused experts) are written to a scratch directory on the swap disk. When
-loading ends, nothing of the quantizer stays in the model or in its config: the parameters are deferred ones
-(runtime/deferred.py), as under `infinity run`, and the model is offloaded when an optimizer is made for it or when it
-is first used.
+transformers asks a quantizer about each parameter of the checkpoint, one at a time, and assigns the quantizer's result
+to the model. infinity's quantizer returns a parameter on the meta device, and records the file of the values. Tensors
+that transformers converts on loading (such as fused experts) are written to a scratch directory on the swap disk. After
+loading, the quantizer is removed from the model and its config. The parameters are deferred (runtime/deferred.py), as
+under `infinity run`. The model is offloaded when an optimizer is made for it or when it is first used.
 """
 
 from __future__ import annotations
@@ -49,17 +48,17 @@ logger = logging.getLogger(__name__)
 
 _NAME = "infinity"
 _runs: dict[str, Run] = {}
-"""Models of the same swap config share its memory. Keys: swap configs, as JSON."""
+"""Runs by swap config (as JSON). Models of the same swap config share its memory."""
 
 
 @register_quantization_config(_NAME)
 class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """Where the states of a model rest, for `from_pretrained(quantization_config=...)`.
+    """The placement of a model's states, for `from_pretrained(quantization_config=...)`.
 
     Args:
-        swap: as infinity.offload's config.
-        resume: a checkpoint folder that infinity.hf.Checkpoints pinned a generation for: the model that is trained goes
-            on from there, and `trainer.train(resume_from_checkpoint=...)` names the same folder.
+        swap: the swap config, as for infinity.offload.
+        resume: a checkpoint folder for which infinity.hf.Checkpoints pinned a generation. The trained model continues
+            from it. `trainer.train(resume_from_checkpoint=...)` must name the same folder.
 
     Raises:
         ConfigError: the swap config cannot be used, or transformers is older than 5.
@@ -93,40 +92,43 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 raise ResumeError(f"{error} A Trainer pins with callbacks=[infinity.hf.Checkpoints()].") from None
 
     def to_dict(self) -> dict[str, Any]:
-        """Values that JSON has."""
+        """Return the config as JSON values."""
         resume = None if self.resume is None else str(self.resume)
         return {"quant_method": _NAME, "swap": self.swap.model_dump(mode="json"), "resume": resume}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """As to_dict made it."""
+        """Return the config for a dict that to_dict returned."""
         given = {name: value for name, value in config_dict.items() if name != "quant_method"}
         return super().from_dict(given, return_unused_kwargs, **kwargs)
 
     @property
     def run(self) -> Run:
-        """What the models of this swap config share, of which some may go on from folders."""
+        """The run that the models of this swap config share. Some of them may be resumed from folders."""
         key = self.swap.model_dump_json()
         if key not in _runs:
             _runs[key] = Run(self.swap)
         return _runs[key]
 
     def close(self) -> None:
-        """Close the models of this swap config: the training is over, and its stores are removed, unless checkpoint
-        folders need them. Without it they stay when the process ends."""
+        """Close the models of this swap config after the training.
+
+        Their stores are removed, unless checkpoint folders need them. Without this call the stores remain when the
+        process ends.
+        """
         run = _runs.pop(self.swap.model_dump_json(), None)
         if run is not None:
             run.close(failed=False)
 
 
 def run_of(parameters: list[Any]) -> Run | None:
-    """The run of a loaded model that has some of these parameters."""
+    """Return the run of a loaded model that has some of these parameters."""
     return next((run for run in _runs.values() if run.owner_of(parameters) is not None), None)
 
 
 @register_quantizer(_NAME)
 class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
-    """Keeps weights in their files while transformers loads a model."""
+    """A quantizer that keeps weights in their files while transformers loads a model."""
 
     def __init__(self, quantization_config: InfinityConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -142,7 +144,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
             )
 
     def update_device_map(self, device_map: Any) -> None:
-        """Where weights are is the swap config's to say."""
+        """Keep the swap config's placement: return no device_map."""
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
         converted = (each for each in weight_conversions if isinstance(each, WeightConverter))
@@ -150,7 +152,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
         return weight_conversions
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        if self._keep is None:  # the model is loaded, and transformers loads adapters into it
+        if self._keep is None:  # after loading, transformers may load adapters into the model
             return False
         module, _, name = param_name.rpartition(".")
         return name in model.get_submodule(module)._parameters and param_name not in self._kept.misfits
@@ -204,13 +206,15 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
-    """What a Trainer loads into the model that goes on from a folder changes nothing: the folder's generation has the
-    same weights, and finer masters."""
+    """Make loading of weights by a Trainer into a resumed model change nothing.
 
-    marker = require_marker(folder)  # a Trainer removes the folder when it has newer ones
+    The folder's generation has the same weights, with more precise masters.
+    """
+
+    marker = require_marker(folder)  # read now: a Trainer removes the folder when it has newer ones
 
     def goes_on(model: nn.Module) -> bool:
-        """Whether the model is still to be offloaded from the generation, or was, and is still there."""
+        """Return whether the model will be offloaded from the generation, or was and is still at it."""
         if is_deferred(model):
             return run.began_from(model) is not None
         whole = run.outermost(model)
@@ -230,16 +234,19 @@ def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
 
 
 class _Keep(ConversionOps):  # type: ignore[misc]
-    """Takes each parameter of a checkpoint, and gives one on the meta device for it. Tensors that are in none of the
-    files as the model has them are written to a scratch directory, which goes with what reads them.
+    """A conversion that replaces each parameter of a checkpoint by one on the meta device.
+
+    A tensor that no file has in the model's form is written to a scratch directory. The directory is removed with the
+    object that reads it.
 
     Args:
-        files: of the checkpoint.
+        files: the checkpoint's files.
+        config: the swap config.
 
     Attributes:
-        converted: patterns of the tensors that transformers converts.
-        misfits: the shape that the model has of parameters whose tensors have another one. transformers initializes
-            such a parameter or refuses it.
+        converted: name patterns of the tensors that transformers converts.
+        misfits: the model's shapes of parameters whose tensors have another shape. transformers initializes such a
+            parameter or refuses it.
     """
 
     def __init__(self, files: list[str], config: SwapConfig) -> None:
@@ -247,7 +254,7 @@ class _Keep(ConversionOps):  # type: ignore[misc]
         held = ExitStack()
         self._scratch = Path(held.enter_context(scratch_directory(config)))
         self._remove = in_this_process(held.close)
-        self._unread = weakref.finalize(self, self._remove)  # where loading fails
+        self._unread = weakref.finalize(self, self._remove)  # for the case that loading fails
         self._index: dict[str, dict[str, str]] = {}
         self.converted: set[str] = set()
         self.misfits: dict[str, torch.Size] = {}
@@ -255,7 +262,7 @@ class _Keep(ConversionOps):  # type: ignore[misc]
     def convert(
         self, input_dict: dict[str, Any], *, source_patterns: list[str], model: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Args: input_dict: tensors by the name of their parameter, those of one conversion."""
+        """Replace the tensors of one conversion. `input_dict` has them by the names of their parameters."""
         kept = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         for name, tensor in kept.items():
             wanted = model.get_parameter(name).shape
@@ -271,7 +278,7 @@ class _Keep(ConversionOps):  # type: ignore[misc]
         return kept
 
     def require_fitting(self, model: nn.Module) -> None:
-        """Raises ModelError where a parameter has not the model's shape, which older transformers does not check."""
+        """Raise ModelError if a parameter does not have the model's shape, which older transformers does not check."""
         for name, wanted in self.misfits.items():
             found = model.get_parameter(name).shape
             if found != wanted:
@@ -282,11 +289,11 @@ class _Keep(ConversionOps):  # type: ignore[misc]
                 )
 
     def source(self, model: Any) -> Files:
-        """What reads the parameters of the model, once all are kept."""
+        """Return the reader of the model's parameters, after all were recorded."""
         with suppress(OSError):  # not empty: tensors were converted
-            self._scratch.rmdir()  # now, as a process that is killed leaves it
+            self._scratch.rmdir()  # removed now, because a killed process would leave it
         loader = OffloadedWeightsLoader(index=self._index, save_folder=str(self._scratch))
         source = Files(model, loader, str(model.config.name_or_path))
-        weakref.finalize(source, self._remove)  # a copy of the model, or a part, may outlive it
+        weakref.finalize(source, self._remove)  # a copy or a part of the model may outlive it
         self._unread.detach()
         return source

@@ -1,4 +1,4 @@
-"""`infinity run CONFIG SCRIPT ARGS…`: a script that knows nothing of infinity, with its model offloaded."""
+"""`infinity run CONFIG SCRIPT ARGS…`: run a script that is written without infinity, with its model offloaded."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ from infinity.integrations.run import Run
 
 
 def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None = None) -> None:
-    """Run a script as `python script arguments` does, with infinity beneath the libraries that it uses. The models are
-    closed when its threads have ended and its atexit functions have run.
+    """Run a script as `python script arguments` does, with infinity beneath its libraries.
+
+    The models are closed after the script's threads have ended and its atexit functions have run.
 
     Args:
-        resume: a checkpoint folder: the model that is trained is offloaded from the generation that it names.
+        config: the swap config.
+        script: path of the script.
+        arguments: arguments of the script.
+        resume: a checkpoint folder: the trained model is offloaded from the generation that it names.
 
     Raises:
-        whatever the script raises.
+        all exceptions of the script.
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
@@ -38,8 +42,11 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
 
 @contextmanager
 def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
-    """In this context the models that libraries load are offloaded when they are used, and their optimizers are
-    infinity's. At its end the models are closed. Args: resume: as launch."""
+    """Offload the models that libraries load in this context when they are used, and use infinity's optimizers for
+    them.
+
+    The models are closed at the end. `resume` is that of launch.
+    """
     run = Run(config)
     run.wish(folder=None if resume is None else resume.expanduser().absolute())
     failed, stopped, refused = True, False, False
@@ -69,7 +76,9 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
 
 
 def _patch_what_is_imported(run: Run, patches: Patches) -> None:
-    """A script that does without a library does not wait for its import."""
+    """Register patches that are applied when a library is imported, so that a script does not import unused
+    libraries.
+    """
 
     def replace_training(trainer: ModuleType) -> None:
         from infinity.integrations import transformers
@@ -98,8 +107,10 @@ def _require_transformers_5(transformers: ModuleType) -> None:
 
 
 def _one_device() -> None:
-    """Trainer would wrap the model in DataParallel where several GPUs are visible; not so where torchrun started it,
-    and there the script takes the GPU of its LOCAL_RANK by itself."""
+    """Make only one GPU visible, because Trainer would wrap the model in DataParallel for several GPUs.
+
+    Under torchrun nothing changes: Trainer does not do this, and the script uses the GPU of its LOCAL_RANK.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if "LOCAL_RANK" not in os.environ and (visible is None or "," in visible):
         os.environ["CUDA_VISIBLE_DEVICES"] = "0" if visible is None else visible.split(",")[0]

@@ -1,4 +1,4 @@
-"""What a script that failed or was stopped leaves on the disk, and how to go on: one line."""
+"""The log line after a failed or stopped script: the states that remain on disk, and how to continue from them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def say_what_is_left(places: Sequence[Path], *, stopped: bool) -> None:
-    """After a script whose models were closed. Rank 0 speaks.
+    """Log which states a script left, after its models were closed. Only rank 0 logs.
 
     Args:
         places: the first directory of each model's store.
-        stopped: by Ctrl-C; else it failed, and says itself why.
+        stopped: the script was stopped by Ctrl-C; otherwise it failed, and has reported why.
     """
     rank, ranks = rank_and_world()
     found = {place: steps_of(place, ranks) for place in places if place.is_dir() and ranks in counts_in(place)}

@@ -1,5 +1,7 @@
-"""Lightning: `Trainer(strategy="infinity")`, or with a swap config, `Trainer(strategy=InfinityStrategy("swap.yaml"))`.
-What it does: strategy.py."""
+"""The strategy of strategy.py for Lightning: `Trainer(strategy="infinity")`.
+
+With a swap config: `Trainer(strategy=InfinityStrategy("swap.yaml"))`.
+"""
 
 from __future__ import annotations
 

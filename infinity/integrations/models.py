@@ -1,4 +1,4 @@
-"""Loading: `from_pretrained` gives a model whose weights stay in their files until it is offloaded."""
+"""Loading of models: `from_pretrained` returns a model whose weights stay in their files until it is offloaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from infinity.runtime.offload import move_buffers
 logger = logging.getLogger(__name__)
 
 _NOT_OURS = ("state_dict", "tp_plan", "distributed_config", "gguf_file")
-"""Arguments of from_pretrained with which transformers is left to load as it does."""
+"""Arguments of from_pretrained with which transformers loads the model without infinity."""
 _OF_PLACES = (
     "device_map",
     "max_memory",
@@ -31,11 +31,11 @@ _OF_PLACES = (
     "low_cpu_mem_usage",
     "quantization_config",
 )
-"""Arguments of from_pretrained that say where weights are, and in which form."""
+"""Arguments of from_pretrained about the place and the form of weights."""
 
 
 def replace_loading(run: Run, patches: Patches) -> None:
-    """From now on transformers' models are loaded without their weights, and PEFT's wrappers are known."""
+    """Make transformers load models without their weights, and register PEFT's wrappers."""
     patches.when_imported(
         "transformers.modeling_utils",
         lambda module: patches.wrap(module.PreTrainedModel, "from_pretrained", _from_pretrained(run)),
@@ -48,7 +48,7 @@ def replace_loading(run: Run, patches: Patches) -> None:
     patches.when_imported("peft", wrapping)
 
     def placed(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        if not torch.compiler.is_compiling():  # where a slice of a ModuleList is a new one
+        if not torch.compiler.is_compiling():  # while compiling, each slice of a ModuleList is a new module
             run.placed(parent, child)
 
     patches.add(register_module_module_registration_hook(placed).remove)
@@ -60,8 +60,8 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         theirs = path is None or args or any(kwargs.get(name) is not None for name in _NOT_OURS)
         quantization = kwargs.get("quantization_config")
         if theirs or _is_to_disk(kwargs.get("device_map")) or is_left_to_transformers(quantization):
-            return original(cls, path, *args, **kwargs)  # as infinity.checkpoint.load asks for it, or not ours
-        form_of(quantization)  # before anything is loaded
+            return original(cls, path, *args, **kwargs)  # called by infinity.checkpoint.load, or without infinity
+        form_of(quantization)  # raises before anything is loaded
         with_info = kwargs.pop("output_loading_info", False)
         for name in _OF_PLACES:
             kwargs.pop(name, None)
@@ -71,7 +71,7 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
             model, source, info = on_meta(cls, str(path), dtype, run.scratch(), kwargs, as_plain=True)
         except ModelError as error:
             if isinstance(error.__cause__, OSError | ValueError):
-                raise error.__cause__ from error  # what scripts expect where there is no such model
+                raise error.__cause__ from error  # scripts expect this type if there is no such model
             raise
         defer(model, source, run.device)
         move_buffers(model, run.device)
@@ -83,13 +83,13 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
 
 
 def _is_to_disk(device_map: Any) -> bool:
-    """Whether it is that of infinity.checkpoint.load, which may have some parameters in memory."""
+    """Return whether this is the device_map of infinity.checkpoint.load, which may keep some parameters in memory."""
     return isinstance(device_map, dict) and device_map.get("") == "disk"
 
 
 def _wrapping(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: nn.Module, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        run.take_back(model)  # which was only evaluated so far
+        run.take_back(model)  # the model may have been offloaded to be evaluated
         original(self, model, *args, **kwargs)
         run.wrapped(model, self)
 
@@ -97,8 +97,10 @@ def _wrapping(run: Run) -> Callable[..., None]:
 
 
 def _replace_preparing(run: Run, patches: Patches, peft: ModuleType) -> None:
-    """PEFT's prepare_model_for_kbit_training casts all weights to fp32, and so into memory, unless they are
-    bitsandbytes'."""
+    """Replace PEFT's prepare_model_for_kbit_training.
+
+    The original casts all weights that are not bitsandbytes' to fp32, which reads them into memory.
+    """
     for module in (peft, peft.utils, peft.utils.other):
         patches.wrap(module, "prepare_model_for_kbit_training", _preparing(run))
 
@@ -120,7 +122,7 @@ def _preparing(run: Run) -> Callable[..., Any]:
                 model.enable_input_require_grads()
             if hasattr(model, "activation_checkpointing_enable"):
                 model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-            else:  # its name in the first versions 5
+            else:  # the name in the first versions of transformers 5
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         logger.warning("infinity: prepare_model_for_kbit_training: the weights are frozen, and keep their dtype")
         return model

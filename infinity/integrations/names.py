@@ -1,4 +1,4 @@
-"""The names that `optim=` of a TrainingArguments has for optimizers, and what infinity takes for each."""
+"""The optimizer names of `optim=` in TrainingArguments, and infinity's optimizer for each."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ logger = logging.getLogger(__name__)
 _RULES: dict[str, OptimizerName] = {"sgd": "sgd", "adagrad": "adagrad"}
 _ADAMW = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw")
 _LION = ("lion_8bit", "lion", "lion_32bit", "paged_lion", "paged_lion_8bit", "paged_lion_32bit")
-"""Of bitsandbytes and torchao, which keep states on the GPU and page them; infinity keeps them where they fit."""
+"""Names of bitsandbytes' and torchao's optimizers, which keep states on the GPU and page them. infinity places the
+states by its plan.
+"""
 
 
 def wish_for(args: Any, run: Run) -> None:
-    """Room is made for the states of the optimizer. An 8-bit one is infinity's with int8 moments; a line says so."""
+    """Record the optimizer, so that room is made for its states.
+
+    For an 8-bit optimizer infinity uses int8 moments; a log line says so.
+    """
     name = _name(args)
     run.wish(optimizer="lion" if name in _LION else _RULES.get(name, "adamw"))
     small = name in (*_ADAMW, *_LION) and name.endswith("8bit") and run.config.moments == "fp32"
@@ -30,7 +35,9 @@ def wish_for(args: Any, run: Run) -> None:
 
 
 def class_and_options(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """For the names that need another library: what Trainer.get_optimizer_cls_and_kwargs returns. None for others."""
+    """Return the result of Trainer.get_optimizer_cls_and_kwargs for names that need another library; None for
+    others.
+    """
     name, betas = _name(args), (args.adam_beta1, args.adam_beta2)
     if name in _ADAMW:
         return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}

@@ -1,4 +1,4 @@
-"""torch's optimizers become infinity's where they are made for a model that is, or is to be, offloaded."""
+"""Replacement of torch's optimizers by infinity's, for a model that is offloaded or is about to be."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ _OURS: dict[type[torch.optim.Optimizer], type[GroupedOptimizer]] = {
 
 
 def ours_for(theirs: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """infinity's optimizer for one of torch's; another one is returned as it is."""
+    """Return infinity's optimizer class for one of torch's. Any other class is returned unchanged."""
     return _OURS.get(theirs, theirs)
 
 
 def replace_optimizers(run: Run, patches: Patches) -> None:
-    """From now on `torch.optim.AdamW(model.parameters(), ...)` and its like offload a model that was loaded, and are
-    infinity's."""
+    """Make `torch.optim.AdamW(model.parameters(), ...)` and similar calls offload a loaded model.
+
+    The result of such a call is one of infinity's optimizers.
+    """
     for theirs, ours in _OURS.items():
         patches.wrap(theirs, "__init__", _becoming(run, theirs, ours))
     patches.wrap(torch.optim.Optimizer, "__init__", _refusing(run))
@@ -51,7 +53,10 @@ def replace_optimizers(run: Run, patches: Patches) -> None:
 
 
 def _warning_of_names() -> Callable[..., Any]:
-    """A script that saves an optimizer's state_dict itself is told, once, that the store goes at its end."""
+    """Return a replacement that warns once, when a script saves an optimizer's state_dict itself.
+
+    The warning says that the store is removed at the end of the script.
+    """
     runs: set[str] = set()
 
     def reduce(original: Callable[..., Any], handle: StateHandle) -> Any:
@@ -84,7 +89,7 @@ def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., Non
 
 
 def _bringing(run: Run) -> Callable[..., None]:
-    """infinity.AdamW and its like, which a script named itself, for a model that is not offloaded yet."""
+    """Return a constructor for infinity's own optimizers that offloads the model first, if it is not offloaded yet."""
 
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)
@@ -96,7 +101,10 @@ def _bringing(run: Run) -> Callable[..., None]:
 
 
 def optimizer_for(run: Run | None, kind: type[GroupedOptimizer], params: Any, **options: Any) -> GroupedOptimizer:
-    """An optimizer of infinity's for a model that is, or is to be, offloaded. Args: run: that loaded the model."""
+    """Make one of infinity's optimizers for a model that is offloaded or is about to be.
+
+    `run` is the run that loaded the model; None if the model is offloaded already.
+    """
     params = _listed(params)
     if run is None:
         return kind(params, **options)
@@ -117,7 +125,7 @@ def _refusing(run: Run) -> Callable[..., None]:
                 f"are offloaded. Use one of {known} (optim='adamw_torch' of a TrainingArguments), or infinity.Lion."
             )
         original(self, params, *args, **kwargs)
-        if not ours and type(self) not in _OURS:  # those were looked at already
+        if not ours and type(self) not in _OURS:  # optimizers in _OURS were handled already
             stays = holder_of(parameters_in(params))
             if stays is not None:
                 say_that_it_stays(self, stays)
@@ -126,7 +134,7 @@ def _refusing(run: Run) -> Callable[..., None]:
 
 
 def _listed(params: Any) -> Any:
-    """What an optimizer is given, with lists for iterators and views, as torch makes them."""
+    """Return the first argument of an optimizer with iterators and views replaced by lists, as torch does."""
     params = _as_list(params)
     for each in params if isinstance(params, list | tuple) else ():
         if isinstance(each, dict) and "params" in each:
@@ -135,14 +143,16 @@ def _listed(params: Any) -> Any:
 
 
 def _as_list(params: Any) -> Any:
-    """Anything that torch refuses stays what it is."""
+    """Return a list for an iterator or a view. Values that torch refuses are returned unchanged."""
     stays = not isinstance(params, Iterable) or isinstance(params, list | tuple | torch.Tensor | Mapping | Set)
     return params if stays else list(params)
 
 
 def _in_tiles(params: Any) -> Any:
-    """What an optimizer is given, with the parameters of the tiles for those of a layer that was tiled to fit when the
-    model was offloaded for it."""
+    """Return the first argument of an optimizer with tiled parameters replaced by those of their tiles.
+
+    A layer is tiled to fit when the model is offloaded for the optimizer.
+    """
     if not isinstance(params, list | tuple):
         return params
     found: list[Any] = []
@@ -159,8 +169,10 @@ def _in_tiles(params: Any) -> Any:
 
 
 def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
-    """Whether these are parameters of an offloaded model; one that was loaded, or a module of the script's own that is
-    worth it, is offloaded for this optimizer."""
+    """Return whether these parameters belong to an offloaded model.
+
+    A loaded model, or a module of the script that is large enough, is offloaded for this optimizer first.
+    """
     model, home = run.owner_of(parameters), _home_of(parameters)
     if model is None and home is None and optimizer is not None:
         model = holder_of(parameters)
@@ -169,7 +181,7 @@ def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer
         _require_all_in(model, parameters)
         run.ensure_offloaded(model, optimizer=optimizer.rule)
     elif home is not None:
-        give_saving(home)  # the script may have offloaded it itself
+        give_saving(home)  # the script may have offloaded the model itself
     found = [registry.find(each) for each in parameters if isinstance(each, nn.Parameter)]
     places = [each[1] for each in found if each is not None]
     if optimizer is not None and model in run.references and not any(place.group.trainable for place in places):
@@ -181,7 +193,7 @@ def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer
 
 
 def _home_of(parameters: list[Any]) -> nn.Module | None:
-    """The offloaded model that has some of these parameters: the loaded one, or a module around that."""
+    """Return the offloaded model that has some of these parameters: the loaded model or a module around it."""
     for each in parameters:
         found = registry.find(each) if isinstance(each, nn.Parameter) else None
         if found is not None:
@@ -190,13 +202,13 @@ def _home_of(parameters: list[Any]) -> nn.Module | None:
 
 
 def _outside(model: nn.Module, parameters: list[Any]) -> list[Any]:
-    """Those that the model does not have."""
+    """Return the parameters that the model does not have."""
     inside = set(map(id, model.parameters()))
     return [each for each in parameters if id(each) not in inside]
 
 
 def _require_all_in(model: nn.Module, parameters: list[Any]) -> None:
-    """Raises ModelError where an optimizer would train parameters in memory, too."""
+    """Raise ModelError if an optimizer would also train parameters in memory."""
     others = _outside(model, parameters)
     if others:
         raise ModelError(
@@ -208,7 +220,9 @@ def _require_all_in(model: nn.Module, parameters: list[Any]) -> None:
 
 
 def _accumulation_steps() -> int | None:
-    """Backward passes before a step, as accelerate knows them."""
+    """Return the backward passes before a step that accelerate is set to; None if there is one, or without
+    accelerate.
+    """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.GradientState._shared_state:
         return None

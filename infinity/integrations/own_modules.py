@@ -1,4 +1,6 @@
-"""Modules of a script's own, which nobody loaded from files: which of them an optimizer is made for."""
+"""Modules that a script defines itself and that no library loaded: the search for the one that an optimizer is made
+for.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +11,35 @@ from typing import Any
 from torch import nn
 
 WORTH_NUMEL = 1_000_000
-"""A module with fewer parameters is left alone."""
+"""Minimum number of parameters of a module that is offloaded."""
 
 
 def holder_of(parameters: Iterable[Any]) -> nn.Module | None:
-    """The smallest module that has all of these parameters, if it is worth offloading. Of several with the same
-    parameters, the one around the others, which is the one that is called."""
+    """Return the smallest module that has all of these parameters, if it is large enough to be offloaded.
+
+    Of several modules with the same parameters, return the outermost one, because that is the one that is called.
+    """
     wanted = {id(each) for each in parameters if isinstance(each, nn.Parameter)}
     if not wanted:
         return None
-    if not _holders(wanted):  # most optimizers of small modules: nothing is collected for them
+    if not _holders(wanted):  # the usual case, small modules: no garbage collection for these
         return None
-    gc.collect()  # what nobody refers to is no module of the script
+    gc.collect()  # a module without references does not belong to the script
     numels = _holders(wanted)
     smallest = [each for each, numel in numels.items() if numel == min(numels.values())]
     return next((each for each in smallest if not any(each in _inside(other) for other in smallest)), None)
 
 
 def _holders(wanted: set[int]) -> dict[nn.Module, int]:
-    """The modules that have all parameters of these ids and are worth it, with how many parameters they have."""
+    """Return the modules that have all parameters of these ids and are large enough, with their numbers of
+    parameters.
+    """
     numels: dict[nn.Module, int] = {}
     for each in gc.get_objects():
         if issubclass(type(each), nn.Module) and "_parameters" in vars(each):
             try:
                 found = {id(parameter): parameter.numel() for parameter in each.parameters()}
-            except Exception:  # a lazy module, or one with parameters() of its own
+            except Exception:  # a lazy module, or one that overrides parameters()
                 continue
             if wanted.issubset(found) and sum(found.values()) >= WORTH_NUMEL:
                 numels[each] = sum(found.values())
@@ -41,5 +47,5 @@ def _holders(wanted: set[int]) -> dict[nn.Module, int]:
 
 
 def _inside(module: nn.Module) -> set[nn.Module]:
-    """The modules in it, without itself."""
+    """Return the modules inside a module, without itself."""
     return set(module.modules()) - {module}

@@ -1,4 +1,4 @@
-"""Replacing functions of libraries, so that an unchanged script meets ours, and putting theirs back."""
+"""Replacement of library functions, so that an unchanged script uses infinity's functions; and their restoration."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _active: list[str] = []
 
 
 def active() -> list[str]:
-    """The names of what is replaced now, and of modules whose import is awaited."""
+    """Return the names of the functions that are replaced now, and of the modules whose import is awaited."""
     return list(_active)
 
 
 class Patches:
-    """Replaced attributes of classes and modules, in the order they were replaced. A context manager, which puts back
-    what was there."""
+    """Replaced attributes of classes and modules, in the order of their replacement.
+
+    As a context manager it restores the originals at its end.
+    """
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -39,11 +41,12 @@ class Patches:
         self.undo()
 
     def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
-        """Let `owner.name(*args)` be `ours(theirs, *args)`, where `theirs` is what it was. What a class inherits, and
-        classmethods and staticmethods, stay what they are for callers.
+        """Make `owner.name(*args)` call `ours(theirs, *args)`, where `theirs` is the original.
+
+        Inherited methods, classmethods and staticmethods keep their kind for callers.
 
         Raises:
-            NotAvailableError: the library no longer has it.
+            NotAvailableError: the library does not have the function any more.
         """
         place = place_of(owner, name)
         own = name in vars(owner)
@@ -60,18 +63,18 @@ class Patches:
         setattr(owner, name, call if kind is None else kind(call))
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Let the attribute `owner.name` have this value. Raises NotAvailableError: the library no longer has it."""
+        """Set the attribute `owner.name`. Raises NotAvailableError if the library does not have it any more."""
         place = place_of(owner, name)
         self._before.append((owner, name, vars(owner)[name]))
         _active.append(place)
         setattr(owner, name, value)
 
     def add(self, undo: Callable[[], None]) -> None:
-        """Something else was changed. Args: undo: puts it back."""
+        """Register another change. `undo` reverts it."""
         self._others.append(undo)
 
     def when_imported(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        """Call `act(module)` once the module was imported, which takes seconds for some: now, later or never."""
+        """Call `act(module)` once the module is imported: now, later or never. Some imports take seconds."""
         if name in sys.modules:
             act(sys.modules[name])
             return
@@ -81,7 +84,7 @@ class Patches:
         sys.meta_path.insert(0, waiting)
 
     def undo(self) -> None:
-        """Put back what was there."""
+        """Restore all originals."""
         while self._waiting:
             self._waiting.pop().forget()
         while self._others:
@@ -99,13 +102,14 @@ _INHERITED = object()
 
 
 def place_of(owner: Any, name: str) -> str:
-    """The dotted name of a row of the table.
+    """Return the dotted name of a function, which is its key in the table.
 
     Args:
         owner: a class, a module, or an object of a class.
+        name: the attribute's name.
 
     Raises:
-        NotAvailableError: the library no longer has it.
+        NotAvailableError: the library does not have the function any more.
     """
     place = _place(owner, name)
     point = TABLE.get(place)
@@ -115,8 +119,11 @@ def place_of(owner: Any, name: str) -> str:
 
 
 def require_there(owner: Any, name: str, place: str, point: Point) -> None:
-    """Raises NotAvailableError where the owner does not have it. Args: place, point: name it, and say what it does."""
-    every = isinstance(owner, type) and name.startswith("__")  # a class without __init__ has that of its base
+    """Raise NotAvailableError if the owner lacks the attribute.
+
+    `place` and `point` give the name and effect for the error.
+    """
+    every = isinstance(owner, type) and name.startswith("__")  # a class without __init__ inherits its base's
     if not (name in vars(owner) if every else hasattr(owner, name)):
         package = place.partition(".")[0]
         mend = f" Install {package}=={TESTED[package]}." if package in TESTED else ""
@@ -133,7 +140,7 @@ def _place(owner: Any, name: str) -> str:
 
 
 class _WhenImported(MetaPathFinder):
-    """Waits for the import of one module."""
+    """A finder that acts after the import of one module."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -141,7 +148,11 @@ class _WhenImported(MetaPathFinder):
         self._looking = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Also called by who only wants to know whether the module is there: the wait goes on until it is executed."""
+        """Return a spec whose loader acts after the module's execution.
+
+        Callers that only check whether the module exists also call this. The wait continues until the module is
+        executed.
+        """
         if name != self._name or self._looking:
             return None
         self._looking = True
@@ -166,7 +177,7 @@ class _WhenImported(MetaPathFinder):
 
 @contextmanager
 def patched(owner: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
-    """`Patches.wrap` in a context."""
+    """Replace a function in a context. See Patches.wrap."""
     with Patches() as patches:
         patches.wrap(owner, name, ours)
         yield

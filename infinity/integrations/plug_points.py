@@ -1,4 +1,4 @@
-"""What a script gives to a Trainer by the Trainer's own arguments: an optimizer, and a callback for checkpoint folders.
+"""Objects for a Trainer's own arguments: an optimizer, and a callback for checkpoint folders.
 
 trainer = Trainer(
     model=model,  # of from_pretrained(path, quantization_config=infinity.InfinityConfig("swap.yaml"))
@@ -41,27 +41,27 @@ def optimizer_factory(
     args: TrainingArguments | None = None,
     **options: Any,
 ) -> Any:
-    """Make an optimizer of infinity's for a model, which is offloaded for it if it is not yet.
+    """Make one of infinity's optimizers for a model, and offload the model for it if it is not offloaded yet.
 
-    A Trainer takes the factory: `optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {"lr": 1e-5})`. Trainers that
-    lack this argument, as those of TRL for DPO and GRPO do, take what the factory makes:
+    Give the factory to a Trainer as `optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {"lr": 1e-5})`. Trainers
+    without this argument, such as TRL's for DPO and GRPO, take the optimizer itself:
     `optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)`. Wrap the model in adapters before
-    that. A loop of your own takes `infinity.hf.optimizer_factory(model, lr=1e-5)`.
+    that. In a loop of your own call `infinity.hf.optimizer_factory(model, lr=1e-5)`.
 
     Args:
-        model: a model that from_pretrained loaded with an InfinityConfig, or an offloaded one, with what libraries put
-            around it. transformers calls the factory without one first.
-        lr: the learning rate, which must be given.
-        optimizer: infinity.AdamW, or another class of infinity's optimizers.
-        weight_decay: of the parameters that a Trainer decays: all but biases and those of norms.
-        args: of the Trainer, where the optimizer is made before it: the precision, the backward passes before a step
-            and the number of checkpoint folders, which the model is offloaded for.
-        options: others of the optimizer.
+        model: a model that from_pretrained loaded with an InfinityConfig, or an offloaded model, with the wrappers of
+            libraries. transformers first calls the factory without a model.
+        lr: the learning rate, which is required.
+        optimizer: infinity.AdamW, or another of infinity's optimizer classes.
+        weight_decay: for the parameters that a Trainer decays: all except biases and the parameters of norms.
+        args: of the Trainer, if the optimizer is made before the Trainer. The model is offloaded for their precision,
+            backward passes before a step and number of checkpoint folders.
+        options: other options of the optimizer.
 
     Raises:
         ConfigError: there is no learning rate.
         ModelError: the model was neither loaded with an InfinityConfig nor offloaded.
-        others: as infinity.offload.
+        others: as for infinity.offload.
     """
     if model is None:
         return optimizer_factory
@@ -85,12 +85,14 @@ def optimizer_factory(
 
 
 class Checkpoints(TrainerCallback):  # type: ignore[misc]
-    """Checkpoint folders of a Trainer pin the generation with the optimizer's states, so that a later process goes on
-    from a folder to the same bits: it loads the model with `InfinityConfig("swap.yaml", resume=folder)`, and calls
-    `trainer.train(resume_from_checkpoint=folder)`.
+    """A callback that pins the generation with the optimizer's states for each checkpoint folder of a Trainer.
 
-    A Trainer removes old folders before it tells callbacks of a new one. A process that is killed between the two has
-    pinned all folders but the newest: keep two or more (save_total_limit), so that one of them can be gone on from.
+    A later process continues from a folder bit for bit: it loads the model with `InfinityConfig("swap.yaml",
+    resume=folder)`, and calls `trainer.train(resume_from_checkpoint=folder)`.
+
+    A Trainer removes old folders before it tells callbacks of a new one. If the process is killed between the two, all
+    folders except the newest are pinned. Keep two or more folders (save_total_limit), so that one of them can be
+    resumed.
 
     Raises (when the Trainer is made):
         ConfigError: several GPUs are visible to one process; the model was not loaded with an InfinityConfig; or an
@@ -135,13 +137,13 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
             saving.finish()
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """A Trainer removes folders after the last save, too."""
+        """Unpin removed folders: a Trainer also removes folders after the last save."""
         if saves_states(args):
             _unpin_removed(model, Path(args.output_dir))
 
 
 def _run_around(model: nn.Module) -> Run | None:
-    """The run of a loaded model, which has to know what libraries put around the model, as PEFT does."""
+    """Return the run of a loaded model, and tell it of the wrappers around the model, such as PEFT's."""
     run = run_of(list(model.parameters()))
     if run is not None:
         for inner in run.models_in(model) if is_peft_model(model) else ():
@@ -151,15 +153,15 @@ def _run_around(model: nn.Module) -> Run | None:
 
 
 def _unpin_removed(model: nn.Module, output: Path) -> None:
-    """Let go the pins of checkpoint folders in `output` that are there no more."""
+    """Unpin checkpoint folders in `output` that do not exist any more."""
     for folder in folders_of(model):
         if folder.parent == folder_path(output) and not folder.exists():
             unpin(model, folder)
 
 
 def _require_precision(model: nn.Module, precision: str) -> None:
-    """Raises ConfigError where weights were offloaded in fp32, and are computed in 16 bits."""
-    adapters = is_peft_model(model)  # which PEFT has in fp32
+    """Raise ConfigError if weights were offloaded in fp32 but are computed in 16 bits."""
+    adapters = is_peft_model(model)  # PEFT has adapters in fp32
     wide = [
         place.spec.name
         for _, place in registry.coordinator_of(model).places()

@@ -1,7 +1,8 @@
-"""The table of patches: every function of a library that infinity replaces, with the reason.
+"""The table of patches: every library function that infinity replaces, with the reason.
 
-`Patches` (patches.py) replaces nothing that has no row here. A row goes as soon as the library has an official point
-that serves; those that infinity uses are in plug_points.py, infinity_config.py and lightning.py.
+`Patches` (patches.py) refuses to replace a function that has no row in this table. A row is removed as soon as the
+library has a suitable official extension point. The extension points that infinity uses are in plug_points.py,
+infinity_config.py and lightning.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ TESTED = {
     "torch": "2.13.0",
     "transformers": "5.23.0",
 }
-"""The versions of constraints.txt, for who meets a version in which a function is gone."""
+"""The versions of constraints.txt, recommended in the error for a version that lacks a function."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class Point:
     """A patch.
 
     Attributes:
-        where: the dotted names of the function; several where libraries have it in several places.
-        does: what it does under infinity.
-        why: why no official point serves.
-        breaks: what breaks first when the function moves.
-        takes: the leading parameters that infinity's function is called with, without `self`.
+        where: dotted names of the function; several if libraries have it in several places.
+        does: action of the function under infinity.
+        why: reason why no official extension point suffices.
+        breaks: first symptom when the function moves.
+        takes: leading parameters with which infinity's function is called, without `self`.
     """
 
     where: tuple[str, ...]

@@ -1,5 +1,4 @@
-"""The same for scripts that import pytorch_lightning.
-What it does: strategy.py."""
+"""The strategy of strategy.py for scripts that import pytorch_lightning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script asks for quantized weights with bitsandbytes: what infinity does instead, and says in a line of log."""
+"""Requests of a script for weights quantized by bitsandbytes: infinity's replacement, and the log line about it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from infinity.state.frozen import FrozenName, given
 logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head"
-"""A module that stays as it is anyway."""
+"""A module that is not quantized in any case."""
 
 
 def is_left_to_transformers(quantization: Any) -> bool:
-    """Whether a quantization_config asks for weights that are decoded while they are loaded."""
+    """Return whether a quantization_config asks for weights that are decoded on loading."""
     return bool(_value(quantization, "dequantize"))
 
 
 def form_of(quantization: Any) -> FrozenName | None:
-    """The form in which the frozen weights of a model rest instead of what a script asks for.
+    """Return the form in which a model's frozen weights are stored, instead of the one that the script asks for.
 
     Args:
-        quantization: the quantization_config that from_pretrained is given: an object of transformers, or its dict.
+        quantization: the quantization_config of from_pretrained: an object of transformers, or its dict.
 
     Returns:
         None, if it asks for nothing.
@@ -57,14 +57,16 @@ def form_of(quantization: Any) -> FrozenName | None:
 
 
 class Forms:
-    """In which form the frozen weights of each model rest, where the script says that."""
+    """The form of the frozen weights of each model for which the script asks for one."""
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, FrozenName] = weakref.WeakKeyDictionary()
 
     def loaded(self, model: nn.Module, quantization: Any, config: SwapConfig) -> None:
-        """A model was loaded, and the script gave this quantization_config for it. A line of log says what comes of
-        it."""
+        """Register a loaded model for which the script gave this quantization_config.
+
+        A log line says what is done instead.
+        """
         form = form_of(quantization)
         if form is None:
             return
@@ -79,12 +81,12 @@ class Forms:
         logger.warning("infinity: BitsAndBytesConfig(%s): %s. bitsandbytes has no part in it.", asked, done)
 
     def copied(self, model: nn.Module, another: nn.Module) -> None:
-        """What is known of a model is known of its copy."""
+        """Apply the facts about a model to its copy."""
         if model in self._of:
             self._of[another] = self._of[model]
 
     def changes(self, model: nn.Module, config: SwapConfig) -> dict[str, Any]:
-        """What the script changes in the swap config of a model, which may be one that was put around a loaded one."""
+        """Return the script's changes of a model's swap config. The model may be a wrapper around a loaded one."""
         found = [self._of[each] for each in model.modules() if each in self._of]
         return {"frozen": found[0]} if found and config.frozen == "auto" else {}
 
@@ -96,7 +98,7 @@ _RESTS: dict[str, str] = {
 
 
 def _others(quantization: Any) -> str:
-    """What else is not as the script asks for it."""
+    """Return a text about other requests of the script that are not met."""
     said = ""
     if _value(quantization, "load_in_4bit") and _value(quantization, "bnb_4bit_quant_type") != "nf4":
         said += "; there is no fp4, and NF4 takes the same space"

@@ -1,4 +1,4 @@
-"""Scripts that torchrun starts several times: infinity takes the place of DistributedDataParallel."""
+"""Scripts that torchrun starts several times: infinity replaces DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from infinity.runtime.deferred import is_deferred
 
 
 def replace_ddp(patches: Patches) -> None:
-    """From now on DistributedDataParallel(model) of a model that is, or is to be, offloaded is that model: its ranks
-    share weights and states, and average gradients, without a wrapper. Its `module` is itself. Other models are
-    wrapped as ever."""
+    """Make DistributedDataParallel(model) return the model itself, if it is offloaded or is about to be.
+
+    The model's ranks share weights and states, and average gradients, without a wrapper. Its `module` is the model
+    itself. Other models are wrapped as usual.
+    """
 
     class Bypassed(DistributedDataParallel):
         def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not _is_ours(module):
                 return super().__new__(cls)
-            module.__dict__["module"] = module  # which scripts save; not among the modules of the model
+            module.__dict__["module"] = module  # scripts save it; not registered as a submodule
             return module
 
     for place in (torch.nn.parallel, torch.nn.parallel.distributed):
@@ -33,8 +35,10 @@ def replace_ddp(patches: Patches) -> None:
 
 
 def replace_generating(patches: Patches, generation: ModuleType) -> None:
-    """From now on ranks whose sequences have ended go on with the others' in `generate`: the forward of each needs the
-    weights of all."""
+    """Make ranks whose sequences have ended continue in `generate` until all ranks are done.
+
+    The forward of each rank needs the weights of all ranks.
+    """
 
     def generate(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("synced_gpus") is None and has_others() and _is_ours(model):
@@ -45,11 +49,13 @@ def replace_generating(patches: Patches, generation: ModuleType) -> None:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Whether a module is offloaded, a part of it is, or it is a part of one that is; or will be at its first use."""
+    """Return whether a module is offloaded or will be at its first use, contains an offloaded module, or is a part of
+    one.
+    """
     offloaded = any(registry.is_offloaded(each) for each in module.modules())
     return offloaded or is_deferred(module) or any(registry.find(each) is not None for each in module.parameters())
 
 
 def ranks_of(model: nn.Module) -> int:
-    """How many ranks train a model together; 1 for one that is not offloaded."""
+    """Return the number of ranks that train a model together; 1 for a model that is not offloaded."""
     return registry.coordinator_of(model).world.size if registry.is_offloaded(model) else 1

@@ -1,4 +1,4 @@
-"""What a script under infinity has: its swap config, the models that it loaded, and those that are offloaded."""
+"""The state of a script under infinity: its swap config, the models that it loaded, and the offloaded models."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ _COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is known of the training before the model is offloaded.
+    """Facts about the training that are known before the model is offloaded.
 
     Attributes:
         accumulation_steps: backward passes before a step.
-        optimizer: whose states to make room for.
-        moments: how the optimizer keeps them ("int8" where a script asks for an 8-bit optimizer).
-        folder: the checkpoint folder to go on from.
-        pins: how many checkpoint folders there are at a time.
-        dtype: that the weights are to have: the one that the script computes in.
-        device: where models compute; None: the current GPU, or the CPU where there is none.
+        optimizer: the optimizer for whose states room is made.
+        moments: form of the optimizer's moments ("int8" if the script asks for an 8-bit optimizer).
+        folder: the checkpoint folder to resume from.
+        pins: the number of checkpoint folders that exist at a time.
+        dtype: dtype that the weights are to have: the dtype in which the script computes.
+        device: device on which models compute; None: the current GPU, or the CPU if there is none.
     """
 
     accumulation_steps: int | None = None
@@ -69,16 +69,17 @@ class Wishes:
 
 @dataclass
 class Run:
-    """One script.
+    """The run of one script.
 
     Attributes:
-        config: of all its models together.
-        wishes: of the model that is trained.
+        config: the swap config for all models of the script together.
+        reads_random_states: whether the library that resumes from a folder restores the random numbers in it.
+            accelerate and a Trainer do this. The numbers that the script draws before that, for the seeds of its
+            loaders, must be those that it drew in the original run.
+        wishes: facts about the training of the trained model.
         references: models that are only evaluated.
-        trained: models that will be trained, whoever evaluates them before.
-        forms: how frozen weights rest, where the script asks for quantized ones.
-        reads_random_states: whoever goes on from a folder puts back the random numbers that are in it: accelerate does,
-            and a Trainer. What the script draws before, for its loaders' seeds, is what it drew in its first life.
+        trained: models that will be trained, even if they are evaluated first.
+        forms: forms of frozen weights, if the script asks for quantized ones.
     """
 
     config: SwapConfig
@@ -112,29 +113,29 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where models compute."""
+        """Device on which models compute."""
         return current_device() if self.wishes.device is None else self.wishes.device
 
     def made_accelerator(self) -> None:
-        """The script has an Accelerator."""
+        """Record that the script has an Accelerator."""
         self.reads_random_states = True
 
     def scratch(self) -> str:
-        """A directory on the swap disk that is gone when the run ends."""
+        """Return a new directory on the swap disk that is removed when the run ends."""
         return self._scratch.enter_context(scratch_directory(self.config))
 
     def wish(self, **known: Any) -> None:
-        """More is known of the training. Args: known: attributes of Wishes."""
+        """Add facts about the training. `known` has attributes of Wishes."""
         self.wishes = replace(self.wishes, **known)
 
     def computes_in(self, mixed_precision: Any) -> None:
-        """Args: mixed_precision: as accelerate has it: "no", "bf16" or "fp16"."""
+        """Set the dtype of the weights from accelerate's mixed_precision: "no", "bf16" or "fp16"."""
         self.wish(dtype=_COMPUTED_IN.get(str(mixed_precision)))
 
     # -- models -------------------------------------------------------------------------------------------------------
 
     def loaded(self, model: nn.Module) -> None:
-        """A model was loaded, and its parameters are deferred: it is offloaded when it is first used."""
+        """Register a loaded model whose parameters are deferred. It is offloaded when it is first used."""
         self._loaded.add(model)
         self._await_use(model)
 
@@ -142,10 +143,13 @@ class Run:
         model.register_forward_pre_hook(_FirstUse(self, model), prepend=True)
 
     def copied(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
-        """A loaded model, or what a library put around one, is copied: so is what is known of it. Returns the copy.
+        """Register the copy of a loaded model, or of the wrapper that a library put around it. Return the copy.
+
+        The facts known about the original apply to the copy.
 
         Args:
-            memo: what copy.deepcopy has made so far.
+            model: the original.
+            memo: copy.deepcopy's memo of the objects copied so far.
         """
         copied: nn.Module | None = memo.get(id(model))
         if copied is not None and model in self._loaded:
@@ -157,13 +161,13 @@ class Run:
         return copied
 
     def placed(self, parent: nn.Module, child: nn.Module | None) -> None:
-        """A module became a part of another."""
+        """Record that a module became a part of another one."""
         if child is not None and (child in self._loaded or child in self._holders):
             self._holders.add(parent)
             self._parents.setdefault(child, weakref.WeakSet()).add(parent)
 
     def wrapped(self, inner: nn.Module, outer: nn.Module) -> None:
-        """A library put a module around a model, which is what is called from now on."""
+        """Record that a library wrapped a model in a module. The wrapper is called from now on."""
         if inner in self._loaded or inner in self._outer:
             self._outer[inner] = weakref.ref(outer)
             self._await_use(outer)
@@ -174,15 +178,18 @@ class Run:
         return model if outer is None else self.outermost(outer)
 
     def models_in(self, module: nn.Module) -> list[nn.Module]:
-        """The loaded models in a module, with what libraries put around them."""
+        """Return the loaded models in a module, with their wrappers."""
         inside = set(module.modules())
         found = [self.outermost(each) for each in list(self._loaded) if each in inside]
         return [each for each in dict.fromkeys(found) if each in inside]
 
     def owner_of(self, parameters: Iterable[Any]) -> nn.Module | None:
-        """What has these parameters: a loaded model, with what libraries put around it; or the smallest module around
-        one that has all of them, such as a script's own model with a loaded one in it. Where none has all of them, the
-        loaded model that has some."""
+        """Return the module that owns these parameters.
+
+        This is a loaded model with its wrappers, or the smallest module around one that has all of the parameters. An
+        example is a script's own model that contains a loaded one. If no module has all of the parameters, it is the
+        loaded model that has some.
+        """
         wanted = {id(each) for each in parameters}
         for model in list(self._loaded):
             outer = self.outermost(model)
@@ -199,14 +206,17 @@ class Run:
     # -- offloading ---------------------------------------------------------------------------------------------------
 
     def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName | None = None) -> None:
-        """Offload a model that is not, as one that is trained or one that is only evaluated; one that was only
-        evaluated so far is offloaded again, with states.
+        """Offload a model, with states if it is trained, if it is not offloaded yet.
+
+        A model that has only been evaluated so far is offloaded again, with states.
 
         Args:
-            optimizer: that is made for it, whatever the model was prepared for.
+            model: the model to offload.
+            optimizer: the optimizer that is being made for it; it takes precedence over the earlier facts about the
+                model.
 
         Raises:
-            InfinityError: as infinity.offload and infinity.resume.
+            InfinityError: as for infinity.offload and infinity.resume.
         """
         self.take_back(model)
         if registry.is_offloaded(model):
@@ -239,7 +249,7 @@ class Run:
             )
 
     def ensure_evaluated(self, model: nn.Module) -> None:
-        """Offload a model that is used without a graph, before anything says that it is trained: without states."""
+        """Offload a model without states. It is used without a graph, before it is known whether it will be trained."""
         self._convert(model)
         wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
@@ -251,10 +261,10 @@ class Run:
         self._evaluated.add(model)
         if hasattr(type(model), "resize_token_embeddings"):
             object.__setattr__(model, "resize_token_embeddings", _ResizeEvaluated(self, model))
-        self._await_use(model)  # before the hooks of the offloaded model
+        self._await_use(model)  # registered before the offloaded model's hooks run
 
     def take_back(self, model: nn.Module) -> None:
-        """Models in this one that were only evaluated wait again to be offloaded."""
+        """Undo the offloading of models in this one that were only evaluated. They wait to be offloaded again."""
         for each in model.modules():
             if each in self._evaluated:
                 take_back(each)
@@ -265,26 +275,26 @@ class Run:
                 self._stores = [one for one in self._stores if one[0]() is not each]
 
     def goes_on(self, model: nn.Module, folder: Path) -> None:
-        """A loaded model is to be offloaded from a checkpoint folder, and no other model is."""
+        """Record that this loaded model, and no other, is to be offloaded from a checkpoint folder."""
         self._folders[model] = folder
 
     def began_from(self, model: nn.Module) -> Path | None:
-        """The checkpoint folder that this model went on from, or will when it is offloaded."""
+        """Return the checkpoint folder from which this model was resumed, or will be when it is offloaded."""
         found = next((self._folders[each] for each in model.modules() if each in self._folders), None)
         return self.wishes.folder if found is None and not registry.is_offloaded(model) else found
 
     def is_decided(self, model: nn.Module) -> bool:
-        """Whether something has said that this model is trained, or that it is not."""
+        """Return whether it is known that this model is trained, or that it is not."""
         return model in self.trained or model in self.references or self.began_from(model) is not None
 
     def is_evaluated(self, model: nn.Module) -> bool:
-        """Whether it is offloaded without states because nothing has said so far that it is trained."""
+        """Return whether a model is offloaded without states because it is not known yet whether it is trained."""
         return model in self._evaluated
 
     def _offload(self, model: nn.Module, optimizer: OptimizerName | None, *, trained: bool) -> None:
         require_ranks_met()
         if self._open():
-            gc.collect()  # a model that the script let go may hang in cycles, and its memory with it
+            gc.collect()  # a model that the script dropped may be kept by reference cycles, with its memory
         mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
         memory = self._shares.of(mine, waiting, open_models, self.device)
         name = self._directory_name(trained=trained)
@@ -296,7 +306,7 @@ class Run:
                 how["accumulation_steps"] = self.wishes.accumulation_steps
             if folder is not None:
                 drawn = rng.snapshot()
-                with values_of(model):  # which are not read
+                with values_of(model):  # the values are not read
                     go_on(model, folder, config, **how)
                 if self.reads_random_states:
                     rng.restore(drawn)
@@ -306,7 +316,7 @@ class Run:
                     registry.coordinator_of(model).steps,
                 )
                 self.goes_on(model, folder)
-                self.wish(folder=None)  # another model is not the one of that folder
+                self.wish(folder=None)  # no other model resumes from this folder
             else:
                 offload(model, config, **how)
         give_saving(model)
@@ -318,15 +328,19 @@ class Run:
         say(model, trained=trained)
 
     def optimizer_made(self) -> None:
-        """Until then a model that was changed is offloaded anew, and its store is of another run."""
+        """Update the runs of the stores: a changed model is offloaded again before its optimizer is made, under a new
+        run.
+        """
         for index, (found, _, paths) in enumerate(self._stores):
             model = found()
             if model is not None and registry.is_offloaded(model):
                 self._stores[index] = found, registry.coordinator_of(model).run, paths
 
     def _convert(self, model: nn.Module) -> list[nn.Parameter]:
-        """Weights in the dtype that autocast would copy them to: the fp32 values stay, in the master. Returns what was
-        converted."""
+        """Convert fp32 weights to the dtype to which autocast would convert them. Return the converted parameters.
+
+        The fp32 values are kept in the master.
+        """
         dtype = self.wishes.dtype
         if dtype is None or not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
             return []
@@ -338,7 +352,7 @@ class Run:
             named,
             named,
         )
-        # Adapters, which PEFT has in fp32, stay so; a new head, or embeddings that were resized, do not.
+        # PEFT's adapters, which are in fp32, keep it. A new head and resized embeddings do not.
         adapted = is_deferred(model) and any(map(is_peft_model, model.modules()))
         chosen = [
             parameter
@@ -347,16 +361,20 @@ class Run:
             and (is_a_deferred(parameter) or (parameter.requires_grad and not adapted))
         ]
         if not adapted:
-            defer_in_memory(model)  # the fp32 values stay
+            defer_in_memory(model)  # keeps the fp32 values
         for parameter in chosen:
             parameter.data = parameter.to(dtype)
         return chosen
 
     def _config_of(self, model: nn.Module, memory: MemoryConfig, name: str, *, trained: bool) -> SwapConfig:
-        """The config of one model: its share of the memory, a directory of its own, and what the script wishes.
+        """Return the config of one model: its part of the memory, its own directory, and the settings that the script
+        asks for.
 
         Args:
-            name: of its directory below each of nvme.paths; "" for these themselves.
+            model: the model that is offloaded.
+            memory: its part of the memory.
+            name: of its directory below each of nvme.paths; "" for nvme.paths themselves.
+            trained: whether it has states.
         """
         changes: dict[str, Any] = {"memory": memory} | self.forms.changes(model, self.config)
         if trained and self.wishes.moments is not None and self.config.moments == "fp32":
@@ -373,14 +391,14 @@ class Run:
         return self.config.model_copy(update=changes)
 
     def _directory_name(self, *, trained: bool) -> str:
-        """The first model that is trained has the directories of the config; others have one below them."""
-        number = len(self._names) + 1  # a model that is gone keeps its name
+        """Return the name of a model's directory: "" for the first trained model, which uses nvme.paths themselves."""
+        number = len(self._names) + 1  # a name is never used again
         if not trained:
             return f"reference-{number}"
         return f"model-{number}" if "" in self._names else ""
 
     def _claims(self, model: nn.Module) -> list[Claim]:
-        """Of the models that wait to be offloaded, beside this one and those in it."""
+        """Return the claims of the models that wait to be offloaded, except this one and those in it."""
         waiting = [self.outermost(each) for each in self._loaded if is_deferred(each)]
         mine = set(model.modules())
         return [self._claim(each) for each in dict.fromkeys(waiting) if each not in mine]
@@ -389,21 +407,29 @@ class Run:
         return Claim(model, trained=not _frozen(model) and model not in self.references)
 
     def _places(self) -> list[Path]:
-        """The first directory of each store of this script."""
+        """Return the first directory of each store of this script."""
         return [path.expanduser() / name for name in self._names for path in self.config.nvme.paths[:1]]
 
     def alive(self) -> list[nn.Module]:
-        """The offloaded models that the script has not let go."""
+        """Return the offloaded models that still exist."""
         found = (each() for each in self._offloaded)
         return [model for model in found if model is not None and registry.is_offloaded(model)]
 
     def _open(self) -> list[nn.Module]:
-        """The models that are offloaded now."""
+        """Return the offloaded models that are not closed."""
         return [model for model in self.alive() if not registry.coordinator_of(model).closed]
 
     def close(self, *, failed: bool, stopped: bool = False, refused: bool = False) -> None:
-        """The script is over. Where it ended well the stores go, also of models that were collected, but for those with
-        generations that checkpoint folders need. Args: stopped, refused: it failed because of Ctrl-C, of infinity."""
+        """End the run, because the script is over.
+
+        After success all stores are removed, including those of models that were garbage-collected. Stores with
+        generations that checkpoint folders need are kept.
+
+        Args:
+            failed: the script failed.
+            stopped: it was stopped by Ctrl-C.
+            refused: it failed with an error of infinity.
+        """
         with ExitStack() as ending:
             ending.callback(remove_empty, self._absent)
             ending.callback(self._scratch.close)
@@ -420,7 +446,7 @@ class Run:
 
 
 class _ResizeEvaluated(Guard):
-    """`resize_token_embeddings` of a model that was only evaluated: it waits again to be offloaded."""
+    """`resize_token_embeddings` of a model that was only evaluated: its offloading is undone first."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         self._run = run
@@ -433,7 +459,7 @@ class _ResizeEvaluated(Guard):
 
 
 class _FirstUse:
-    """Offloads a model before its first forward, where no optimizer was made before."""
+    """A hook that offloads a model before its first forward, if no optimizer was made for it before."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         self._run = run
@@ -447,7 +473,7 @@ class _FirstUse:
         elif registry.is_offloaded(model):
             for number, hook in list(module._forward_pre_hooks.items()):
                 if hook is self:
-                    del module._forward_pre_hooks[number]  # it has done its work
+                    del module._forward_pre_hooks[number]  # the hook is not needed any more
             return
         elif not is_deferred(module):
             return
@@ -457,7 +483,7 @@ class _FirstUse:
         else:
             run.ensure_evaluated(model)
         for number, hook in list(module._forward_pre_hooks.items()):
-            if number not in before:  # torch calls the hooks that there were when the call began
+            if number not in before:  # torch calls only the hooks that existed when the call began
                 hook(module, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _FirstUse:
@@ -471,7 +497,7 @@ def _close_what_ended_well(model: nn.Module) -> None:
     if keeps_generations(model) and not coordinator.closed:
         try:
             agree(coordinator)
-        except PeerError as error:  # another rank has let its model go already; what is pinned here stays
+        except PeerError as error:  # another rank has closed its model already; pins of this rank stay
             logger.info("infinity: the ranks cannot compare their pins at the end: %s", error)
     name_vanished(model)
     folders = folders_of(model)
@@ -494,8 +520,11 @@ def _frozen(model: nn.Module) -> bool:
 
 
 def parameters_in(params: Any) -> list[Any]:
-    """Of the first argument of an optimizer, as a list of parameters, of (name, parameter), or of param groups; none of
-    anything else."""
+    """Return the parameters in the first argument of an optimizer.
+
+    The argument is a list of parameters, of (name, parameter), or of param groups. For any other argument the result is
+    empty.
+    """
     found: list[Any] = []
     for each in params if isinstance(params, list | tuple) else ():
         inner = each.get("params", []) if isinstance(each, dict) else [each]

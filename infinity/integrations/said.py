@@ -1,4 +1,4 @@
-"""What a script is told of the models that are offloaded, or are not."""
+"""Log lines about the models that are offloaded, or are not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def say(model: nn.Module, *, trained: bool) -> None:
-    """A model was offloaded."""
+    """Log that a model was offloaded."""
     coordinator = registry.coordinator_of(model)
     plan = coordinator.plan
     if not coordinator.world.leads:
@@ -39,7 +39,10 @@ def say(model: nn.Module, *, trained: bool) -> None:
 
 
 def say_that_nothing_was_offloaded(*, failed: bool) -> None:
-    """The script has ended. Args: failed: by an error of its own."""
+    """Log that nothing was offloaded until the end of the script.
+
+    `failed` is whether the script failed by its own error.
+    """
     if rank_and_world()[0] == 0:
         logger.warning(
             "infinity: NOTHING WAS OFFLOADED, the script ran as python runs it%s. A model is offloaded that "
@@ -52,7 +55,10 @@ def say_that_nothing_was_offloaded(*, failed: bool) -> None:
 
 
 def say_that_it_stays(optimizer: object, model: nn.Module) -> None:
-    """Another optimizer than infinity's was made for a module of the script's own, which is worth offloading."""
+    """Log that a module of the script stays in memory.
+
+    It is large enough to be offloaded, but an optimizer other than infinity's was made for it.
+    """
     if rank_and_world()[0] == 0:
         logger.warning(
             "infinity: %s.%s is not offloaded, nor is the %s that it was made for: it stays in memory. Offloaded are "

@@ -1,4 +1,4 @@
-"""`save_pretrained` of an offloaded model: a method that is given to this one model writes one shard at a time."""
+"""`save_pretrained` of an offloaded model: the model gets its own method, which writes one shard at a time."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _ONLY_THEIRS = (
     "save_embedding_layers",
     "path_initial_model_for_weight_conversion",
 )
-"""Arguments of save_pretrained with which the libraries are left to save as they do."""
+"""Arguments of save_pretrained with which the libraries save the model without infinity."""
 _OF_THE_HUB = ("token", "private", "commit_message", "commit_description", "create_pr", "revision", "tags")
 _METHOD = "save_pretrained"
 
 
 def give_saving(model: nn.Module) -> None:
-    """Let `model.save_pretrained` of an offloaded model, where its class has that, write one shard at a time."""
+    """Make `model.save_pretrained` of an offloaded model write one shard at a time, if its class has that method."""
     if hasattr(type(model), _METHOD):
         object.__setattr__(model, _METHOD, _SavePretrained(model))
 
 
 def take_saving(model: nn.Module) -> None:
-    """`model.save_pretrained` is again that of the model's class."""
+    """Restore `model.save_pretrained` of the model's class."""
     model.__dict__.pop(_METHOD, None)
 
 
 class _SavePretrained(Guard):
-    """Args: model: not kept alive."""
+    """The replacement of a model's save_pretrained. It does not keep the model alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._of = weakref.ref(model)
@@ -47,7 +47,7 @@ class _SavePretrained(Guard):
         model: Any = self._of()
         ours = registry.is_offloaded(model) and not is_deferred(model)
         if not ours or args or any(kwargs.get(name) is not None for name in _ONLY_THEIRS):
-            # theirs may call state_dict(), and that gathers
+            # the libraries' method may call state_dict(), which gathers the weights
             return type(model).save_pretrained(model, directory, *args, **kwargs)
         leads = kwargs.get("is_main_process", True)
         if not leads and ranks_of(model) == 1:

@@ -1,10 +1,10 @@
-"""How the models of a script share memory.device and memory.host.
+"""The division of memory.device and memory.host among the models of a script.
 
 [Note: who gets how much]
-What a model that is offloaded takes is decided: its plan says how much. The rest is divided among the model that is
-offloaded now and those that are loaded and wait, by their weights; of memory.host a model that is trained gets more, as
-it has states. So models that are loaded before the first of them is used share by their sizes, and one that is loaded
-later gets what is left.
+An offloaded model keeps the memory that its plan names. The remaining memory is divided among the model that is
+offloaded now and the loaded models that wait, in proportion to their weights. For memory.host a trained model counts
+more, because it has states. So models that are loaded before the first of them is used share the memory by their sizes.
+A model that is loaded later gets the remaining memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ from infinity.runtime.whole import nbytes_of
 from infinity.sizes import format_bytes
 
 _TRAINED_WEIGHT = 4
-"""How much of memory.host a byte of trained weights counts beside one of frozen weights: it has states, too."""
+"""Weight of a byte of trained weights relative to a byte of frozen weights, for memory.host: it has states, too."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A model that is to get a share. Args: trained: it has states."""
+    """A model that needs memory.
+
+    Attributes:
+        trained: whether it has states.
+    """
 
     model: nn.Module
     trained: bool
@@ -47,10 +51,10 @@ class Claim:
 
 @dataclass
 class Shares:
-    """Of one script.
+    """The division of the memory of one script.
 
     Attributes:
-        config: whose memory it is.
+        config: the swap config whose memory is divided.
     """
 
     config: SwapConfig
@@ -59,14 +63,15 @@ class Shares:
     def of(
         self, mine: Claim, waiting: Sequence[Claim], offloaded: Sequence[nn.Module], at: torch.device
     ) -> MemoryConfig:
-        """What one model may take.
+        """Return the memory that one model may use.
 
         Args:
+            mine: the model that is offloaded now.
             waiting: models that are loaded and not offloaded.
-            offloaded: models whose plans take memory.
-            at: where models compute.
+            offloaded: models whose plans use memory.
+            at: device on which models compute.
         """
-        if self._limits is None:  # what a plan takes is not all in use when it is made, so it is measured once
+        if self._limits is None:  # measured once: a plan's memory is not all in use when the plan is made
             self._limits = limits_of(self.config, at)
         if not waiting and not offloaded:
             return self.config.memory
@@ -80,7 +85,7 @@ class Shares:
 
 @contextmanager
 def naming_the_shares(memory: MemoryConfig, waiting: Sequence[Claim], offloaded: Sequence[nn.Module]) -> Iterator[None]:
-    """A plan that does not fit says what the memory is shared with."""
+    """Add to the error of a plan that does not fit the models with which the memory is shared."""
     try:
         yield
     except PlanError as error:

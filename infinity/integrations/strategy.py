@@ -1,8 +1,8 @@
-"""Lightning's strategy of one device, with the model of a LightningModule offloaded.
+"""Lightning's strategy for one device, with the model of a LightningModule offloaded.
 
 [Note: a Lightning checkpoint]
-`name.ckpt` is the file that Lightning writes everywhere: weights, loops, schedulers, and of the optimizer the names of
-its states. The folder `name.ckpt.infinity` beside it pins the generation that holds the states; it is written after the
+`name.ckpt` is the file that Lightning always writes: weights, loops, schedulers, and the names of the optimizer's
+states. The folder `name.ckpt.infinity` beside it pins the generation with the states. The folder is written after the
 file and removed before it. `fit(ckpt_path="name.ckpt")` offloads the model from that generation and reads everything
 else from the file.
 """
@@ -52,7 +52,7 @@ _REFUSED = {
     "WeightAveraging": f"WeightAveraging: {_AVERAGE}",
     "ModelPruning": "ModelPruning replaces weights in memory. Prune the saved model after training",
 }
-"""Callbacks that work on all weights in memory: which, why, and what to do instead."""
+"""Callbacks that need all weights in memory: name, reason and alternative."""
 _COMPUTED_IN = {
     "32-true": None,
     "bf16-true": None,
@@ -63,25 +63,28 @@ _COMPUTED_IN = {
 
 
 def folder_beside(checkpoint: str | Path) -> Path:
-    """The folder that pins the generation of a checkpoint file. A link is followed, as of `save_last="link"`."""
+    """Return the folder that pins the generation of a checkpoint file.
+
+    Links are followed, as made by `save_last="link"`.
+    """
     return Path(os.path.realpath(Path(checkpoint).expanduser()) + ".infinity")
 
 
 class Offloading:
-    """Offloads the model of a LightningModule and trains it with infinity's optimizers. Before a SingleDeviceStrategy
-    among the bases of a class.
+    """A mixin that offloads the model of a LightningModule and trains it with infinity's optimizers.
 
-    Offloaded is the one model in the LightningModule that has all of its parameters, if it has a `save_pretrained`
-    (transformers, PEFT), and otherwise the LightningModule itself. It stays offloaded when the Trainer is done.
+    In the bases of a class it comes before a SingleDeviceStrategy. The model that is offloaded is the child of the
+    LightningModule that has all of its parameters and a `save_pretrained` (transformers, PEFT); otherwise it is the
+    LightningModule itself. It stays offloaded after the Trainer has finished.
 
     Args:
-        config: as infinity.offload's config. Left out under `infinity run`, which has one.
-        options: as SingleDeviceStrategy.
+        config: as for infinity.offload. Leave it out under `infinity run`, which has a config.
+        options: as for SingleDeviceStrategy.
     """
 
     strategy_name: ClassVar[str] = "infinity"
     launched: ClassVar[Run | None] = None
-    """What `infinity run` has."""
+    """The run of `infinity run`; None without it."""
 
     accelerator: Any
     checkpoint_io: Any
@@ -101,7 +104,7 @@ class Offloading:
         self._roots: list[nn.Module] = []
         self._resumes_from: Path | None = None
 
-    # -- where --------------------------------------------------------------------------------------------------------
+    # -- devices -------------------------------------------------------------------------------------------------------
 
     @property
     def root_device(self) -> torch.device:
@@ -109,7 +112,7 @@ class Offloading:
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Set by Lightning to what accelerator= and devices= say."""
+        """An empty list. Lightning sets this to the devices of accelerator= and devices=."""
         return []
 
     @parallel_devices.setter
@@ -141,7 +144,7 @@ class Offloading:
         self._roots, self._resumes_from = [], None
 
     def setup(self, trainer: Any) -> None:
-        """Offload what is not offloaded; the optimizer's constructor does it where one is made."""
+        """Offload the models that are not offloaded yet. If an optimizer is made, its constructor does this."""
         module, fits = self.lightning_module, _fits(trainer)
         self.accelerator.setup(trainer)
         _require_possible(trainer, self.precision_plugin.precision)
@@ -166,8 +169,10 @@ class Offloading:
         theirs.setup_precision_plugin()
 
     def _offload_with_room(self, roots: list[nn.Module]) -> None:
-        """A callback has frozen what it unfreezes during fit: all but what a checkpoint has in 4 or 8 bits is offloaded
-        as if it were trained from the start."""
+        """Offload the models with room for all parameters that a callback may unfreeze during fit.
+
+        Frozen parameters are treated as trained from the start, except those that a checkpoint has in 4 or 8 bits.
+        """
         for root in roots:
             frozen = [name for name, parameter in root.named_parameters() if not parameter.requires_grad]
             for parameter in root.parameters():
@@ -189,12 +194,14 @@ class Offloading:
         if self.precision_plugin.precision != "16-mixed":
             for (
                 optimizer
-            ) in theirs.optimizers:  # Lightning refuses to clip for one that can unscale, with no scaler too
+            ) in theirs.optimizers:  # Lightning refuses to clip for optimizers that can unscale, even without a scaler
                 optimizer._step_supports_amp_scaling = False
 
     def _expect(self, trainer: Any) -> None:
-        """Say what is known of the training before the model is offloaded. A module that optimizes by hand decides
-        itself how many passes a step has."""
+        """Record the known facts about the training before the model is offloaded.
+
+        A module with manual optimization decides itself how many passes a step has.
+        """
         automatic = self.lightning_module.automatic_optimization
         self._run.wish(
             accumulation_steps=trainer.accumulate_grad_batches if automatic else None,
@@ -205,7 +212,7 @@ class Offloading:
             self._run.wish(pins=sum(map(_pins_of, trainer.checkpoint_callbacks)))
 
     def _enter(self) -> list[nn.Module]:
-        """What is to be offloaded of the LightningModule, each as one model."""
+        """Return the parts of the LightningModule that are offloaded, each as one model."""
         if self._roots:
             return self._roots
         module, known = self.lightning_module, self._run.models_in(self.lightning_module)
@@ -235,14 +242,14 @@ class Offloading:
 
     @property
     def _trained(self) -> nn.Module | None:
-        """The offloaded model that has optimizer states."""
+        """The offloaded model that has optimizer states; None if there is none."""
         for root in self._roots:
             if registry.is_offloaded(root) and any(parameter.requires_grad for parameter in root.parameters()):
                 return root
         return None
 
     def teardown(self) -> None:
-        """The model stays where it is."""
+        """Tear down the plugins. The model stays offloaded."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
@@ -266,7 +273,10 @@ class Offloading:
             return self._call("predict_step", *args, **kwargs)
 
     def _call(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        """Where the LightningModule itself is offloaded, its step is its forward: hooks bring what the step uses."""
+        """Call a step of the LightningModule.
+
+        If the LightningModule itself is offloaded, its step runs as its forward, so that hooks fetch the weights.
+        """
         module = self.lightning_module
         if module not in self._roots:
             return getattr(module, step)(*args, **kwargs)
@@ -275,7 +285,7 @@ class Offloading:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """All weights, where memory.host has room for them."""
+        """Return all weights, if memory.host has room for them; otherwise only tensors that are not offloaded."""
         module = self.lightning_module
         if all(fits_memory(root) for root in self._roots):
             state: dict[str, Any] = module.state_dict()
@@ -283,7 +293,7 @@ class Offloading:
         return self._outside(_tensors(module))
 
     def _outside(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Those entries of a state_dict that are not of an offloaded model."""
+        """Return the entries of a state_dict that do not belong to an offloaded model."""
         modules = dict(self.lightning_module.named_modules())
         inside = tuple(f"{name}." if name else "" for name, module in modules.items() if module in self._enter())
         return {name: value for name, value in state.items() if not name.startswith(inside)}
@@ -301,7 +311,7 @@ class Offloading:
             saving.finish()
 
     def _say_too_large(self, filepath: Any, *, resumable: bool) -> None:
-        """Raises PlanError where nothing of the model would be saved."""
+        """Warn that the file has no weights. Raise PlanError if nothing of the model would be saved."""
         model = next(root for root in self._roots if not fits_memory(root))
         nbytes, limit = format_bytes(nbytes_of(model)), format_bytes(host_bytes_of(model))
         why = f"{nbytes} of weights do not fit memory.host, {limit}"
@@ -327,7 +337,9 @@ class Offloading:
         theirs.remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """To go on with training: the generation that the folder beside the file pins is what is offloaded.
+        """Load a checkpoint file.
+
+        To continue training, offload the model from the generation that the folder beside it pins.
 
         Raises:
             ResumeError: there is no such generation; says what to do.
@@ -361,11 +373,11 @@ class Offloading:
 
 
 def replace_strategies(run: Run, patches: Patches) -> None:
-    """From now on a Trainer of Lightning that names no strategy has this one, and others are refused."""
+    """Make Lightning Trainers that name no strategy use infinity's, and refuse other strategies."""
     patches.put(Offloading, "launched", run)
 
     def of_lightning(connector: ModuleType) -> None:
-        from infinity.integrations import lightning  # registers the strategy
+        from infinity.integrations import lightning  # the import registers the strategy
 
         _choose(lightning.InfinityStrategy, connector, patches)
 
@@ -380,7 +392,7 @@ def replace_strategies(run: Run, patches: Patches) -> None:
 
 
 def replace_fabric(run: Run, patches: Patches) -> None:
-    """From now on a Fabric says what its models compute in."""
+    """Make each Fabric report the dtype in which its models compute."""
 
     def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -407,7 +419,7 @@ def _choose(kind: type[Offloading], connector: ModuleType, patches: Patches) -> 
 
 
 def _require_possible(trainer: Any, precision: str) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError if the Trainer has a callback or an option that needs all weights or gradients in memory."""
     for callback, (name, why) in product(trainer.callbacks, _REFUSED.items()):
         if _fits(trainer) and _is_a(callback, name):
             raise ConfigError(f"the weights of this model are offloaded, and {why}.")
@@ -436,28 +448,28 @@ def _fits(trainer: Any) -> bool:
 
 
 def _is_a(callback: Any, name: str) -> bool:
-    """Whether a callback is of a class of Lightning, be it of lightning or of pytorch_lightning."""
+    """Return whether a callback is of this class of lightning or of pytorch_lightning."""
     return any(each.__name__ == name and "lightning" in each.__module__ for each in type(callback).__mro__)
 
 
 def _pins_of(callback: Any) -> int:
-    """How many files of a ModelCheckpoint hold states at a time."""
+    """Return the number of a ModelCheckpoint's files that have states at a time."""
     kept = int(getattr(callback, "save_top_k", 1))
     if getattr(callback, "save_weights_only", False):
         return 0
     pins = pins_for(None if kept < 0 else kept) if kept else 0
-    last = getattr(callback, "save_last", None)  # "link": to one of the files above, where there are any
+    last = getattr(callback, "save_last", None)  # "link" points to one of the files above, if there are any
     return pins + (last is True or (last == "link" and not kept))
 
 
 def _holds_all(module: nn.Module, models: list[nn.Module]) -> list[bool]:
-    """For each parameter of a module whether it is of one of the models."""
+    """Return for each parameter of a module whether it belongs to one of the models."""
     held = {id(parameter) for model in models for parameter in model.parameters()}
     return [id(parameter) in held for parameter in module.parameters()]
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What a state_dict has, but for extra state; of weights that are not in memory the placeholders."""
+    """Return the tensors of a state_dict, without extra state. Weights that are not in memory are placeholders."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     for prefix, each in module.named_modules(remove_duplicate=False):
         for name, buffer in each.named_buffers(recurse=False):

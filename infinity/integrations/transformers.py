@@ -1,7 +1,7 @@
-"""transformers' Trainer, and with it TRL's: what it must do otherwise for an offloaded model.
+"""Changes of transformers' Trainer, and of TRL's, for an offloaded model.
 
-`infinity run` gives these methods to every Trainer. A script that knows infinity uses `Trainer` from here, or puts the
-mixin before another Trainer:
+`infinity run` replaces the affected methods in every Trainer. A script that uses infinity directly takes `Trainer` from
+this module, or puts the mixin before another Trainer:
 
     from infinity.integrations.transformers import Trainer, TrainerMixin
 
@@ -38,8 +38,9 @@ from infinity.io.pins import require_marker
 
 
 def replace_training(run: Run, patches: Patches) -> None:
-    """From now on every Trainer offloads its model when it makes its optimizer, and its checkpoint folders pin
-    generations."""
+    """Make every Trainer offload its model when it makes its optimizer, and pin generations in its checkpoint
+    folders.
+    """
     of, kind = _OfTrainer(run), transformers.Trainer
     patches.wrap(kind, "__init__", of.init)
     patches.wrap(kind, "create_optimizer", of.create_optimizer)
@@ -52,11 +53,11 @@ def replace_training(run: Run, patches: Patches) -> None:
 
 
 class _OfTrainer:
-    """What Trainer's methods do under infinity. Each is given what it replaces first."""
+    """The replacements of Trainer's methods. The first argument of each is the method that it replaces."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._told = run.wishes.folder  # by `infinity run --resume`
+        self._told = run.wishes.folder  # the folder of `infinity run --resume`
         self._resumes_from: Path | None = None
         self._steps = TrainingSteps()
 
@@ -72,7 +73,7 @@ class _OfTrainer:
         trainer.args._n_gpu = min(trainer.args._n_gpu, 1)
 
     def _tell(self, trainer: Any) -> None:
-        """What this Trainer wishes: a script may have several."""
+        """Record this Trainer's facts about the training. A script may have several Trainers."""
         tell(trainer.args, self._run, trainer.accelerator.mixed_precision)
 
     def create_optimizer(self, original: Callable[..., Any], trainer: Any, model: nn.Module | None = None) -> Any:
@@ -81,13 +82,13 @@ class _OfTrainer:
         self._require_one_beginning(offloaded)
         self._run.ensure_offloaded(offloaded)
         if saves_states(trainer.args):
-            require_pins(offloaded)  # now, and not after hours
-        given = () if model is None else (model,)  # subclasses may take none
+            require_pins(offloaded)  # checked now, before hours of training
+        given = () if model is None else (model,)  # create_optimizer of some subclasses has no parameter
         optimizer: torch.optim.Optimizer = original(trainer, *given)
         return optimizer
 
     def _require_one_beginning(self, model: nn.Module) -> None:
-        """Raises ConfigError where the model would go on, and the Trainer would begin at step 0."""
+        """Raise ConfigError if the model would be resumed while the Trainer would start at step 0."""
         folder = self._run.began_from(model)
         if folder is not None and folder != self._resumes_from:
             raise ConfigError(
@@ -119,12 +120,14 @@ class _OfTrainer:
     def load_from_checkpoint(
         self, original: Callable[..., None], trainer: Any, folder: str, model: nn.Module | None = None
     ) -> None:
-        """Nothing is loaded here: the model is offloaded from the folder's generation, when its optimizer is made."""
+        """Record the folder and load nothing: the model is offloaded from the folder's generation when its optimizer is
+        made.
+        """
         given, place = trainer.model if model is None else model, Path(folder).expanduser().absolute()
         self._run.take_back(given)
         used = registry.is_offloaded(given)
         if used and self._run.began_from(given) == place and is_at(given, require_marker(place)):
-            self._resumes_from = place  # it was evaluated, and went on then
+            self._resumes_from = place  # the model was evaluated, and was resumed for that
             return
         if used:
             raise ModelError(
@@ -142,7 +145,7 @@ class _OfTrainer:
         saving = Saving(trainer.model, folder)
 
         def rotate(rotate_checkpoints: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            """The last thing that saving does: what is older goes when what is newer is whole."""
+            """Pin the generation before older folders are removed. This is the last action of saving."""
             saving.finish()
             with letting_go(trainer.model):
                 rotate_checkpoints(*args, **kwargs)
@@ -154,8 +157,8 @@ class _OfTrainer:
     def save(
         self, original: Callable[..., None], trainer: Any, output_dir: str | None = None, state_dict: Any = None
     ) -> None:
-        """Ranks that write nothing have a part in gathering what rank 0 writes."""
-        if registry.is_offloaded(trainer.model):  # also where the script offloaded it itself
+        """Save the model. Ranks that write no files take part in gathering the weights for rank 0."""
+        if registry.is_offloaded(trainer.model):  # the script may have offloaded the model itself
             give_saving(trainer.model)
         if trainer.args.should_save or ranks_of(trainer.model) == 1:
             original(trainer, output_dir, state_dict)
@@ -170,7 +173,7 @@ class _OfTrainer:
 
 
 def tell(args: Any, run: Run, precision: str) -> None:
-    """What a Trainer wishes, by its arguments. Args: precision: as accelerate has it."""
+    """Record a Trainer's facts about the training, from its arguments and accelerate's mixed_precision."""
     wish_for(args, run)
     run.computes_in(precision)
     passes = 1 if run.config.vertical else args.gradient_accumulation_steps
@@ -178,10 +181,12 @@ def tell(args: Any, run: Run, precision: str) -> None:
 
 
 def _agreed(told: Path, named: str | bool | None, output: str) -> str:
-    """Where the first train() goes on: the folder of `infinity run --resume`.
+    """Return the folder that the first train() resumes from: the one of `infinity run --resume`.
 
     Args:
+        told: the folder of `infinity run --resume`.
         named: resume_from_checkpoint of the script.
+        output: the Trainer's output directory.
 
     Raises:
         ConfigError: the script names another folder.
@@ -196,12 +201,12 @@ def _agreed(told: Path, named: str | bool | None, output: str) -> str:
 
 
 def saves_states(args: Any) -> bool:
-    """Whether a Trainer's checkpoint folders hold more than weights."""
+    """Return whether a Trainer's checkpoint folders have optimizer states, not only weights."""
     return str(getattr(args.save_strategy, "value", args.save_strategy)) != "no" and not args.save_only_model
 
 
 def _pins_of(args: Any, run: Run) -> int:
-    """How many checkpoint folders with states there are at a time."""
+    """Return the number of checkpoint folders with states that exist at a time."""
     if not saves_states(args):
         return run.wishes.pins
     limit = args.save_total_limit
@@ -211,10 +216,10 @@ def _pins_of(args: Any, run: Run) -> int:
 
 
 class TrainerMixin:
-    """Before a Trainer among the bases of a class: its model is offloaded when its optimizer is made.
+    """A mixin whose model is offloaded when its optimizer is made. In the bases of a class it comes before a Trainer.
 
-    Args (of the constructor, beside those of the Trainer):
-        swap_config: as infinity.offload's config. Not needed for a model of infinity.load_pretrained.
+    Args (of the constructor, in addition to those of the Trainer):
+        swap_config: as for infinity.offload. Not needed for a model of infinity.load_pretrained.
     """
 
     def __init__(self, *args: Any, swap_config: str | Path | dict[str, Any] | SwapConfig | None = None, **kwargs: Any):
@@ -263,7 +268,7 @@ class TrainerMixin:
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    """transformers.Trainer whose model is offloaded: `Trainer(..., swap_config="swap.yaml")`."""
+    """A transformers.Trainer whose model is offloaded: `Trainer(..., swap_config="swap.yaml")`."""
 
 
 def _never(*args: Any) -> None:

@@ -1,8 +1,8 @@
-"""`vertical: true` for a Trainer: the micro-batches of a step go through one unit of the model after the other.
+"""`vertical: true` for a Trainer: all micro-batches of a step go through one unit of the model before the next unit.
 
-A Trainer calls `training_step` for each micro-batch, which runs it forward and backward. Here all calls but the last of
-a step keep their inputs and return zero. The last one runs them all with infinity.backward, and returns the sum: what
-the Trainer adds up is the same.
+A Trainer calls `training_step` for each micro-batch, which runs its forward and backward. Under `vertical: true` every
+call of a step except the last keeps its inputs and returns zero. The last call runs all micro-batches with
+infinity.backward, and returns the sum of the losses. So the Trainer's total is the same.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class TrainingSteps:
         self._warned: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def forget(self, trainer: Any) -> None:
-        """Micro-batches of a step that something ended."""
+        """Drop the micro-batches of a step that was not completed."""
         self._waiting.pop(trainer, None)
 
     def warn_of(self, trainer: Any) -> None:
-        """Say once that a Trainer's micro-batches go one after the other: when it prepares inputs matters to it."""
+        """Warn once that a Trainer's micro-batches run one after the other, because the time at which it prepares
+        inputs matters.
+        """
         if trainer not in self._warned:
             self._warned.add(trainer)
             logger.warning(
@@ -46,17 +48,20 @@ class TrainingSteps:
     def __call__(
         self, original: Callable[..., torch.Tensor], trainer: Any, model: Any, *given: Any, **named: Any
     ) -> torch.Tensor:
-        """A micro-batch. Args: given, named: its inputs, and what else `training_step` takes."""
+        """Keep a micro-batch. With the last micro-batch of a step, run all micro-batches of the step.
+
+        `given` and `named` are its inputs and the other arguments of `training_step`.
+        """
         waiting = self._waiting.setdefault(trainer, [])
         waiting.append((given, named))
         if not trainer.accelerator.gradient_state.sync_gradients:
             return torch.zeros((), device=trainer.args.device)
         del self._waiting[trainer]
         losses = dict[int, torch.Tensor]()
-        here = threading.local()  # each micro-batch's call is in a thread of its own
+        here = threading.local()  # each micro-batch is computed in its own thread
 
         def withhold(original: Callable[..., None], loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-            """In place of `loss.backward(...)`."""
+            """Keep the loss, in place of `loss.backward(...)`."""
             if hasattr(here, "withheld"):
                 here.withheld.append(loss)
             else:
