@@ -1,1 +1,1 @@
-"""`infinity doctor`: whether this machine is ready, what is missing, and the command that mends it."""
+"""`infinity doctor`: checks of this machine, with a command that repairs each problem where there is one."""

@@ -1,11 +1,12 @@
-"""Probes in processes of their own: a driver that hangs, a disk that does not answer, or a library that ends its
-process costs the doctor a row and not the report.
+"""Probes in separate processes.
+
+If a driver hangs, a disk does not answer, or a library ends its process, the doctor loses one row and not the report.
 
 [Note: probes apart]
-Each group of probes has a forked process, and all of them work at once. It sends the rows of each probe; what is not
-done when the process has died, or its time has passed, is unknown. Nothing that a library prints meanwhile is shown.
-Ctrl-C is for the parent alone, which ends them. The processes are not those of multiprocessing, which waits at its end
-for one that a dead disk holds.
+Each group of probes has a forked process, and all processes run at the same time. A process sends the rows of each
+probe. If the process dies or exceeds its time limit, the rows of its remaining probes are unknown. Output of libraries
+in these processes is not shown. Only the parent handles Ctrl-C, and ends the processes. The multiprocessing module is
+not used, because at its end it would wait for a process that a dead disk blocks.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from infinity.echo import one_line, raised
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 5
-"""After its limit a process that nobody ended, because the parent died, ends itself."""
+"""Seconds after the time limit until a process ends itself. This is for the case that the parent died before."""
 _DEATH_S = 1.0
-"""How long a process may take to die. One that waits for a dead disk takes for ever."""
+"""Seconds that a killed process may take to end. A process that waits for a dead disk never ends."""
 
 
 def look(groups: Sequence[Probes]) -> list[Row]:
-    """The rows of all probes, in their order. Leaves no process and no file behind, whatever happens."""
+    """Return the rows of all probes, in their order. No process and no file is left behind, even after an error."""
     with _watched(groups) as children:
         return [row for child in children for row in child.rows()]
 
 
 def ends(act: Callable[[], object], within_s: float) -> bool:
-    """Whether something comes to an end, by an error or without one, in a process of its own."""
+    """Return whether a call ends, with or without an error, in a separate process within the limit."""
 
     def end() -> Row:
         act()
@@ -50,7 +51,7 @@ def ends(act: Callable[[], object], within_s: float) -> bool:
 
 @contextlib.contextmanager
 def _watched(groups: Sequence[Probes]) -> Iterator[list[_Child]]:
-    """Processes that have looked at the probes, or are late."""
+    """Yield processes that have finished their probes or have exceeded their time limit."""
     children: list[_Child] = []
     try:
         for group in groups:
@@ -69,16 +70,18 @@ def _watched(groups: Sequence[Probes]) -> Iterator[list[_Child]]:
 
 
 class _Child:
-    """A process that looks at a group of probes, and what it has said so far.
+    """A process that runs a group of probes, and the rows that it has sent so far.
 
     Attributes:
-        ended: by itself: it has closed its end of the pipe, which is the last thing it does.
-        late: its time passed before it was done.
+        deadline: end of the time limit, by time.monotonic().
+        ended: whether the process has closed its end of the pipe, which is its last action.
+        late: whether the time limit passed before the process was done.
+        pipe: the parent's end of the pipe.
     """
 
     def __init__(self, group: Probes) -> None:
         self.group, self.deadline, self.ended, self.late = group, time.monotonic() + group.limit_s, False, False
-        self._found: list[list[Row]] = []  # of the probes that are done, in their order
+        self._found: list[list[Row]] = []  # of the finished probes, in their order
         self._status: int | None = None
         self.pipe, writer = Pipe(duplex=False)
         for stream in (sys.stdout, sys.stderr):
@@ -93,14 +96,14 @@ class _Child:
         writer.close()
 
     def read(self) -> None:
-        """Take the rows of a probe, or the end."""
+        """Receive the rows of a probe, or the end of the pipe."""
         try:
             self._found.append(self.pipe.recv())
-        except (EOFError, OSError):  # it closed the pipe, or died within a message
+        except (EOFError, OSError):  # the child closed the pipe, or died within a message
             self.ended = True
 
     def rows(self) -> list[Row]:
-        """What it found, and for each probe that is not done an unknown row. Ends the process."""
+        """End the process. Return its rows, and an unknown row for each probe that did not finish."""
         self._end()
         why, rows = "", list(itertools.chain.from_iterable(self._found))
         for probe in self.group.probes[len(self._found) :]:
@@ -109,14 +112,17 @@ class _Child:
         return rows
 
     def close(self) -> None:
-        """End the process, and remove what it left. Idempotent."""
+        """End the process, and remove its file. Idempotent."""
         self._end()
         self.pipe.close()
         if self._status not in (None, 0) and self.group.leaves is not None:
             self.group.leaves.unlink(missing_ok=True)
 
     def _end(self) -> None:
-        """Kill it unless it has ended, and take its status; None if it does not die."""
+        """Kill the process unless it has ended, and read its exit status.
+
+        The status stays None if the process does not die.
+        """
         until = time.monotonic() + _DEATH_S
         if self._status is None and not self.ended:
             os.kill(self._pid, signal.SIGKILL)
@@ -141,7 +147,7 @@ class _Child:
 
 
 def _work(group: Probes, writer: Connection) -> NoReturn:
-    """In the new process."""
+    """Run the probes in the new process, and exit."""
     try:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for number in (signal.SIGTERM, signal.SIGALRM):
@@ -154,18 +160,18 @@ def _work(group: Probes, writer: Connection) -> NoReturn:
         for probe in group.probes:
             writer.send(rows_of(probe))
     finally:
-        os._exit(0)  # with no word of what ended it: the parent sees which probes are not done
+        os._exit(0)  # silently: the parent sees which probes did not finish
 
 
 def rows_of(probe: Probe) -> list[Row]:
-    """What the probe finds; an unknown row if it fails."""
+    """Return the rows of a probe; an unknown row if it fails."""
     try:
         found = probe.look()
-    except (Exception, SystemExit) as error:  # whatever a driver or an odd file makes of it
+    except (Exception, SystemExit) as error:  # a driver or a malformed file may raise anything
         found = Row("unknown", raised(error))
     return [row._replace(finding=one_line(row.finding)) for row in probe.rows(found)]
 
 
 def new_name(directory: Path) -> Path:
-    """A name in the directory that no file has."""
+    """Return the path of a file in the directory that does not exist."""
     return directory / f".infinity-doctor-{os.getpid()}-{os.urandom(6).hex()}"

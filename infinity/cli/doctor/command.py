@@ -1,5 +1,7 @@
-"""`infinity doctor`: looks at this machine and says whether it is ready. Writes nothing but a small file in each swap
-directory, which is gone at once."""
+"""`infinity doctor`: check whether this machine is ready, and print a report.
+
+The command writes only a small file in each swap directory, and removes the file immediately.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _LIMIT_S = 20
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the report; returns the exit code: 1 where something is missing.
+    """Print the report. Return the exit code: 1 if something is missing.
 
     Raises:
         ConfigError: the swap config cannot be used, or a directory is named twice.
@@ -50,7 +52,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _paths(options: argparse.Namespace) -> tuple[SwapConfig, list[Path]]:
-    """The swap config and the directories. Raises ConfigError."""
+    """Return the swap config and the swap directories. Raises ConfigError."""
     config = load_config(options.config)
     paths = [*config.nvme.paths, *options.swap_dir]
     try:
@@ -65,11 +67,12 @@ def _paths(options: argparse.Namespace) -> tuple[SwapConfig, list[Path]]:
 
 
 def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Probes]:
-    """What is looked at.
+    """Return the groups of probes to run.
 
     Args:
+        config: the swap config.
         paths: the swap directories.
-        given: there is a swap config; without one, and without paths, it is the current directory.
+        given: whether the user gave a swap config. Without one, and without paths, the current directory is checked.
     """
     if not paths and not given:
         paths = [Path(".")]

@@ -1,4 +1,4 @@
-"""The native core: the instruction set that it chose, and the I/O engine that works here."""
+"""The native core: the instruction set that it selects, and the I/O engine that works on this machine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def instruction_set() -> Row:
 
 
 def engine(wanted: str, root: Path = _ROOT) -> Row:
-    """The engine, and whether the kernel keeps the memory of its transfers at hand.
+    """Return a row about the I/O engine, and whether the kernel accepts registered buffers.
 
     Args:
-        wanted: as the swap config asks for it: 'auto', 'io_uring' or 'threads'.
-        root: of /proc, for tests.
+        wanted: engine of the swap config: 'auto', 'io_uring' or 'threads'.
+        root: parent of /proc, for tests.
     """
     from infinity import _native
 
@@ -55,7 +55,7 @@ def engine(wanted: str, root: Path = _ROOT) -> Row:
 
 
 def _mend(reason: str, root: Path) -> str:
-    """Of a kernel that refuses io_uring."""
+    """Return the command that makes the kernel accept io_uring; '' if none is known."""
     if "liburing" in reason:
         build = pip_install("infinity-offload", how="--force-reinstall --no-deps --no-binary infinity-offload")
         return f"sudo apt-get install liburing-dev && {build}"

@@ -1,4 +1,4 @@
-"""The disk under a swap directory: what it is, what it allows, how it was measured, and how worn it is."""
+"""The disk under a swap directory: its kind, its options, its measured rates and its wear."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHOWN_OPTIONS = (
     *("rw", "ro", "sync", "async", "dirsync", "discard", "nodiscard", "noatime", "relatime", "nobarrier", "barrier"),
     *("nodatacow", "nodatasum", "autodefrag", "compress", "compress-force", "data", "dax", "soft", "hard"),
 )
-"""Others may name servers, users and keys."""
+"""Mount options that are shown. Other options may contain names of servers, users and keys."""
 _KINDS: dict[DiskKind, tuple[State, str]] = {
     "NVMe": ("ok", "NVMe"),
     "SCSI": ("ok", "SCSI"),
@@ -45,7 +45,10 @@ _KINDS: dict[DiskKind, tuple[State, str]] = {
 
 
 def disk(directory: Path, root: Path = _ROOT) -> Probes:
-    """Args: directory: of nvme.paths, which a run makes if only its last part is missing."""
+    """Return the probes of a directory of nvme.paths.
+
+    A run creates the directory if only its last component is missing.
+    """
     section, name = f"disk {directory}", directory.expanduser().absolute()
     looks = Disk(name, root)
     rows = {
@@ -62,12 +65,16 @@ def disk(directory: Path, root: Path = _ROOT) -> Probes:
 
 
 class Disk:
-    """Args:
-    root: of /sys and /proc, for tests.
+    """Probes of the disk under a directory.
+
+    Args:
+        path: the directory.
+        root: parent of /sys and /proc, for tests.
 
     Attributes:
-        there: the directory, or its nearest parent that exists.
-        scratch: the name of the file that direct I/O is tried on.
+        path: the directory.
+        there: the directory, or its nearest existing parent.
+        scratch: path of the file with which direct I/O is tried.
     """
 
     def __init__(self, path: Path, root: Path = _ROOT) -> None:
@@ -81,7 +88,7 @@ class Disk:
         except ConfigError as error:
             name, quoted = self.path, shlex.quote(str(self.path))
             mend = ""
-            if not os.path.lexists(name):  # without its parent it may be on a disk that is not mounted: nothing is made
+            if not os.path.lexists(name):  # if the parent is missing, too, its disk may not be mounted
                 refused = name.parent.is_dir() and not os.access(name.parent, os.W_OK) and not self._is_read_only
                 mend = f"sudo install -d -o $USER {quoted}" if refused else ""
             elif name.is_dir() and not os.access(name, os.W_OK) and not self._is_read_only:
@@ -122,7 +129,7 @@ class Disk:
         return Row("ok", said)
 
     def direct(self) -> Row:
-        """Whether a swap file goes around the page cache, tried on an empty file that is gone at once."""
+        """Try whether a swap file bypasses the page cache, on an empty file that is removed immediately."""
         try:
             file = _native.File(str(self.scratch), create=True)
         except OSError as error:
@@ -138,7 +145,7 @@ class Disk:
         return Row("slower", f"{said}: transfers go through the page cache, which takes RAM and time")
 
     def measured(self) -> Row:
-        """The rates that the planner knows."""
+        """Return a row with the rates that the planner uses."""
         profile = profile_of(self.there)
         if profile is None:
             said = "not yet: block size and rates are guesses; measuring takes three minutes"
@@ -147,7 +154,10 @@ class Disk:
         return Row("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, measured {profile.measured}")
 
     def _measuring(self) -> str:
-        """The command that measures the disk; "" where the directory cannot be made, so that it may be another disk."""
+        """Return the command that measures the disk.
+
+        It is "" if the directory cannot be created, because the disk may then be another one.
+        """
         if self.there not in (self.path, self.path.parent) or not os.access(self.there, os.W_OK):
             return ""
         quoted = shlex.quote(str(self.path))
@@ -161,7 +171,7 @@ class Disk:
         return Row("ok", found or "the device has none, or the system does not tell")
 
     def wear(self) -> Row:
-        """What the drive itself tells of its age. Its serial number is not shown."""
+        """Return a row with the wear that the drive reports. Its serial number is not shown."""
         if self._kind != "NVMe":
             return Row("ok", f"not asked of {self._kind or 'such'} disks")
         if smartctl() is None:
@@ -186,7 +196,7 @@ class Disk:
         return kind_of(self._disk.filesystem, next(iter(self._disk.members), None))
 
     def _told(self, file: str) -> str:
-        """What the system says of the device, or of the first of several; '' where it says nothing."""
+        """Return the contents of a sysfs file of the first device; '' if there is none."""
         return text_of(self._disk.members[0] / file) if self._disk.members else ""
 
     @property

@@ -1,4 +1,4 @@
-"""GPUs: whether torch can use them, their links, and how fast memory is copied to and from them."""
+"""GPUs: whether torch can use them, their links, and the rates of copies to and from them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ _ROOT = Path("/")
 _COPIED_BYTES = 64 << 20
 _COPIES = 4
 _POOR = 0.5
-"""Of the rate of its link at most, below which a copy is slow. Good links give 0.75 and more, to large copies."""
+"""Fraction of the link's maximum rate below which a copy counts as slow.
+
+Good links reach 0.75 and more for large copies.
+"""
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 _NO_GPU = Row("ok", "no GPU is used")
 
 
 @dataclass(frozen=True)
 class Copies:
-    """What copying showed.
+    """The result of measuring copies.
 
     Attributes:
-        refused: why memory could not be pinned; '' where it was.
+        refused: why memory could not be pinned; '' if it was pinned.
         up_rate, down_rate: bytes per second to and from the device.
-        link: while copies were under way; None where the system does not tell.
+        link: state of the link during the copies; None if the system does not report it.
     """
 
     refused: str
@@ -49,16 +52,18 @@ class Copies:
 
 
 class Gpus:
-    """Args:
-    config: whose memory.device has to fit.
-    root: of /sys and /proc, for tests.
+    """Probes of the GPUs.
+
+    Args:
+        config: the swap config whose memory.device must fit.
+        root: parent of /sys and /proc, for tests.
     """
 
     def __init__(self, config: SwapConfig, root: Path = _ROOT) -> None:
         self._config, self._root = config, root
 
     def build(self) -> Row:
-        """Whether torch was built for the GPUs that are there."""
+        """Return a row about whether torch was built for this machine's GPUs."""
         said = f"torch {torch.__version__}, built {accelerator.torch_build()}"
         vendors = {gpu.vendor for gpu in self._on_bus}
         if self._devices or not vendors or accelerator.has_runtime():
@@ -69,11 +74,13 @@ class Gpus:
         return Row("slower", f"{said}, and there is an AMD GPU. pytorch.org has the command for a build for ROCm")
 
     def found(self) -> list[Row]:
-        """The GPUs, with their memory."""
+        """Return rows with the GPUs and their memory."""
         return self._each(self._memory, "") if self._devices else [self._none(), *self._in_ram()]
 
     def _in_ram(self) -> list[Row]:
-        """Where the CPU computes: memory.device is taken from RAM, beside memory.host."""
+        """Return a row about the budgets, if the CPU computes and memory.device does not fit into RAM beside
+        memory.host.
+        """
         memory, left = self._config.memory, available_host_bytes(self._root)
         host, device = memory.host or 0, memory.device or 0
         if not device or host + device <= left:
@@ -89,7 +96,7 @@ class Gpus:
         return [Row("missing", said, what="memory.device")]
 
     def entry_points(self) -> list[Row]:
-        """Whether native code finds the functions of the runtime."""
+        """Return rows about whether native code finds the runtime's functions."""
         return self._each(self._entry_points, " runtime")
 
     def copies(self) -> list[Row]:
@@ -98,7 +105,7 @@ class Gpus:
     def _each(self, look: Callable[[torch.device], Row], what: str) -> list[Row]:
         return [look(device)._replace(what=f"{device}{what}") for device in self._devices] or [_NO_GPU]
 
-    # -- what is asked once --------------------------------------------------------------------------------------------
+    # -- facts read once -----------------------------------------------------------------------------------------------
 
     @cached_property
     def _on_bus(self) -> list[pci.PciGpu]:
@@ -119,7 +126,7 @@ class Gpus:
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _none(self) -> Row:
-        """Where torch finds no device."""
+        """Return a row for the case that torch finds no device."""
         there = ", ".join(f"{gpu.vendor} at {gpu.address}" for gpu in self._on_bus)
         if not there:
             return Row("ok", "none: the CPU computes")
@@ -179,13 +186,13 @@ class Gpus:
 
 
 def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:
-    """Pin 64 MiB and copy it to and from the device a few times. Takes 128 MiB, and well below a second."""
+    """Pin 64 MiB and copy it to and from the device a few times. This takes 128 MiB, and much less than a second."""
     arena = PinnedArena(_COPIED_BYTES)
     host = torch.frombuffer(arena.memory.view(0, _COPIED_BYTES), dtype=torch.uint8)
     host.fill_(1)
     refused = arena.pin(device)
     slab, stream = device.slab(_COPIED_BYTES), device.stream()
-    device.synchronize(device.copy(slab, host, on=stream))  # wakes the link up
+    device.synchronize(device.copy(slab, host, on=stream))  # wakes up the link
     rates, link = [], None
     for into, source in ((slab, host), (host, slab)):
         began = device.record(stream, timed=True)

@@ -1,4 +1,4 @@
-"""The container that this process is in, its limits, and NUMA nodes."""
+"""The container of this process, its limits, and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from infinity.sizes import format_bytes
 
 _ROOT = Path("/")
 _SHARED_BYTES = 1 << 30
-"""Docker gives 64 MiB, which DataLoader workers and NCCL use up."""
+"""Minimum size of /dev/shm. Docker's default is 64 MiB, which DataLoader workers and NCCL exhaust."""
 _SHM = Path("/dev/shm")
 
 
 def threads(config: SwapConfig, root: Path = _ROOT) -> Row:
-    """The threads of the update beside the cores that they get. Imports torch."""
+    """Return a row that compares the threads of the update with the available cores. Imports torch."""
     from infinity.plan.budgets import update_threads
 
     wanted, quota = update_threads(config), processors_allowed(root)
@@ -38,7 +38,7 @@ def container(root: Path = _ROOT) -> Row:
 
 
 def shared(place: Path = _SHM, root: Path = _ROOT) -> Row:
-    """Shared memory, which DataLoader workers and several ranks need."""
+    """Return a row about shared memory, which DataLoader workers and several ranks need."""
     try:
         info = os.statvfs(place)
     except OSError as error:
@@ -51,7 +51,7 @@ def shared(place: Path = _SHM, root: Path = _ROOT) -> Row:
 
 
 def io_limit(root: Path = _ROOT) -> Row:
-    """How far the control groups hold the disks back, innermost first."""
+    """Return a row with the I/O limits of the control groups, innermost first."""
     limits = dict.fromkeys(text_of(group / "io.max") for group in groups("io", root))
     said = "; ".join(filter(None, limits))
     return Row("slower", f"io.max of the control group: {said}") if said else Row("ok", "none")
@@ -61,10 +61,14 @@ def io_limit(root: Path = _ROOT) -> Row:
 
 
 def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
-    """Whether disks and GPUs are at one node, and this process may run at that of the GPU, or of the disks without one.
+    """Return a row about the NUMA nodes.
+
+    Disks and GPUs should be at the same node. This process should be able to run at the node of the GPU; without a GPU,
+    at the node of the disks.
 
     Args:
-        paths: directories that are there, on the disks of the run.
+        paths: existing directories on the disks of the run.
+        root: parent of /sys and /proc, for tests.
     """
     from infinity.io.disks import disk_under
 
@@ -89,7 +93,7 @@ def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
 
 
 def node_processors(root: Path = _ROOT) -> dict[int, set[int]]:
-    """The processors of each node."""
+    """Return the processors of each node."""
 
     def numbers(place: Path, name: str) -> dict[int, Path]:
         found = {each.name.removeprefix(name): each for each in place.glob(f"{name}[0-9]*")}

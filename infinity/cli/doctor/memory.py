@@ -1,4 +1,4 @@
-"""RAM and what a control group leaves of it, huge pages and the limit of locked memory."""
+"""RAM and its limit in the control group, huge pages, and the limit of locked memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def huge_pages(root: Path = _ROOT) -> Row:
 
 
 def locked(config: SwapConfig, root: Path = _ROOT) -> Row:
-    """The limit of locked memory beside what a run registers with io_uring. Imports torch."""
+    """Return a row that compares the limit of locked memory with the bytes that a run registers with io_uring.
+
+    Imports torch.
+    """
     from infinity.base.machine import available_host_bytes
     from infinity.plan.planner import HOST_SHARE
 

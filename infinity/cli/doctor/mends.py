@@ -1,4 +1,4 @@
-"""The commands that mend what the doctor finds, as a shell on this machine takes them."""
+"""Shell commands that repair the problems that the doctor finds on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pip_install(*requirements: str, how: str = "--upgrade") -> str:
 
 
 def python() -> str:
-    """This Python as a shell calls it."""
+    """Return the shell command of this Python."""
     for name in ("python", "python3"):
         found = shutil.which(name)
         if found is not None and os.path.abspath(found) == os.path.abspath(sys.executable):
@@ -27,12 +27,12 @@ def python() -> str:
 
 
 def written(value: str, path: str) -> str:
-    """Write a setting of the kernel."""
+    """Return the command that writes a kernel setting."""
     return f"echo {value} | sudo tee {shlex.quote(path)}"
 
 
 def container_kind(root: Path = _ROOT) -> str:
-    """'docker', 'podman', 'kubernetes', 'lxc' or 'another kind'; '' outside of them."""
+    """Return 'docker', 'podman', 'kubernetes', 'lxc' or 'another kind'; '' outside a container."""
     if (root / "run/.containerenv").exists():
         return "podman"
     groups = text_of(root / "proc/1/cgroup") + text_of(root / "proc/self/cgroup")
@@ -47,6 +47,6 @@ def container_kind(root: Path = _ROOT) -> str:
 
 
 def restarted(option: str, root: Path = _ROOT) -> str:
-    """Begin this container again with an option of docker and podman; '' where neither is used."""
+    """Return the command that starts this container again with a docker or podman option; '' elsewhere."""
     kind = container_kind(root)
     return f"{kind} run {option} …" if kind in ("docker", "podman") else ""

@@ -1,8 +1,8 @@
-"""The doctor's report: a verdict, and a table for people, JSON for programs or Markdown for an issue.
+"""The doctor's report: a verdict, with a table for people, JSON for programs or Markdown for an issue.
 
 [Note: the JSON]
-`schema` and `version` name it; a version only ever gains keys. `rows` has an object for each row of the table, in its
-order: section, what, finding, state ('ok', 'slower', 'missing' or 'unknown') and mend, a command or ''.
+`schema` and `version` identify the format; within a version keys are only added. `rows` has an object for each row of
+the table, in order: section, what, finding, state ('ok', 'slower', 'missing' or 'unknown') and mend, a command or ''.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NOT_PRIVATE = {"", ".", "/", "~", "root", "localhost"}
 _SYSTEM = frozenset(("dev", "proc", "sys", "etc"))
 _NAME = r"[\w.@+~-]+"
 _PATHS = re.compile(rf"(?:(?<![\w/])/(?!(?:{'|'.join(_SYSTEM)})/)|\bPATH/)(?:{_NAME}(?: {_NAME})*/)*{_NAME}")
-"""Of files and directories, but for those of the system. All but the last name may have spaces."""
+"""Paths of files and directories, except those of the system. All components except the last may have spaces."""
 
 
 def is_ready(rows: Sequence[Row]) -> bool:
@@ -40,20 +40,25 @@ def is_ready(rows: Sequence[Row]) -> bool:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Whether a run can work here, and how many rows have which state."""
+    """Return whether a run can work on this machine, and the number of rows of each state."""
     counts = Counter(row.state for row in rows)
     said = ", ".join(f"{counts[state]} {state}" for state in get_args(State) if counts[state])
     return f"{'ready' if is_ready(rows) else 'not ready'}: {len(rows)} checks, {said}"
 
 
 def ordered(rows: Sequence[Row]) -> list[Row]:
-    """Rows of one section together, in the order of the sections' first rows."""
+    """Return the rows sorted by section, in the order of the sections' first rows."""
     sections = list(dict.fromkeys(row.section for row in rows))
     return sorted(rows, key=lambda row: sections.index(row.section))
 
 
 def to_text(rows: Sequence[Row], width: int) -> str:
-    """Args: width: of the terminal. Commands are longer if they must be, so that they can be copied."""
+    """Return the report as text.
+
+    Args:
+        rows: the rows.
+        width: of the terminal. Commands are not wrapped, so that they can be copied.
+    """
     lines = [verdict(rows)]
     for section, each in groupby(rows, key=lambda row: row.section):
         lines += ["", printable(section)]
@@ -63,11 +68,13 @@ def to_text(rows: Sequence[Row], width: int) -> str:
 
 
 def to_issue(rows: Sequence[Row], paths: Sequence[Path], version: str, width: int) -> str:
-    """Markdown to paste into an issue, without names of this user, this machine and its directories, and without mends.
+    """Return Markdown for an issue, without names of this user, this machine and its directories, and without commands.
 
     Args:
+        rows: the rows.
         paths: the swap directories.
         version: of infinity.
+        width: of the text.
     """
     private = {str(each): f"SWAP_DIR_{at}" for at, path in enumerate(paths, 1) for each in (path, path.absolute())}
     above = {str(each) for path in paths for each in path.absolute().parents if _SYSTEM.isdisjoint(each.parts)}
@@ -97,7 +104,7 @@ def _lines(row: Row, width: int) -> list[str]:
 
 
 def to_json(rows: Sequence[Row], version: str) -> dict[str, Any]:
-    """Args: version: of infinity."""
+    """Return the report as JSON values. `version` is the version of infinity."""
     return {
         "schema": SCHEMA,
         "version": VERSION,
@@ -109,10 +116,10 @@ def to_json(rows: Sequence[Row], version: str) -> dict[str, Any]:
 
 
 def _names() -> dict[str, str]:
-    """Names of this user, of its home and of this machine, each with another word."""
+    """Return the names of this user, the home directory and this machine, each with a replacement."""
     names = {os.environ.get(variable, ""): "USER" for variable in ("USER", "LOGNAME", "SUDO_USER")}
     homes = [os.path.expanduser("~")]
-    with contextlib.suppress(KeyError):  # as in a container with a user that it does not know
+    with contextlib.suppress(KeyError):  # such as in a container that does not know the user
         user = pwd.getpwuid(os.getuid())
         names[user.pw_name] = "USER"
         homes.append(user.pw_dir)
@@ -121,7 +128,7 @@ def _names() -> dict[str, str]:
 
 
 def _without(private: Mapping[str, str], text: str) -> str:
-    """The text with other words for private names, and without other paths than those that every machine has."""
+    """Return the text with private names replaced, and without paths that do not exist on every machine."""
     for name in sorted(private.keys() - _NOT_PRIVATE, key=len, reverse=True):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", private[name], text)
     return _PATHS.sub("PATH", text)

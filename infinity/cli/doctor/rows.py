@@ -1,4 +1,4 @@
-"""What the doctor reports: rows, and the probes that find them."""
+"""The rows of the doctor's report, and the probes that produce them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ State: TypeAlias = Literal["ok", "slower", "missing", "unknown"]
 
 
 class Row(NamedTuple):
-    """One line of the report: what a probe found.
+    """One line of the report: the finding of a probe.
 
     Attributes:
-        state: missing: a run cannot work without it, or not as asked; slower: it works, and something costs speed, or
-            soon will; unknown: it could not be found out, which `finding` explains.
-        mend: a command for the shell that mends it; '' where there is none, or nothing to mend.
-        what, section: '' where they are those of the probe.
+        state: missing: a run cannot work without it, or not as configured; slower: it works, but costs speed now or
+            soon; unknown: it could not be determined, and `finding` says why.
+        mend: a shell command that repairs the problem; '' if there is no command or no problem.
+        what, section: '' for those of the probe.
     """
 
     state: State
@@ -31,25 +31,25 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Something to look at. `look` may raise anything, hang, or end its process."""
+    """A check. `look` may raise any exception, hang, or end its process."""
 
     section: str
     what: str
     look: Callable[[], Row | Sequence[Row]]
 
     def rows(self, found: Row | Sequence[Row]) -> list[Row]:
-        """What it found, with its names."""
+        """Return the rows of a result, with the probe's names."""
         each = [found] if isinstance(found, Row) else found
         return [row._replace(what=row.what or self.what, section=self.section) for row in each]
 
 
 @dataclass(frozen=True)
 class Probes:
-    """Probes that one process looks at, one after the other.
+    """Probes that one process runs in sequence.
 
     Attributes:
-        limit_s: for all of them.
-        leaves: a file that a probe makes and removes, and that is removed for it if its process dies meanwhile.
+        limit_s: time limit for all of them.
+        leaves: a file that a probe creates and removes. The parent removes it if the process dies in between.
     """
 
     probes: Sequence[Probe]
@@ -64,5 +64,5 @@ class Probes:
         limit_s: float = _LIMIT_S,
         leaves: Path | None = None,
     ) -> Probes:
-        """Probes of one section. Args: looks: by what each looks at."""
+        """Return probes of one section. `looks` are the checks, by name."""
         return cls([Probe(section, what, look) for what, look in looks.items()], limit_s, leaves)

@@ -1,4 +1,4 @@
-"""Versions of Python, of infinity and of what it uses, read without importing any of it."""
+"""Versions of Python, of infinity and of its dependencies, read without importing them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DISTRIBUTION, _OTHER = "infinity-offload", "infinity"
 _LIMIT_S = 20
 _OPTIONAL = ("trl", "peft", "datasets", "lightning", "bitsandbytes")
-"""What scripts and some commands use, in the versions of infinity's extras."""
+"""Optional libraries that scripts and some commands use. infinity's extras name the required versions."""
 
 
 def system() -> Row:
@@ -32,12 +32,15 @@ def system() -> Row:
 
 
 def infinity_version() -> Row:
-    """Raises PackageNotFoundError where infinity runs without being installed."""
+    """Return infinity's version. Raises PackageNotFoundError if infinity runs without being installed."""
     return Row("ok", metadata.version(_DISTRIBUTION))
 
 
 def imported() -> Row:
-    """What a script in this directory imports as infinity. PyPI has another package of that name: infinity.py."""
+    """Return a row about the module that a script in this directory imports as infinity.
+
+    PyPI has another package with this module name: infinity.py.
+    """
     asked = "import importlib.util as u; found = u.find_spec('infinity'); print(found.origin if found else '')"
     line = [sys.executable, "-c", asked]
     origin = subprocess.run(line, capture_output=True, text=True, timeout=_LIMIT_S, check=True).stdout.strip()
@@ -58,18 +61,18 @@ def imported() -> Row:
 
 
 def required() -> Row:
-    """The libraries that infinity needs."""
+    """Check the libraries that infinity requires."""
     return _judged([each for each in _requirements() if each.marker is None], "missing")
 
 
 def optional() -> Row:
-    """Of the libraries that scripts and some commands use those that are installed."""
+    """Check the installed libraries among those that scripts and some commands use."""
     there = {each.name: each for each in _requirements() if each.name in _OPTIONAL and _version(each.name)}
     return _judged(there.values(), "slower")
 
 
 def _judged(asked: Iterable[Requirement], otherwise: State) -> Row:
-    """Args: otherwise: the state where one of these is not there, or too old."""
+    """Return a row about these requirements. `otherwise` is the state if one is not installed or too old."""
     said, wrong = [], []
     for each in asked:
         version = _version(each.name)

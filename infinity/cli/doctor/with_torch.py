@@ -1,5 +1,7 @@
-"""The probes that import torch: one process for all of them, because the import takes seconds. Where it cannot be
-imported, the first probe says why."""
+"""The probes that import torch. They share one process, because the import takes seconds.
+
+If torch cannot be imported, the first probe says why.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path("/")
 _LIMIT_S = 90
-"""Torch takes long to read from a cold disk, and drivers take long to open many GPUs."""
+"""A time limit that is enough to read torch from a slow disk, and for drivers to open many GPUs."""
 
 
 def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
@@ -48,7 +50,10 @@ def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
 
 
 def processor(root: Path = _ROOT) -> Row:
-    """The processor and, where it computes, the default of --dtype. A default of fp32 is a warning: it is slow."""
+    """Return a row about the processor and, if it computes, the default of --dtype.
+
+    A default of fp32 is a warning: it is slow.
+    """
     from infinity.base.accelerator import current_device
     from infinity.cli import machine_facts
     from infinity.cli.default_dtype import default_dtype
