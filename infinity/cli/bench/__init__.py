@@ -1,1 +1,1 @@
-"""`infinity-bench`: what the disks can do, which settings to use, and what that means for a training step."""
+"""`infinity-bench`: measurement of the disks, the recommended settings, and their effect on a training step."""

@@ -1,5 +1,8 @@
-"""`infinity-bench`: the entry point. Exit code 0 when all is well, 1 when a disk failed or returned wrong data, 2 for
-bad input, 130 after Ctrl-C, 141 when nobody reads the output any more; whatever happens, no file is left behind."""
+"""`infinity-bench`: the entry point.
+
+Exit codes: 0 for success; 1 if a disk failed or returned wrong data; 2 for bad input; 130 after Ctrl-C; 141 if the
+reader of the output is gone. No file is left behind in any case.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _survey(arguments: Sequence[str] | None) -> None:
     options = types.options_of(BenchOptions, build_parser().parse_args(arguments))
-    types.require_file_place("--json", options.json)  # before anything is measured
+    types.require_file_place("--json", options.json)  # fails before anything is measured
     types.require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
     with interruptible_imports():
         from infinity.cli.bench.survey import conclude, run_survey

@@ -1,4 +1,4 @@
-"""The options of infinity-bench. Imports nothing slow."""
+"""The options of infinity-bench. This module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE_MIN = 16 << 20
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured, and how long."""
+    """The scope and the duration of the measurement."""
 
     path: tuple[Path, ...] = argument("directories, one per disk (default .)", types.path, (Path("."),), nargs="+")
     size: int = argument("of the file that is measured on (default 2GiB)", types.size(SIZE_MIN), 2 << 30)

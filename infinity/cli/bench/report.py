@@ -1,8 +1,8 @@
-"""What a survey found, as JSON for programs and as a swap config for infinity.
+"""The results of a survey, as JSON for programs and as a swap config for infinity.
 
 [Note: the JSON]
-`schema` and `version` name it; a version only ever gains keys. The other keys are the fields of Survey. Sizes are
-bytes, rates bytes per second.
+`schema` and `version` identify the format; within a version keys are only added. The other keys are the fields of
+Survey. Sizes are in bytes, rates in bytes per second.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ SCHEMA, VERSION = "infinity-bench", 3
 
 @dataclass(frozen=True)
 class PathReport:
-    """What was measured of one directory's disk: by a sweep, or by writing until the rate settled.
+    """The results for one directory's disk: from a sweep, or from writing until the rate settled.
 
     Attributes:
-        choice: the settings to use, and their rates.
-        written_bytes: by the survey.
+        written_bytes: bytes that the survey wrote.
+        points: all measured settings of the sweep.
+        choice: the recommended settings, and their rates; None without a sweep.
+        sustained: the result of --sustained; None without it.
     """
 
     path: Path
@@ -42,7 +44,7 @@ class PathReport:
 
 @dataclass(frozen=True)
 class Survey:
-    """Everything one call of infinity-bench found. `reason` says why this engine, and its flags."""
+    """All results of one call of infinity-bench. `reason` says why this engine and its flags were chosen."""
 
     engine: str
     reason: str
@@ -55,7 +57,7 @@ class Survey:
 
 
 def swap_config(choices: Sequence[DiskProfile]) -> str:
-    """YAML that infinity accepts, with the settings the slowest of the disks needs."""
+    """Return a swap config in YAML, with the settings that the slowest of the disks needs."""
     block = max(choice.block_bytes for choice in choices)
     in_flight = max(choice.in_flight_bytes for choice in choices)
     rate = sum(choice.mixed_rate for choice in choices)

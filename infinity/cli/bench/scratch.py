@@ -1,7 +1,7 @@
-"""The files that infinity-bench measures on: each is newly made, never one that was there, and is gone after any exit.
+"""The scratch files of infinity-bench. Each is newly created, never an existing file, and is gone after any exit.
 
-A scratch file loses its name as soon as it is open, so the system frees its space whenever the process ends: also by
-Ctrl-C, by an exception or killed.
+A scratch file is unlinked as soon as it is open. So the system frees its space whenever the process ends, also by
+Ctrl-C, an exception or a kill.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from infinity.errors import BenchError
 from infinity.sizes import format_bytes
 
 _KEPT_SHARE = 0.05
-"""Of a disk that is never filled: full file systems are slow, and others live there too."""
+"""Fraction of a disk that is never filled: full file systems are slow, and other users need space, too."""
 
 
 class Scratch:
-    """One nameless file of `nbytes` bytes under `directory`, preallocated.
+    """One unlinked file of `nbytes` bytes under `directory`, preallocated.
 
     Args:
-        direct: go around the page cache.
+        directory: an existing directory.
+        nbytes: size of the file.
+        direct: bypass the page cache.
 
     Raises:
         BenchError: the directory is not writable, or the disk would be filled beyond 95 %.
-        OSError: the directory is not there.
+        OSError: the directory does not exist.
     """
 
     def __init__(self, directory: Path, nbytes: int, *, direct: bool = True) -> None:
@@ -52,11 +54,11 @@ class Scratch:
 
     @property
     def open_path(self) -> str:
-        """A path under which other processes find the nameless file while it is open here."""
+        """Path with which other processes can open the unlinked file while this process has it open."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def close(self) -> None:
-        """Let the file, and its space, go. Idempotent."""
+        """Close the file, which frees its space. Idempotent."""
         if self._fd >= 0:
             self.file.close()
             os.close(self._fd)

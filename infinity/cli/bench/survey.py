@@ -24,14 +24,14 @@ from infinity.sizes import format_bytes
 _MEMORY_BYTES = 256 << 20
 _SAMPLE_BYTES = 1 << 30
 _SAMPLE_S = 0.6
-"""Slow disks move less per run, so that a survey stays short."""
+"""Duration of a run. It limits the bytes per run on slow disks, so that a survey stays short."""
 _SUSTAINED = (1 << 20, 32)
 """Block size and queue depth of --sustained."""
 _LIMIT_S = 3600.0
 
 
 def run_survey(options: BenchOptions) -> Survey:
-    """Measure every path and print what is found.
+    """Measure every path and print the results.
 
     Raises:
         BenchError, ConfigError: a path cannot be measured, or returned wrong data.
@@ -48,7 +48,7 @@ def run_survey(options: BenchOptions) -> Survey:
 
 
 def conclude(survey: Survey) -> None:
-    """Remember the disks for the planner and print a config. Only after a sweep."""
+    """Save the disks' profiles for the planner and print a config. Without a sweep, do nothing."""
     choices = [report.choice for report in survey.paths if report.choice is not None]
     if not choices:
         return
@@ -56,7 +56,7 @@ def conclude(survey: Survey) -> None:
         for choice in choices:
             remembered = save_profile(Path(choice.path), choice)
         _say(f"The planner reads these figures from {remembered}.")
-    except OSError as error:  # what was measured is worth its config all the same
+    except OSError as error:  # the config is still useful
         _say(f"The planner cannot read these figures: {error.filename}: {error.strerror}")
     print(f"A swap config for these disks:\n\n{swap_config(choices)}")
 
@@ -91,7 +91,7 @@ def _measure(path: Path, options: BenchOptions, engine: str) -> PathReport:
 
 
 def _announce(path: Path, options: BenchOptions, file_bytes: int) -> None:
-    """How much will be written, before anything is."""
+    """Print how many bytes will be written, before anything is written."""
     if file_bytes != options.size:
         _say(f"--size {format_bytes(options.size)}: {format_bytes(file_bytes)} are used")
     filled = 2 * file_bytes
@@ -112,15 +112,21 @@ def _say_minute(rate: float, written_bytes: int) -> None:
 
 
 def _sample_bytes(rig: Rig, engine: str) -> int:
-    """So much that a run takes about 0.6 s, at most 1 GiB or the file; a multiple of what is moved at once."""
+    """Return the bytes of a run that takes about 0.6 s, at most 1 GiB or the file.
+
+    The result is a multiple of the rig's memory.
+    """
     probe = rig.run(Workload("overwrite", 1 << 20, 16, rig.memory_bytes, engine))
     wanted = int(min(probe.rate * _SAMPLE_S, _SAMPLE_BYTES, rig.scratch.nbytes))
     return max(wanted // rig.memory_bytes * rig.memory_bytes, rig.memory_bytes)
 
 
 def _memory_bytes(size: int) -> int:
-    """For the source and the target each: a power of two, at most the file and an eighth of what is free; 16 MiB at
-    least, a block of the largest size."""
+    """Return the bytes of memory for the source and for the target, each.
+
+    The result is a power of two. It is at most 256 MiB, the file and an eighth of the available memory; and at least
+    16 MiB, which is the largest block.
+    """
     most = min(psutil.virtual_memory().available // 8, size)
     memory = _MEMORY_BYTES
     while memory > most and memory > SIZE_MIN:
@@ -129,8 +135,12 @@ def _memory_bytes(size: int) -> int:
 
 
 def _directories(paths: Sequence[Path]) -> list[Path]:
-    """Each path, absolute. Raises BenchError unless all are directories that may be written to; ConfigError where two
-    are the same."""
+    """Return each path as an absolute path.
+
+    Raises:
+        BenchError: a path is not a directory, or is not writable.
+        ConfigError: two paths are the same.
+    """
     found: list[Path] = []
     for given in paths:
         path = given.expanduser().absolute()

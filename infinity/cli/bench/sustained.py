@@ -1,5 +1,8 @@
-"""`--sustained`: writing until the rate settles. Drives write fast into a cache of fast cells, and slower once it is
-full; a training run lives with the second rate."""
+"""`--sustained`: writing until the rate settles.
+
+Drives first write fast into a cache of fast cells, and more slowly once the cache is full. A training run gets the
+second rate.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ _SETTLED = 0.05
 
 @dataclass(frozen=True)
 class Sustained:
-    """Bytes per second of each minute; the last is the sustained rate when `settled`."""
+    """Bytes per second of each minute. The last value is the sustained rate if `settled`."""
 
     rates: Sequence[float]
     written_bytes: int
@@ -24,17 +27,22 @@ class Sustained:
 
 
 def settled(rates: Sequence[float]) -> bool:
-    """Less than 5 % between each two of the last three minutes: once may be chance."""
+    """Return whether the rates of the last three minutes differ by less than 5 % from minute to minute.
+
+    A single small difference may be chance.
+    """
     last = rates[-3:]
     return len(last) == 3 and all(abs(after - before) < _SETTLED * before for before, after in itertools.pairwise(last))
 
 
 def sustain(rig: Rig, workload: Workload, limit_s: float, say: Callable[[float, int], None]) -> Sustained:
-    """Overwrite the file again and again, a minute at a time.
+    """Overwrite the file repeatedly, a minute at a time.
 
     Args:
-        limit_s: stop after so long in any case.
-        say: told the rate of each minute, and the bytes that were written in it.
+        rig: the file and its memory.
+        workload: the workload of each run.
+        limit_s: stop after this time in any case.
+        say: called with the rate of each minute, and the bytes written in it.
 
     Raises:
         BenchError: the disk failed.

@@ -1,4 +1,4 @@
-"""The sweep: which block size and queue depth this disk needs, found with as few runs as will do."""
+"""The sweep: a search for the block size and queue depth that a disk needs, with few runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BLOCKS = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
 _MIDDLE_BLOCK = 1 << 20
 _IN_FLIGHT_BYTES_MIN, _IN_FLIGHT_BYTES_MAX = 8 << 20, 128 << 20
 _GAIN = 1.05
-"""A deeper queue, or another block, must be so much faster to be worth its memory and latency."""
+"""Factor by which a deeper queue, or another block size, must be faster to be worth its memory and latency."""
 _REPEATS = 3
 _DEPTH_MIN = 8
-"""Of other blocks than 1 MiB: a training step also moves pieces smaller than a block."""
+"""Minimum depth for block sizes other than 1 MiB: a training step also moves pieces smaller than a block."""
 _FINALISTS = 3
 
 
@@ -28,8 +28,10 @@ class Point:
     """A setting and its runs.
 
     Attributes:
-        rate: bytes per second, the median of the runs.
-        spread: (fastest - slowest) / median of the runs: how far to trust a difference.
+        kind: read, overwrite or mixed.
+        block_bytes, queue_depth: the setting.
+        rate: median of the runs in bytes per second.
+        spread: (fastest - slowest) / median of the runs; smaller differences between settings are not significant.
     """
 
     kind: Kind
@@ -40,20 +42,26 @@ class Point:
 
 
 def most_written(sample_bytes: int) -> int:
-    """Bytes that a sweep with samples of no more than `sample_bytes` writes: all depths, all blocks, half of what the
-    finalists move, and the probe that says how large a sample is."""
+    """Return an upper bound of the bytes that a sweep with samples of at most `sample_bytes` writes.
+
+    These are all depths, all blocks, half of the finalists' bytes, and the probe for the sample size.
+    """
     runs = len(DEPTHS) + len(BLOCKS) + _FINALISTS / 2
     return int((runs * _REPEATS + 1) * sample_bytes)
 
 
 class Sweep:
-    """First the depth at 1 MiB, until more brings nothing; then the block at as many bytes in flight; then the best few
-    with reads and writes mixed, which is what training does.
+    """A sweep of one disk.
+
+    It first finds the depth at 1 MiB, until a deeper queue gains nothing. Then it finds the block size at the same
+    bytes in flight. Then it measures the best few with mixed reads and writes, which is the pattern of training.
 
     Args:
-        rig: already filled.
-        sample_bytes: moved per run.
-        say: told about every point.
+        directory: the directory on the disk.
+        rig: the file and its memory, already filled.
+        sample_bytes: bytes moved per run.
+        engine: the I/O engine.
+        say: called with every point.
     """
 
     def __init__(self, directory: Path, rig: Rig, sample_bytes: int, engine: str, say: Callable[[Point], None]) -> None:
@@ -62,9 +70,9 @@ class Sweep:
         self._points: dict[tuple[Kind, int, int], Point] = {}
 
     def run(self) -> DiskProfile:
-        """The settings to use. Raises BenchError: the disk failed, or returned wrong data."""
+        """Return the recommended settings. Raises BenchError: the disk failed, or returned wrong data."""
         depth = max(self._best_depth(kind) for kind in ("read", "overwrite"))
-        for block in (each for each in BLOCKS if 2 * each <= self._sample_bytes):  # a read beside a write
+        for block in (each for each in BLOCKS if 2 * each <= self._sample_bytes):  # room for a read and a write
             self._measure_both(block, max(min(depth * _MIDDLE_BLOCK // block, 256), _DEPTH_MIN))
         finalists = self._ranked()[:_FINALISTS]
         for block, blocks_deep in finalists:
@@ -83,7 +91,7 @@ class Sweep:
 
     @property
     def points(self) -> list[Point]:
-        """In the order in which they were measured."""
+        """The measured settings, in the order of measurement."""
         return list(self._points.values())
 
     @property
@@ -91,7 +99,7 @@ class Sweep:
         return int(sum(WRITTEN_SHARE[point.kind] for point in self.points) * _REPEATS * self._sample_bytes)
 
     def _best_depth(self, kind: Kind) -> int:
-        """At 1 MiB. Deeper until two steps in a row bring less than 5 %."""
+        """Return the best depth at 1 MiB. The depth is raised until two steps in a row gain less than 5 %."""
         best, idle, tried = 0.0, 0, list[tuple[int, int]]()
         for depth in DEPTHS:
             rate = self._point(kind, _MIDDLE_BLOCK, depth).rate
@@ -103,7 +111,7 @@ class Sweep:
         return self._economical(kind, tried)[1]
 
     def _economical(self, kind: Kind, settings: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """The one with the fewest bytes in flight among those within 5 % of the fastest."""
+        """Return the setting with the fewest bytes in flight among those within 5 % of the fastest."""
         best = max(self._rate(kind, setting) for setting in settings)
         good = [setting for setting in settings if self._rate(kind, setting) * _GAIN >= best]
         return min(good, key=lambda setting: (setting[0] * setting[1], setting[1]))
@@ -117,7 +125,7 @@ class Sweep:
             self._point("overwrite", block, depth)
 
     def _ranked(self) -> list[tuple[int, int]]:
-        """Settings measured both ways, the fastest for half reads and half writes first."""
+        """Return the settings measured for reads and writes, the fastest for half reads and half writes first."""
         reads, writes = ({key[1:] for key in self._points if key[0] == kind} for kind in ("read", "overwrite"))
 
         def both(setting: tuple[int, int]) -> float:

@@ -1,4 +1,4 @@
-"""One measurement: a workload goes in, bytes, seconds and processor time come out."""
+"""One measurement: it runs a workload and returns bytes, seconds and processor time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from infinity.errors import BenchError
 Kind = Literal["read", "overwrite", "mixed"]
 WRITTEN_SHARE: dict[Kind, float] = {"read": 0.0, "overwrite": 1.0, "mixed": 0.5}
 
-_MIXED_REQUEST_BYTES = 1 << 20  # reads and writes alternate in pieces of this, or of a block where that is larger
+_MIXED_REQUEST_BYTES = 1 << 20  # reads and writes alternate in pieces of this size, or of a block if that is larger
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is done to a scratch file.
+    """The I/O of one run on a scratch file.
 
     Attributes:
-        block_bytes, queue_depth: of every transfer; the depth is held until the end.
-        nbytes: moved in all; mixed counts both directions.
+        kind: read, overwrite or mixed.
+        block_bytes, queue_depth: of every transfer; the depth is kept until the end.
+        nbytes: bytes moved in total; for mixed, in both directions together.
         engine: io_uring, threads or auto.
     """
 
@@ -38,10 +39,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one run of a workload took.
+    """The cost of one run of a workload.
 
     Attributes:
-        cpu_s: processor time of the process, all threads, the kernel's part included.
+        cpu_s: processor time of all threads of the process, including the kernel's part.
     """
 
     nbytes: int
@@ -59,12 +60,16 @@ class Sample:
 
 
 class Rig:
-    """A scratch file with the memory its contents come from and go to.
+    """A scratch file with the memory for its writes and reads.
 
-    Every piece of `memory_bytes` of the file holds the same pattern, so what was read can always be checked.
+    Every piece of `memory_bytes` of the file has the same pattern, so the data of each read can be checked.
+
+    Args:
+        scratch: the file.
+        memory_bytes: bytes of the source and of the target; a divisor of the file's size.
 
     Raises:
-        BenchError: see Scratch; the memory cannot be had.
+        BenchError: see Scratch; the memory cannot be allocated.
     """
 
     def __init__(self, scratch: Scratch, memory_bytes: int) -> None:
@@ -81,7 +86,7 @@ class Rig:
         pages[:, 0] = np.arange(len(pages), dtype=np.uint64)
 
     def fill(self) -> None:
-        """Write the pattern everywhere: from here on every write is an overwrite.
+        """Write the pattern to the complete file. Every later write is an overwrite.
 
         Raises:
             BenchError: the device failed.
@@ -91,15 +96,15 @@ class Rig:
         engine.close()
 
     def run(self, workload: Workload, *, check: bool = True) -> Sample:
-        """Do the workload once.
+        """Run the workload once.
 
         Args:
-            check: compare what was read with the pattern; not where somebody else wrote to the file.
+            workload: the workload.
+            check: compare the data read with the pattern; not if another process wrote to the file.
 
         Raises:
-            BenchError: the device failed.
-            BenchError: what was read is not what had been written.
-            ConfigError: the engine is not to be had.
+            BenchError: the device failed, or the data read differs from the data written.
+            ConfigError: the engine is not available.
         """
         engine = _native.IOEngine(
             workload.engine,
@@ -127,7 +132,7 @@ class Rig:
         return [act(self.scratch.file, at, memory) for at in self._starts(workload.nbytes)]
 
     def _submit_mixed(self, engine: _native.IOEngine, workload: Workload) -> list[_native.IOFuture]:
-        """Reads walk from the start of the file, writes from its middle."""
+        """Submit reads from the start of the file on, alternating with writes from its middle on."""
         piece = max(workload.block_bytes, _MIXED_REQUEST_BYTES)
         half = self.scratch.nbytes // 2 // self.memory_bytes * self.memory_bytes
         futures = []
@@ -155,13 +160,14 @@ class Rig:
 
 
 def verify(scratch: Scratch, faults: Sequence[_native.Fault] = ()) -> None:
-    """Write the whole file with new contents and read it back, each page against its checksum.
+    """Write the complete file with new contents and read it back, and compare each page with its checksum.
 
     Args:
-        faults: for tests.
+        scratch: the file.
+        faults: injected faults, for tests.
 
     Raises:
-        BenchError: the device failed, or a page came back changed; names it.
+        BenchError: the device failed, or a page differs; names the page.
     """
     piece = min(64 << 20, scratch.nbytes)
     memory = _native.Arena(piece).view(0, piece)
