@@ -1,1 +1,4 @@
-"""`infinity plan`: whether, where and how fast a model will train, before a byte moves."""
+"""`infinity plan`: a prediction of whether a model fits, where its states are placed and how fast it trains.
+
+No data is moved.
+"""

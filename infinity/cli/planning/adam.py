@@ -1,7 +1,7 @@
-"""How fast the optimizer's pass is in memory, held against what this memory can do.
+"""The rate of the optimizer's update in memory, compared with a bound that the memory allows.
 
-The bound is a pass that reads and writes the same streams in place and does next to no arithmetic, measured in the
-same rounds, with the same instruction set and as many threads. Bytes are those the pass must move.
+The bound is a pass that reads and writes the same streams in place with almost no arithmetic. It is measured in the
+same rounds, with the same instruction set and number of threads. Bytes are those that the update must move.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from infinity.state.dtypes import residual_itemsize
 
 _ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 _BOUND_BYTES = 28
-_STREAM_BYTES_MAX = 4  # per element
+_STREAM_BYTES_MAX = 4  # bytes per element
 
 
 @dataclass(frozen=True)
 class Format:
-    """One way to keep the states.
+    """A storage format of the states.
 
     Attributes:
-        grad_size: of the gradients. The squares of 1e-22 are denormal numbers.
+        grad_size: magnitude of the gradients. The squares of 1e-22 are denormal numbers.
     """
 
     weight: _native.DTypeName
@@ -43,7 +43,10 @@ class Format:
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes per parameter that cross memory. A weight beside an fp32 master is only written."""
+        """Bytes per parameter that are transferred to and from memory.
+
+        With an fp32 master the weight is only written.
+        """
         weight = _ITEMSIZE[self.weight] * (1 if self.master == "fp32" else 2)
         return weight + self.state_bytes + _ITEMSIZE[self.grad]
 
@@ -53,9 +56,9 @@ class Pass:
     """Medians over the rounds.
 
     Attributes:
-        parameters_per_s: of the update alone, in memory.
+        parameters_per_s: parameters per second of the update alone, in memory.
         bound: bytes per second of the bound.
-        of_bound: the bound's time for as many bytes, as a share of the update's; 1 is as fast as memory.
+        of_bound: the bound's time for the same bytes, divided by the update's time; 1 means as fast as memory allows.
     """
 
     parameters_per_s: float
@@ -64,12 +67,12 @@ class Pass:
 
 
 class Memory:
-    """Every stream of `numel` elements, each in an arena of its own, as fp32 at the widest; "z" stays zero."""
+    """Streams of `numel` elements, each in its own arena with room for fp32. The stream "z" stays zero."""
 
     _STREAMS = ("w", "r", "m", "v", "g", "z")
 
     def __init__(self, numel: int) -> None:
-        # Of few elements, int8 moments are the larger ones: whole chunks of them.
+        # With few elements, int8 moments are larger than fp32, because they occupy complete chunks.
         nbytes = max(numel * _STREAM_BYTES_MAX, _native.moment_bytes("int8", numel))
         self.numel = numel
         self._arenas = {name: _native.Arena(nbytes) for name in self._STREAMS}
@@ -80,7 +83,9 @@ class Memory:
         return self._arenas[name].view(0, nbytes)
 
     def fill_gradients(self, dtype: _native.DTypeName, size: float) -> None:
-        """With the same numbers again and again: random ones take long to make."""
+        """Fill the gradients by repeating a block of random numbers, because many random numbers take long to
+        generate.
+        """
         count = min(self.numel, 1 << 20)
         numbers = (np.random.default_rng(0).standard_normal(count) * size).astype(np.float32)
         kept = np.empty(count, np.float32 if dtype == "fp32" else np.uint16)
@@ -91,7 +96,7 @@ class Memory:
 
 
 def measure(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool, rounds: int) -> Pass:
-    """Measure the pass of a format, in each round beside the bound."""
+    """Measure the update of a format, and in each round the bound."""
     update = _updater(memory, form, isa, pool)
     limits, ours = [], []
     for _ in range(rounds):
@@ -105,13 +110,13 @@ def measure(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool, ro
 
 
 def _bound(memory: Memory, isa: str, pool: _native.ThreadPool) -> None:
-    # Zeros are added, so that the states stay what they are.
+    # Zeros are added, so that the states do not change.
     a, b, c, d = (memory.view(name, memory.numel * 4) for name in ("w", "m", "v", "z"))
     _native.read_modify_write(a, b, c, d, pool, isa)
 
 
 def _updater(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool) -> Callable[[], None]:
-    """A call that makes one step; it was called once, so that the moments are in their form."""
+    """Return a function that makes one update. It has been called once, so that the moments have their form."""
     numel = memory.numel
     memory.fill_gradients(form.grad, form.grad_size)
     moment = _native.moment_bytes(form.moments, numel)
@@ -135,7 +140,7 @@ def _updater(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool) -
         if not finite:
             raise AssertionError(f"{form}: the states are not finite any more; what was measured means nothing")
 
-    # Zeros are a state of every format.
+    # Zeros are a valid state in every format.
     for name in ("w", "r", "m", "v"):
         np.frombuffer(memory.view(name, numel * _STREAM_BYTES_MAX), np.uint8)[:] = 0
     update(step=1)

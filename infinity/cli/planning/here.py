@@ -1,4 +1,7 @@
-"""This machine's rates, measured in a fraction of a second each, or as infinity-bench profiled the disks."""
+"""The rates of this machine.
+
+Each is measured in a fraction of a second, or read from infinity-bench's profiles of the disks.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +34,9 @@ from infinity.state.frozen import FrozenName
 _DISK_READ, _DISK_WRITE = 2.0e9, 1.5e9
 _UPDATE_NUMEL, _UPDATE_NUMEL_MAX = 4 << 20, 64 << 20
 _PROBED_BYTES = 24
-"""That measuring takes per parameter: every form of the states at once."""
+"""Bytes per parameter that measuring needs: all forms of the states at once."""
 _UPDATE_BYTES = 14
-"""Of memory per parameter, with fp32 moments: weight, residual, moments, gradient."""
+"""Bytes of memory per parameter with fp32 moments: weight, residual, moments, gradient."""
 _MOMENTS: tuple[_native.MomentsName, ...] = ("fp32", "bf16", "int8")
 _WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
 _HEAD_WIDTH = 64
@@ -41,7 +44,7 @@ _LOOK_S, _BUSY_PERCENT = 0.1, 25
 
 
 def _busy() -> str:
-    """What is to be said of rates that are measured while others compute, too. This process must not compute now."""
+    """Return a note for rates that are measured while other processes compute. This process must not compute now."""
     busy = psutil.cpu_percent(interval=_LOOK_S)
     return (
         f", while other work took {busy:.0f} % of the processors: they may be too low" if busy > _BUSY_PERCENT else ""
@@ -58,10 +61,15 @@ def machine_here(
     tokens: int,
     frozen: FrozenName,
 ) -> Machine:
-    """Measure what a plan counts with.
+    """Measure the rates that a plan uses.
 
     Args:
-        dtype, width, inner, tokens: of a layer whose forward and backward is measured, as far as it is small enough.
+        paths: the swap directories.
+        device: device on which the model computes.
+        dtype: dtype of the measured layer.
+        width: width of the measured layer, up to a limit.
+        inner: inner width of the measured layer, up to a limit.
+        tokens: tokens of the measured forward and backward, up to a limit.
         frozen: the form whose decoding is measured.
     """
     cores = usable_cores()
@@ -107,7 +115,10 @@ def machine_here(
 
 
 def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float, float]:
-    """Bytes per second of all disks together, read and written; and what a mix of both gets of these by turns."""
+    """Return the rates of all disks together in bytes per second: read, write, and the mixed rate as a factor.
+
+    The factor is the rate of mixed reads and writes, relative to reads and writes one after the other.
+    """
     profiles = profiles_of(paths)
     if profiles:
         sources["disk"] = f"profiled by infinity-bench, {', '.join(profile.measured[:10] for profile in profiles)}"
@@ -120,7 +131,9 @@ def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float
 
 
 def _endurance_bytes(paths: Sequence[Path]) -> float:
-    """Bytes that all drives are rated for, as far as their own counters tell; 0: one does not."""
+    """Return the bytes for which all drives together are rated, by their own counters; 0 if a drive does not report
+    it.
+    """
     disks = [disk_under(nearest(path)).members for path in paths]
     told = [endurance_of(members[0].name) if members else None for members in disks]
     rated = [wear.rated_bytes or 0 if wear is not None else 0 for wear in told]
@@ -128,7 +141,9 @@ def _endurance_bytes(paths: Sequence[Path]) -> float:
 
 
 def _adam(cores: int) -> tuple[dict[str, float], float]:
-    """Parameters per second of an update in memory by the form of the moments, and bytes per second of memory."""
+    """Return the parameters per second of an update in memory for each form of the moments, and the bytes per second of
+    memory.
+    """
     memory, isa, pool = adam.Memory(_update_numel()), _native.select_isa(), _native.ThreadPool(cores)
     forms = {moments: adam.Format("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
     found = {str(name): adam.measure(memory, form, isa, pool, 3) for name, form in forms.items()}
@@ -137,14 +152,16 @@ def _adam(cores: int) -> tuple[dict[str, float], float]:
 
 
 def _update_numel() -> int:
-    """Parameters of which the processor's caches hold no more than a quarter, as far as that takes an eighth of the RAM
-    at most."""
+    """Return a number of parameters of which the processor's caches have at most a quarter.
+
+    The number is limited, so that the states take at most an eighth of the RAM.
+    """
     wanted = min(4 * last_cache_bytes() // _UPDATE_BYTES, _UPDATE_NUMEL_MAX)
     return max(min(wanted, available_host_bytes() // 8 // _PROBED_BYTES) >> 20 << 20, _UPDATE_NUMEL)
 
 
 def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
-    """After a first call: the median of as many as the budget has time for, five at most."""
+    """Return the median duration after one warm-up call. There are up to five calls within the time budget."""
     call()
     taken: list[float] = []
     while len(taken) < 5 and (not taken or sum(taken) < budget_s):
@@ -155,7 +172,7 @@ def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
 
 
 class _Layer(nn.Module):
-    """A decoder's block, as most models have it: what its parts take beside their products is in its time."""
+    """A decoder block like that of most models. Its time includes the operations other than matrix products."""
 
     def __init__(self, width: int, inner: int, heads: int) -> None:
         super().__init__()
@@ -175,7 +192,7 @@ class _Layer(nn.Module):
 
 
 def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tokens: int) -> float:
-    """FLOPs per second of a block's forward and backward, as cli/planning/model.py counts them."""
+    """Return the FLOPs per second of a block's forward and backward, counted as in cli/planning/model.py."""
     heads = max(width // _HEAD_WIDTH, 1)
     width = heads * (width // heads)
     layer = _Layer(width, inner, heads).to(device, dtype)
@@ -194,7 +211,7 @@ def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tok
 
 
 def _decode(codec: Codec, cores: int) -> float:
-    """Parameters per second."""
+    """Return the encoded parameters decoded per second."""
     shape, pool = torch.Size([256, 16384]), _native.ThreadPool(cores)
     data: Any = torch.zeros(encoded_bytes(codec, shape), dtype=torch.uint8).numpy()
     encode("", torch.randn(shape.numel()), codec, memoryview(data), pool)

@@ -1,5 +1,7 @@
-"""Machines that are not here, for `infinity plan --machine` and bench/simulation. Every rate has its source beside it;
-none was measured by us but where it says so."""
+"""Other machines than this one, for `infinity plan --machine` and bench/simulation.
+
+Every rate has its source beside it. The project has measured only the rates whose source says so.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _OURS = {
 
 
 SYSTEM_BYTES = 6 << 30
-"""Of the RAM of a machine that is not here: the system, and a process with torch and a GPU's context."""
+"""RAM that is reserved on another machine: for the system, and for a process with torch and a GPU's context."""
 
 
 def _machine(
@@ -46,7 +48,10 @@ def _machine(
     disks: int = 1,
     **more: Any,
 ) -> Machine:
-    """Args: adam: of one core. disk_tb: of each disk. overwrites: that a disk endures."""
+    """Return a machine.
+
+    `adam` is for one core, `disk_tb` for each disk; `overwrites` is the number that a disk endures.
+    """
     return Machine(
         name=name,
         cores=cores,

@@ -1,4 +1,4 @@
-"""`infinity plan`: from the command line to the report."""
+"""`infinity plan`: the command, from its options to the report."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ DOES_NOT_FIT = 1
 
 
 def plan(found: argparse.Namespace) -> int:
-    """Print the plan. Returns the exit code: 1 where it does not fit.
+    """Print the plan. Return the exit code: 1 if it does not fit.
 
     Args:
-        found: by the parser.
+        found: the parser's result.
 
     Raises:
         ConfigError, ModelError: the options, the config or the model are not usable.
@@ -78,14 +78,14 @@ def _does_not_fit(scenario: Scenario, error: PlanError, options: PlanOptions) ->
 
 
 def _device(options: PlanOptions) -> torch.device:
-    """The device that computes, of the machine that the plan is for."""
+    """Return the device that computes on the machine for which the plan is made."""
     if options.machine is not None:
         return torch.device("cuda", 0) if MACHINES[options.machine].is_gpu else torch.device("cpu")
     return torch.device("cpu") if options.cpu else resolve(None)
 
 
 def _dtype(options: PlanOptions, device: torch.device) -> str:
-    """The name of the dtype that `infinity finetune` would take."""
+    """Return the name of the dtype that `infinity finetune` would use."""
     return options.dtype or default_dtype(device.type).name
 
 
@@ -125,7 +125,7 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: tor
 
 
 def _require_possible(ranks: int, machine: Machine, model: Any, config: SwapConfig) -> None:
-    """Raises ConfigError for what no run of infinity does."""
+    """Raise ConfigError for a setup that infinity does not support."""
     if machine.is_gpu and ranks > machine.gpus:
         raise ConfigError(f"--ranks {ranks}: {machine.name} has {machine.gpus}, and each rank needs one")
     frozen = any(not parameter.requires_grad for parameter in model.parameters())
@@ -136,7 +136,7 @@ def _require_possible(ranks: int, machine: Machine, model: Any, config: SwapConf
 
 
 def _config(options: PlanOptions) -> SwapConfig:
-    """The swap config, with what the command line says of it."""
+    """Return the swap config with the changes of the command line."""
     changes = dict(map(_pair, options.set))
     if options.swap_dir:
         changes["nvme.paths"] = [str(path) for path in options.swap_dir]
@@ -148,7 +148,7 @@ def _config(options: PlanOptions) -> SwapConfig:
 
 
 def _pair(text: str) -> tuple[str, Any]:
-    """'moments=int8'. Raises ConfigError."""
+    """Parse a pair such as 'moments=int8'. Raises ConfigError."""
     key, sign, value = text.partition("=")
     if not sign or not key:
         raise ConfigError(f"--set {quoted(text)}: write KEY=VALUE, such as moments=int8 or memory.host=48GiB")
@@ -157,7 +157,7 @@ def _pair(text: str) -> tuple[str, Any]:
 
 
 def on_machine(machine: Machine, config: SwapConfig) -> SwapConfig:
-    """The config with the memory, the cores and the disks of another machine, where it does not name them."""
+    """Return the config with the memory, cores and disks of another machine, unless the config sets them."""
     changes: dict[str, Any] = {}
     if config.memory.host is None:
         changes["memory.host"] = int((machine.host_bytes - SYSTEM_BYTES) * HOST_SHARE)

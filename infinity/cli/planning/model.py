@@ -1,4 +1,4 @@
-"""The model that is planned for: its units, and what a step of it computes."""
+"""The model of a plan: its units, and the computation of a step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from infinity.state.codec import Codec
 from infinity.state.frozen import remember
 
 _LOGITS_BYTES = 1 << 30
-"""Of a chunked loss at most: some rows of the vocabulary in fp32, and their gradients."""
+"""Upper bound of the bytes of a chunked loss: some rows of the vocabulary in fp32, and their gradients."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""What configurations call the number of a mixture's experts."""
+"""Names of the number of experts in configurations of mixtures."""
 _BLOCK_WIDTHS = 8
-"""Hidden-wide activations of a block while it is recomputed: its norms, its queries, what attention and the residual
-give."""
+"""Number of activations of hidden width in a block while it is recomputed: norms, queries, outputs of attention and
+residuals.
+"""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Of one step: sequences of a micro-batch, their length, micro-batches of a pass, and passes."""
+    """The batch of one step: sequences of a micro-batch, their length, micro-batches of a pass, and passes."""
 
     sequences: int
     length: int
@@ -40,24 +41,27 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Number of tokens of a micro-batch."""
         return self.sequences * self.length
 
     @property
     def count(self) -> int:
-        """Of micro-batches."""
+        """Number of micro-batches of a step."""
         return self.micro_batches * self.passes
 
 
 def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, revision: str | None = None) -> Any:
-    """The model without values, on the meta device.
+    """Build the model without values, on the meta device.
 
     Args:
-        name: of a preset, or as of `infinity finetune --model`: a directory that has at least a config.json, or a hub
-            id, of which the configuration alone is fetched.
+        name: a preset; or, as for `infinity finetune --model`, a directory with at least a config.json, or a hub id,
+            from which only the configuration is downloaded.
+        dtype: dtype of the weights.
+        trust_remote_code: run the Python files that come with the model.
+        revision: revision of the hub's model.
 
     Raises:
-        ConfigError, ModelError: there is no such model, or none that can be planned for.
+        ConfigError, ModelError: there is no such model, or it cannot be planned for.
     """
     from infinity.checkpoint.load import load_config_of
     from infinity.checkpoint.quantized import codec_said, without_quantization
@@ -79,7 +83,7 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
 
 
 def _require_place(name: str) -> None:
-    """Raises ConfigError for what can be neither a directory nor a hub id."""
+    """Raise ConfigError for a name that can be neither a directory nor a hub id."""
     if not Path(name).expanduser().is_dir() and ("/" not in name or name.count("/") > 1):
         near = difflib.get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -87,13 +91,16 @@ def _require_place(name: str) -> None:
 
 
 def on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """A causal language model of its configuration, without values.
+    """Build a causal language model from its configuration, without values.
 
     Args:
-        name: as the user gave it, for errors.
+        name: the user's name of the model, for errors.
+        config: the configuration of transformers.
+        dtype: dtype of the weights.
+        trust_remote_code: run the Python files that come with the model.
 
     Raises:
-        ConfigError, ModelError: transformers has no such model, or cannot make it.
+        ConfigError, ModelError: transformers has no such model, or cannot build it.
     """
     from transformers import AutoModelForCausalLM
 
@@ -101,7 +108,7 @@ def on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bo
         warnings.simplefilter("ignore")
         try:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        except Exception as error:  # a model's own code may raise anything
+        except Exception as error:  # a model's own code may raise any exception
             if type(config) not in AutoModelForCausalLM._model_mapping and not trust_remote_code:
                 kind = getattr(config, "model_type", "")
                 why = f"{name}: transformers has no causal language model of type {quoted(kind)}"
@@ -110,8 +117,10 @@ def on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bo
 
 
 def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> None:
-    """The model's checkpoint has the linear layers of its blocks in this form, but for those whose names have one of
-    these in them, as transformers leaves them out."""
+    """Mark the linear layers of the model's blocks as encoded in the checkpoint.
+
+    Layers with one of the `skipped` parts in their names are left out, as transformers leaves them out.
+    """
     left_out = {module for name, module in model.named_modules() if any(f".{part}." in f".{name}." for part in skipped)}
 
     def read() -> torch.Tensor:
@@ -124,11 +133,12 @@ def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> N
 
 
 def adapt(model: nn.Module, rank: int) -> None:
-    """Freeze a model, and have PEFT put adapters where it puts them for --lora: beside linear layers, and beside the
-    stacks of experts that PEFT counts among these.
+    """Freeze a model and add PEFT's adapters as --lora does.
+
+    PEFT adds them to linear layers, and to stacks of experts that it treats as linear layers.
 
     Raises:
-        ConfigError: there is no PEFT, or the model has no such layers.
+        ConfigError: PEFT is not installed, or the model has no such layers.
     """
     from infinity.cli.models import ALL_LINEAR, NEEDS_PEFT
 
@@ -145,12 +155,12 @@ def adapt(model: nn.Module, rank: int) -> None:
     except ValueError as error:
         raise ConfigError(f"--lora: PEFT finds no layers to put adapters beside ({raised(error)})") from error
     for parameter in model.parameters():
-        if parameter.requires_grad:  # PEFT makes them in fp32 on the meta device
+        if parameter.requires_grad:  # PEFT creates them in fp32 on the meta device
             parameter.data = parameter.to(dtype)
 
 
 def _linears(model: nn.Module) -> list[nn.Module]:
-    """The linear layers of a model's blocks."""
+    """Return the linear layers of a model's blocks."""
     blocks = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     inside = dict.fromkeys(each for block in blocks for each in block.modules())
     return [each for each in inside if isinstance(each, nn.Linear) or type(each).__name__ == "Conv1D"]
@@ -158,16 +168,18 @@ def _linears(model: nn.Module) -> list[nn.Module]:
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model its work depends on.
+    """The sizes of a model that determine its work.
 
     Attributes:
-        products, trained: elements of the weights that a token is multiplied by, and of those that are trained.
-        blocks: how many.
-        width, inner: of what goes from block to block, and inside of one.
+        products: elements of the weights by which a token is multiplied.
+        trained: elements of those weights that are trained.
+        blocks: number of blocks.
+        width: width of the activations between blocks.
+        inner: largest width inside a block.
         attention: width of a block's queries, as attention computes with them (`_attention_width`).
-        words: of the vocabulary.
-        itemsize: of the weights.
-        stacks: elements of a block's stacks of experts that have adapters: PEFT adds these to a copy of the stacks.
+        words: size of the vocabulary.
+        itemsize: bytes of a weight.
+        stacks: elements of a block's stacks of experts with adapters. PEFT adds the adapters to a copy of the stacks.
     """
 
     products: float
@@ -182,7 +194,7 @@ class Shape:
 
 
 def shape_of(model: Any) -> Shape:
-    """Matrix products and attention are counted; what is looked up costs nothing."""
+    """Return the shape of a model. Matrix products and attention are counted; embedding lookups cost nothing."""
     looked_up = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
     linears = (each for each in model.modules() if isinstance(each, nn.Linear))
     heads = {each._parameters.get("weight") for each in linears} & looked_up  # tied
@@ -209,7 +221,7 @@ def shape_of(model: Any) -> Shape:
 
 
 def _stacks(model: nn.Module) -> int:
-    """As Shape.stacks; of the block that has most of them."""
+    """Return Shape.stacks of the block that has the most."""
     found: Counter[nn.Module] = Counter()
     layer: Any
     for layer in model.modules():
@@ -220,14 +232,14 @@ def _stacks(model: nn.Module) -> int:
 
 
 def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> Work:
-    """What a step of a model computes, and the device memory that its activations take."""
+    """Return the computation of a model's step, and the device memory of its activations."""
     attention = 2.0 * batch.length * shape.attention * shape.blocks
     once = (2 * shape.products + attention) * batch.tokens * batch.count
     again = once if recompute else 0.0
     backward = again + (2 * shape.products + 2 * shape.trained + 2 * attention) * batch.tokens * batch.count
     kept = shape.itemsize * shape.blocks * batch.tokens * shape.width * (batch.micro_batches if vertical else 1)
     block = shape.itemsize * batch.tokens * (_BLOCK_WIDTHS * shape.width + 3 * shape.inner)
-    stacks = shape.itemsize * shape.stacks  # once more as their gradient
+    stacks = shape.itemsize * shape.stacks  # and the same again for their gradient
     if not recompute:
         kept += shape.blocks * (block + stacks) * (batch.micro_batches if vertical else 1)
     logits = min(_LOGITS_BYTES, 8 * batch.tokens * shape.words)
@@ -240,10 +252,11 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
 
 
 def _attention_width(model: Any, width: int) -> float:
-    """Of a block's queries, for each token's two products of which half is masked.
+    """Return the width of a block's queries, for two products per token of which half is masked.
 
     Args:
-        width: of what goes from block to block.
+        model: the model.
+        width: width of the activations between blocks.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
@@ -251,13 +264,13 @@ def _attention_width(model: Any, width: int) -> float:
     heads = getattr(config, "num_attention_heads", None) or 0
     each = getattr(config, "head_dim", None) or (width // heads if heads else 0)
     rope = getattr(config, "qk_rope_head_dim", None)
-    if rope:  # of latent attention, whose values are narrower than its queries
+    if rope:  # latent attention, whose values are narrower than its queries
         each = (getattr(config, "qk_nope_head_dim", 0) + rope + getattr(config, "v_head_dim", each)) / 2
     return float(heads * each or width)
 
 
 def _blocks(model: nn.Module) -> int:
-    """Of the longest list of blocks. A list in a block is no such list."""
+    """Return the length of the longest list of blocks. A list inside a block does not count."""
     lists: list[int] = []
 
     def walk(module: nn.Module) -> None:
@@ -272,7 +285,7 @@ def _blocks(model: nn.Module) -> int:
 
 
 def _active_share(model: Any) -> float:
-    """Of a mixture's experts, how many a token uses."""
+    """Return the share of a mixture's experts that a token uses."""
     config = getattr(model, "config", None)
     used = getattr(config, "num_experts_per_tok", None)
     there = next((found for key in _EXPERTS if (found := getattr(config, key, 0))), 0)
@@ -280,7 +293,7 @@ def _active_share(model: Any) -> float:
 
 
 def widths(model: nn.Module) -> tuple[int, int]:
-    """Of what goes from block to block, and the largest inside a block."""
+    """Return the width of the activations between blocks, and the largest width inside a block."""
     looked_up = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
     width = next((weight.shape[1] for weight in looked_up), 0)
     words = max((weight.shape[0] for weight in looked_up), default=0)

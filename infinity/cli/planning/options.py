@@ -1,4 +1,4 @@
-"""The options of `infinity plan`. Imports neither torch nor transformers."""
+"""The options of `infinity plan`. This module imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODEL = "directory of a Hugging Face checkpoint (its config.json is enough), a 
 
 @dataclass(frozen=True)
 class What:
-    """What is planned."""
+    """The model and the swap config to plan for."""
 
     model: str = argument(_MODEL + ", ".join(PRESETS), types.name, required=True)
     config: Path | None = argument("swap config (YAML or JSON); default: every key's default", types.path)
@@ -58,4 +58,4 @@ class Training:
 
 @dataclass(frozen=True)
 class PlanOptions(Training, Where, What):
-    """All of them."""
+    """All options of `infinity plan`."""

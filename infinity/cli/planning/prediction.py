@@ -1,10 +1,11 @@
-"""How long a step takes, from what it moves and computes, and the rates of a machine.
+"""The predicted time of a step, from the bytes that it moves, its computation, and the rates of a machine.
 
 [Note: how a step is predicted]
-Each resource has so much to do in a step: the disks, the links to the device and from it, the processor (Adam, landing
-of gradients, checksums, and without a device forward, backward and decoding), memory, and the device. Where updates run
-beside the passes, a step takes as long as the busiest of them, and a little more, as nothing is hidden without a rest
-(`OVERLAPPED`). With `overlap: off` the passes come first and the updates after them: the busiest of each is added up.
+Each resource has an amount of work in a step: the disks, the links to and from the device, the processor, memory, and
+the device. The processor's work is Adam, landing of gradients and checksums; without a device it is also forward,
+backward and decoding. If updates run beside the passes, a step takes slightly longer than its busiest resource, because
+nothing overlaps completely (`OVERLAPPED`). With `overlap: off` the updates follow the passes, and the times of the
+busiest resource of each are added.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from infinity.plan.expected import Moved
 from infinity.plan.plan import Plan
 
 OVERLAPPED = 1.08
-"""Seconds of a step over those of its busiest resource, measured on the CPU: 1.05 to 1.15 (bench/results)."""
+"""Ratio of the time of a step to that of its busiest resource, measured on the CPU: 1.05 to 1.15 (bench/results)."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a step computes.
+    """The computation of a step.
 
     Attributes:
-        flops: forward and backward of all micro-batches.
-        tokens: of all micro-batches of this process.
-        landings: how often each gradient comes, be it to be added to others.
-        peak_bytes: of device memory beside slots, at most, with what all micro-batches that pass a unit together keep
-            between forward and backward.
+        flops: FLOPs of forward and backward of all micro-batches.
+        tokens: tokens of all micro-batches of this process.
+        landings: the number of times that each gradient lands, including those added to earlier gradients.
+        peak_bytes: maximum of device memory in addition to slots. It includes the activations of all micro-batches that
+            pass a unit together, which are kept between forward and backward.
     """
 
     flops: float
@@ -41,14 +42,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one step.
+    """The predicted time of one step.
 
     Attributes:
         seconds: of the step.
-        busy: of each resource alone, by name: compute, disk, processor, memory, up, down, between; those that have
-            something to do.
-        compute_s: of forward and backward, wherever they are computed.
-        moved: what was counted with.
+        busy: seconds of each resource alone, by name: compute, disk, processor, memory, up, down, between. Resources
+            without work are left out.
+        compute_s: seconds of forward and backward, on the device or on the processor.
+        moved: the bytes on which the prediction is based.
     """
 
     seconds: float
@@ -63,11 +64,14 @@ class Prediction:
 
 
 def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, checksums: bool = True) -> Prediction:
-    """Predict a step of one process of the plan, of `plan.peers.on_machine` that share this machine.
+    """Predict a step of one process of the plan. `plan.peers.on_machine` processes share the machine.
 
     Args:
+        plan: the plan.
+        work: the computation of a step.
+        machine: rates of the machine.
         clips: gradients are clipped in most steps.
-        checksums: of what goes to the store and comes from it, as in the swap config.
+        checksums: whether data to and from the store has checksums, as in the swap config.
     """
     moved = plan.forecast.moved_clipping if clips else plan.forecast.moved
     ranks = plan.peers.on_machine
@@ -84,22 +88,26 @@ def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, ch
 
 
 class _Share:
-    """What one of `ranks` processes gets of a machine, and how long it is busy with what a step has."""
+    """The part of a machine that one of `ranks` processes gets, and the time for which a step occupies it."""
 
     def __init__(self, plan: Plan, machine: Machine, ranks: int) -> None:
         self._plan, self._machine, self._ranks = plan, machine, ranks
 
     def disk(self, read: float, written: float) -> float:
-        """Reads and writes take turns, and those that there are as many bytes of get what the mix of both gets."""
+        """Return the seconds in which the disks read and write these numbers of bytes.
+
+        Reads and writes are mixed as far as there are equal bytes of both, at the mixed rate. The other bytes have
+        their own rate.
+        """
         machine, mixed = self._machine, min(read, written)
         by_turns = read / machine.disk_read + written / machine.disk_write
         of_mix = mixed / machine.disk_read + mixed / machine.disk_write
         return self._ranks * (by_turns + (1 / machine.disk_mixed - 1) * of_mix)
 
     def passes(self, moved: Moved, work: Work) -> dict[str, float]:
-        """Forward and backward."""
+        """Return the seconds of each resource for forward and backward."""
         machine, cores = self._machine, self._of_cores
-        # Of micro-batches that go through a layer together, each one's gradients come, if they do not add up before.
+        # Each of the micro-batches that pass a layer together has its own gradients, unless they are added up before.
         passes = max(self._plan.forecast.passes, 1)
         landings = 1.0 if self._plan.budgets.adds_up else work.landings / passes
         landed = self._plan.layout.trainable_numel * landings * passes
@@ -131,5 +139,5 @@ class _Share:
         }
 
     def _of_cores(self, seconds: float) -> float:
-        """With all cores, which the ranks share."""
+        """Return the seconds with all cores, which the ranks share."""
         return self._ranks * seconds

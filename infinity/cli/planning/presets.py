@@ -1,5 +1,7 @@
-"""Public models by name: the configurations that they were published with, for transformers to make models of. Imports
-neither torch nor transformers."""
+"""Public models by name: their published configurations, from which transformers builds the models.
+
+This module imports neither torch nor transformers.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ class Preset:
 
     Attributes:
         kind: `model_type` of transformers.
-        source: where the shape is published.
-        values: of its configuration.
+        source: publication of the shape.
+        values: values of its configuration.
     """
 
     kind: str
@@ -23,7 +25,7 @@ class Preset:
 
 
 def _llama(kind: str, layers: int, hidden: int, inner: int, heads: int, words: int, source: str) -> Preset:
-    """Of eight heads of 128 for keys and values."""
+    """Return a preset with eight heads of width 128 for keys and values."""
     values = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": words}
     values |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128}
     return Preset(kind, source, values | {"tie_word_embeddings": False})

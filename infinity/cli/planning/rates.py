@@ -1,4 +1,4 @@
-"""A machine as predictions know it: rates, each with where it comes from."""
+"""The rates of a machine for predictions, each with its source."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates of what runs alone. Bytes per second, parameters per second and seconds.
+    """Rates of operations that run alone, in bytes per second, parameters per second or FLOPs per second.
 
     Attributes:
-        cores: that compute and the update share.
-        dram: bytes read and written.
-        disk_read, disk_write: all disks together. `disk_mixed`: of both at once, as a share of
-            what they get by turns.
+        cores: number of cores, which forward, backward and the update share.
+        dram: bytes per second, read and written.
+        disk_read, disk_write: rates of all disks together.
+        disk_mixed: rate of mixed reads and writes, relative to the rate of reads and writes one after the other.
         adam: parameters per second in memory, by the moments' form, with all cores.
         checksums: bytes per second, with all cores.
-        land: parameters per second of gradients that arrive: copied (on a CPU) and their squares summed.
-        flops: of forward and backward, of each device.
-        decode: encoded parameters per second on the processor, with all cores; 0: not known.
-        up, down: a GPU's link; 0 where the device is the CPU.
-        host_bytes, device_bytes: memory, of each device. disk_bytes: free on all disks together. gpus: devices.
-        endurance_bytes: that may be written to all disks together in their life, as their makers promise; 0: not known.
-        between: bytes per second that a device gets from the others; 0: there are none.
-        sources: of each rate, by name: "measured ...", "profiled ..." or, with any other beginning, assumed.
+        land: parameters per second of gradients that land: they are copied (on a CPU) and their squares are summed.
+        flops: FLOPs per second of forward and backward, for each device.
+        decode: encoded parameters per second on the processor, with all cores; 0: unknown.
+        up, down: rates of a GPU's link; 0 if the device is the CPU.
+        host_bytes: RAM of the machine.
+        device_bytes: memory of each device.
+        disk_bytes: free space on all disks together.
+        disks, gpus: number of disks and of devices.
+        endurance_bytes: rated bytes written to all disks together over their life; 0: unknown.
+        between: bytes per second that a device gets from the other devices; 0: there are none.
+        sources: source of each rate, by name: "measured ...", "profiled ..." or, with any other beginning, assumed.
     """
 
     name: str
@@ -54,5 +57,8 @@ class Machine:
 
 
 ADAM_BYTES = {"fp32": 26, "bf16": 18, "int8": 14.1}
-"""Of DRAM per parameter: weight, residual, moments read and written, 2 bytes of gradient read (bench/results/README.md,
-"The optimizer's pass in memory"); int8: 1.03 bytes for a moment."""
+"""Bytes of DRAM per parameter: weight, residual and moments read and written, and 2 bytes of gradient read
+(bench/results/README.md, "The optimizer's pass in memory").
+
+In int8 a moment has 1.03 bytes.
+"""

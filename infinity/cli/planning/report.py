@@ -1,4 +1,4 @@
-"""What `infinity plan` prints."""
+"""The output of `infinity plan`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _DAYS_SHOWN = 10 * 365
 
 
 def report(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> str:
-    """The lines, in the order in which a user decides."""
+    """Return the report. Its lines are in the order in which a user decides."""
     return "\n".join(_lines(scenario, outcome, alternatives))
 
 
 def verdict(scenario: Scenario, outcome: Outcome) -> str:
-    """Whether it fits, how fast it is, and what it costs the drives, in one line."""
+    """Return one line: whether the model fits, how fast it trains, and how much it wears the drives."""
     prediction, machine = outcome.prediction, scenario.machine
     tokens = outcome.work.tokens * scenario.ranks
     if not outcome.activations_fit:
@@ -53,7 +53,7 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
 
 
 def _with_what(scenario: Scenario, outcome: Outcome) -> str:
-    """With what the activations fit."""
+    """Return the changes with which the activations fit."""
     ways = [f"{as_yaml(changes)} in the swap config" for changes in scenario.roomier(outcome)]
     if tokens := scenario.most_tokens(outcome):
         many = f" of {scenario.batch.micro_batches}" if scenario.batch.micro_batches > 1 else ""
@@ -174,7 +174,7 @@ def _source(machine: Machine, name: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In words, as short as they are."""
+    """Return a duration as short text."""
     if seconds < 1e-3:
         return "0 s"
     if seconds < 1:
@@ -187,7 +187,7 @@ def duration(seconds: float) -> str:
 
 
 def as_json(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> dict[str, Any]:
-    """Everything that the report says, in bytes and seconds."""
+    """Return all contents of the report, in bytes and seconds."""
     prediction, plan = outcome.prediction, outcome.plan
     moved = prediction.moved
 

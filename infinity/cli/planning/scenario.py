@@ -1,4 +1,4 @@
-"""A model, a swap config and a machine, and the plan and the times that follow."""
+"""A model, a swap config and a machine, with the plan and the times that follow from them."""
 
 from __future__ import annotations
 
@@ -31,17 +31,18 @@ from infinity.state.terms import Terms
 from infinity.tiers.decoding import DEVICE_SCRATCH_BYTES
 
 GAIN_MIN = 0.02
-"""What an alternative must save of the step's time to be worth a line."""
+"""Minimum share of the step's time that an alternative must save to be shown."""
 _ALTERNATIVES = 3
 _TOKENS_MAX = 1 << 24
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a config.
+    """The result for one config.
 
     Attributes:
-        activation_room: device memory beside slots and gradients.
+        prediction: the predicted time of a step.
+        activation_room: device memory in addition to slots and gradients.
     """
 
     config: SwapConfig
@@ -56,7 +57,7 @@ class Outcome:
 
 
 class Alternative(NamedTuple):
-    """Another config. Attributes: changes: keys of the swap config, and their values."""
+    """Another config and its result. `changes` are keys of the swap config and their values."""
 
     changes: Mapping[str, Any]
     outcome: Outcome
@@ -64,14 +65,15 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is to be planned for.
+    """The inputs of a plan.
 
     Attributes:
-        model: on the meta device. Its layers are cut into tiles where memory.device has no room for them, as
+        model: the model, on the meta device. Layers for which memory.device has no room are cut into tiles, as
             infinity.offload does.
-        machine: its rates; memory and disks are those of the config and of `disks`.
+        machine: source of the rates. Memory and disks are those of the config and of `disks`.
+        disks: free space on the disks of one rank.
         ranks: processes on this machine that train together.
-        clips: gradients are clipped in most steps.
+        clips: whether gradients are clipped in most steps.
     """
 
     model: Any
@@ -85,12 +87,17 @@ class Scenario:
     clips: bool = False
 
     def outcome(self, config: SwapConfig | None = None) -> Outcome:
-        """Raises PlanError, ConfigError: it does not fit, or cannot be."""
+        """Return the result for a config, by default the scenario's.
+
+        Raises:
+            PlanError: the model does not fit.
+            ConfigError: the config is invalid.
+        """
         config = self.config if config is None else config
         try:
             plan = self._plan(config, self._found(config))
         except DeviceRoomError as error:
-            if config is not self.config:  # which is only tried: the model stays as it is
+            if config is not self.config:  # another config is only tried: the model must not change
                 return replace(self, model=copy.deepcopy(self.model), config=config).outcome()
             if not self._tile(error, config):
                 raise
@@ -101,21 +108,21 @@ class Scenario:
         room = plan.budgets.limits.device - plan.device_bytes
         if plan.budgets.decoding_bytes:
             room -= DEVICE_SCRATCH_BYTES
-        if self._in_ram:  # where nothing keeps them within memory.device
+        if self._in_ram:  # activations in RAM are not limited by memory.device
             room = self.machine.host_bytes // self.ranks - self._ram_bytes(plan)
         prediction = predict(plan, work, self.machine, clips=self.clips, checksums=config.nvme.checksums)
         return Outcome(config, plan, work, prediction, room)
 
     @property
     def _in_ram(self) -> bool:
-        """Models compute in host memory."""
+        """Whether the model computes in host memory."""
         return self.device.type == "cpu"
 
     def _ram_bytes(self, plan: Plan) -> int:
         return plan.host_bytes + (plan.device_bytes if self._in_ram else 0)
 
     def _require_memory(self, plan: Plan) -> None:
-        """Raises PlanError: the budgets are larger than the machine."""
+        """Raise PlanError if the budgets are larger than the machine's memory."""
         taken, limits = self.ranks * self._ram_bytes(plan), plan.budgets.limits
         if taken > self.machine.host_bytes:
             beside = f" and memory.device {format_bytes(limits.device * self.ranks)}" if self._in_ram else ""
@@ -127,9 +134,9 @@ class Scenario:
             )
 
     def _require_disks(self, plan: Plan, config: SwapConfig) -> None:
-        """Raises PlanError: the disks have no room for the swap file."""
+        """Raise PlanError if the disks have no room for the swap file."""
         if not self.config.nvme.paths:
-            return  # those of the config are only proposed
+            return  # these paths are only a proposal
         free = self.disks.room_bytes if self.disks.free_bytes is None else self.disks.free_bytes
         if (needed := plan.layout.swap.nbytes) > free:
             each = f" of each of the {self.ranks} ranks" if self.ranks > 1 else ""
@@ -155,7 +162,7 @@ class Scenario:
         )
 
     def _tile(self, error: DeviceRoomError, config: SwapConfig) -> bool:
-        """Cut the layers that memory.device has no room for into tiles. False where it still has none then."""
+        """Cut the layers for which memory.device has no room into tiles. Return whether they fit then."""
         from infinity.runtime.tiles_to_fit import tile_to_fit
 
         def plan(model: Any) -> Plan:
@@ -168,13 +175,16 @@ class Scenario:
 
     @property
     def tiled(self) -> Mapping[str, int]:
-        """The layers that run in tiles, and in how many."""
+        """Layers that run in tiles, with the number of tiles."""
         layers = {name: getattr(module, "tiles", None) for name, module in self.model.named_modules()}
         return {name: len(tiles) for name, tiles in layers.items() if isinstance(tiles, list)}
 
     def _batch(self, config: SwapConfig) -> Batch:
-        """With `vertical` all micro-batches of a step are in one pass, where the scenario is not asked for another
-        division."""
+        """Return the batch for a config.
+
+        If only `config` has `vertical`, and the scenario's own config has not, all micro-batches of a step are in one
+        pass.
+        """
         if config.vertical and not self.config.vertical:
             return replace(self.batch, micro_batches=self.batch.count, passes=1)
         return self.batch
@@ -203,11 +213,11 @@ class Scenario:
         return self._discoveries[key]
 
     def largest_batch(self, outcome: Outcome) -> int:
-        """Sequences of a micro-batch whose activations have room; 0: none has."""
+        """Return the number of sequences of a micro-batch whose activations fit; 0 if none fits."""
         return self.most_tokens(outcome) // self.batch.length
 
     def most_tokens(self, outcome: Outcome) -> int:
-        """Tokens of a micro-batch whose activations have room."""
+        """Return the number of tokens of a micro-batch whose activations fit."""
 
         def fits(tokens: int) -> bool:
             batch = replace(self.batch, sequences=1, length=tokens)
@@ -222,8 +232,10 @@ class Scenario:
         return low
 
     def roomier(self, outcome: Outcome) -> Iterator[Mapping[str, Any]]:
-        """Changes of the config with each of which the activations fit: a larger memory.device that the device has, and
-        recomputing them."""
+        """Yield single changes of the config with which the activations fit.
+
+        These are a larger memory.device that the device has, and recomputation of activations.
+        """
         most = 0 if self._in_ram else int(self.machine.device_bytes * DEVICE_SHARE)
         sizes = (outcome.plan.budgets.limits.device * tenths // 10 for tenths in (11, 13, 16, 20, 30, 40, 60, 80, 160))
         larger = ({"memory.device": enough_bytes(nbytes)} for nbytes in sizes if nbytes <= most)
@@ -234,15 +246,18 @@ class Scenario:
             yield from itertools.islice(fits, 1)
 
     def _with(self, changes: Mapping[str, Any]) -> Outcome | None:
-        """None: that does not fit, or cannot be."""
+        """Return the result with these changes; None if it does not fit or is invalid."""
         try:
             return self.outcome(with_changes(self.config, changes))
         except (PlanError, ConfigError):
             return None
 
     def fits_if(self) -> Alternative | None:
-        """The first change of a plan that does not fit with which it does, activations included: of those that change
-        nothing that is computed, then of the others."""
+        """Return the first change with which a plan that does not fit fits, including activations; None if there is
+        none.
+
+        Changes that do not affect the computation are tried first.
+        """
         memory = self._memory_within()
         for changes in ({**memory, **more} for more in ({}, *self._changes_to_fit())):
             found = self._with(changes) if changes else None
@@ -251,7 +266,7 @@ class Scenario:
         return None
 
     def _memory_within(self) -> Mapping[str, Any]:
-        """Budgets that the machine has, where those of the config are larger."""
+        """Return budgets within the machine's memory, if those of the config are larger."""
         given, there = self.config.memory, self.machine.host_bytes
         if (given.host or 0) + ((given.device or 0) if self._in_ram else 0) <= there:
             return {}
@@ -268,8 +283,10 @@ class Scenario:
         yield auto | {"moments": "int8"}
 
     def alternatives(self, outcome: Outcome) -> list[Alternative]:
-        """The configs of `choices` with the shortest steps, if they are shorter than this one's, at most three; of two
-        that are equally fast the one with fewer changes."""
+        """Return the configs of `choices` with the shortest steps, at most three, if they are faster than this one.
+
+        Of two that are equally fast, the one with fewer changes comes first.
+        """
         before = outcome.prediction.seconds
         found = []
         for changes in self.choices():
@@ -280,7 +297,7 @@ class Scenario:
         return _without_idle_changes(found)[:_ALTERNATIVES]
 
     def choices(self) -> Iterator[Mapping[str, Any]]:
-        """Changes of the config that might help, in every combination."""
+        """Yield changes of the config that might help, in every combination."""
         config, trained = self.config, any(unit.trainable_groups for unit in self._found(self.config).units)
         options: list[list[Mapping[str, Any]]] = [[{}]]
         if config.weights != "auto" or config.optimizer != "auto":
@@ -306,7 +323,7 @@ class Scenario:
 
 
 def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
-    """Without those that have the changes of a faster one, or of one as fast, and further ones."""
+    """Return the alternatives, except those that only add changes to an earlier alternative."""
     kept: list[Alternative] = []
     for each in found:
         if not any(other.changes.items() <= each.changes.items() for other in kept):
@@ -315,25 +332,26 @@ def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
 
 
 def as_yaml(changes: Mapping[str, Any]) -> str:
-    """Changes of a config as they are written there, in one line. Args: changes: as of with_changes."""
+    """Return changes of a config as YAML in one line. `changes` are those of with_changes."""
     text: str = yaml.safe_dump(_nested(changes, {}), default_flow_style=True, sort_keys=False, width=10_000)
     return text.strip()[1:-1]
 
 
 def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:
-    """The config with other values.
+    """Return the config with other values.
 
     Args:
-        changes: by key; 'memory.host' is `host` in `memory`.
+        config: the config.
+        changes: values by key; 'memory.host' is `host` in `memory`.
 
     Raises:
-        ConfigError: there is no such key, or it cannot have that value.
+        ConfigError: there is no such key, or the value is invalid.
     """
     return load_config(_nested(changes, config.model_dump(exclude_unset=True)))
 
 
 def _nested(changes: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with the changes in its sections."""
+    """Put the changes into `values`, in their sections, and return it."""
     for key, value in changes.items():
         *sections, last = key.split(".")
         into = values
@@ -346,12 +364,12 @@ def _nested(changes: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any
 
 
 def compute_tokens(outcome: Outcome) -> float | None:
-    """Tokens per step from which computing takes longer than anything else; None where that is so for no number."""
+    """Return the tokens per step from which on computing takes longest; None if it never does."""
     busy, compute = outcome.prediction.busy, outcome.prediction.compute_s
     if not compute:
         return None
     others = max((seconds for name, seconds in busy.items() if name not in ("compute", "processor")), default=0.0)
     processor = busy.get("processor", 0.0)
-    # Without a device the processor computes beside what else it has to do.
+    # Without a device the processor computes, in addition to its other work.
     others = max(others, processor) if "compute" in busy else max(others - (processor - compute), 0.0)
     return others / compute * outcome.work.tokens
