@@ -1,1 +1,1 @@
-"""`infinity convert`: DeepSpeed's config as a swap config. keys.py says what becomes of every key."""
+"""`infinity convert`: conversion of a DeepSpeed config to a swap config. keys.py has the treatment of every key."""

@@ -1,10 +1,10 @@
-"""A DeepSpeed config becomes a swap config and a list of findings: what became of each key that it has.
+"""The conversion of a DeepSpeed config to a swap config and to a list of findings, one for each of its keys.
 
 [Note: what is not offloaded]
-Weights and states that DeepSpeed keeps on the GPUs become `auto`, not `device`. With ZeRO-3 each of N GPUs has a share
-of the weights, and one device may not hold them all; `weights: device` would be an error there, and with several ranks
-always. `auto` keeps them on the device where they take half of its memory at most, else in RAM. The optimizer's states
-have no place on the device yet.
+Weights and states that DeepSpeed keeps on the GPUs become `auto`, not `device`. With ZeRO-3 each of N GPUs has a part
+of the weights, and one device may have no room for all of them. `weights: device` would be an error in that case, and
+always with several ranks. `auto` keeps the weights on the device if they take at most half of its memory, otherwise in
+RAM. The optimizer's states cannot be placed on the device yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.files import require_different, require_possible
 from infinity.sizes import PAGE_BYTES, exact_bytes
 
 HINTS_MAX = 50
-"""Unknown keys that are told the nearest known one, which takes time."""
+"""Maximum number of unknown keys that get a hint at the nearest known key. Finding it takes time."""
 _ZERO = "zero_optimization"
 _BLOCK_DEFAULT, _BLOCK_MAX = 1 << 20, 1 << 30
 _DEPTH_DEFAULT, _DEPTH_MAX = 8, 1024
@@ -45,9 +45,9 @@ class Line:
     """A key of the swap config.
 
     Attributes:
-        key: with its section.
-        why: what it comes from, in words.
-        sources: the keys of the DeepSpeed config that it comes from.
+        key: name of the key, with its section.
+        why: its origin, as text.
+        sources: the keys of the DeepSpeed config from which it is made.
     """
 
     key: str
@@ -58,14 +58,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one key of a config.
+    """The treatment of one key of a config.
 
     Attributes:
-        shown: the key, as the file has it.
+        shown: the key, as written in the file.
         value: of the key, shortened.
-        says: why, or what to do; without a full stop.
+        fate: the kind of treatment.
+        says: the reason, or an instruction for the user; without a full stop.
         to: keys of the swap config, or options of `infinity finetune`.
-        trainer: the argument of TrainingArguments, with its value where that is another word.
+        trainer: the argument of TrainingArguments, with its value if that differs.
     """
 
     shown: str
@@ -78,10 +79,12 @@ class Finding:
 
 @dataclass
 class Conversion:
-    """Attributes:
-    lines: of the swap config.
-    findings: one for each key of the DeepSpeed config, in the order of their importance.
-    remarks: sentences about the whole.
+    """The result of a conversion.
+
+    Attributes:
+        lines: lines of the swap config.
+        findings: one for each key of the DeepSpeed config, in the order of their importance.
+        remarks: sentences about the config as a unit.
     """
 
     lines: list[Line] = field(default_factory=list)
@@ -89,7 +92,7 @@ class Conversion:
     remarks: list[str] = field(default_factory=list)
 
     def of(self, *fates: Fate) -> list[Finding]:
-        """The findings with one of these fates."""
+        """Return the findings with one of these fates."""
         return [finding for finding in self.findings if finding.fate in fates]
 
     def add(self, key: str, value: str | int | list[str], why: str, *sources: str) -> None:
@@ -98,10 +101,10 @@ class Conversion:
 
 
 def convert(source: Source) -> Conversion:
-    """The swap config that says what a config of DeepSpeed or FSDP says, and what became of its keys.
+    """Convert a config of DeepSpeed or FSDP to a swap config, with the treatment of each of its keys.
 
     Raises:
-        ConfigError: a value that decides on a key of the swap config is none that the key has, or NVMe has no path.
+        ConfigError: a value that determines a key of the swap config is invalid, or NVMe has no path.
     """
     items, conversion = {item.key: item for item in source.items}, Conversion()
     active = {key: item for key, item in items.items() if key in KEYS and not _why_nothing(KEYS[key], item, items)}
@@ -124,7 +127,7 @@ def convert(source: Source) -> Conversion:
 
 
 def _add_tiers(conversion: Conversion, source: Source, items: Mapping[str, Item], active: Mapping[str, Item]) -> None:
-    default = 2 if source.accelerate and not source.file else 0  # where Accelerate's own file has none, it takes 2
+    default = 2 if source.accelerate and not source.file else 0  # without a stage in its own file Accelerate takes 2
     given = items.get(f"{_ZERO}.stage")
     stage = default if given is None else _whole(given, 0, 3)
     why = f"ZeRO stage {default}, the default" if given is None else _say(given)
@@ -132,7 +135,7 @@ def _add_tiers(conversion: Conversion, source: Source, items: Mapping[str, Item]
     for ours, rest in (("weights", kept), ("optimizer", "the states are not offloaded")):
         found = _meant(active, ours)
         if ours == "weights" and stage is not None and stage < 3 and not source.fsdp:
-            found = []  # ZeRO offloads weights with stage 3 only
+            found = []  # ZeRO offloads weights in stage 3 only
         if found:
             conversion.add(ours, _meaning(found[0]), _say(found[0]), found[0].key)
         elif source.fsdp:
@@ -179,7 +182,7 @@ def _add_disks(conversion: Conversion, active: Mapping[str, Item]) -> None:
 
 
 def _path(active: Mapping[str, Item], device: str) -> Item:
-    """The directory beside a device that is nvme. Raises ConfigError."""
+    """Return the item of the directory beside a device that is nvme. Raises ConfigError."""
     item = active.get(f"{device.rpartition('.')[0]}.nvme_path")
     if item is None:
         raise ConfigError(
@@ -196,8 +199,10 @@ def _path(active: Mapping[str, Item], device: str) -> Item:
 
 
 def _meant(active: Mapping[str, Item], ours: str) -> list[Item]:
-    """The keys that a key of the swap config comes from by their values, in the table's order: where two say where
-    states are offloaded to, the newer name goes first."""
+    """Return the items whose values determine a key of the swap config, in the table's order.
+
+    If two keys say where states are offloaded to, the newer name comes first.
+    """
     found = [active[key.name] for key in KEYS.values() if key.name in active and ours in key.to.split(", ")]
     return [item for item in found if _meaning(item)]
 
@@ -234,8 +239,10 @@ def _finding(item: Item, items: Mapping[str, Item], lines: list[Line], *, hinted
 
 
 def words_of(key: Key, items: Mapping[str, Item]) -> list[str] | str:
-    """The option of `infinity finetune` and the argument of Trainer that a value has words for; why it is lost, where
-    it is; or ""."""
+    """Return the option of `infinity finetune` and the argument of Trainer for a value, from the table's words.
+
+    If the value has no counterpart, the result is the reason; "" if there is neither.
+    """
     word = said(items[key.name].value).lower()
     plain = items.get("optimizer.params.adam_w_mode")
     if key.name == "optimizer.type" and word == "adam" and plain is not None and plain.value is False:
@@ -244,18 +251,18 @@ def words_of(key: Key, items: Mapping[str, Item]) -> list[str] | str:
 
 
 def _is_unknown(item: Item) -> bool:
-    """Whether the table has no such key, and the key is no comment."""
+    """Return whether the table does not have the key, and the key is not a comment."""
     is_comment = item.key.rpartition(".")[2].startswith(("_", "//", "#"))
     return item.key not in KEYS and item.key not in SECTIONS and not is_comment
 
 
 def _why_nothing(key: Key, item: Item, items: Mapping[str, Item]) -> str:
-    """Why the key does nothing in this config; "" where it does something."""
+    """Return why the key has no effect in this config; "" if it has one."""
     value, (section, _, name) = item.value, item.key.rpartition(".")
     switch = value.get(key.switch, False) if key.switch and isinstance(value, Mapping) else value
     if value in (None, {}, "none") or (key.switch and switch is False):
         return "it is off"
-    if value in key.off:  # 0 is false, as in DeepSpeed
+    if value in key.off:  # 0 equals False, as in DeepSpeed
         return "it is off" if value is False else f"{said(value)} changes nothing"
     if value == AUTO and key.fate not in (Fate.SCRIPT, Fate.NOT_NEEDED):
         return "auto: infinity chooses"
@@ -270,7 +277,7 @@ def _why_nothing(key: Key, item: Item, items: Mapping[str, Item]) -> str:
 
 
 def whole_number(value: Any) -> int | None:
-    """3, 3.0 and '3' as 3, and 1e9 as 1000000000; None for what is no whole number."""
+    """Return 3, 3.0 and '3' as 3, and 1e9 as 1000000000; None for a value that is not an integer."""
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 18:
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -279,7 +286,7 @@ def whole_number(value: Any) -> int | None:
 
 
 def _whole(item: Item, low: int, high: int) -> Any:
-    """A whole number; None where the config leaves it open. Raises ConfigError."""
+    """Return an integer; None if the config leaves it open. Raises ConfigError."""
     value = whole_number(item.value)
     if item.value in (None, AUTO) or (value is not None and low <= value <= high):
         return value
@@ -287,7 +294,7 @@ def _whole(item: Item, low: int, high: int) -> Any:
 
 
 def _meaning(item: Item) -> str:
-    """What its key of the swap config becomes by a value that the table has; "" for nothing. Raises ConfigError."""
+    """Return the value of the swap config's key for a value in the table; "" if there is none. Raises ConfigError."""
     key, value = KEYS[item.key], item.value
     if not key.values:
         return ""
@@ -306,7 +313,7 @@ def _say(item: Item) -> str:
 
 
 def said(value: Any) -> str:
-    """A value as JSON writes it, shortened."""
+    """Return a value as JSON text, shortened."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, float) and abs(value) < 1e15 and value == int(value):

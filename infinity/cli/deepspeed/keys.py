@@ -1,4 +1,4 @@
-"""The table of keys.yaml: what becomes of every key of a DeepSpeed config."""
+"""The table of keys.yaml: the treatment of every key of a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from infinity.strict import parse_yaml
 
 
 class Fate(Enum):
-    """What becomes of a key, with its title in the report, whose order this is. A key of a config has one of these."""
+    """The kinds of treatment of a key, with their titles in the report, in the order of the report.
+
+    Each key has one.
+    """
 
     TRAINING = "No counterpart, the training is another one"
     COST = "No counterpart, costs time or memory"
@@ -29,7 +32,7 @@ LOST = (Fate.TRAINING, Fate.COST, Fate.WATCHING)
 
 
 class Key(BaseModel, frozen=True, extra="forbid"):
-    """A row of the table for one of its keys. keys.yaml says what the attributes are."""
+    """A row of the table for one of its keys. keys.yaml explains the attributes."""
 
     name: str
     fate: Fate
@@ -65,4 +68,4 @@ KEYS = MappingProxyType({key.name: key for key in ROWS})
 
 DEEPSPEED = tuple(key.name for key in ROWS if not key.name.startswith(("accelerate.", "fsdp.")))
 SECTIONS = frozenset(name.rsplit(".", depth)[0] for name in DEEPSPEED for depth in range(1, name.count(".") + 1))
-"""Sections of DeepSpeed whose keys are keys of the table."""
+"""Sections of DeepSpeed whose keys are in the table."""

@@ -1,11 +1,12 @@
-"""A DeepSpeed config as a list of its keys: from JSON, or from a config file of Accelerate, whose names for the same
-keys become DeepSpeed's.
+"""Reader of a DeepSpeed config as a list of keys: from JSON, or from a config file of Accelerate.
+
+Accelerate's names of the keys are replaced by DeepSpeed's.
 
 [Note: which files]
-DeepSpeed reads JSON with comments (hjson). Here comments are an error that says how to remove them: a reader that
-guesses what a damaged file means is worse than none. Accelerate's file is YAML, or JSON with the same keys; it names a
-DeepSpeed config in `deepspeed_config_file`, or has some of its keys in itself. Accelerate takes these only where the
-DeepSpeed config says "auto", and so does this reader.
+DeepSpeed reads JSON with comments (hjson). This reader refuses comments with an error that says how to remove them,
+because a reader that guesses the meaning of a damaged file is worse than none. Accelerate's file is YAML, or JSON with
+the same keys. It names a DeepSpeed config in `deepspeed_config_file`, or has some of its keys itself. Accelerate uses
+these keys only if the DeepSpeed config says "auto", and so does this reader.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Item:
 
     Attributes:
         key: its name in the table of keys.
-        shown: as the file has it.
+        shown: the key, as written in the file.
     """
 
     key: str
@@ -51,11 +52,11 @@ class Source:
 
     Attributes:
         items: its keys, in the file's order, each once.
-        overruled: keys that are not read, because another place says the same: those of Accelerate beside a DeepSpeed
-            config, and an `aio` that is not where DeepSpeed looks for it.
-        file: the DeepSpeed config, as a script names it; "" where Accelerate's file has all of it.
-        accelerate: the config file of Accelerate; "" where there is none.
-        fsdp: whether it is a config of FSDP, which `file` is then, or `accelerate` has.
+        overruled: keys without effect, because another place sets the same key. These are keys of Accelerate beside a
+            DeepSpeed config, and an `aio` in a section where DeepSpeed does not look for it.
+        file: the DeepSpeed config, as a script names it; "" if Accelerate's file has all keys.
+        accelerate: the config file of Accelerate; "" if there is none.
+        fsdp: whether it is a config of FSDP, in `file` or in `accelerate`.
     """
 
     items: tuple[Item, ...]
@@ -69,8 +70,7 @@ def read(path: Path) -> Source:
     """Read a config of DeepSpeed or FSDP, or Accelerate's config file.
 
     Raises:
-        ConfigError: the file cannot be read, or is no DeepSpeed config; says what it is instead, where that can be
-            told.
+        ConfigError: the file cannot be read, or is not a DeepSpeed config; names its actual kind if that is known.
     """
     name, values = printable(path), _values(path)
     if values.get("distributed_type") == "FSDP":
@@ -83,7 +83,7 @@ def read(path: Path) -> Source:
     if isinstance(link, str) and "zero_optimization" not in values:
         file = shlex.quote(printable(link))
         raise ConfigError(f"{name}: is no DeepSpeed config; it names one: infinity convert {file}")
-    # Only DeepSpeed has activation_checkpointing as a section, and the other keys that FSDP has not.
+    # Only DeepSpeed has the section activation_checkpointing, and the other keys that FSDP does not have.
     fsdp = _of_fsdp(values)
     known = {each.shown for each in fsdp if each.key in KEYS and not isinstance(each.value, Mapping)}
     if known and not (values.keys() - known) & {*DEEPSPEED, *SECTIONS}:
@@ -92,7 +92,7 @@ def read(path: Path) -> Source:
 
 
 def nearest_key(key: str) -> str:
-    """The known key or section that is most like an unknown one; "" where none is."""
+    """Return the known key or section that is most similar to an unknown one; "" if none is."""
     known = [each for each in KEYS if each.startswith("fsdp.")] if key.startswith("fsdp.") else [*DEEPSPEED, *SECTIONS]
     section, _, last = key.rpartition(".")
     inside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
@@ -126,7 +126,7 @@ def _values(path: Path) -> dict[str, Any]:
 
 
 def _section(name: str, shown: str, value: Any) -> dict[Any, Any]:
-    """Raises ConfigError for what is no mapping."""
+    """Return a section. Raises ConfigError if it is not a mapping."""
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: {shown} is {quoted(value)}; keys and values belong there")
     return value
@@ -136,9 +136,9 @@ def _section(name: str, shown: str, value: Any) -> dict[Any, Any]:
 
 
 def _of_deepspeed(name: str, values: dict[str, Any]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """The items whose keys are new, and the others; a key in its own place goes before one that is shown elsewhere."""
+    """Return the items with unique keys, and the duplicates. A key in its own place precedes one in another place."""
     _require_deepspeed(name, values)
-    if isinstance(values.get("zero_optimization"), bool):  # of DeepSpeed before 0.2
+    if isinstance(values.get("zero_optimization"), bool):  # DeepSpeed before 0.2
         old = [Item("zero_optimization.stage", int(values.pop("zero_optimization")), "zero_optimization")]
     else:
         old = []
@@ -149,7 +149,7 @@ def _of_deepspeed(name: str, values: dict[str, Any]) -> tuple[tuple[Item, ...], 
 
 
 def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
-    """Raises ConfigError where nothing says that this is a DeepSpeed config."""
+    """Raise ConfigError if no key indicates a DeepSpeed config."""
     if values.keys() & _OURS:
         raise ConfigError(f"{name}: is no DeepSpeed config; it looks like a swap config, which `infinity run` takes")
     if "distributed_type" in values:
@@ -170,7 +170,7 @@ def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
 
 
 def _flat(name: str, key: str, value: Any, shown: str) -> Iterator[Item]:
-    if key == "zero_optimization.aio":  # where several guides put it
+    if key == "zero_optimization.aio":  # several guides put it into this section
         key = "aio"
     if key in KEYS or key not in SECTIONS or value is None or value == {}:
         yield Item(key, value, shown)
@@ -183,7 +183,7 @@ def _flat(name: str, key: str, value: Any, shown: str) -> Iterator[Item]:
 
 
 def _of_fsdp(values: Mapping[str, Any], section: str = "") -> tuple[Item, ...]:
-    """Its keys, which may do without `fsdp_`. Args: section: that they are in."""
+    """Return the keys of FSDP, with or without the prefix `fsdp_`. `section` is the prefix of their section."""
     return tuple(
         Item(f"fsdp.{str(key).removeprefix('fsdp_')}", value, f"{section}{key}") for key, value in values.items()
     )
@@ -194,7 +194,9 @@ def _of_accelerate(values: Mapping[str, Any]) -> tuple[Item, ...]:
 
 
 def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) -> Source:
-    """Args: inner: the keys of DeepSpeed. values: the others."""
+    """Combine DeepSpeed's keys in Accelerate's file (`inner`), its other keys (`values`) and the DeepSpeed config it
+    names.
+    """
     names = {key.accelerate: key.name for key in ROWS if key.accelerate}
     given, others = [], []
     for below, value in inner.items():
@@ -212,7 +214,7 @@ def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) 
         raise ConfigError(
             f"{printable(path)}: {_ACCELERATE}.{_LINK} is {quoted(link)}; the path of a file belongs there"
         )
-    # Accelerate takes a path from the working directory; people write it from the file.
+    # Accelerate resolves a path from the working directory; users often write it relative to the file.
     beside = path.expanduser().parent / link
     file = Path(link) if Path(link).expanduser().exists() or not beside.exists() else beside
     theirs = _values(file)

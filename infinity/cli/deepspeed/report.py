@@ -1,4 +1,4 @@
-"""What `infinity convert` writes: the swap config with its comments, and the report."""
+"""The output of `infinity convert`: the swap config with its comments, and the report."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from infinity.errors import printable
 PLACEHOLDER = "swap.yaml"
 _PLAIN = re.compile(r"(?:~?/)[A-Za-z0-9_./~-]*|[a-z][a-z0-9]*|[0-9]+[KMG]iB")
 _NAMED_MAX = 50
-"""Keys that one part of the report names."""
+"""Maximum number of keys that one part of the report names."""
 _NAME_CHARS_MAX = 120
 _WORDS = ("yes", "no", "on", "off", "true", "false", "null", "y", "n")
 
 
 def swap_text(conversion: Conversion, source: Source) -> str:
-    """The swap config in YAML: each line with the key that it comes from."""
+    """Return the swap config in YAML, each line with the key from which it is made."""
     name = shlex.quote(printable(source.accelerate or source.file))
     out = [
         f"# Made by `infinity convert {name}`. Each value is followed by what it comes from.",
@@ -43,7 +43,7 @@ def swap_text(conversion: Conversion, source: Source) -> str:
 
 
 def values_of(lines: Iterable[Line]) -> dict[str, Any]:
-    """The same as a mapping."""
+    """Return the swap config as a mapping."""
     values: dict[str, Any] = {}
     for line in lines:
         section, _, name = line.key.rpartition(".")
@@ -63,7 +63,9 @@ def _scalar(value: str | int | list[str]) -> str:
 
 
 def report(conversion: Conversion, source: Source, output: Path | None) -> str:
-    """What the user is to know: first what is lost, last what needs no thought; and how training is started now."""
+    """Return the report: lost settings first, settings that need no action last, then the command that starts the
+    training.
+    """
     out: list[str] = []
     for fate in Fate:
         if fate is Fate.SCRIPT and conversion.remarks:
@@ -73,7 +75,7 @@ def report(conversion: Conversion, source: Source, output: Path | None) -> str:
 
 
 def _listed(title: str, findings: Sequence[Finding]) -> list[str]:
-    """A line for all keys of which the same is said."""
+    """Return one line for all keys with the same text."""
     lines: dict[str, list[str]] = {}
     for finding in findings[:_NAMED_MAX]:
         name, short = one_line(finding.shown[: _NAME_CHARS_MAX + 1]), len(finding.shown) <= _NAME_CHARS_MAX

@@ -1,5 +1,8 @@
-"""What a DeepSpeed config says about training, of which the swap config says nothing: as options of `infinity
-finetune`, as arguments of transformers' Trainer (TrainingArguments), and as a call of infinity.AdamW."""
+"""The settings of a DeepSpeed config for training, which are not part of a swap config.
+
+They become options of `infinity finetune`, arguments of transformers' Trainer (TrainingArguments), and a call of
+infinity.AdamW.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,14 @@ _MOST = 2**63
 
 @dataclass(frozen=True)
 class Training:
-    """Attributes:
-    options: of `infinity finetune`, without a value that is open ("auto"), or that the option does not take.
-    arguments: of TrainingArguments. Trainer has no Adam, and makes its own schedule where DeepSpeed has none.
-    optimizer_call: the optimizer in a script of one's own; "" where the config has none that infinity has.
+    """The training settings of a config.
+
+    Attributes:
+        options: options of `infinity finetune`, except values that are open ("auto") or that the option does not
+            accept.
+        arguments: arguments of TrainingArguments. Trainer has no Adam, and makes its own schedule if DeepSpeed has
+            none.
+        optimizer_call: the optimizer in a user's own script; "" if the config has none that infinity has.
     """
 
     options: dict[str, str] = field(default_factory=dict)
@@ -32,7 +39,7 @@ class Training:
 
 
 def training_of(source: Source) -> Training:
-    """What the config says about training."""
+    """Return the training settings of a config."""
     items, options, arguments = _told(source), dict[str, str](), dict[str, str]()
     parsers = {name: action for action in build_finetune_parser()._actions for name in action.option_strings}
 
@@ -53,7 +60,7 @@ def training_of(source: Source) -> Training:
                     add(option, value, argument)
     rate, ratio = (items[key].value if key in items else None for key in (_LR, _RATIO))
     if _is_number(rate) and not any(key.startswith("scheduler.") for key in items):
-        add("--schedule", "constant")  # DeepSpeed without a scheduler changes nothing
+        add("--schedule", "constant")  # without a scheduler DeepSpeed keeps the rate
     if options.get("--schedule") == "cosine" and _is_number(rate) and _is_number(ratio):
         add("--min-lr", float(f"{ratio * rate:.6g}"), "lr_scheduler_kwargs", json.dumps({"min_lr_rate": ratio}))
         arguments["--lr_scheduler_type"] = "cosine_with_min_lr"
@@ -83,8 +90,11 @@ def _call(options: dict[str, str], items: dict[str, Item]) -> str:
 
 
 def _told(source: Source) -> dict[str, Item]:
-    """The keys that have a value, and those that follow from them: the same batch of a step in one process, and the
-    weight decay that Adam of DeepSpeed's own has not unless it is told; torch's has."""
+    """Return the keys that have a value, and the keys that follow from them.
+
+    These are the same batch of a step in one process, and a weight decay of 0 if none is set for DeepSpeed's own Adam.
+    The default of torch's Adam is not 0.
+    """
     named = {item.key for item in source.items}
     items = {item.key: item for item in source.items if item.value is not None and item.value != AUTO}
 
@@ -104,7 +114,7 @@ def _told(source: Source) -> dict[str, Item]:
 
 
 def _values(takes: str, value: Any) -> list[Any]:
-    """The values of the options; none where the value is not of that kind."""
+    """Return the values of the options; none if the value is of another kind."""
     if takes == "whole":
         number = whole_number(value)
         return [] if number is None else [number]
@@ -126,5 +136,5 @@ def _text(value: object) -> str:
 
 
 def _is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether it is a number that an optimizer may be given: finite, and no truth value."""
+    """Return whether a value is a number that an optimizer accepts: finite, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and -_MOST < value < _MOST
