@@ -1,1 +1,1 @@
-"""One offloaded unit and those around it: its weights, update and gradients; who goes, who comes, and in what order."""
+"""One offloaded unit and its surroundings: weights, update and gradients; prefetch, eviction and the order of both."""

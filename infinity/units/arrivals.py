@@ -1,8 +1,7 @@
-"""Which gradients a backward pass has brought, which units have all of theirs, and whether the pass is the last before
-the step.
+"""Gradients that a backward pass has brought so far, units that have all of theirs, and the last pass before the step.
 
-Nothing here decides what is computed: what is expected is learned from the pass before, and when it was wrong an update
-that was speculated is undone.
+Nothing in this file changes a result. Expectations are learned from the pass before; where one was wrong, the
+speculative update that relied on it is undone.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from contextlib import contextmanager
 
 
 class Arrivals:
-    """Pieces of gradients of one unit, counted by parameter.
+    """Counts of gradient pieces of one unit, by parameter.
 
-    Invariant: `_missing` counts the parameters that are expected in this pass and have not had all their pieces.
+    Invariant: `_missing` counts the parameters that still expect a piece in this pass.
 
     Args:
-        names: of the trained parameters.
+        names: names of the trained parameters.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -25,7 +24,7 @@ class Arrivals:
         self.begin_pass()
 
     def begin_pass(self) -> None:
-        """A backward pass begins, after the one before ended or was interrupted."""
+        """Begin a backward pass, after the previous one ended or was interrupted."""
         self._came: dict[str, int] = {}
         self._missing = len(self._expected) - list(self._expected.values()).count(0)
 
@@ -35,11 +34,15 @@ class Arrivals:
 
     @property
     def all_came(self) -> bool:
-        """Whether no piece is missing that the unit expected in this pass."""
+        """Whether all pieces that the unit expected in this pass have arrived."""
         return self._missing == 0
 
     def came(self, name: str) -> bool:
-        """A piece is there. Whether it was the last one that the unit expected in this pass."""
+        """Count a piece that has arrived.
+
+        Returns:
+            Whether the piece was the last one that the unit expected in this pass.
+        """
         count = self._came[name] = self._came.get(name, 0) + 1
         if count != self._expected[name]:
             return False
@@ -47,7 +50,7 @@ class Arrivals:
         return self.all_came
 
     def end_pass(self) -> None:
-        """The pass is over: the next one is expected to bring as many pieces."""
+        """End the pass. The next one is expected to bring the same number of pieces."""
         self._expected = {name: self._came.get(name, 0) for name in self._expected}
         self.begin_pass()
 
@@ -56,11 +59,11 @@ class Passes:
     """The backward passes of a model before a step.
 
     Args:
-        arrivals: of every unit.
+        arrivals: arrivals of every unit.
 
     Attributes:
-        spanning: how many micro-batches the pass under way takes through one unit after the other; it is told when a
-            unit has the gradients of all of them. 0: an ordinary pass.
+        spanning: number of micro-batches that the pass under way takes through each unit before the next unit; 0: an
+            ordinary pass. In a spanning pass a unit is complete with the gradients of all micro-batches.
     """
 
     def __init__(self, arrivals: Sequence[Arrivals]) -> None:
@@ -68,18 +71,22 @@ class Passes:
         self._passes = 0
         self._passes_learned = 1
         self._accumulating = 0
-        self._told = False  # no_sync was used since the last step: the passes outside of it are the last ones
-        self._micro_batches = 0  # of passes that are over
+        self._told = False  # no_sync was used since the last step: a pass outside no_sync is the last one
+        self._micro_batches = 0  # in the passes that have ended
         self.spanning = 0
 
     def begin(self, *, spanning: int = 0) -> None:
-        """An outermost backward pass begins. Args: spanning: as the attribute."""
+        """Begin an outermost backward pass.
+
+        Args:
+            spanning: number of micro-batches, as the attribute.
+        """
         self.spanning = spanning
         for each in self._arrivals:
             each.begin_pass()
 
     def end(self) -> None:
-        """The outermost backward pass is over."""
+        """End the outermost backward pass."""
         spanned, self.spanning = self.spanning, 0
         if not any(each.any_came for each in self._arrivals):
             return
@@ -87,30 +94,30 @@ class Passes:
         self._micro_batches += spanned or 1
         for each in self._arrivals:
             if spanned:
-                each.begin_pass()  # how many pieces came says nothing of a pass with one micro-batch
+                each.begin_pass()  # the count of pieces predicts nothing about a pass with one micro-batch
             else:
                 each.end_pass()
 
     def interrupted(self) -> None:
-        """An exception ended the pass under way."""
+        """End the pass under way after an exception."""
         self.spanning = 0
 
     def step_ended(self) -> None:
-        """The gradients of the passes so far were used."""
+        """Learn the number of passes from a step, which has used their gradients."""
         self._passes_learned = max(self._passes, 1)
         self.forget()
 
     def forget(self) -> None:
-        """The gradients of the passes so far are gone."""
+        """Forget the passes so far, whose gradients are gone."""
         self._passes = self._micro_batches = 0
         self._told = self._accumulating > 0
 
     def is_last(self, accumulation_steps: int | None) -> bool:
-        """Whether the pass under way is expected to be the last one before the step.
+        """Return whether the pass under way is expected to be the last one before the step.
 
         Args:
-            accumulation_steps: passes before a step, or micro-batches, as the user said; None: as many passes as the
-                last time.
+            accumulation_steps: number of passes, or of micro-batches, before a step, as set by the user; None: the
+                number of passes before the last step.
         """
         if self._accumulating:
             return False
@@ -120,7 +127,7 @@ class Passes:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Passes in here are not the last ones before a step."""
+        """Mark the passes inside this context as not the last ones before a step."""
         self._accumulating += 1
         self._told = True
         try:

@@ -1,6 +1,7 @@
-"""What a process may do to bring a unit to its slot: alone, whatever its own memory and updates allow.
+"""Rules by which a process brings units to their slots, when only its own memory and updates matter.
 
-Of several ranks that bring their units together each may do only what all of them do; that form stands elsewhere.
+Ranks that bring their units together may each do only the fetches and evictions that all of them do. That policy is
+sharded/fetches.py.
 """
 
 from __future__ import annotations
@@ -13,33 +14,36 @@ from infinity.units.weights import Residency
 
 
 class FetchPolicy(Protocol):
-    """What the room asks before units come and go.
+    """Questions that the room asks before it brings or evicts units.
 
     Attributes:
-        rearranges: where no unit may go that would make room, the room may wait for updates, collect garbage, and move
-            units that are in use.
-        keeps_slots: an update here may leave a unit its slot. Otherwise an update on any rank voids the unit's slot.
+        rearranges: whether the room may wait for updates, collect garbage and move units in use, when evicting units
+            does not make enough room.
+        keeps_slots: whether an update in this process may leave a unit its slot. Otherwise an update on any rank voids
+            the unit's slot.
     """
 
     rearranges: bool
     keeps_slots: bool
 
     def may_come(self, unit: OffloadedUnit) -> bool:
-        """Whether a prefetch may begin."""
+        """Return whether a prefetch of the unit may begin."""
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:
-        """Whether memory may be asked for a unit's slot beside those that are present."""
+        """Return whether a slot for the unit may be requested beside the units that are present."""
 
     def may_evict(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
-        """Whether a unit that nobody uses may go.
+        """Return whether a unit that is not in use may be evicted.
 
         Args:
-            prefetch: that waits for no update, and makes room for what is needed now, not for another prefetch.
+            unit: unit to evict.
+            prefetch: the room is for a prefetch, which waits for no update and evicts no unit that is still being
+                fetched.
         """
 
 
 class LocalFetches:
-    """The policy of a process that brings its units alone (FetchPolicy)."""
+    """Policy of a process that brings its units alone (FetchPolicy)."""
 
     rearranges = True
     keeps_slots = True
@@ -48,7 +52,7 @@ class LocalFetches:
         return unit.can_be_fetched()
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:
-        """The pool tells."""
+        """Return True: the slot pool decides."""
         return True
 
     def may_evict(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:

@@ -1,18 +1,20 @@
-"""Gradients until the update: landing, adding up over micro-batches, and the exact global norm.
+"""Gradients before the update: landing, accumulation over micro-batches, and the exact global norm.
 
-The way of a gradient: ParameterHooks (runtime/hooks.py) → Coordinator.arrive → GroupGradients.land → in one process on
-the CPU _native.land_gradient; from a device the queue below; of several ranks the outbox (sharded/outbox.py).
+A gradient passes ParameterHooks (runtime/hooks.py) → Coordinator.arrive → GroupGradients.land. From there it lands with
+_native.land_gradient in one process on the CPU, through the queue below from a device, and through the outbox
+(sharded/outbox.py) with several ranks.
 
-A group's buffer holds the dtype of its weights until a second gradient arrives for a parameter; then it is widened,
-in place, to fp32, so that one micro-batch costs 2 bytes per bf16 parameter and accumulation is in fp32. A group that
-accumulated in one step begins the next in fp32, and so does one whose micro-batches come one right after the other.
+A group's buffer has the dtype of the group's weights until a second gradient arrives for a parameter. The buffer is
+then widened in place to fp32. So one micro-batch costs 2 bytes per bf16 parameter, and accumulation is in fp32. A group
+that accumulated in one step begins the next step in fp32. So does a group whose micro-batches follow each other
+directly.
 
-Gradients without room in RAM, or without room there to be widened, land in a window of RAM and wait in the store
+Gradients without room in RAM, or without room to be widened there, land in a window of RAM and wait in the store
 (tiers/window.py). They are written when the backward of another unit begins.
 
-The pass that takes a gradient in also takes its sum of squares, so that the norm costs no pass of its own. From
-a device with memory of its own gradients come through a queue (tiers/downloads.py), and land while the host goes on:
-what reads them is chained to that, or asks `settle`.
+The pass that lands a gradient also computes its sum of squares, so the norm needs no pass of its own. From a device
+with memory of its own, gradients come through a queue (tiers/downloads.py) and land in the background. A reader of such
+gradients is chained to the landing, or calls `settle`.
 """
 
 from __future__ import annotations
@@ -42,13 +44,14 @@ from infinity.units.arrivals import Arrivals
 class GroupGradients:
     """The gradients of one trainable group.
 
-    Invariant: an element of a parameter that is not in `present` is garbage and never read. `_sums` has Σ g² of what is
-    in `present`, in partials, but for what is in `_down`, which may not have landed.
+    Invariant: the elements of a parameter that is not in `present` are garbage and never read. `_sums` has the partial
+    sums of squares (Σ g²) of the parameters in `present`, except for gradients in `_down`, which may not have landed.
 
     Args:
-        home: RAM they wait in; None: they spill.
-        extent, window: their place in the store and the way there; None: they always have room in RAM.
-        queue: the way from a device; None: they are in host memory when they come.
+        home: RAM that the gradients wait in; None when they spill.
+        extent: range of the store for spilled gradients; None when they always have room in RAM.
+        window: window of RAM that spilled gradients pass through; None when they always have room in RAM.
+        queue: queue from a device; None when gradients arrive in host memory.
     """
 
     def __init__(
@@ -75,10 +78,10 @@ class GroupGradients:
         self._accumulates = False
 
     def stream(self) -> _native.StateStream:
-        """The flat gradients, `dtype`, of the whole group, as the update takes them.
+        """Return the flat gradients of the full group, `dtype`, in the form that the update takes.
 
         Raises:
-            SwapIOError: they were lost on their way to the store.
+            SwapIOError: a write of the gradients to the store failed.
         """
         if self._spilled and self._spill is not None:
             return self._spill.stream()
@@ -86,11 +89,11 @@ class GroupGradients:
 
     @property
     def spilled(self) -> bool:
-        """They are in the store, or on their way there."""
+        """Whether the gradients are in the store, or on their way to the store."""
         return self._spilled
 
     def _view(self) -> memoryview:
-        """The memory they are in now; brings them there."""
+        """Return the memory of the gradients; bring spilled gradients to memory first."""
         if self._spilled and self._spill is not None:
             return self._spill.bring()
         if self._home is None:
@@ -99,8 +102,10 @@ class GroupGradients:
 
     @property
     def finite(self) -> bool:
-        """Whether what is present and was summed up is: what comes from a device is, once it has landed and was asked
-        for."""
+        """Whether all present gradients with a known sum of squares are finite.
+
+        The sum of a gradient from a device is known only after the gradient has landed and its sum was collected.
+        """
         return all(map(math.isfinite, chain.from_iterable(self._sums.values())))
 
     def _range(self, spec: ParameterSpec) -> memoryview:
@@ -111,13 +116,14 @@ class GroupGradients:
         """Take one gradient.
 
         Args:
-            gradient: of the parameter's shape, on its device.
-            accumulate: add it to the one that is there.
-            more: further gradients of the group's parameters are about to be added.
+            spec: parameter of the gradient.
+            gradient: gradient of the parameter's shape, on the parameter's device.
+            accumulate: add the gradient to the present one; otherwise replace it.
+            more: further gradients of the group's parameters will be added soon.
 
         Raises:
-            PlanError: a second gradient before a step, with no room for fp32 accumulation.
-            SwapIOError: gradients on their way to the store, or back, were lost.
+            PlanError: a second gradient arrived before a step, with no room for fp32 accumulation.
+            SwapIOError: a transfer of gradients to or from the store failed.
         """
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -126,7 +132,7 @@ class GroupGradients:
             self._widen()
             self._accumulates = True
         elif not self.present:
-            # What comes from a device and spills moves fewer bytes in the dtype it comes in.
+            # Gradients from a device that spill move fewer bytes in the dtype they arrive in.
             room = self._room_bytes if self._down is None else self._home_bytes
             wide = (self._accumulates or more) and room >= self._fp32_bytes
             self._keep_as(torch.float32 if wide else self._group.dtype)
@@ -150,7 +156,7 @@ class GroupGradients:
         )
 
     def _keep_as(self, dtype: torch.dtype) -> None:
-        """What is in their memory from now on has this dtype."""
+        """Set the dtype of the gradients from now on."""
         self.dtype = dtype
         if self._spill is not None:
             self._spill.use(self._group.state_bytes(dtype.itemsize))
@@ -162,26 +168,26 @@ class GroupGradients:
         if down.packed is not None and not down.packed.takes(spec, add=add):
             down.send()
         if not add and down.sent(spec.name):
-            self.settle()  # the native thread may still read the one that this one takes the place of
+            self.settle()  # the native thread may still read the gradient that this one replaces
         self._sums.pop(spec.name, None)
         adds_up = more and not add and self.dtype == torch.float32
         packed = down.packed or down.begin(self._view(), self.dtype, adds_up=adds_up)
         down.queue.pack(packed, spec, gradient, add=add)
 
     def send(self) -> None:
-        """Start the way of what came from the device."""
+        """Send packed gradients from the device to host memory."""
         if self._down is not None:
             self._down.send()
 
     def on_their_way(self) -> list[_native.IOFuture]:
-        """What an update that reads them has to wait for."""
+        """Return the landings in flight, which an update that reads the gradients has to wait for."""
         return [] if self._down is None else self._down.on_their_way()
 
     def settle(self) -> None:
-        """Wait until everything has landed.
+        """Wait until all gradients in flight have landed.
 
         Raises:
-            DeviceError: it was lost on its way.
+            DeviceError: a gradient was lost on the way from the device.
         """
         for sums in () if self._down is None else self._down.land():
             self._sums.update({name: parts for name, parts in sums.items() if name in self.present})
@@ -218,17 +224,17 @@ class GroupGradients:
         self._keep_as(torch.float32)
 
     def backward_begins(self) -> None:
-        """The unit's backward is next: if some are in the store, they will be added to."""
+        """Prepare for the unit's backward: announce that gradients in the store will be added to."""
         if self._spilled and self._spill is not None:
             self._spill.announce()
 
     def replay(self) -> None:
-        """Have what spills take the way of a gradient that landed; what is in it does not matter."""
+        """Bring spilled gradients to the window, as landing a gradient does. Their values do not matter."""
         if self._spilled and self._spill is not None:
             self._spill.bring()
 
     def forget(self) -> None:
-        """None of them is needed any more."""
+        """Forget all gradients."""
         self.present.clear()
         self._sums.clear()
         self._forget()
@@ -240,13 +246,23 @@ class GroupGradients:
             self._spill.forget()
 
     def leave(self) -> None:
-        """None of them is expected soon: what spills leaves for the store. Raises SwapIOError as `stream`."""
+        """Send spilled gradients to the store, since no further gradient is expected soon.
+
+        Raises:
+            SwapIOError: a write of the gradients to the store failed.
+        """
         if self._spill is not None:
             self._spill.leave()
 
     def partials(self, spec: ParameterSpec) -> Sequence[float]:
-        """Σ g² in double of each part that the group's grid cuts, the same for any number of threads; not finite where
-        an element is not. Waits until the gradient has landed, and raises as `settle`."""
+        """Return the partial sums of squares (Σ g²) of a gradient in double, one per part that the group's grid cuts.
+
+        The partials are the same for any number of threads. A partial is not finite when one of its elements is not.
+        Wait until the gradient has landed.
+
+        Raises:
+            DeviceError: the gradient was lost on the way from the device.
+        """
         if spec.name not in self._sums:
             self.settle()
         if spec.name not in self._sums:
@@ -255,14 +271,21 @@ class GroupGradients:
         return self._sums[spec.name]
 
     def sum_squares(self, spec: ParameterSpec) -> float:
-        """Σ g² in double; not finite when any element is not. Waits and raises as `partials`."""
+        """Return Σ g² of a gradient in double; not finite when an element is not. Wait until the gradient has landed.
+
+        Raises:
+            DeviceError: the gradient was lost on the way from the device.
+        """
         return total_of(self.partials(spec))
 
     def value(self, spec: ParameterSpec) -> torch.Tensor:
-        """A copy of a gradient that is present, of the parameter's shape, `dtype`. Waits until it has landed.
+        """Return a copy of a present gradient, of the parameter's shape and `dtype`.
+
+        Wait until the gradient has landed.
 
         Raises:
-            DeviceError, SwapIOError: it was lost on its way.
+            DeviceError: the gradient was lost on the way from the device.
+            SwapIOError: the gradient was lost on the way to or from the store.
         """
         self.settle()
         if not spec.numel:
@@ -277,7 +300,7 @@ class GroupGradients:
 
 
 def groups_of(unit: Unit, resources: Resources) -> dict[int, GroupGradients]:
-    """The gradients of a unit's trainable groups, by index."""
+    """Return the gradients of a unit's trainable groups, by group index."""
     return {
         index: GroupGradients(
             unit,
@@ -293,8 +316,11 @@ def groups_of(unit: Unit, resources: Resources) -> dict[int, GroupGradients]:
 
 
 def total_of(partials: Iterable[float]) -> float:
-    """The sum of partials, rounded once: the same in whatever order they come, so that any number of ranks which have
-    a share of them finds the same norm."""
+    """Return the sum of partials, rounded once.
+
+    The result does not depend on the order of the partials, so any number of ranks, each with some of the partials,
+    finds the same norm.
+    """
     return math.fsum(partials)
 
 
@@ -302,8 +328,8 @@ class UnitGradients:
     """The gradients of one unit.
 
     Attributes:
-        groups: of the trainable groups, by index.
-        arrivals: what the backward pass under way has brought.
+        groups: gradients of the trainable groups, by group index.
+        arrivals: gradients that the backward pass under way has brought.
     """
 
     def __init__(self, unit: Unit, groups: Mapping[int, GroupGradients]) -> None:
@@ -312,35 +338,35 @@ class UnitGradients:
 
     @property
     def finite(self) -> bool:
-        """Whether all that were summed up are."""
+        """Whether all gradients with a known sum of squares are finite."""
         return all(group.finite for group in self.groups.values())
 
     def send(self) -> None:
-        """Start the way of what came from the device."""
+        """Send packed gradients of all groups from the device to host memory."""
         for group in self.groups.values():
             group.send()
 
     @property
     def in_ram(self) -> bool:
-        """Whether an update can read them at once."""
+        """Whether all gradients are in RAM, so that an update can read them at once."""
         return not any(group.spilled for group in self.groups.values())
 
     def leave(self) -> None:
-        """None of them is expected soon (GroupGradients.leave)."""
+        """Send spilled gradients to the store (GroupGradients.leave)."""
         for group in self.groups.values():
             group.leave()
 
     def backward_begins(self) -> None:
-        """The unit's backward is next."""
+        """Prepare for the unit's backward (GroupGradients.backward_begins)."""
         for group in self.groups.values():
             group.backward_begins()
 
 
 class Landed(Protocol):
-    """The gradients of one group, as optimizers and handles see them.
+    """The gradients of one group, as optimizers and gradient handles see them.
 
     Attributes:
-        mean: what a gradient is to be multiplied by, where those of several ranks were added.
+        mean: factor that turns the sum of the ranks' gradients into the mean.
     """
 
     mean: float
@@ -359,11 +385,11 @@ class Landed(Protocol):
 
 @dataclass(frozen=True)
 class Decision:
-    """What is known before a step.
+    """Facts that are known before a step.
 
     Attributes:
-        skip: why the step is to change nothing, by this process or another rank; "" where none wants that.
-        told: what each rank told of its generations, in the order of the ranks.
+        skip: why this process or another rank wants the step to change nothing; "" when none does.
+        told: facts that each rank told about its generations, in rank order.
     """
 
     skip: str
@@ -371,90 +397,124 @@ class Decision:
 
 
 Named = Callable[[], Iterable[tuple[nn.Parameter, Place]]]
-"""Gives the parameters of the model, and their places."""
+"""Function that gives the parameters of the model, each with its place."""
 
 
 class Gradients(Protocol):
-    """The gradients of every trainable parameter, from the backward passes to the step: those of this process
-    (`LocalGradients`), or of all ranks (sharded/gradients.py). All ranks make the same calls."""
+    """The gradients of every trainable parameter, from the backward passes to the step.
+
+    They are the gradients of this process (`LocalGradients`) or of all ranks (sharded/gradients.py). All ranks make the
+    same calls.
+    """
 
     @property
     def elsewhere(self) -> Set[str]:
-        """Names of the parameters that have a gradient on any rank, where others may have some that this one lacks."""
+        """Names of the parameters with a gradient on any rank; always empty when no other rank can have gradients."""
 
     def of(self, place: Place) -> Landed: ...
 
     def has(self, place: Place) -> bool: ...
 
     def value(self, place: Place) -> torch.Tensor:
-        """As GroupGradients.value. Raises NotAvailableError: this process has a slice of it."""
-
-    def require_settable(self, place: Place) -> None:
-        """Raises NotAvailableError: the gradient cannot be set by hand."""
-
-    def begin_pass(self) -> None:
-        """An outermost backward pass begins."""
-
-    def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
-        """The backward of `units` begins: the gradients of others leave for the store, but for those of `staying`."""
-
-    def left(self, units: Iterable[int]) -> None:
-        """The backward of these units is over. Raises PeerError."""
-
-    def about_to_land(self, index: int, /) -> None:
-        """Backward brings a gradient of a unit."""
-
-    def complete(self, index: int) -> Iterable[int]:
-        """A unit has all its gradients, as far as can be told: they leave the device. Yields the units whose gradients
-        are complete everywhere, as they become so."""
-
-    def passed(self, indices: Iterable[int], complete: Collection[int]) -> Iterable[int]:
-        """The backward of a micro-batch has passed these units, of which `complete` have the gradients of all
-        micro-batches now. Yields as `complete`. Raises PeerError."""
-
-    def take_completed(self) -> Sequence[int]:
-        """The units of which all gradients of a pass have landed from everywhere. Each is told once."""
-
-    def pass_ended(self) -> None:
-        """The outermost backward pass is over. Raises PeerError."""
-
-    def send(self) -> None:
-        """The backward is over: start the way of everything that came from the device."""
-
-    def synchronize(self) -> None:
-        """Wait for what is on its way from the device, from other ranks, and to the store.
+        """Return a copy of a gradient, as GroupGradients.value.
 
         Raises:
-            DeviceError, SwapIOError, PeerError: gradients were lost.
+            NotAvailableError: this process has only a slice of the gradient.
+        """
+
+    def require_settable(self, place: Place) -> None:
+        """Check that the gradient can be set by hand.
+
+        Raises:
+            NotAvailableError: the gradient cannot be set by hand.
+        """
+
+    def begin_pass(self) -> None:
+        """Begin an outermost backward pass."""
+
+    def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
+        """Begin the backward of `units`, and send spilled gradients of others, except `staying`, to the store."""
+
+    def left(self, units: Iterable[int]) -> None:
+        """End the backward of these units.
+
+        Raises:
+            PeerError: another rank failed.
+        """
+
+    def about_to_land(self, index: int, /) -> None:
+        """Prepare for a gradient of a unit, which backward is about to bring."""
+
+    def complete(self, index: int) -> Iterable[int]:
+        """Send the gradients of a unit, which are complete as far as can be told, from the device.
+
+        Yields:
+            Units whose gradients are complete on all ranks, as they become so.
+        """
+
+    def passed(self, indices: Iterable[int], complete: Collection[int]) -> Iterable[int]:
+        """End the backward of a micro-batch through these units.
+
+        Args:
+            indices: units that the micro-batch has passed.
+            complete: those of the units that now have the gradients of all micro-batches.
+
+        Yields:
+            Units whose gradients are complete on all ranks, as they become so.
+
+        Raises:
+            PeerError: another rank failed.
+        """
+
+    def take_completed(self) -> Sequence[int]:
+        """Return the units whose gradients of a pass have landed from all ranks, each unit once."""
+
+    def pass_ended(self) -> None:
+        """End the outermost backward pass.
+
+        Raises:
+            PeerError: another rank failed.
+        """
+
+    def send(self) -> None:
+        """Send all packed gradients from the device to host memory, since the backward is over."""
+
+    def synchronize(self) -> None:
+        """Wait for the gradients in flight from the device, from other ranks and to the store.
+
+        Raises:
+            DeviceError: gradients were lost on the way from the device.
+            SwapIOError: gradients were lost on the way to the store.
+            PeerError: gradients of another rank were lost.
         """
 
     def drop_cleared(self, named: Named) -> None:
-        """Parameters whose `.grad` was set to None by hand: their gradients are not wanted any more."""
+        """Drop the gradients of parameters whose `.grad` was set to None by hand."""
 
     def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
-        """Before a step, when all gradients have landed.
+        """Agree with the other ranks on a step, when all gradients have landed.
 
         Args:
-            facts: what must be the same on all ranks, by what to call it; JSON.
-            skip: why this process wants the step to change nothing; "" where it does not.
-            told: of this process's generations.
+            facts: JSON values that must be the same on all ranks, by a name for messages.
+            skip: why this process wants the step to change nothing; "" when it does not.
+            told: facts about this process's generations.
 
         Raises:
-            PeerError: facts differ, or which parameters have a gradient; a rank failed.
+            PeerError: the facts or the set of parameters with a gradient differ between ranks, or a rank failed.
         """
 
     def sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
-        """The sum over `places`, and the first name whose part is not finite ('' when all are)."""
+        """Return Σ g² over `places`, and the first name whose part is not finite ("" when all parts are finite)."""
 
 
 class LocalGradients:
-    """Of one process (Gradients).
+    """The gradients of one process (Gradients).
 
     Args:
-        units: in the order of their indices.
-        window: that some land in, where some spill.
-        before: called with the index of a unit before gradients of it land: from then on nothing may read those that
-            are there.
+        units: gradients of each unit, in the order of unit indices.
+        window: window that spilled gradients land in; None when none spill.
+        before: called with the index of a unit before gradients of the unit land; from then on nothing may read the
+            unit's present gradients.
     """
 
     elsewhere: Set[str] = frozenset()
@@ -529,7 +589,12 @@ class LocalGradients:
 
 
 def sum_of(of: Callable[[Place], Landed], places: Iterable[Place]) -> tuple[float, str]:
-    """As Gradients.sum_squares. Args: of: gives the gradients that the one at a place is among."""
+    """Return Σ g² over `places`, as Gradients.sum_squares.
+
+    Args:
+        of: function that gives the gradients of the group at a place.
+        places: places of the parameters.
+    """
     every: list[float] = []
     for place in places:
         found = of(place).partials(place.spec)

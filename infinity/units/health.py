@@ -1,4 +1,4 @@
-"""Whether a model can go on."""
+"""Whether a model can still be used."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from infinity.ranks.world import World
 
 
 class Health:
-    """The first failure after which a model refuses to go on, and whether the model was closed.
+    """The first failure after which a model refuses every call, and whether the model was closed.
 
     Attributes:
-        failure: None while there is none.
+        failure: first failure; None while there is none.
 
     Args:
-        world: the ranks, who are told of the failure.
+        world: ranks that are told of the failure.
     """
 
     def __init__(self, world: World) -> None:
@@ -27,34 +27,43 @@ class Health:
         self.closed = False
 
     def fail(self, error: InfinityError) -> None:
-        """From now on every call raises."""
+        """Record a failure and tell the other ranks. From now on every call raises."""
         self.failure = self.failure or error
         self._world.fail(error)
 
     def supersede(self) -> None:
-        """The model is offloaded anew, and this is closed."""
+        """Note that the model is being offloaded anew, which closes this instance."""
         self._why_closed = "was offloaded anew since this forward pass: make the optimizer first, then run the forward"
 
     def close(self) -> None:
-        """The model is closed."""
+        """Note that the model is closed."""
         self.closed = True
 
     def forget(self) -> None:
-        """Let go of the failure: its traceback holds the frames that it passed, and with them the model."""
+        """Drop the failure, whose traceback keeps frames and so the model alive."""
         self.failure = None
 
     def failing(self, *kinds: type[InfinityError]) -> AbstractContextManager[None]:
-        """A context manager: an error of these kinds that leaves it is a failure of the model."""
+        """Return a context manager that records an error of these kinds as a failure of the model."""
         return _Failing(self, kinds)
 
     def require_open(self) -> None:
-        """Raises InfinityError once the model is closed."""
+        """Check that the model is open.
+
+        Raises:
+            InfinityError: the model is closed.
+        """
         if self.closed:
             raise InfinityError(f"this model {self._why_closed}")
 
     def require_usable(self) -> None:
-        """Raises ForkError in a forked child, InfinityError once the model is closed or has failed, PeerError where
-        that was another rank's failure."""
+        """Check that the model can be used in this process.
+
+        Raises:
+            ForkError: this process is a forked child.
+            InfinityError: the model is closed or has failed.
+            PeerError: another rank failed.
+        """
         refuse_in_forked_child()
         self.require_open()
         if isinstance(self.failure, PeerError):
@@ -64,7 +73,7 @@ class Health:
 
 
 class _Failing:
-    """A class, since a generator would cost each landing of a gradient twice as much."""
+    """Context manager of `Health.failing`. A generator would double the cost of each landing of a gradient."""
 
     __slots__ = ("_health", "_kinds")
 

@@ -1,4 +1,4 @@
-"""The jobs of the native pipeline: the update of a unit's group, and the reads for one that has not begun."""
+"""Jobs of the native pipeline: the update of a unit's group, and the reads ahead for an update that has not begun."""
 
 from __future__ import annotations
 
@@ -21,18 +21,23 @@ def submit_update(
     step: int,
     ahead: _native.UpdateFuture | None,
 ) -> UpdateTransfer:
-    """Start the update of a unit's group; groups go through the pipeline in the order of these calls, but for
-    speculative ones: the newest is the next, once the unit that was begun is done. So what is left of them when the
-    step is decided lies all over the model, and the next forward meets it now and then instead of all at once. Groups
-    that move nothing to or from the store have an order of their own: they are computed while the others wait for the
-    disk.
+    """Start the update of a unit's group.
 
-    Each waits for the gradients of all groups that are updated: of a unit that had begun with a small group while the
-    gradients of another were on their way, the rest would come after all later units.
+    Groups pass through the pipeline in the order of these calls, except speculative ones. The newest speculative update
+    runs next, once the unit that has begun is done. So the speculative updates that remain when the step is decided are
+    spread over the model, and the next forward meets them one at a time. Groups without transfers to or from the store
+    have an order of their own: they are computed while the others wait for the disk.
+
+    Each group waits for the gradients of all updated groups of the unit. Otherwise a unit could begin with a small
+    group while the gradients of another group are in flight, and that other group would run after all later units.
 
     Args:
+        resources: resources of the model.
+        unit: unit of the group.
+        update: update of the unit.
+        group_index: index of the group.
         step: the optimizer step, counted from 1.
-        ahead: what `read_update_ahead` gave for this group; it is taken over.
+        ahead: job that `read_update_ahead` returned for this group, which the update takes over; None without one.
     """
     group, wanted = unit.local.groups[group_index], update.wanted[group_index]
     destinations, gradients = update.destinations[group_index], unit.gradients.groups
@@ -65,10 +70,14 @@ def submit_update(
 def _naming(
     resources: Resources, landings: Sequence[_native.IOFuture], copies: Sequence[_native.IOFuture]
 ) -> Callable[[_native.Failure], str]:
-    """The state whose transfer failed in an update. Of what it moves, spilled gradients alone are scratch.
+    """Return a function that names the state whose transfer failed in an update.
+
+    Spilled gradients are the only scratch data that an update moves.
 
     Args:
-        landings, copies: of gradients and of weights, which the update waits for. A device is part of nothing else.
+        resources: resources of the model.
+        landings: landings of gradients that the update waits for.
+        copies: copies of weights that the update waits for. Only landings and copies can fail with a device error.
     """
 
     def failed(futures: Sequence[_native.IOFuture]) -> bool:
@@ -88,8 +97,11 @@ def _naming(
 def read_update_ahead(
     resources: Resources, unit: OffloadedUnit, group_index: int, *, step: int
 ) -> _native.UpdateFuture:
-    """Begin to read what a group's update will read, whatever is decided. Its states are in the store. Weights are not
-    read ahead: the update finds them where they were fetched to, if they still are there.
+    """Begin to read the states that a group's update will read, before the step is decided.
+
+    The states are in the store.
+
+    Weights are not read ahead: the update uses the weights in the slot if they are still present.
     """
     group, states = unit.local.groups[group_index], unit.homes.states[group_index]
     file = resources.require_store().file

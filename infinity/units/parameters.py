@@ -1,7 +1,8 @@
-"""What the parameters of a unit are at a moment: placeholders, views of a slot, or gathered copies.
+"""The parameters of a unit: placeholders, views of a slot, or gathered copies.
 
-The class of a parameter says whether it may be read now (units/released.py). A unit is open, and its parameters may be
-read, from the moment a forward, a backward or a gathering brings it until that ends or the unit is evicted.
+The class of a parameter says whether its values may be read now (units/released.py). A unit is open while its
+parameters may be read. It opens when a forward, a backward or a gathering brings the unit, and closes when that ends or
+the unit is evicted.
 """
 
 from __future__ import annotations
@@ -18,24 +19,26 @@ from infinity.tiers.slots import Slot
 from infinity.units.released import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
 
 _use_count: Final[Callable[[torch.Tensor], int] | None] = getattr(torch.Tensor, "_use_count", None)
-"""Counts who refers to a tensor: autograd and torch's own, a parameter itself and the node that accumulates its
-gradient among them. None where torch does not tell."""
+"""Function that counts the references to a tensor, those of autograd and torch included.
+
+A parameter itself and the node that accumulates its gradient count as references. None where torch lacks the function.
+"""
 
 
 class ParameterViews:
     """The parameters of one unit.
 
-    Invariant: `parameter.data` is the placeholder, a view of the slot that `show` was given last, or a gathered copy.
-    While the unit is not open every parameter that is not gathered has the released class.
+    Invariant: `parameter.data` is the placeholder, a view of the slot last given to `show`, or a gathered copy. While
+    the unit is not open, every parameter that is not gathered has the released class.
 
     Attributes:
-        named: the parameters.
-        placeholders: a stride-0 NaN of the true shape and dtype for each parameter, once the unit was adopted.
-        gathered: names of the parameters whose data is a copy that somebody asked for.
-        open: the parameters have their own class.
+        named: the parameters, by name.
+        placeholders: for each parameter a stride-0 NaN of its true shape and dtype; empty before `adopt`.
+        gathered: names of the parameters whose data is a gathered copy.
+        open: whether the parameters have their own class.
 
     Args:
-        released: the class of parameters that may not be read.
+        released: class of parameters whose values must not be read.
     """
 
     def __init__(self, unit: Unit, named: dict[str, nn.Parameter], released: type[ReleasedParameter]) -> None:
@@ -43,16 +46,16 @@ class ParameterViews:
         self._released = released
         self.named = named
         self.placeholders: dict[str, torch.Tensor] = {}
-        self._nowhere: dict[str, int] = {}  # the storages of the placeholders
+        self._nowhere: dict[str, int] = {}  # storages of the placeholders
         self.gathered: set[str] = set()
         self.open = False
         self._classes: dict[str, type[nn.Parameter]] = {}
-        self._data: dict[str, tuple[int, int]] = {}  # (storage, offset) that infinity left
-        self._versions: dict[str, int] = {}  # that infinity left
-        self._references: dict[str, int] = {}  # of a unit that a backward opened: each parameter's, at that time
+        self._data: dict[str, tuple[int, int]] = {}  # (storage, offset) last set by infinity
+        self._versions: dict[str, int] = {}  # as last set by infinity
+        self._references: dict[str, int] = {}  # reference counts when a backward opened the unit
 
     def adopt(self, device: torch.device) -> None:
-        """Take the parameters over, whose values are at home now: from here on they are placeholders."""
+        """Take over the parameters and turn them into placeholders. Their values must be at home by now."""
         for name, parameter in self.named.items():
             self.placeholders[name] = nan_placeholder(parameter.shape, parameter.dtype, device)
             self._nowhere[name] = self.placeholders[name].untyped_storage()._cdata
@@ -62,13 +65,13 @@ class ParameterViews:
         self.hide()
 
     def value_in(self, slot: Slot, name: str) -> torch.Tensor:
-        """The view of a slot with the unit's weights that has the values of one parameter."""
+        """Return the view of one parameter's values in a slot that has the unit's weights."""
         group, spec = self._unit.find(name)
         flat = _flat(slot, group)
         return flat.as_strided(spec.shape, spec.stride, int(flat.storage_offset()) + spec.offset)
 
     def show(self, slot: Slot) -> None:
-        """The parameters are views of a slot."""
+        """Make the parameters views of a slot, except gathered ones."""
         with ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
             storage = slot.tensor.untyped_storage()._cdata
             for group in self._unit.groups:
@@ -77,11 +80,11 @@ class ParameterViews:
                 for spec in group.specs:
                     if spec.name not in self.gathered:
                         self.named[spec.name].data = flat.as_strided(spec.shape, spec.stride, begin + spec.offset)
-                        self._data[spec.name] = storage, begin + spec.offset  # which changes no version
+                        self._data[spec.name] = storage, begin + spec.offset  # setting .data changes no version
         self._expect(slot)
 
     def hide(self) -> None:
-        """The parameters are placeholders, and may not be read."""
+        """Turn the parameters into placeholders and forbid reads, except for gathered parameters."""
         self.close()
         with ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
             for name, parameter in self.named.items():
@@ -90,7 +93,7 @@ class ParameterViews:
                     self._data[name] = self._nowhere[name], 0
 
     def open_up(self) -> None:
-        """The parameters may be read."""
+        """Allow reads of the parameters."""
         if self.open:
             return
         backward = in_backward()
@@ -101,7 +104,7 @@ class ParameterViews:
         self.open = True
 
     def close(self) -> None:
-        """The parameters may not be read any more, but for those that are gathered."""
+        """Forbid reads of the parameters, except gathered ones."""
         if not self.open:
             return
         for name, parameter in self.named.items():
@@ -111,10 +114,11 @@ class ParameterViews:
         self.open = False
 
     def gather(self, values: Mapping[str, torch.Tensor], slot: Slot | None) -> None:
-        """These parameters have these tensors as their data, whatever becomes of the unit, until they are scattered.
+        """Set tensors as the data of parameters until `scatter`, whatever happens to the unit.
 
         Args:
-            slot: that the others are views of.
+            values: the tensors, by parameter name.
+            slot: slot that the other parameters are views of; None when they are placeholders.
         """
         with torch._C.DisableTorchFunctionSubclass():
             for name, value in values.items():
@@ -124,7 +128,12 @@ class ParameterViews:
         self._expect(slot)
 
     def scatter(self, names: Collection[str], slot: Slot | None) -> None:
-        """Parameters that were gathered are as the others again."""
+        """Turn gathered parameters back into views of the slot, or into placeholders.
+
+        Args:
+            names: names of the parameters.
+            slot: slot that the other parameters are views of; None when they are placeholders.
+        """
         self.gathered.difference_update(names)
         with ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
             for name in names:
@@ -139,15 +148,22 @@ class ParameterViews:
             slot.expect(len(self.named) - len(self.gathered))
 
     def set_to_itself(self, name: str) -> None:
-        """torch has called `parameter.set_(parameter)`, which adds one to the version and changes no value. A parameter
-        whose version moved further was changed before that: require_untouched will say so."""
+        """Account for a call of `parameter.set_(parameter)` by torch.
+
+        The call adds one to the version and changes no value. If the version moved further, something changed the
+        parameter before the call; require_untouched will report that change.
+        """
         parameter, version = self.named[name], self._versions[name] + 1
         with torch._C.DisableTorchFunctionSubclass():
             if _data_of(parameter) == self._data[name] and parameter._version == version:
                 self._versions[name] = version
 
     def require_untouched(self) -> None:
-        """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
+        """Check that no script changed a parameter outside infinity.
+
+        Raises:
+            ModelError: a parameter was replaced, converted or modified in place.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             for name, parameter in self.named.items():
                 as_left = _data_of(parameter) == self._data[name] and parameter._version == self._versions[name]
@@ -160,15 +176,16 @@ class ParameterViews:
                     )
 
     def saved_by_autograd(self) -> bool:
-        """Whether autograd may have saved parameters themselves, since a backward opened the unit.
+        """Return whether autograd may have saved the parameters themselves since a backward opened the unit.
 
-        This happens in what a reentrant checkpoint that is not torch's own recomputes, where no hook packs them. Who
-        referred to a parameter before the backward opened it does not want the values of now.
+        This happens in the recomputation of a reentrant checkpoint other than torch's own, where no hook packs saved
+        tensors. References that existed before the backward opened the unit do not count: they do not need the current
+        values.
         """
         if not self.open or not in_backward():
             return False
         if _use_count is None:
-            return True  # rather too little room than weights that are gone
+            return True  # safe answer: keeping the slot costs room, freeing it could lose weights
         return any(
             _use_count(parameter) > max(self._references.get(name, 0), 1 + parameter.requires_grad)
             for name, parameter in self.named.items()
@@ -180,5 +197,5 @@ def _data_of(parameter: nn.Parameter) -> tuple[int, int]:
 
 
 def _flat(slot: Slot, group: Group) -> torch.Tensor:
-    """The weights of a group in a slot, [numel and the gap behind them]."""
+    """Return the weights of a group in a slot, [numel + padding]."""
     return slot.tensor[group.weight_offset : group.weight_offset + group.weight_bytes].view(group.dtype)

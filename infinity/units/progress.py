@@ -1,8 +1,11 @@
-"""The pump: what completes in the background is carried on here, and nowhere else. It has no thread: each forward,
-backward and step of a unit comes by and carries on with what has completed since.
+"""The pump: the only code that continues work after its background part completes.
 
-An update whose writes are complete is finished; after the last one of a step, its commit goes on: what is in RAM is
-written, the swap file is synced, and once that is done and the loop was at its top the manifest is written.
+The pump has no thread. Each forward, backward and step of a unit calls it, and it continues with all work that has
+completed since the last call.
+
+An update is finished when its writes are complete. After the last update of a step its commit continues: states in RAM
+are written, then the swap file is synced. The manifest is written once the sync is done and the training loop has been
+at its top.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from infinity.units.updates import Updates
 
 
 class Progress:
-    """Called under the coordinator's lock. After a commit that failed the model refuses to go on: what was said to be
-    durable is not."""
+    """The pump of one model. Its methods are called under the coordinator's lock.
+
+    After a failed commit the model refuses every call: states that were reported durable are not.
+    """
 
     def __init__(
         self, resources: Resources, updates: Updates, commits: Commits, health: Health, timeline: Timeline
@@ -32,12 +37,16 @@ class Progress:
         self._timeline = timeline
 
     def carry_on(self) -> None:
-        """Carry on with what is done, as far as possible without waiting."""
+        """Continue with all completed work, without waiting."""
         self._updates.finish_written()
         self._advance_commit()
 
     def finish_updates(self) -> None:
-        """Wait until every decided update is finished. Raises SwapIOError: one failed."""
+        """Wait until every decided update is finished.
+
+        Raises:
+            SwapIOError: an update failed.
+        """
         self._updates.finish_all()
         self._advance_commit()
 
@@ -58,8 +67,13 @@ class Progress:
             self._commits.pass_by()
 
     def make_way(self) -> bool:
-        """Something will be written: a commit that was frozen is finished, another one gives way. All updates are
-        finished. Returns whether one gave way. Raises as Commits.step_begins."""
+        """Prepare for a write to the store: finish a frozen commit, withdraw another one, and finish all updates.
+
+        Raises as Commits.step_begins.
+
+        Returns:
+            Whether a commit was withdrawn.
+        """
         gave_way = self._commits.under_way and not self._commits.frozen
         with self.committing():
             self._commits.step_begins()
@@ -67,13 +81,20 @@ class Progress:
         return gave_way
 
     def settle(self) -> None:
-        """Something is about to be written: the generations that were given up for the one resumed go."""
+        """Prepare for a write to the store: delete the generations that were given up when the run was resumed."""
         if self._resources.generations is not None:
             with self.committing():
                 self._resources.generations.settle()
 
     def drop_speculation(self) -> int:
-        """Undo every speculative update. Returns how many there were. Raises SwapIOError: the device failed."""
+        """Undo every speculative update.
+
+        Returns:
+            The number of undone updates.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
         units = self._updates.speculative
         with self._health.failing(SwapIOError):
             self._updates.undo(units)
@@ -81,7 +102,7 @@ class Progress:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """A failure in this context is one of a commit."""
+        """Record a failure inside this context as a failure of a commit."""
         with self._health.failing(InfinityError), self._timeline.stall("commit"):
             yield
 

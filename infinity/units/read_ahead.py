@@ -1,9 +1,9 @@
 """States that are read during backward, for updates that are decided after it.
 
-What an update reads is known before the step is decided, and nothing changes it until then. So where no update
-speculates, the first units of the next forward have their first tiles in the staging when the step comes: as many as
-may be read ahead. What was read stays right as long as nobody writes these states, through a step that is skipped, too.
-The update of a unit takes over the jobs that read ahead for it.
+The states that an update reads are known before the step is decided, and nothing changes them until then. So where
+updates do not speculate, the first tiles of the next forward's first units are already in the staging when the step is
+decided. The staging limits how many tiles may be read ahead. The tiles stay valid as long as nothing writes these
+states, so also through a skipped step. The update of a unit takes over the jobs that read ahead for it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from infinity.units.unit import OffloadedUnit
 
 
 class ReadAhead:
-    """Invariant: `_jobs` are of units whose states are in the store, and nothing writes those."""
+    """Jobs that read ahead, by unit and group.
+
+    Invariant: `_jobs` has only units whose states are in the store and not being written.
+    """
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
-        self._jobs: dict[OffloadedUnit, dict[int, _native.UpdateFuture]] = {}  # by group
+        self._jobs: dict[OffloadedUnit, dict[int, _native.UpdateFuture]] = {}  # by unit and group
 
     def begin(self, order: Iterable[OffloadedUnit], step: int) -> None:
-        """Read the states of units, as far as the staging reaches; those that are in the store.
+        """Read the states of units that are kept in the store, until the staging is full.
 
         Args:
-            order: units that no update is under way of, the one that is wanted first comes first.
+            order: units without an update under way, first the one that is needed first.
+            step: the optimizer step that will use the states.
         """
         room = self._resources.pipeline.ahead_tiles_max - sum(map(self._tiles, self._jobs))
         for unit in order:
@@ -49,13 +53,16 @@ class ReadAhead:
                 jobs[index] = read_update_ahead(self._resources, unit, index, step=step)
 
     def take(self, unit: OffloadedUnit, groups: Collection[int]) -> Mapping[int, _native.UpdateFuture]:
-        """The jobs of a unit's `groups`, for the updates that take them over. Those of its others are dropped."""
+        """Return the jobs of a unit's `groups`, for the updates that take them over.
+
+        Cancel the jobs of its other groups.
+        """
         taken = self._jobs.pop(unit, {})
         for index in taken.keys() - set(groups):
             self._resources.pipeline.cancel(taken[index])
         return taken
 
     def drop(self, but: Collection[int]) -> None:
-        """Forget what was read for other units than these. A device that failed will tell whoever reads it next."""
+        """Cancel the jobs of all units except `but`. A failed device is reported by the next read."""
         for unit in [unit for unit in self._jobs if unit.index not in but]:
             self.take(unit, ())

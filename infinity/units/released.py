@@ -1,8 +1,8 @@
 """The class of a parameter while its values must not be read.
 
 [Note: never a silent NaN]
-The storage of a released parameter holds one NaN, with which torch would compute without an error. So a released
-parameter's `__class__` is a subclass of `nn.Parameter`, whose `__torch_function__` is called for every use of the
+The storage of a released parameter has one NaN, with which torch would compute without an error. So the `__class__` of
+a released parameter is a subclass of `nn.Parameter` with a `__torch_function__`. torch calls it for every use of the
 parameter from Python:
 
     metadata (shape, dtype, device, grad, requires_grad, hooks, …)            answered
@@ -11,20 +11,21 @@ parameter from Python:
     anything else, in the model's forward, a backward or infinity.gathered    the values are fetched, then the call runs
     anything else, elsewhere                                                  raises, and says what to do
 
-Writing to a parameter that was fetched raises, too: the change would be lost with the unit's slot.
+Writing to a fetched parameter raises, too: the change would be lost with the unit's slot.
 
-Parameters of a unit that is still on the device after its forward get this class as well, so that a script behaves the
+The parameters of a unit that stays on the device after its forward get this class as well, so that a script behaves the
 same whether or not the weights fit.
 
-Some entries to torch's C++ code do not look at the class of their argument. Code that writes, or asks for an address
+Some functions of torch's C++ code do not check the class of their argument. Code that writes, or asks for an address
 that it could write to (to_dlpack, most C++ extensions), gets an error of torch from the placeholder's storage. Code
-that only reads gets NaN: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p), x.new(p),
-x.new_tensor(p), and torch.as_tensor and torch.asarray to another dtype; p.as_subclass and torch.Tensor._make_subclass;
-torch.func's and torch.vmap's transforms with p as their argument; `other.data = p` and other.set_(p); p as a gradient
-given to backward() or autograd.grad; torch.nested.nested_tensor([p]); C++ extensions that ask for a constant address.
+that only reads gets NaN. Such code is: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p),
+x.new(p), x.new_tensor(p), and torch.as_tensor and torch.asarray to another dtype; p.as_subclass and
+torch.Tensor._make_subclass; transforms of torch.func and torch.vmap with p as their argument; `other.data = p` and
+other.set_(p); p as a gradient given to backward() or autograd.grad; torch.nested.nested_tensor([p]); C++ extensions
+that ask for a constant address.
 
-A write of a module through `.data` of its own weight in its own forward is not noticed either. It is lost if the
-weights rest in the store.
+A module that writes through `.data` of its own weight in its own forward is not noticed either. The write is lost if
+the weights are kept in the store.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ _CONVERSIONS = ("to", "type", "float", "half", "bfloat16", "cpu", "cuda")
 
 
 def way_out(use: str) -> str:
-    """What to do where an operation must not have the values: one that writes is often torch's optimizer."""
+    """Return advice for an operation `use` that must not get the values.
+
+    An operation that writes is often a step of torch's optimizer.
+    """
     if use in _CONVERSIONS:
         return (
             "A model is converted before infinity.offload, or loaded with infinity.load_pretrained(path, dtype=...). "
@@ -66,23 +70,31 @@ def way_out(use: str) -> str:
 
 
 def in_backward() -> bool:
-    """Whether this thread is inside a backward pass."""
+    """Return whether this thread is inside a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Lender(ABC):
-    """An object that can fetch the values of released parameters."""
+    """Object that can fetch the values of released parameters."""
 
     @abstractmethod
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
-        """In this context the parameters have their values and their own class.
+        """Return a context in which the parameters have their values and their own class.
+
+        Args:
+            parameters: released parameters.
+            use: name of the attempted operation, for the message.
 
         Raises:
-            ReleasedParameterError: the parameters must not be read now; the message names `use`, what was tried.
+            ReleasedParameterError: the parameters must not be read now.
         """
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter's values in RAM, for a comparison. Raises as `lend`."""
+        """Return a copy of a parameter's values in RAM, for a comparison.
+
+        Raises:
+            ReleasedParameterError: the parameter must not be read now.
+        """
         with torch.no_grad(), self.lend([parameter], "equal"):
             return parameter.detach().to("cpu", copy=True)
 
@@ -90,10 +102,10 @@ class Lender(ABC):
     def name_of(self, parameter: nn.Parameter) -> str: ...
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """The parameter has its values and its own class from now on: somebody asks for its `.data`.
+        """Give a parameter its values and its own class from now on, for an access to `.data`.
 
         Raises:
-            ReleasedParameterError: it must not.
+            ReleasedParameterError: the parameter cannot keep its values.
         """
         raise ReleasedParameterError(
             f"`.data` of parameter '{self.name_of(parameter)}' is not there: its values are in the store, and writes "
@@ -102,14 +114,18 @@ class Lender(ABC):
         )
 
     def assign(self, parameter: nn.Parameter, value: nn.Parameter) -> None:
-        """`parameter.data = value`, which is a released parameter, too. Raises as `keep`."""
+        """Set `parameter.data = value`, where `value` is a released parameter, too.
+
+        Raises:
+            ReleasedParameterError: a parameter cannot keep its values.
+        """
         for each in (value, parameter):
             if isinstance(each, ReleasedParameter):
                 lender_of(each).keep(each)
         parameter.data = value.data
 
     def written(self, parameter: nn.Parameter, use: str) -> None:
-        """An operation wrote to a parameter that was lent.
+        """Report that an operation `use` wrote to a fetched parameter.
 
         Raises:
             ModelError: the change would be lost.
@@ -121,10 +137,14 @@ class Lender(ABC):
         )
 
     def copied(self, parameter: nn.Parameter, what: str) -> nn.Parameter:
-        """Another parameter with the same values.
+        """Return another parameter with the same values.
+
+        Args:
+            parameter: released parameter.
+            what: name of the copying operation, for the message.
 
         Raises:
-            ReleasedParameterError: it would have a placeholder's.
+            ReleasedParameterError: the copy would have the values of a placeholder.
         """
         raise ReleasedParameterError(
             f"{what} of parameter '{self.name_of(parameter)}' would copy a placeholder: its values are in the store. "
@@ -132,16 +152,19 @@ class Lender(ABC):
         )
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
-        """Another parameter whose values are these in another form, if that needs no values now."""
+        """Return a parameter with the values converted to `dtype` and `device`; None if the values are needed now."""
         return None
 
 
 class ReleasedParameter(nn.Parameter):
-    """See [Note: never a silent NaN]. Made by `released_class`, never constructed."""
+    """Parameter whose values must not be read: see [Note: never a silent NaN].
+
+    `released_class` makes the subclasses. The class is assigned to `__class__` and never constructed.
+    """
 
     _lender: weakref.ref[Lender]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # nn.Parameter has one of its own, which asks for `.data`
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # nn.Parameter.__deepcopy__ reads `.data`
         if id(self) not in memo:
             memo[id(self)] = lender_of(self).copied(self, "deepcopy")
         return memo[id(self)]
@@ -151,7 +174,7 @@ class ReleasedParameter(nn.Parameter):
         cls, func: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA or CompileContext.try_get() is not None:  # torch.compile looks, and reads no values
+        if func in _METADATA or CompileContext.try_get() is not None:  # torch.compile reads no values
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         answer: Callable[..., Any]
@@ -167,13 +190,15 @@ class ReleasedParameter(nn.Parameter):
 
 
 def ordinary_tensors() -> AbstractContextManager[object]:
-    """Tensors that are made in it are no inference tensors, which autograd refuses for ever."""
+    """Return a context in which new tensors are not inference tensors, which autograd refuses for ever."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What a released parameter holds: one NaN, expanded to the true shape and dtype. Its storage gives nobody an
-    address to write to."""
+    """Return the data of a released parameter: one NaN, expanded to the true shape and dtype.
+
+    The storage gives out no address to write to, where torch supports that.
+    """
     with torch.inference_mode(False):
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
         if hasattr(torch._C, "_set_throw_on_mutable_data_ptr"):
@@ -182,7 +207,7 @@ def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device)
 
 
 def released_class(lender: Lender) -> type[ReleasedParameter]:
-    """The class for the released parameters of one offloaded model. It does not keep the model alive."""
+    """Return the class for the released parameters of one offloaded model. The class does not keep the model alive."""
 
     class Released(ReleasedParameter):
         _lender = weakref.ref(lender)
@@ -191,7 +216,11 @@ def released_class(lender: Lender) -> type[ReleasedParameter]:
 
 
 def lender_of(parameter: ReleasedParameter) -> Lender:
-    """Raises ReleasedParameterError when the model is gone."""
+    """Return the lender of a released parameter.
+
+    Raises:
+        ReleasedParameterError: the offloaded model no longer exists.
+    """
     lender = type(parameter)._lender()
     if lender is None:
         raise ReleasedParameterError("the values of this parameter are gone: its offloaded model no longer exists")
@@ -216,7 +245,7 @@ def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """A function's name as the user wrote it: the getter of an attribute has the attribute's name."""
+    """Return a function's name as the user wrote it. The getter of an attribute gets the attribute's name."""
     name = str(getattr(func, "__name__", func))
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     return f".{attribute}" if attribute and name in ("__get__", "__set__") else name
@@ -227,7 +256,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 def _data(func: Callable[..., Any], parameter: ReleasedParameter, *value: Any) -> Any:
     if value and value[0] is parameter:
-        return None  # as Module.to() does when it changes nothing
+        return None  # Module.to() does this when it changes nothing
     lender = lender_of(parameter)
     if value and isinstance(value[0], ReleasedParameter):
         return lender.assign(parameter, value[0])
@@ -236,7 +265,10 @@ def _data(func: Callable[..., Any], parameter: ReleasedParameter, *value: Any) -
 
 
 def _equal(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch.equal, as Lightning's BaseFinetuning asks between steps. Values that decide nothing are not fetched."""
+    """Answer torch.equal, which Lightning's BaseFinetuning calls between steps.
+
+    Fetch no values when identity or shape decides.
+    """
     one, other = [*args, *kwargs.values()]
     with torch._C.DisableTorchFunctionSubclass():
         if one is other or one.shape != other.shape:
@@ -253,7 +285,7 @@ def _pickle(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, 
 
 
 def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
-    """`.to()` and its like: answered with the parameter itself if nothing would change."""
+    """Answer `.to()` and similar functions; return the parameter itself if nothing would change."""
     args, kwargs = tuple(map(_without_number, args)), {key: _without_number(value) for key, value in kwargs.items()}
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
@@ -267,15 +299,17 @@ def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any,
 
 
 def _without_number(argument: Any) -> Any:
-    """torch copies what is sent to `cpu:0`, where accelerate puts a rank, although it is on the CPU."""
+    """Replace `cpu:0` by `cpu`.
+
+    accelerate places a rank on `cpu:0`, and torch copies a tensor sent there although the tensor is on the CPU.
+    """
     device = torch.device(argument) if isinstance(argument, str) and argument.startswith("cpu:") else argument
     numbered = isinstance(device, torch.device) and device.type == "cpu" and device.index is not None
     return torch.device("cpu") if numbered else argument
 
 
 def _differentiate(func: Callable[..., Any], outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
-    """torch.autograd.grad, and backward: a released parameter may be an input, with respect to which outputs are
-    differentiated."""
+    """Answer torch.autograd.grad and torch.autograd.backward, where a released parameter may be one of `inputs`."""
     given = kwargs.get("grad_outputs"), kwargs.get("grad_tensors")
     if any(isinstance(leaf, ReleasedParameter) for leaf in tree_leaves((outputs, given))):
         return _with_values(func, outputs, inputs=inputs, **kwargs)
@@ -290,13 +324,13 @@ def _like(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **
 
 
 def _layout(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any, **kwargs: Any) -> Any:
-    """Strides of the values, not of the placeholder."""
+    """Answer with the strides of the values, not of the placeholder."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), *args, **kwargs)
 
 
 def _as_pattern(func: Callable[..., Any], tensor: torch.Tensor, parameter: Any, *args: Any, **kwargs: Any) -> Any:
-    """`x.to(parameter)` and its like need only the parameter's dtype, device or shape."""
+    """Answer `x.to(parameter)` and similar functions, which need only the parameter's dtype, device or shape."""
     if not isinstance(parameter, ReleasedParameter):
         return _with_values(func, tensor, parameter, *args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
@@ -312,7 +346,7 @@ def _describe(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any
 
 
 def _found(names: str, *owners: Any) -> list[Callable[..., Any]]:
-    """The functions with these names that this version of torch has."""
+    """Return the functions with these names that the installed torch has."""
     return [getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)]
 
 

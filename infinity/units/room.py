@@ -1,9 +1,12 @@
-"""The units on the device: who comes, and who goes for it.
+"""The units on the device: which units are brought, and which are evicted to make room.
 
-After its forward a unit stays until room is needed; then the one with the farthest next use goes first. A unit may go
-when no forward runs in it, no backward was announced for it, and nothing but its parameters refers to its slot:
-autograd may hold views that it unpacked, and the script views of its own. What torch.utils.checkpoint recomputes holds
-none (runtime/recomputed.py); another reentrant checkpoint may hold views, or the parameters themselves.
+A unit stays after its forward until its memory is needed; the unit with the farthest next use is evicted first. A unit
+may be evicted when no forward runs in it, no backward was announced for it, and nothing but its parameters refers to
+its slot.
+
+autograd may refer to the slot through views that it unpacked, and the script through views of its own. The
+recomputation of torch.utils.checkpoint keeps no views (runtime/recomputed.py); another reentrant checkpoint may keep
+views, or the parameters themselves.
 """
 
 from __future__ import annotations
@@ -28,17 +31,17 @@ from infinity.units.weights import Residency
 
 
 class Room:
-    """Brings units to the device and sends others away. Its methods are called under the coordinator's lock.
+    """Memory for weights on the device, and the units in it. The methods are called under the coordinator's lock.
 
-    Invariant: `_present` are the units that are not RELEASED, `_fetching` those that are FETCHING, `_held` those that
-    are held.
+    Invariant: `_present` has the units that are not RELEASED, `_fetching` the FETCHING ones, `_held` the units that are
+    held.
 
     Args:
-        policy: tells which units may come and go, as far as that does not follow from the visits.
+        policy: decides which units may be brought and evicted, as far as the visits do not decide it.
 
     Attributes:
-        units: in the order of their indices.
-        unit_at: gives the unit whose slot has a storage (its `_cdata`); None where none has.
+        units: the units, in the order of their indices.
+        unit_at: function that returns the unit whose slot has a storage (its `_cdata`); None when no slot has it.
     """
 
     def __init__(
@@ -54,11 +57,11 @@ class Room:
         self._resources = resources
         self._updates = updates
         self._timeline = timeline
-        self._at: dict[int, OffloadedUnit] = {}  # by the storage of the slot
-        self.unit_at: Callable[[int], OffloadedUnit | None] = self._at.get  # asked of every tensor that autograd saves
+        self._at: dict[int, OffloadedUnit] = {}  # units by the storage of their slots
+        self.unit_at: Callable[[int], OffloadedUnit | None] = self._at.get  # called per saved tensor
         self._slots = slots
         self._policy = policy
-        self._viewed: list[Slot] = []  # given up, and somebody still holds views of them
+        self._viewed: list[Slot] = []  # slots of released units that still have outstanding views
         self._present: dict[int, OffloadedUnit] = {}
         self._fetching: dict[int, OffloadedUnit] = {}
         self._held: list[OffloadedUnit] = []
@@ -72,17 +75,17 @@ class Room:
     # -- iterations ---------------------------------------------------------------------------------------------------
 
     def begin_pass(self, *, training: bool) -> None:
-        """What is visited from now on belongs to a training iteration, or to an evaluation."""
+        """Begin a training iteration or an evaluation, to which the next visits belong."""
         self._training = training
         if not training:
             self._traces[False].close()
 
     def end_iteration(self) -> None:
-        """A training iteration is over: the next one is expected to visit the units in the same order."""
+        """End a training iteration. The next one is expected to visit the units in the same order."""
         self._traces[True].close()
 
     def order(self) -> list[OffloadedUnit]:
-        """All units, the one that the next training forward uses first comes first."""
+        """Return all units, first the one that the next training forward uses first."""
         order = update_order(len(self.units), lambda index: self.units[index].unit.stays, self._traces[True])
         return [self.units[index] for index in order]
 
@@ -91,7 +94,11 @@ class Room:
         return self._traces[self._training]
 
     def hold(self, indices: Collection[int]) -> list[int]:
-        """These units are kept, and no others. Returns those that were kept and are not any more."""
+        """Hold these units, and no others.
+
+        Returns:
+            Indices of the units that are no longer held.
+        """
         before = self._held
         for unit in before:
             unit.weights.hold(False)
@@ -103,13 +110,13 @@ class Room:
         return [unit.index for unit in before if unit.index not in indices]
 
     def unuse(self, unit: OffloadedUnit) -> None:
-        """A forward ended, well or not."""
+        """Count a forward of the unit that ended, normally or with an exception."""
         unit.weights.unuse()
-        if not in_backward():  # what is recomputed there is used on
+        if not in_backward():  # a unit recomputed in backward stays in use
             unit.weights.rest()
 
     def forget_uses(self) -> None:
-        """Of a forward or backward that an exception ended."""
+        """Forget the uses by a forward or backward that an exception ended."""
         for unit in self.units:
             unit.weights.forget_uses()
         self._held = []
@@ -117,31 +124,44 @@ class Room:
     # -- parameters ---------------------------------------------------------------------------------------------------
 
     def require_untouched(self) -> None:
-        """Raises ModelError when a parameter was replaced, converted, modified in place or unfrozen behind our back."""
+        """Check that no script changed a parameter outside infinity.
+
+        Raises:
+            ModelError: a parameter was replaced, converted or modified in place.
+        """
         for unit in self.units:
             unit.views.require_untouched()
 
     def close_all(self) -> None:
-        """Nobody may read any parameter from now on."""
+        """Forbid reads of all parameters, except gathered ones."""
         for unit in self.units:
             unit.views.close()
 
     def leave_all(self) -> bool:
-        """The model is closed, and its threads have ended: no unit keeps a slot. Returns whether the memory of all of
-        them is free: somebody may hold views of one, or a device that was given up may write to it."""
+        """Free the slots of all units, after the model is closed and its threads have ended.
+
+        Returns:
+            Whether the memory of all slots is free. It is not while views of a slot exist, or a device that was given
+                up may still write to a slot.
+        """
         for unit in self.units:
             if unit.weights.residency is Residency.FETCHING:
-                with suppress(InfinityError):  # nobody wants it any more
+                with suppress(InfinityError):  # the weights are no longer needed
                     self._finish(unit)
             if unit.weights.slot is not None:
                 self._vacate(unit)
         resting = all(unit.weights.residency is Residency.RELEASED for unit in self.units)
         return resting and not any(slot.outstanding() for slot in self._viewed)
 
-    # -- who comes ----------------------------------------------------------------------------------------------------
+    # -- fetches ------------------------------------------------------------------------------------------------------
 
     def bring(self, unit: OffloadedUnit) -> None:
-        """When this returns the parameters of the unit have their values."""
+        """Bring a unit to the device: on return its parameters have their values.
+
+        Raises:
+            PlanError: there is no device memory for the unit.
+            SwapIOError: the device failed.
+        """
         if not unit.unit.stays:
             self._trace.visit(unit.index)
         self._resources.idle.begins()
@@ -158,7 +178,7 @@ class Room:
         self._resources.idle.ends()
 
     def _take_back(self, unit: OffloadedUnit) -> None:
-        """Before a unit is used: its update must be computed, this one only."""
+        """Apply the update of a unit before the unit is used, and wait for no other update."""
         unit.apply_update()
         if unit.weights.residency is Residency.STALE:
             self._vacate(unit)
@@ -166,8 +186,11 @@ class Room:
             unit.weights.updated()
 
     def prefetch(self) -> None:
-        """Fetch ahead as far as there is room, also for units that cannot be fetched before their update is computed:
-        a later one that took it would have to go again, and be waited for."""
+        """Fetch the next units in the expected order, as far as there is room.
+
+        A unit that still waits for its update keeps its room. If a later unit took this room, it would have to be
+        evicted again before the first unit could be fetched.
+        """
         if len(self._present) == len(self.units):
             return
         self._prefetch_staying()
@@ -184,13 +207,17 @@ class Room:
                 return
 
     def _prefetch_staying(self) -> None:
-        """The units that stay come first: one that came late would lie amid the others, and split the room."""
+        """Fetch the staying units first.
+
+        A staying unit fetched later would be placed between the others and fragment the room.
+        """
         for index in self._staying:
             unit = self.units[index]
             if unit.weights.residency is Residency.RELEASED and self._policy.may_come(unit):
                 self._start(unit, 0)
 
     def finish_fetches(self) -> None:
+        """Wait for all fetches in flight."""
         for unit in list(self._fetching.values()):
             self._finish(unit)
 
@@ -205,7 +232,15 @@ class Room:
         self._at[slot.tensor.untyped_storage()._cdata] = unit
 
     def _start(self, unit: OffloadedUnit, distance: int | None) -> bool:
-        """Begin a fetch; what is used later than `distance` visits from now makes room (anything, when None)."""
+        """Begin a fetch, and evict units to make room for it.
+
+        Args:
+            unit: unit to fetch.
+            distance: only units whose next use is more than `distance` visits away may be evicted; None: any unit.
+
+        Returns:
+            Whether the fetch began.
+        """
         for slot in [slot for slot in self._viewed if not slot.outstanding()]:
             self._viewed.remove(slot)
             self._slots.free(slot)
@@ -247,24 +282,39 @@ class Room:
         )
 
     def _let_held_go(self) -> bool:
-        """Units whose backward was announced make room for what is recomputed before it: autograd brings them again,
-        where it unpacks their weights. Whether there was one."""
+        """Stop holding the units whose backward was announced, to make room for the recomputation before it.
+
+        Autograd brings these units again where it unpacks their weights.
+
+        Returns:
+            Whether a unit was held.
+        """
         held = [unit for unit in self._held if unit.weights.held]
         for unit in held:
             unit.weights.hold(False)
         return bool(held)
 
     def _make_room(self, unit: OffloadedUnit) -> bool:
-        """Begin a fetch that finds no room among what may go now. Whether there was a way."""
+        """Begin a fetch that found no room, after waiting for updates and collecting garbage.
+
+        Returns:
+            Whether the fetch began.
+        """
         self._updates.wait_for_readers()
         if self._start(unit, None):
             return True
-        gc.collect()  # views of slots may hang in reference cycles
+        gc.collect()  # reference cycles may keep views of slots alive
         return self._start(unit, None) or self._move_others(unit)
 
     def _move_others(self, unit: OffloadedUnit) -> bool:
-        """Begin a fetch where there are bytes enough, but not in one piece: units in use that nobody holds views of
-        leave their slots, and come again into what the fetch leaves them. False where that does not help."""
+        """Begin a fetch when enough bytes are free, but not in one piece.
+
+        Units in use without outstanding views give up their slots, and are fetched again into the room that the fetch
+        leaves.
+
+        Returns:
+            Whether all of them fit.
+        """
         others = [
             other
             for other in self._in_order()
@@ -278,7 +328,7 @@ class Room:
             self._evict(other)
         every = sorted([unit, *others], key=lambda each: -each.unit.weight_bytes)
         for each in every:
-            each.weights.use()  # none of these makes room for another
+            each.weights.use()  # so that none of these is evicted for another
         try:
             fits = all(self._start(each, None) for each in every)
             if not fits and unit.weights.residency is Residency.FETCHING:
@@ -297,14 +347,18 @@ class Room:
                 each.weights.unuse()
         return fits
 
-    # -- who goes -----------------------------------------------------------------------------------------------------
+    # -- evictions ----------------------------------------------------------------------------------------------------
 
     def _in_order(self) -> Iterator[OffloadedUnit]:
-        """The units that are present, in the order of their indices: the same on every rank."""
+        """Return the present units in the order of their indices, which is the same on every rank."""
         return (self._present[index] for index in sorted(self._present))
 
     def _victim(self, distance: int | None) -> OffloadedUnit | None:
-        """Args: distance: of the fetch that needs room, as for `_start`."""
+        """Return the unit to evict next; None when no unit may be evicted.
+
+        Args:
+            distance: distance of the fetch that needs room, as for `_start`.
+        """
         units = (self.units[index] for index in victims(sorted(self._present), self._trace, distance))
         return next((unit for unit in units if self._may_go(unit, prefetch=distance is not None)), None)
 
@@ -323,11 +377,11 @@ class Room:
         if unit.weights.residency in (Residency.UPDATING, Residency.STALE) or unit.writes_from_slot():
             unit.await_slot()
         if unit.weights.residency is Residency.RESIDENT:
-            unit.views.require_untouched()  # what was written to the slot goes with it
+            unit.views.require_untouched()  # a write to the slot would be lost
         self._vacate(unit)
 
     def _vacate(self, unit: OffloadedUnit) -> None:
-        """Take the slot of a unit that nobody works in."""
+        """Free the slot of a unit, which nothing may use any more."""
         slot = unit.weights.leave()
         del self._present[unit.index]
         del self._at[slot.tensor.untyped_storage()._cdata]
@@ -339,13 +393,20 @@ class Room:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def updates_decided(self, begun: Sequence[OffloadedUnit], everywhere: Sequence[OffloadedUnit]) -> None:
-        """Args: begun: the units of which this process updates something; everywhere: those of which any rank does."""
+        """Adapt the slots to the updates of a decided step.
+
+        Args:
+            begun: units with an update in this process.
+            everywhere: units with an update on any rank.
+        """
         for unit in begun if self._policy.keeps_slots else everywhere:
             self.update_decided(unit)
 
     def update_decided(self, unit: OffloadedUnit) -> None:
-        """A unit's update is decided: its weights of before are void, and the slot stays only where the update uses
-        it."""
+        """Adapt the slot of a unit to its decided update.
+
+        The old weights are void, so the slot is kept only if the update uses it.
+        """
         unit.weights.bump()
         update, slot = unit.decided, unit.weights.slot
         if slot is None or unit.weights.residency is not Residency.RESIDENT:
@@ -364,11 +425,14 @@ class Room:
             unit.weights.begin_update(writes_slot=not update.speculated)
 
     def _is_viewed(self, slot: Slot) -> bool:
-        """Whether somebody holds views of the slot's memory: through it, or an earlier slot of the same weights."""
+        """Return whether views of the slot's memory exist, of this slot or of an earlier slot at the same address."""
         at = slot.tensor.data_ptr()
         return any(each.outstanding() for each in [slot, *self._viewed] if each.tensor.data_ptr() == at)
 
     def adopt(self) -> None:
-        """Take the parameters over, whose values are at home now: from here on they are placeholders."""
+        """Take over the parameters of all units and turn them into placeholders.
+
+        Their values must be at home by now.
+        """
         for unit in self.units:
             unit.views.adopt(self._resources.torch_device)

@@ -1,14 +1,15 @@
-"""Host memory for the new values of speculative updates, where weights or optimizer states rest in RAM.
+"""Host memory for the new values of speculative updates, for weights or optimizer states that are kept in RAM.
 
-While updates do not speculate this memory is lent to the update's staging, which reads states ahead with it.
+While updates do not speculate, this memory is lent to the update's staging, which reads states ahead with it.
 
 [Note: homes and shadows trade places]
-A shadow is one piece of memory for all that an update changes of a unit in RAM. When the update is applied the
-shadow's parts become homes, and the homes of before are free: one piece again, because the homes of a unit lie side by
-side. Units are mostly of one size, the blocks of a model, so the next shadow fits where a home was. It goes there, and
-not into the longer piece that a head or an embedding left: a shadow takes the shortest piece that it fits. All the same
-units of other sizes, or an optimizer that changes only some of the states, can leave free memory in pieces that are too
-short. The unit whose shadow does not fit does not speculate then, and its update comes with the step.
+A shadow is one piece of memory for all values in RAM that an update of a unit changes. When the update is applied, the
+parts of the shadow become homes, and the old homes become free. The old homes are one piece again, because the homes of
+a unit are adjacent. Most units have the same size, the size of a block of the model, so the next shadow fits where
+homes were. A shadow takes the shortest free piece that is long enough, so it does not use the longer piece that a head
+or an embedding left. Units of other sizes, or an optimizer that changes only some of the states, can still leave free
+memory in pieces that are too short. A unit whose shadow does not fit does not speculate, and its update begins with the
+step.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from infinity.tiers.home import Home, WeightsHome
 
 
 class Shadows:
-    """Invariant: `free_bytes`, the bytes in use by updates and `lent_bytes` add up to what the plan has for shadows.
+    """Memory for the shadows of all units.
+
+    Invariant: `free_bytes`, the bytes in use by updates and `lent_bytes` add up to the plan's bytes for shadows.
 
     Args:
-        space: of the homes in RAM and the shadows ([Note: homes and shadows trade places]).
-        nbytes: of the shadows.
-        sizes: of the pieces that are lent, in their order: bytes of weights that shadows are needed for.
+        space: memory of the homes in RAM and of the shadows ([Note: homes and shadows trade places]).
+        pipeline: pipeline of the updates, whose staging borrows the memory.
+        nbytes: bytes planned for shadows.
+        sizes: sizes of the pieces to lend, in order: the weight bytes of the units that need shadows.
     """
 
     def __init__(self, space: Space, pipeline: _native.UpdatePipeline, nbytes: int, sizes: list[int]) -> None:
@@ -39,11 +43,13 @@ class Shadows:
         self.free_bytes = nbytes
 
     def try_shadow(self, weights: WeightsHome | None, states: Sequence[Home]) -> Mapping[Home, Lease] | None:
-        """A shadow of weights and of these states in RAM, by home; None where there is no memory for it. The weights of
-        all groups have one lease.
+        """Return a shadow of weights and states in RAM, by home; None when there is no memory for it.
+
+        The weights of all groups share one lease.
 
         Args:
-            weights: None where they rest in the store.
+            weights: weights of the unit; None when they are kept in the store.
+            states: homes of the optimizer states.
         """
         nbytes = 0 if weights is None else weights.nbytes
         sizes = [round_up(each, PAGE_BYTES) for each in (nbytes, *(home.nbytes for home in states))]
@@ -55,7 +61,7 @@ class Shadows:
         return {**dict.fromkeys(groups, new_weights), **dict(zip(states, others, strict=True))}
 
     def try_lease(self, nbytes: int) -> Lease | None:
-        """Memory for new values; None where there is none."""
+        """Return memory for new values; None when there is none."""
         lease = self._space.try_lease(nbytes, tightest=True) if nbytes <= self.free_bytes else None
         if lease is not None:
             self.free_bytes -= lease.nbytes
@@ -67,11 +73,11 @@ class Shadows:
 
     @property
     def lent_bytes(self) -> int:
-        """What the staging has."""
+        """Bytes that are lent to the staging."""
         return sum(lease.nbytes for lease in self._lent)
 
     def lend(self) -> None:
-        """Updates do not speculate for now: the staging gets the free memory."""
+        """Lend the free memory to the staging, while updates do not speculate."""
         for nbytes in self._sizes:
             if not 0 < nbytes <= self.free_bytes:
                 continue
@@ -82,10 +88,12 @@ class Shadows:
                     self._lent.append(lease)
 
     def reclaim(self) -> None:
-        """Updates speculate again. Nothing is read ahead into this memory, and nothing is to be computed in it; waits
-        for writes from it."""
+        """Take the lent memory back. Wait for writes from it.
+
+        The caller ensures that no read ahead into this memory and no computation in it is left.
+        """
         with interrupts_deferred():
             while self._lent:
                 lease = self._lent.pop()
-                if self._pipeline.reclaim(lease.view()):  # else a device that was given up may still use it
+                if self._pipeline.reclaim(lease.view()):  # False: a device that was given up may still use the memory
                     self.give_back(lease)

@@ -1,8 +1,9 @@
-"""Whether updates speculate: what the config allows, and what the last steps have shown.
+"""Whether updates speculate, by the config and by the results of the last steps.
 
-[Note: steps that are timed] Beside a backward that a device computes, updates cost what the device's copies and the
-threads that feed it lose: whether that gains depends on the machine and the model. So with `auto` some steps are timed
-with speculation and some without, taking turns, and the faster way is kept for a while. No bit depends on it.
+[Note: steps that are timed] While a device computes the backward, updates slow down the device's copies and the threads
+that feed the device. Whether speculation still gains time depends on the machine and the model. So with `auto`, some
+steps are timed with speculation and some without, in turn, and the faster way is kept for a while. The results are the
+same bits either way.
 """
 
 from __future__ import annotations
@@ -19,38 +20,38 @@ from infinity.state.request import GroupUpdate
 
 logger = logging.getLogger(__name__)
 
-_MEMORY = 0.75  # of what was known before a step, the share that stays known after it
-_LEARNING = 10  # steps before any is timed: they learn the order of units, and a device compiles and allocates
-_TURN, _TURNS = 3, 4  # steps of one way before the other has its turn, and turns
-_GAIN = 0.97  # of the time with speculation: what is not below that is no reason to do without
-_KEPT = 500  # steps until they are timed again
+_MEMORY = 0.75  # weight of the old average in the running average of wrong steps
+_LEARNING = 10  # untimed first steps, which learn the order of units while a device compiles and allocates
+_TURN, _TURNS = 3, 4  # steps per turn, and number of turns
+_GAIN = 0.97  # speculation is switched off only if a step without it takes less than this share of the time
+_KEPT = 500  # steps before the next timing
 
 
 class Predictable(Protocol):
-    """An optimizer that says what its next step will want."""
+    """Optimizer that predicts its next step."""
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Backward passes before a step; None: as many as the last time."""
+        """Number of backward passes before a step; None: the number before the last step."""
 
     @property
     def expected_scale(self) -> float:
-        """What the gradients will be multiplied by, unless the step clips."""
+        """Factor for the gradients, if the step does not clip."""
 
     def expected_update(self, unit: int) -> dict[int, GroupUpdate]:
-        """What the next step will want of a unit's groups, as far as is known now."""
+        """Return the update of a unit's groups that the next step is expected to request."""
 
 
 @dataclass
 class Counts:
-    """Units' updates since the model was offloaded.
+    """Numbers of unit updates since the model was offloaded.
 
     Attributes:
-        early: speculative ones that the step agreed with.
-        undone: speculative ones that were undone.
-        late: begun when the step was decided.
-        clipped: steps, not units, that clipped their gradients or had another loss scale than before, where updates
-            may speculate: then none is right.
+        early: speculative updates that the step agreed with.
+        undone: speculative updates that were undone.
+        late: updates that began when the step was decided.
+        clipped: steps, not units, that clipped their gradients or changed the loss scale, where updates may speculate;
+            every speculative update of such a step is wrong.
     """
 
     early: int = 0
@@ -60,22 +61,22 @@ class Counts:
 
 
 class Timed:
-    """Which way is faster ([Note: steps that are timed]).
+    """Choice of the faster way ([Note: steps that are timed]).
 
     Args:
-        clock: seconds.
+        clock: function that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._steps = 0
-        self._last: tuple[bool, float] | None = None  # how the step before went, and when it was decided
-        self._seconds: dict[bool, float] = {}  # the least between two decisions of the same way
+        self._last: tuple[bool, float] | None = None  # whether the step before speculated, and when it was decided
+        self._seconds: dict[bool, float] = {}  # shortest time between two decisions, by way
         self._chosen = True
 
     @property
     def speculates(self) -> bool:
-        """Whether the step under way is to."""
+        """Whether the step under way should speculate."""
         timed = self._steps - _LEARNING
         if 0 <= timed < _TURN * _TURNS:
             return timed // _TURN % 2 == 0
@@ -101,15 +102,18 @@ class Timed:
 
 
 class Speculation:
-    """What is expected is always the same: no clipping, no skipping, no other hyperparameters or loss scale, no further
-    backward pass.
+    """Whether to speculate, learned from the steps so far.
+
+    A speculation always expects the same: no clipping, no skipping, no change of hyperparameters or loss scale, and no
+    further backward pass.
 
     Args:
-        timed: tells which way is faster, with `auto`; None: speculation is.
+        mode: overlap mode of the plan.
+        timed: decides which way is faster in mode `auto`; None: speculation is.
 
     Attributes:
-        mode: as the plan has it.
-        counts: what became of the updates.
+        mode: overlap mode of the plan.
+        counts: counts of the updates by outcome.
     """
 
     def __init__(self, mode: Overlap, timed: Timed | None = None) -> None:
@@ -130,17 +134,19 @@ class Speculation:
         self._wrong = _MEMORY * self._wrong + (1 - _MEMORY) * wrong
 
     def dropped(self, units: int) -> None:
-        """Speculative updates were undone before a step was decided."""
+        """Count speculative updates that were undone before a step was decided."""
         self.counts.undone += units
         if units:
             self._learn(wrong=True)
 
     def step_decided(self, right: Set[int], wrong: Set[int], requested: Set[int], *, clipped: bool) -> None:
-        """Also where nothing was speculated: what a speculation would have come to.
+        """Learn from a decided step, also when nothing was speculated: whether a speculation would have been right.
 
         Args:
-            right, wrong, requested: units whose speculative updates go on, those whose are undone, and those to update.
-            clipped: the gradients are not multiplied by what was expected.
+            right: units whose speculative updates continue.
+            wrong: units whose speculative updates are undone.
+            requested: units to update.
+            clipped: whether the gradients are multiplied by another factor than expected.
         """
         self._learn(wrong=bool(wrong) or clipped)
         if self._timed is not None and self.mode == "auto":
@@ -156,7 +162,7 @@ class Speculation:
             )
 
     def warn(self, cause: str, advice: str) -> None:
-        """Say once why a speculative update was undone and which setting avoids it."""
+        """Warn once why a speculative update was undone, and which setting avoids it."""
         if cause in self._warned:
             return
         self._warned.add(cause)

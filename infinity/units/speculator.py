@@ -1,4 +1,4 @@
-"""When updates begin before the step is decided, and when states are read ahead instead."""
+"""Start of updates before the step is decided, and of reads ahead for the other updates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ from infinity.units.updates import Updates
 
 
 class Speculator:
-    """Called under the coordinator's lock. Where there are several ranks each speculates for itself: an update contains
-    no collective, and what was begun for nothing is known when the step is decided, together.
+    """Start of speculative updates and of reads ahead. The methods are called under the coordinator's lock.
+
+    With several ranks, each rank speculates on its own: an update contains no collective, and the ranks decide the step
+    together, which shows the wrong speculations.
 
     Args:
-        units, shards: in the order of their indices.
+        speculation: whether to speculate.
+        updates: updates under way.
+        passes: backward passes before the step.
+        commits: commits of the model.
+        progress: pump of the model.
+        units: units, in the order of their indices.
+        shards: this rank's shards, in the order of the units.
     """
 
     def __init__(
@@ -42,16 +50,17 @@ class Speculator:
         self._shards = shards
 
     def complete(self, unit: OffloadedUnit, optimizer: Predictable | None, step: int) -> None:
-        """A unit's gradients are complete, as far as can be told: begin its update, if that seems worth while.
+        """Begin the update of a unit whose gradients are complete, as far as can be told, if that is worthwhile.
 
         Args:
-            optimizer: of all parameters; None where there are several, or none.
-            step: that the update would be of.
+            unit: unit with complete gradients.
+            optimizer: optimizer of all parameters; None when there are several optimizers, or none.
+            step: step that the update would belong to.
         """
         if optimizer is None or not self._seems_worth_it(unit, optimizer):
             return
         self._progress.carry_on()
-        self._progress.finish_commit()  # what the new generation names must not be written to before it is durable
+        self._progress.finish_commit()  # a generation's copies must not be overwritten before it is durable
         self._commits.retire_early()
         self._progress.settle()
         if self._updates.can_speculate(unit):
@@ -70,10 +79,12 @@ class Speculator:
     def backward_begins(
         self, order: Callable[[], Sequence[OffloadedUnit]], optimizer: Predictable | None, step: int
     ) -> None:
-        """Before the last backward of a step: read what updates need that will not begin during it.
+        """Before the last backward of a step, read states ahead for updates that will not begin during the backward.
 
         Args:
-            order: gives all units, the one that the next forward uses first comes first.
+            order: function that returns all units, first the one that the next forward uses first.
+            optimizer: optimizer of all parameters; None when there are several optimizers, or none.
+            step: step that the updates belong to.
         """
         if optimizer is None or self._speculation.mode == "off":
             return
@@ -88,14 +99,24 @@ class Speculator:
             self._updates.read_ahead(waiting, step)
 
     def undo(self, cause: str, advice: str) -> None:
-        """What comes before the step shows that speculation was wrong: say why, once, and take it back. What the step
-        itself does not want, as where it clips, Updates.decide undoes. Raises SwapIOError: the device failed."""
+        """Warn once why speculation was wrong, and undo all speculative updates, before the step.
+
+        Updates.decide undoes the updates that the step itself rejects, for example when it clips.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
         self._speculation.warn(cause, advice)
         self.drop()
 
     def gradients_land(self, index: int) -> None:
-        """Gradients of a unit are about to land: no update may read those that are there. Speculation with them was
-        wrong. Raises as `undo`."""
+        """Make the gradients of a unit free for further gradients, which are about to land.
+
+        Apply a decided update of the unit; undo all speculative updates if the unit has one.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
         unit = self._units[index]
         if unit.update is None:
             return
@@ -108,13 +129,20 @@ class Speculator:
             )
 
     def drop(self) -> None:
-        """Take speculation back. Raises SwapIOError: the device failed."""
+        """Undo all speculative updates.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
         self._speculation.dropped(len(self._updates.speculative))
         self._progress.drop_speculation()
 
     def wrong(self, requests: Mapping[int, UnitRequest]) -> set[int]:
-        """The units whose speculative updates do not do what is wanted. Updates.decide undoes others, too, which were
-        not wrong: those that had not begun, and come in the order of the next forward."""
+        """Return the units whose speculative updates differ from the requested ones.
+
+        Updates.decide also undoes updates that were not wrong: those that had not begun, which then run in the order of
+        the next forward.
+        """
         return {
             unit.index
             for unit in self._updates.speculative
@@ -128,7 +156,14 @@ class Speculator:
         requests: Mapping[int, UnitRequest],
         optimizer: Predictable | None,
     ) -> None:
-        """Learn from a step. Args: begun: the units with an update of it."""
+        """Learn from a decided step.
+
+        Args:
+            begun: units with an update of the step.
+            wrong: units whose speculative updates are undone.
+            requests: requested updates, by unit.
+            optimizer: optimizer of all parameters; None when there are several optimizers, or none.
+        """
         right = {unit.index for unit in begun if unit.update is not None and unit.update.speculated}
         clipped = is_clipped(requests, 1.0 if optimizer is None else optimizer.expected_scale)
         self._speculation.step_decided(right, wrong, requests.keys(), clipped=clipped)

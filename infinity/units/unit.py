@@ -1,10 +1,10 @@
-"""One offloaded unit: whoever wants to know what a unit is doing asks here.
+"""One offloaded unit: the single object to ask for the state of a unit.
 
-weights     where they are on the device (weights.py)
-views       what the parameters are at this moment (parameters.py)
-update      the update under way, None when there is none (update.py)
-gradients   what has arrived, and where it waits (gradients.py)
-homes       where all states rest (tiers/home.py)
+weights     residency of the weights on the device (weights.py)
+views       current form of the parameters: placeholder, view of a slot or gathered copy (parameters.py)
+update      update under way; None when there is none (update.py)
+gradients   gradients that have arrived, and the memory they wait in (gradients.py)
+homes       where all states are kept between uses (tiers/home.py)
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from infinity.units.weights import Residency, Weights
 
 
 class OffloadedUnit:
-    """See the table above.
+    """One offloaded unit; the table at the top of the file lists its parts.
 
     Invariant: a unit has at most one update under way, speculative or decided.
 
     Attributes:
-        unit: the whole, as its slot holds it.
-        local: what this rank keeps and updates of it: all, or its slice.
-        shard: how `local` is cut.
+        unit: the full unit, in the layout of its slot.
+        local: the part of the unit that this rank keeps and updates: all of it, or the rank's slice.
+        shard: how the unit is divided into the slices of the ranks.
 
     Args:
-        health: is told when an update that was decided fails.
+        health: records the failure of a decided update.
     """
 
     def __init__(
@@ -75,76 +75,82 @@ class OffloadedUnit:
 
     @property
     def version(self) -> int:
-        """Of its weights: it differs once they were changed."""
+        """Version of the weights; each change of the weights changes the version."""
         return self.weights.version
 
     @property
     def storage(self) -> int | None:
-        """Of the slot with its weights (`_cdata`); None without one."""
+        """Storage (`_cdata`) of the slot that has the weights; None without a slot."""
         return None if self.weights.slot is None else self.weights.slot.tensor.untyped_storage()._cdata
 
     @property
     def placeholders(self) -> Mapping[str, torch.Tensor]:
-        """As ParameterViews.placeholders."""
+        """See ParameterViews.placeholders."""
         return self.views.placeholders
 
     @property
     def gathered(self) -> Collection[str]:
-        """As ParameterViews.gathered."""
+        """See ParameterViews.gathered."""
         return self.views.gathered
 
     def hide(self) -> None:
-        """As ParameterViews.hide."""
+        """See ParameterViews.hide."""
         self.views.hide()
 
     def adopt(self, device: torch.device) -> None:
-        """As ParameterViews.adopt."""
+        """See ParameterViews.adopt."""
         self.views.adopt(device)
 
     def gather(self, values: Mapping[str, torch.Tensor]) -> None:
-        """As ParameterViews.gather."""
+        """See ParameterViews.gather."""
         self.views.gather(values, self._viewed)
 
     def scatter(self, names: Collection[str]) -> None:
-        """As ParameterViews.scatter."""
+        """See ParameterViews.scatter."""
         self.views.scatter(names, self._viewed)
 
     @property
     def _viewed(self) -> Slot | None:
-        """The slot that the parameters are views of."""
+        """Slot that the parameters are views of; None when they are not views."""
         return self.weights.slot if self.weights.residency is Residency.RESIDENT else None
 
     def own_value(self, name: str) -> torch.Tensor:
-        """A view of the slot, which must be there: the value of a parameter, also while a copy of it is gathered."""
+        """Return a view of one parameter's values in the unit's slot, even while the parameter is a gathered copy.
+
+        The unit must have a slot.
+        """
         return self.views.value_in(self.weights.require_slot(), name)
 
     def own_slice(self, group: int) -> torch.Tensor:
-        """A view of the slot, which must be there: what this rank keeps of the weights of a group, uint8."""
+        """Return a view of this rank's slice of a group's weights in the unit's slot, uint8.
+
+        The unit must have a slot.
+        """
         begin, end = self.shard.weight_range(group, self.shard.cut.index)
         return self.weights.require_slot().tensor[begin:end]
 
-    # -- where its states rest ----------------------------------------------------------------------------------------
+    # -- where its states are kept ------------------------------------------------------------------------------------
 
     @property
     def weights_home(self) -> WeightsHome:
         return self.homes.weights
 
     def states_of(self, group: int) -> GroupStates | None:
-        """None where the group is frozen."""
+        """Return the optimizer states of a group; None for a frozen group."""
         return self.homes.states.get(group)
 
     def trained(self) -> Iterator[tuple[int, Group, GroupStates]]:
-        """The groups with optimizer states, by index, as far as this rank keeps them."""
+        """Yield the groups that have optimizer states on this rank, as (group index, this rank's part, states)."""
         for index, states in self.homes.states.items():
             yield index, self.local.groups[index], states
 
     def replay_gradients(self) -> None:
-        """As GroupGradients.replay."""
+        """Call GroupGradients.replay for every group."""
         for group in self.gradients.groups.values():
             group.replay()
 
     def forget_gradients(self) -> None:
-        """As GroupGradients.forget."""
+        """Call GroupGradients.forget for every group."""
         for group in self.gradients.groups.values():
             group.forget()
 
@@ -152,12 +158,12 @@ class OffloadedUnit:
 
     @property
     def decided(self) -> UnitUpdate | None:
-        """The update under way, unless it is speculative."""
+        """Update under way if it is decided; None when it is speculative or there is none."""
         return None if self.update is None or self.update.is_speculative else self.update
 
     @property
     def speculative(self) -> UnitUpdate | None:
-        """The update under way, if it is speculative."""
+        """Update under way if it is speculative; None when it is decided or there is none."""
         return self.update if self.update is not None and self.update.is_speculative else None
 
     def begin_update(self, update: UnitUpdate) -> None:
@@ -166,8 +172,9 @@ class OffloadedUnit:
         self.update = update
 
     def apply_update(self) -> None:
-        """Wait until the decided update, if there is one, is computed: where its new weights are in memory they count
-        from now on, and the gradients are not needed any more.
+        """Wait until the decided update, if there is one, is computed, then apply it.
+
+        New weights in memory count from then on, and the gradients are no longer needed.
 
         Raises:
             SwapIOError: a transfer failed; the unit is partly new, partly old.
@@ -177,20 +184,31 @@ class OffloadedUnit:
             return
         self._await(update, "computed")
         if update.state is not UpdateState.DECIDED:
-            return  # a signal's handler that came during the wait has applied it: infinity.commit, say
+            return  # a signal handler applied it during the wait (for example through infinity.commit)
         with interrupts_deferred():
             self._take_over(update)
             update.to(UpdateState.APPLIED)
 
     def await_slot(self) -> None:
-        """Wait until the decided update, if there is one, does not use the slot of the weights. Raises as
-        apply_update."""
+        """Wait until the decided update, if there is one, no longer uses the slot of the weights.
+
+        Raises:
+            SwapIOError: a transfer failed; the unit is partly new, partly old.
+        """
         if self.decided is not None:
             self._await(self.decided, "weights")
 
     def finish_update(self) -> UnitUpdate | None:
-        """Wait for the decided update: from now on its new values count in the store, too, and no update is under way.
-        Returns it, or None when a signal's handler that came during the wait has done so. Raises as apply_update."""
+        """Wait until the decided update is written, then finish it.
+
+        From then on its new values count in the store, too, and no update is under way.
+
+        Returns:
+            The finished update, or None when a signal handler finished it during the wait.
+
+        Raises:
+            SwapIOError: a transfer failed; the unit is partly new, partly old.
+        """
         update = self.decided
         if update is None:
             raise AssertionError(f"unit '{self.name}' has no decided update")
@@ -208,7 +226,10 @@ class OffloadedUnit:
         return update
 
     def undo_update(self) -> None:
-        """The speculative update was canceled, and nothing of it is in flight: all is as before."""
+        """Discard the speculative update, if there is one, and restore the state before it.
+
+        The caller has canceled the update; none of its transfers is in flight.
+        """
         update = self.update
         if update is None:
             return
@@ -217,7 +238,7 @@ class OffloadedUnit:
         self._end(update)
 
     def _end(self, update: UnitUpdate) -> None:
-        """Give back the memory that nothing rests in: of an update that was undone, or of weights that are viewed."""
+        """Return the memory that is no home: the shadow of an undone update, or of an update of viewed weights."""
         for lease in update.shadows():
             self._shadows.give_back(lease)
         update.release_copy(now=True)
@@ -230,8 +251,11 @@ class OffloadedUnit:
             wait_all(update.until(milestone))
 
     def _take_over(self, update: UnitUpdate) -> None:
-        """The memory with the new values is their home now. Weights that are viewed are copied home instead, and their
-        part of the shadow goes when they are written."""
+        """Make the memory with the new values their home.
+
+        Viewed weights keep their memory: the new values are copied to it, and their part of the shadow is returned once
+        it is written.
+        """
         weights = self.homes.weights
         for shadow, home in update.shadows().items():
             if home not in weights.groups:
@@ -242,27 +266,30 @@ class OffloadedUnit:
                 self._shadows.give_back(weights.move(shadow))
 
     def weights_under_way(self) -> Written:
-        """New weights of a decided update."""
+        """Return the new weights of the decided update, by group; empty without one."""
         return {} if self.decided is None else self.decided.written()
 
-    # -- what stands between the unit and its next use ----------------------------------------------------------------
+    # -- what delays the next use of the unit -------------------------------------------------------------------------
 
     @property
     def at_rest(self) -> bool:
-        """No decided update uses the slot of the weights."""
+        """Whether no decided update uses the slot of the weights."""
         return self.decided is None or self.decided.reached("weights")
 
     def reads_slot(self) -> bool:
-        """Whether a speculative update reads the weights from the unit's slot, so that the slot must stay."""
+        """Return whether a speculative update reads the weights from the unit's slot, so that the slot must be kept."""
         return self.update is not None and self.update.reads_slot()
 
     def writes_from_slot(self) -> bool:
-        """Whether a decided update may write weights to the store from the slot they are used in."""
+        """Return whether a decided update may still write weights from the unit's slot to the store."""
         return self.update is not None and self.update.writes_from_slot()
 
     def can_be_fetched(self) -> bool:
-        """Weights in RAM wait for their update, which is applied when it is computed; a read from the store is chained
-        to it."""
+        """Return whether a fetch can begin now.
+
+        Weights in RAM wait for their update, which this call applies if it is computed. A read from the store does not
+        wait: it is chained to the update.
+        """
         if self.decided is None or self.homes.weights.lease is None:
             return True
         if self.decided.reached("computed"):

@@ -8,15 +8,16 @@
                                            └─step() disagrees──▶ UNDONE
     backward begins ──▶ first states READ AHEAD (read_ahead.py), which an update that begins takes over
 
-A speculative update expects that the step will neither clip nor skip, with the hyperparameters of now. It reads what is
-current and writes beside it (tiers/destination.py). So it may be undone at any time, and whoever looks meanwhile sees
-the values of before.
+A speculative update assumes that the step will neither clip nor skip, and that the hyperparameters will not change. It
+reads the current values and writes the new ones to other memory and other copies (tiers/destination.py). So it may be
+undone at any time; until the decision, every reader sees the old values.
 
-A decided update may overwrite. Whoever wants the unit waits for this unit alone. If its new weights go to memory, that
-wait ends when they are computed: the update is applied, while what goes to the store may still be on its way there.
-Once the update is finished, what was written counts, too.
+A decided update may overwrite the old values. A caller that needs the unit waits for this unit's update only. If the
+new weights are kept in memory, that wait ends when they are computed: the update is then applied, while its writes to
+the store may still be in flight. Once the update is finished, the values written to the store count, too.
 
-Both end in the same bits as a step that waits for all of it, since it is the same jobs over the same bytes.
+Both ways end in the same bits as a step that waits for every update, because they run the same jobs over the same
+bytes.
 """
 
 from __future__ import annotations
@@ -36,32 +37,36 @@ from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import Home
 
 Milestone = Literal["computed", "weights", "written"]
-"""Of an update: its new values are computed, so that those in memory are there and the gradients are free; new weights
-are where they go; everything is."""
+"""Milestone of an update.
+
+computed    the new values are computed: new values in memory are complete, and the gradients are no longer needed
+weights     the new weights are complete at their destination
+written     all new values are complete at their destination
+"""
 
 
 @dataclass(frozen=True)
 class UpdateTransfer(Transfer):
-    """The update of a unit's group under way."""
+    """The update of one group of a unit, under way."""
 
     future: _native.UpdateFuture
 
     @property
     def finite(self) -> bool:
-        """After `result`: whether all new weights and moments were."""
+        """Whether all new weights and moments are finite; valid after `result`."""
         return self.future.finite
 
     @functools.cached_property
     def _futures(self) -> dict[Milestone, _native.IOFuture]:
-        """Kept: each time it is asked for one, the native future makes another object."""
+        """Future of each milestone, cached because the native attribute makes a new object at each access."""
         return {"computed": self.future.computed, "weights": self.future.weights, "written": self.future}
 
     def until(self, milestone: Milestone) -> Transfer:
-        """The part of it that ends there."""
+        """Return the part of the transfer that ends at a milestone."""
         return Transfer(self._futures[milestone], self.unit, self.state, self.step, self.state_of)
 
     def done_until(self, milestone: Milestone) -> bool:
-        """Whether that part has ended, well or not."""
+        """Return whether the transfer has reached a milestone, successfully or not."""
         return self._futures[milestone].done()
 
 
@@ -82,26 +87,27 @@ _NEXT = {
 }
 
 UnitRequest = Mapping[int, GroupUpdate]
-"""What is wanted of a unit's groups, by their index."""
+"""Requested updates of a unit, by group index."""
 
 Destinations = Mapping[str, Destination]
-"""Where the new values of a group's states go, by the name of the state."""
+"""Destinations of the new values of a group, by the name of the state."""
 
 
 class UnitUpdate:
     """One unit's update under way ([Note: a step is a dataflow]).
 
     Attributes:
-        wanted: of which groups what.
-        destinations: where the new values go, by group.
-        committed: the update writes what a generation needs.
-        speculated: it began before the step was decided.
-        uses_slot: it reads the current weights from the slot they were fetched to, or writes from there.
-        moves_weights: they rest in other memory from the moment when the update is applied.
-        transfers: by group.
-        viewed: somebody holds views of the weights' memory, so that the new weights must go there.
-        copy: of the current weights, from a device, while the update may read it or write from it.
-        state: changed by `to` alone.
+        wanted: requested update of each group.
+        destinations: destinations of the new values, by group.
+        committed: whether the update writes all states that a generation needs.
+        speculated: whether the update began before the step was decided.
+        uses_slot: whether the update reads the current weights from the unit's slot, or writes from the slot to the
+            store.
+        moves_weights: whether applying the update moves the weights to other memory.
+        transfers: the native updates under way, by group.
+        viewed: whether views of the weights' memory exist, so that the new weights must be copied to this memory.
+        copy: host copy of the current weights from a device, while the update may use it; None without one.
+        state: state of the update; only `to` changes it.
     """
 
     def __init__(
@@ -140,54 +146,68 @@ class UnitUpdate:
         return [transfer.until(milestone) for transfer in self.transfers.values()]
 
     def reached(self, milestone: Milestone) -> bool:
-        """Whether the milestone was reached, well or not."""
+        """Return whether the update has reached a milestone, successfully or not."""
         return all(transfer.done_until(milestone) for transfer in self.transfers.values())
 
     def wait(self, milestone: Milestone) -> None:
-        """Until the milestone is reached, well or not."""
+        """Wait until the update reaches a milestone, successfully or not."""
         for transfer in self.until(milestone):
             transfer.wait()
 
     def reads_slot(self) -> bool:
-        """Whether the update reads the weights from the slot they were fetched to, so that the slot must stay."""
+        """Return whether the update still reads the weights from the unit's slot, so that the slot must be kept."""
         return self.speculated and self.uses_slot and not self.reached("computed")
 
     def writes_from_slot(self) -> bool:
-        """Whether the update may write weights to the store from the slot they are used in."""
+        """Return whether the update may still write weights from the unit's slot to the store."""
         return not self.is_speculative and self.uses_slot and not self.reached("weights")
 
     def release_copy(self, *, now: bool = False) -> bool:
-        """Give back the copy of the weights, once the update is done with it, or now."""
+        """Release the copy of the weights once the update no longer uses it.
+
+        Args:
+            now: release the copy at once.
+
+        Returns:
+            Whether no copy is left.
+        """
         if self.copy is not None and (now or self.reached("computed" if self.is_speculative else "weights")):
             copy, self.copy = self.copy, None
             copy.release()
         return self.copy is None
 
     def keep_memory(self) -> None:
-        """Somebody holds views of the weights' memory: the new weights must go there when they are applied."""
+        """Note that views of the weights' memory exist, to which applying the update must write the new weights."""
         self.viewed = True
 
     def each_destination(self) -> Iterator[Destination]:
-        """Of all states of all groups."""
+        """Yield the destinations of all states of all groups."""
         for of_group in self.destinations.values():
             yield from of_group.values()
 
     def shadows(self) -> dict[Lease, Home]:
-        """Memory with new values that no home has moved to, and the home of before: of weights, that of any group."""
+        """Return the shadow memory that has not become a home yet, each piece with the home that will move to it.
+
+        One piece has the weights of all groups; its home is that of any of these groups.
+        """
         if not self.speculated:
             return {}
         moving = [each for each in self.each_destination() if each.moves]
         return {each.rests_in: each.home for each in moving if each.rests_in is not None}
 
     def written(self) -> Written:
-        """The new weights that are on their way."""
+        """Return the destinations of the new weights, by group; each carries the transfer that completes them."""
         return {
             index: replace(self.destinations[index]["weight"], written=transfer.until("weights"))
             for index, transfer in self.transfers.items()
         }
 
     def require_well(self) -> None:
-        """Raises SwapIOError when the update is known to have failed."""
+        """Check that no transfer of the update is known to have failed.
+
+        Raises:
+            SwapIOError: a transfer failed.
+        """
         for transfer in self.transfers.values():
             if transfer.done() and transfer.future.failure() is not None:
                 transfer.result()

@@ -1,4 +1,4 @@
-"""The updates under way: begun on speculation or once the step is decided, and finished one by one (update.py)."""
+"""The updates under way: begun on speculation or after the decision of the step, and finished one by one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class Updates:
-    """Invariant: `_under_way` are the units with an update, in the order in which the updates began; those whose update
-    is decided come first.
+    """All updates under way.
+
+    Invariant: `_under_way` has the units with an update, in the order in which the updates began. Units with a decided
+    update come first.
 
     Attributes:
         shadows: memory for the new values of speculative updates.
-        ahead: what was read for updates that have not begun.
+        ahead: states read ahead for updates that have not begun.
     """
 
     def __init__(self, resources: Resources, shadows: Shadows) -> None:
@@ -50,14 +52,14 @@ class Updates:
 
     @property
     def oldest_decided(self) -> OffloadedUnit | None:
-        """The decided update that began first: speculative ones begin after all that are decided."""
+        """Unit whose decided update began first; None without one. Speculative updates begin after all decided ones."""
         oldest = next(iter(self._under_way.values()), None)
         return None if oldest is None or oldest.decided is None else oldest
 
     # -- speculation --------------------------------------------------------------------------------------------------
 
     def can_speculate(self, unit: OffloadedUnit) -> bool:
-        """Whether a speculative update of a unit can leave everything as it is, and something is gained by it."""
+        """Return whether a speculative update of the unit is possible without overwriting anything, and is useful."""
         weights, states = unit.homes.weights, unit.homes.all_states()
         if unit.update is not None or not states:
             return False
@@ -81,12 +83,16 @@ class Updates:
         return all(self._resources.spare_copy(home.stored()) is not None for home in homes)
 
     def speculate(self, unit: OffloadedUnit, wanted: UnitRequest, step: int, *, committed: bool) -> bool:
-        """Begin the update of a unit before the step is decided. False where there is no memory for it or no copy to
-        write, or where only a part of its weights would be new in other memory."""
+        """Begin the update of a unit before the step is decided.
+
+        Returns:
+            False when there is no memory for the new values or no spare copy to write to, or when only some of the
+                unit's weights would get new memory.
+        """
         weights = unit.homes.weights
         at_home = weights.lease is not None
         if at_home and len(wanted) < sum(group.numel > 0 for group in unit.local.groups):
-            return False  # the other memory would have nothing of a group without gradients
+            return False  # the new memory would lack the weights of a group without gradients
         updated = [unit.homes.updated(group, wanted[group].moments) for group in wanted]
         resting = [home for homes in updated for home in homes.values() if home.in_memory]
         if committed and not self._have_spare_copies(resting):
@@ -101,8 +107,11 @@ class Updates:
         return True
 
     def reclaim_shadows(self) -> None:
-        """Updates speculate again: what was read ahead is dropped, and the memory it had comes back. Waits for what is
-        to be computed, which may need that memory, and for writes from it."""
+        """Take the lent shadow memory back, because updates speculate again.
+
+        Drop the states that were read ahead into this memory. Wait for decided updates, which may compute in it, and
+        for writes from it.
+        """
         if not self.shadows.lent_bytes:
             return
         self.ahead.drop(but=())
@@ -112,11 +121,11 @@ class Updates:
         self.shadows.reclaim()
 
     def read_ahead(self, order: Iterable[OffloadedUnit], step: int) -> None:
-        """Read states of units for `step`, which is not decided yet, in this order, as far as the staging reaches."""
+        """Read states of units for `step`, which is not decided yet, in `order`, until the staging is full."""
         self.ahead.begin((unit for unit in order if unit.update is None), step)
 
     def _copy_down(self, unit: OffloadedUnit) -> WeightsCopy | None:
-        """A copy of a unit's weights from the device, in memory that other updates are done with."""
+        """Return a copy of a unit's weights from the device, after releasing copies that no update uses."""
         self._copied = [other for other in self._copied if other.update is not None and not other.update.release_copy()]
         copy = unit.weights.copy_down()
         if copy is not None:
@@ -124,26 +133,26 @@ class Updates:
         return copy
 
     def _may_keep_slot(self, unit: OffloadedUnit) -> bool:
-        """Updates that read slots must leave enough of them for others."""
+        """Return whether an update may read the unit's slot and still leave enough slot memory for other units."""
         self._readers = [other for other in self._readers if other.reads_slot()]
         kept = sum(other.unit.weight_bytes for other in self._readers)
         return may_keep_slot(unit.unit.weight_bytes, kept, self._resources.plan.budgets.slot_bytes)
 
     def wait_for_readers(self) -> None:
-        """Wait until no update reads a slot. A failure is told by whoever finishes the update, or undoes it."""
+        """Wait until no update reads a slot. Finishing or undoing an update reports its failure."""
         for unit in self._readers:
             if unit.update is not None and unit.update.reads_slot():
                 unit.update.wait("computed")
 
     def undo(self, units: Iterable[OffloadedUnit]) -> None:
-        """Drop speculative updates: when this returns nothing of them is in flight and all is as before.
+        """Cancel and undo the speculative updates of these units. On return none of their transfers is in flight.
 
         Raises:
             SwapIOError: the device failed.
         """
         dropped = [(unit, update) for unit in units if (update := unit.speculative) is not None]
         transfers = [transfer for _, update in reversed(dropped) for transfer in update.transfers.values()]
-        with interrupts_deferred():  # one that was canceled and is still there would be taken for a right one
+        with interrupts_deferred():  # a canceled update left in place would count as valid
             for transfer in transfers:
                 self._resources.pipeline.cancel(transfer.future)
             failure = _wait_canceled(transfers)
@@ -158,12 +167,15 @@ class Updates:
     def decide(
         self, requests: Mapping[int, UnitRequest], order: Sequence[OffloadedUnit], step: int, *, committed: bool
     ) -> list[OffloadedUnit]:
-        """What the step really does. Speculative updates that were right go on; the others are undone, and everything
-        that is not under way begins, in `order`.
+        """Begin the updates of a decided step.
+
+        Speculative updates that match the step continue; the others are undone. All missing updates begin, in `order`.
 
         Args:
-            requests: by unit.
-            order: all units, the one that is used first comes first.
+            requests: requested updates, by unit.
+            order: all units, first the one that is used first.
+            step: the optimizer step.
+            committed: the updates write all states that a generation needs.
 
         Returns:
             The units with an update of this step.
@@ -186,9 +198,14 @@ class Updates:
         return self.decided
 
     def _withdraw(self, updates: Mapping[int, UnitUpdate]) -> set[int]:
-        """Take back those of these updates of which nothing has begun: they may overwrite now, and come in the order of
-        the forward. Of one that has begun, which the pipeline does before others, nothing is done twice. Returns the
-        keys of those that were taken back."""
+        """Take back the updates in `updates` that have not begun to run.
+
+        Such an update may then begin again in the order of the forward, and overwrite values. An update that has begun
+        to run continues, so that no work is done twice.
+
+        Returns:
+            The keys of the updates that were taken back.
+        """
         futures = [[transfer.future for transfer in update.transfers.values()] for update in updates.values()]
         withdrawn = self._resources.pipeline.withdraw(futures)
         return {index for index, taken_back in zip(updates, withdrawn, strict=True) if taken_back}
@@ -206,8 +223,12 @@ class Updates:
         """Begin the update of a unit.
 
         Args:
-            slot: has the current weights, too, and the update may use it.
-            shadow: the update is speculative, and the new values of what rests in RAM go there; None: it is decided.
+            unit: unit to update.
+            wanted: requested update of each group.
+            slot: host memory of the slot with the current weights, which the update may use; None without one.
+            shadow: for a speculative update, the memory for the new values of states in RAM; None for a decided update.
+            step: the optimizer step.
+            committed: the update writes all states that a generation needs.
         """
         weights, speculative = unit.homes.weights, shadow is not None
         copy = self._copy_down(unit) if weights.lease is None else None
@@ -247,7 +268,7 @@ class Updates:
                 )
 
     def _copy_to_write(self, home: Home, *, speculative: bool, committed: bool) -> int | None:
-        """The copy in the store that new values are written to; None where they stay in RAM."""
+        """Return the copy in the store that new values are written to; None when they are kept in RAM only."""
         if home.in_memory and not committed:
             return None
         extent = home.stored()
@@ -259,7 +280,7 @@ class Updates:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self, unit: OffloadedUnit) -> None:
-        """Wait for the decided update of a unit, if there is one: its new values count from now on.
+        """Wait for the decided update of a unit, if there is one, and finish it: its new values count from then on.
 
         Raises:
             SwapIOError: a transfer failed; the unit is partly new, partly old.
@@ -276,18 +297,25 @@ class Updates:
             )
 
     def finish_written(self) -> None:
-        """Finish the updates that are written, in the order in which they began, up to the first that is not."""
+        """Finish the updates that are written, oldest first, up to the first one that is not."""
         while (unit := self.oldest_decided) is not None and unit.update is not None and unit.update.reached("written"):
             self.finish(unit)
 
     def finish_all(self) -> None:
-        """Wait for every decided update. Raises as `finish`."""
+        """Finish every decided update, after waiting for it.
+
+        Raises:
+            SwapIOError: a transfer failed; the unit is partly new, partly old.
+        """
         for unit in self.decided:
             self.finish(unit)
 
     def require_well(self) -> None:
-        """Raises SwapIOError when the decided update that began first is known to have failed: the others are asked
-        when it is finished."""
+        """Check that the oldest decided update is not known to have failed. The others are checked when it is finished.
+
+        Raises:
+            SwapIOError: a transfer of the update failed.
+        """
         unit = self.oldest_decided
         update = None if unit is None else unit.update
         if update is not None:
@@ -295,7 +323,7 @@ class Updates:
 
 
 def _wait_canceled(transfers: Iterable[UpdateTransfer]) -> SwapIOError | None:
-    """Wait for all; the first failure that is not their being canceled."""
+    """Wait for all transfers, and return the first failure other than a cancellation."""
     first: SwapIOError | None = None
     for transfer in transfers:
         try:

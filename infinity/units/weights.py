@@ -9,10 +9,10 @@
         ├──────────────────────leave───────────────── UPDATING─┘   the update writes the new weights into the slot
         └──────────────────────leave───────────────── STALE        the update reads the slot, and writes elsewhere
 
-The parameters of a RESIDENT unit are views of its slot; those of every other unit are placeholders. A unit that is
-FETCHING may leave too, once its fetch is finished.
+The parameters of a RESIDENT unit are views of its slot; those of every other unit are placeholders. A FETCHING unit may
+leave once its fetch is finished.
 
-`version` counts the updates of the unit's weights. What was saved for backward names the version it saw.
+`version` counts the updates of the unit's weights. Each tensor saved for backward records the version at that time.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _NEXT = {
 
 
 class Weights:
-    """See [Note: the life of a unit's weights].
+    """One unit's weights on the device: see [Note: the life of a unit's weights].
 
     Attributes:
-        residency: changed by the transitions alone.
-        slot: the device memory they occupy; None while RELEASED or FETCHING.
-        fetch: None unless FETCHING.
-        uses: forwards that run in the unit.
-        held: its backward was announced, and that of other units was not.
-        version: updates so far.
+        residency: state of the weights; only the transitions change it.
+        slot: device memory of the weights; None while RELEASED or FETCHING.
+        fetch: fetch in flight; None unless FETCHING.
+        uses: number of forwards that run in the unit.
+        held: whether the unit's backward is announced, and no other unit's since.
+        version: number of updates so far.
     """
 
     def __init__(self, unit: Unit, views: ParameterViews, timeline: Timeline) -> None:
@@ -81,10 +81,13 @@ class Weights:
         self._timeline.begin("fetch", self._name)
 
     def finish_fetch(self) -> Slot:
-        """Wait until the weights are there. Returns their slot.
+        """Wait until the weights are in their slot.
+
+        Returns:
+            The slot.
 
         Raises:
-            SwapIOError: the device failed; the unit is RELEASED, or FETCHING for ever where the device was given up.
+            SwapIOError: the device failed. The unit is RELEASED, or stays FETCHING for ever if the device was given up.
         """
         if self.fetch is None:
             raise AssertionError(f"unit '{self._name}' is fetching nothing")
@@ -107,17 +110,25 @@ class Weights:
         return slot
 
     def begin_update(self, *, writes_slot: bool) -> None:
-        """A decided update works in the slot, or reads it only."""
+        """Begin a decided update that uses the slot.
+
+        Args:
+            writes_slot: the update writes the new weights into the slot; otherwise it only reads the slot.
+        """
         self._to(Residency.UPDATING if writes_slot else Residency.STALE)
         self._views.hide()
 
     def updated(self) -> None:
-        """The new weights are in the slot."""
+        """Show the new weights, which the update has written into the slot."""
         self._to(Residency.RESIDENT)
         self._views.show(self.require_slot())
 
     def leave(self) -> Slot:
-        """Give the slot up, which nobody works in. Returns it, for whoever frees it."""
+        """Give up the slot, which nobody may use any more.
+
+        Returns:
+            The slot, which the caller frees.
+        """
         slot = self.require_slot()
         if self.residency is Residency.RESIDENT:
             self._views.hide()
@@ -127,26 +138,26 @@ class Weights:
         return slot
 
     def bump(self) -> None:
-        """The weights are others than before: what was saved for backward is void."""
+        """Count a change of the weights, which invalidates the tensors saved for backward."""
         self.version += 1
 
     def use(self) -> None:
-        """A forward begins in the unit."""
+        """Count a forward that begins in the unit."""
         self.uses += 1
 
     def unuse(self) -> None:
-        """A forward ended, well or not."""
+        """Count a forward that ended, normally or with an exception."""
         self.uses = max(self.uses - 1, 0)
 
     def hold(self, held: bool) -> None:
         self.held = held
 
     def forget_uses(self) -> None:
-        """Of a forward or backward that an exception ended."""
+        """Forget the uses by a forward or backward that an exception ended."""
         self.uses, self.held = 0, False
 
     def rest(self) -> None:
-        """Nobody uses the weights until they are brought again, if that can be told."""
+        """Close the parameters if nobody is known to use the weights before they are brought again."""
         rests = self.residency is Residency.RESIDENT and not self.in_use and not self.referred_to()
         if rests and self.require_slot().rest():
             self._views.close()
@@ -161,14 +172,17 @@ class Weights:
         return self.slot
 
     def referred_to(self) -> bool:
-        """Whether anything but the parameters refers to the slot, or autograd saved parameters themselves."""
+        """Return whether the slot has references besides the parameters, or autograd saved a parameter itself."""
         return self.slot is not None and (self.slot.outstanding() or self._views.saved_by_autograd())
 
     def copy_down(self) -> WeightsCopy | None:
-        """Host memory with the newest weights, for an update that would read them from the store; None where there is
-        none."""
+        """Start to copy the newest weights from the device to host memory, so that an update need not read the store.
+
+        Returns:
+            The copy; None when no slot has the newest weights, or the slot makes no copy (Slot.copy_down).
+        """
         return None if self.slot is None or self.residency is not Residency.RESIDENT else self.slot.copy_down()
 
     def host_memory(self) -> Lease | None:
-        """The host memory of the slot, where it is used there and has the newest weights; else None."""
+        """Return the host memory of the slot if the slot is used there and has the newest weights; otherwise None."""
         return None if self.slot is None or self.residency is Residency.STALE else self.slot.lease
