@@ -1,11 +1,11 @@
-"""Where bytes rest and how they move: homes in RAM or the store, device slots, the window of spilled gradients.
+"""Places where states are kept, and their transfers: homes in RAM or the store, device slots, the window of gradients.
 
 [Note: adding a tier]
-A tier has no class of its own. What a further one for optimizer states (compressed RAM, say) needs:
+A tier has no class of its own. A further tier for optimizer states, such as compressed RAM, needs changes in:
 
-    config.py, plan/placement.py    which states are to rest there, and how many the budget holds
-    plan/layout.py                  its bytes
-    tiers/resources.py              opens them; tiers/home.py: a Home that rests there, and its codec
-    tiers/destination.py            how the native update reads and writes them (StateStream of csrc/update)
-    durable/commits.py              how a commit gets them to the store
+    config.py, plan/placement.py    which states the tier keeps, and how many the budget allows
+    plan/layout.py                  the bytes of the tier
+    tiers/resources.py              opening the tier; tiers/home.py: a Home in the tier, and its codec
+    tiers/destination.py            how the native update reads and writes the tier (StateStream of csrc/update)
+    durable/commits.py              how a commit gets the states to the store
 """

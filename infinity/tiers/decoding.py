@@ -1,10 +1,11 @@
-"""Encoded weights on their way to a slot: in host memory by the native decoder, on a device by its own kernels.
+"""Decoding of weights for a slot: by the native decoder in host memory, by kernels of the device on a device.
 
-[Note: decoding] At home the weights of a group with a codec are smaller than in a slot (state/codec.py). A fetch reads
-them into memory of their own (`landing`), which is given back once they are decoded into the slot. What rests in RAM is
-decoded from there. On a device the small form crosses the bus, and is decoded there, on the stream that computes: NF4
-by one kernel of Triton's (triton_nf4.py), else by bitsandbytes', if one of them is installed and gives our bits; all
-else by torch's operations.
+[Note: decoding] The weights of a group with a codec are smaller at home than in a slot (state/codec.py). A fetch from
+the store reads the encoded weights into a bounce buffer (`landing`), which is given back once they are decoded into the
+slot. Encoded weights in RAM are decoded directly from their home. On a device, the encoded weights cross the bus and
+are decoded on the compute stream. NF4 is decoded by one Triton kernel (triton_nf4.py) or by the bitsandbytes kernel, if
+one of them is installed and gives the same bits as infinity's operations. All other formats are decoded by torch
+operations.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from infinity.tiers.home import WeightsHome
 
 logger = logging.getLogger(__name__)
 
-_DEVICE_NUMEL = 1 << 22  # decoded at once: enough to hide the launches
+_DEVICE_NUMEL = 1 << 22  # elements per decoding step: enough to hide the kernel launches
 DEVICE_SCRATCH_BYTES = 13 * _DEVICE_NUMEL
-"""Of a device's memory, of that which activations have: codes apart, indices, values and products in fp32."""
+"""Device memory for decoding, part of the memory of activations: unpacked codes, indices, values and fp32 products."""
 
 
 class Decoding:
-    """For slots in host memory.
+    """Decoder for slots in host memory.
 
     Attributes:
-        landing: memory for what is read from NVMe.
+        landing: bounce buffer for encoded weights that are read from NVMe.
     """
 
     def __init__(self, landing: Space, pool: _native.ThreadPool) -> None:
@@ -48,10 +49,13 @@ class Decoding:
     def start(
         self, home: WeightsHome, data: memoryview, slot: memoryview, after: Sequence[_native.IOFuture]
     ) -> _native.IOFuture:
-        """Start decoding, once all of `after` is done.
+        """Start decoding once all futures of `after` are done.
 
         Args:
-            data: the encoded groups, one behind the other.
+            home: home of the unit's weights.
+            data: the encoded groups, concatenated.
+            slot: memory of the slot.
+            after: futures of the reads that fill `data`.
         """
         parts: list[_native.DecodePart] = []
         begin = 0
@@ -73,7 +77,7 @@ def _parts(group: Group, data: memoryview, slot: memoryview) -> Iterator[_native
 
 
 def _specs(group: Group) -> Iterator[tuple[ParameterSpec, int, int]]:
-    """With the bytes of each encoded parameter, of those that have elements."""
+    """Yield each parameter that has elements, with the byte range [begin, end) of its encoded form."""
     for spec in group.specs:
         begin, end = group.encoded[spec.name]
         if spec.numel:
@@ -87,7 +91,7 @@ def _codec(group: Group) -> _native.WeightCodec:
 
 
 def open_decoding(plan: Plan, arena: PinnedArena, pool: _native.ThreadPool) -> Decoding | None:
-    """None where nothing is decoded in host memory."""
+    """Return the decoder for host memory; None when nothing is decoded in host memory."""
     budgets = plan.budgets
     if not (budgets.decodes and budgets.limits.in_place):
         return None
@@ -103,7 +107,8 @@ def decode_on_device(home: WeightsHome, data: torch.Tensor, slot: torch.Tensor) 
     """Queue kernels that decode the weights, on the current stream.
 
     Args:
-        data: uint8, the encoded groups, one behind the other, on the device.
+        home: home of the unit's weights.
+        data: uint8, the encoded groups, concatenated, on the device.
         slot: uint8 [slot_bytes], on the device.
     """
     begin = 0
@@ -116,7 +121,7 @@ def decode_on_device(home: WeightsHome, data: torch.Tensor, slot: torch.Tensor) 
 
 
 def _decode(data: torch.Tensor, codec: _native.WeightCodec, shape: torch.Size, out: torch.Tensor) -> None:
-    """The bits of the native decoder: products in fp32, rounded to the nearest of the dtype, ties to even."""
+    """Decode one parameter to the bits of the native decoder: fp32 products, rounded to nearest even."""
     parts = {name: data[begin : begin + nbytes] for name, (begin, nbytes) in parts_of(codec, shape).items()}
     if codec == "int8_rows":
         codes = parts["codes"].view(torch.int8).view(-1, row_numel(shape))
@@ -150,15 +155,15 @@ def _decode_in_pieces(
         into[:whole] = (blocks * of_blocks[: len(blocks), None]).view(-1)
         if whole < count:
             into[whole:] = values[whole:] * of_blocks[-1]
-        del values, blocks  # before the next ones are there
+        del values, blocks  # free them before the next piece allocates
 
 
 ROW_FACTOR = 7.874015718698502e-3
-"""1 / 127, as bitsandbytes has it."""
+"""The factor 1 / 127, in the precision that bitsandbytes uses."""
 
 
 def _scales(parts: dict[str, torch.Tensor], codec: _native.WeightCodec, first: int, end: int) -> torch.Tensor:
-    """fp32, one for each of the blocks [first, end)."""
+    """Return the fp32 scales of the blocks [first, end)."""
     if codec == "int8":
         return parts["scales"].view(torch.bfloat16)[first:end].float()
     if codec == "nf4_fp32":
@@ -171,7 +176,7 @@ def _scales(parts: dict[str, torch.Tensor], codec: _native.WeightCodec, first: i
 
 
 def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int) -> torch.Tensor:
-    """fp32: what the codes of elements [at, at + count) stand for; `at` is even."""
+    """Return the fp32 values of the codes of elements [at, at + count); `at` is even."""
     if codec == "int8":
         return codes[at : at + count].view(torch.int8).float()
     packed = codes[at // 2 : -(-(at + count) // 2)]
@@ -180,25 +185,27 @@ def _values(codes: torch.Tensor, codec: _native.WeightCodec, at: int, count: int
 
 
 _BEYOND = 16
-"""Scales that bitsandbytes' kernel may read behind the last one, for threads that have no element."""
+"""Number of scales that the bitsandbytes kernel may read past the last one, for threads without an element."""
 Kernel = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Takes the codes of so many elements and the fp32 scales of their blocks, and returns the values."""
+"""Function that takes codes, the fp32 scales of their blocks and the number of elements, and returns the values."""
 
 
 Fused = Callable[[dict[str, torch.Tensor], str, torch.Tensor], None]
-"""Decodes a whole parameter of NF4 from its parts."""
+"""Function that decodes a full NF4 parameter from its parts."""
 
 
 @cache
 def fused_nf4(device: torch.device, dtype: torch.dtype) -> Fused | None:
-    """Triton's kernel for a device, where that is installed and decodes to the bits of our own operations, which take
-    several launches and passes for each piece of a parameter."""
+    """Return the Triton kernel for a device; None if it cannot be used or does not decode to infinity's bits.
+
+    Infinity's operations take several launches and passes for each piece of a parameter.
+    """
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return None
     try:
         fused = of_triton()
         agrees = all(fused_alike(fused, codec, device, dtype) for codec in ("nf4", "nf4_fp32"))
-    except Exception as error:  # without a compiler for the device, or of another release
+    except Exception as error:  # no compiler for the device, or an incompatible release
         logger.info("Triton cannot be used to decode NF4 (%s: %s)", type(error).__name__, error)
         return None
     if not agrees:
@@ -208,7 +215,11 @@ def fused_nf4(device: torch.device, dtype: torch.dtype) -> Fused | None:
 
 
 def of_triton() -> Fused:
-    """Raises ImportError."""
+    """Return the Triton kernel.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
     kernel = importlib.import_module("infinity.tiers.triton_nf4").decode
 
     def fused(parts: dict[str, torch.Tensor], codec: str, out: torch.Tensor) -> None:
@@ -227,8 +238,10 @@ def of_triton() -> Fused:
 
 
 def fused_alike(fused: Fused, codec: _native.WeightCodec, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel decodes every code, with scales of many sizes and a last block that is not whole, as our own
-    operations do."""
+    """Return whether a kernel decodes to the same bits as infinity's operations.
+
+    The test data has every code, scales of many sizes and an incomplete last block.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     shape = torch.Size([4096 * BLOCK_NUMEL - 13])
     ranges = parts_of(codec, shape)
@@ -249,14 +262,16 @@ def fused_alike(fused: Fused, codec: _native.WeightCodec, device: torch.device, 
 
 @cache
 def nf4_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """bitsandbytes' NF4 kernel for a device, where that is installed and decodes to the bits of our own operations,
-    which need several times its memory traffic."""
+    """Return the bitsandbytes NF4 kernel for a device; None if it cannot be used or does not decode to infinity's bits.
+
+    Infinity's operations need several times its memory traffic.
+    """
     if device.type == "cpu" or importlib.util.find_spec("bitsandbytes") is None:
         return None
     try:
         kernel = of_bitsandbytes(dtype)
         agrees = decodes_alike(kernel, device, dtype)
-    except Exception as error:  # of a build for another driver, or another torch
+    except Exception as error:  # a build for another driver, or for another torch
         logger.info("bitsandbytes' NF4 kernel cannot be used (%s): torch's operations decode", error)
         return None
     if not agrees:
@@ -266,7 +281,12 @@ def nf4_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
 
 
 def of_bitsandbytes(dtype: torch.dtype) -> Kernel:
-    """Raises ImportError, AttributeError: there is none, or one with another interface."""
+    """Return the bitsandbytes NF4 kernel.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+        AttributeError: the installed bitsandbytes has another interface.
+    """
     importlib.import_module("bitsandbytes")
     operation = torch.ops.bitsandbytes.dequantize_4bit
 
@@ -279,12 +299,14 @@ def of_bitsandbytes(dtype: torch.dtype) -> Kernel:
 
 
 def decodes_alike(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel decodes every code, with scales of many sizes and a last block that is not whole, as our own
-    operations do."""
+    """Return whether a kernel decodes to the same bits as infinity's operations.
+
+    The test data has every code, scales of many sizes and an incomplete last block.
+    """
     generator = torch.Generator("cpu").manual_seed(0)
     blocks = 4096
     count = blocks * BLOCK_NUMEL - 13
-    of: dict[str, Any] = {"generator": generator, "device": "cpu"}  # whatever the default device is
+    of: dict[str, Any] = {"generator": generator, "device": "cpu"}  # independent of the default device
     codes = torch.randint(0, 256, (-(-count // 2),), dtype=torch.uint8, **of).to(device)
     exponents = torch.randint(-20, 4, (blocks,), **of)
     scales = torch.rand(blocks, dtype=torch.float32, **of).mul_(torch.exp2(exponents.float())).to(device)
@@ -294,11 +316,11 @@ def decodes_alike(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> b
 
 @cache
 def value_map(device: torch.device) -> torch.Tensor:
-    """fp32 [16]: the values of NF4. Copied to the device once, not in each fetch."""
+    """Return the NF4 values, fp32 [16], on the device. They are copied there once, not in each fetch."""
     return torch.tensor(_native.NF4_MAP, dtype=torch.float32, device=device)
 
 
 @cache
 def scale_map(device: torch.device) -> torch.Tensor:
-    """fp32 [256]: what the codes of nested scales stand for."""
+    """Return the values of the codes of nested scales, fp32 [256], on the device."""
     return torch.tensor(_native.NESTED_MAP, dtype=torch.float32, device=device)

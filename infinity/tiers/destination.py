@@ -1,17 +1,18 @@
-"""Where an update puts the new values of a state, and what whoever reads them waits for.
+"""Destination of the new values of a state during an update, and the transfer that their readers wait for.
 
 [Note: where new values go]
 
-    the state rests in   the update     is computed in   reads the current values from   writes a copy in the store
+    state is kept in     the update     is computed in   reads the current values from   writes a copy in the store
     RAM                  is decided     its home         its home                        if the step is committed
     RAM                  speculates     its shadow       its home                        if committed, the spare one
     the store            is decided     host memory *    the same, or the store          always
     the store            speculates     no memory        host memory *, or the store     always, the spare one
 
-    * Of weights alone: the slot that they are used in, or a copy of them that came down from a device.
+    * For weights only: the slot that they are used in, or their host copy from a device.
 
-A shadow is the home from the moment when the update is applied (units/shadows.py). A copy in the store counts when the
-update is finished. A fetch of weights that are under way reads them from where they go, once they are there.
+A shadow becomes the home when the update is applied (units/shadows.py). A copy in the store counts from when the update
+is finished. A fetch of weights with an update under way reads them from their destination, once they are complete
+there.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from infinity.tiers.home import Home
 
 @dataclass(frozen=True)
 class Destination:
-    """Where the new values of one state of a group go. Of a home alone: nowhere, the state stays as it rests there.
+    """Destination of the new values of one state of a group. With only a home, it describes an unchanged state.
 
     Attributes:
-        home: of the state. The memory below has the state where the home's own lease has it.
-        memory: has the new values once they are computed; None: they pass through the tiles of the update.
-        source: has the current values, where the new ones go to other memory or to the store alone; None: they are read
-            from `memory`, or from the store.
-        copy: in the store, that the new values are written to; None: they are not written.
-        written: when the new values are where they go; None: they are not under way.
+        home: home of the state. The state has the same offset in `memory` and `source` as in the home's own lease.
+        memory: memory that has the new values once they are computed; None when they exist only in the update's tiles.
+        source: memory with the current values, when the new ones go to other memory or only to the store; None when the
+            current values are read from `memory` or from the store.
+        copy: copy in the store that the new values are written to; None when they are not written.
+        written: transfer that completes when the new values are at their destination; None when no update is under way.
     """
 
     home: Home
@@ -47,23 +48,23 @@ class Destination:
 
     @property
     def rests_in(self) -> Lease | None:
-        """The RAM that has the state once the update is applied; None where it rests in the store."""
+        """RAM that has the state once the update is applied; None when the state is kept in the store."""
         return (self.memory or self.home.lease) if self.home.in_memory else None
 
     @property
     def moves(self) -> bool:
-        """Whether the state rests in other RAM once the update is applied, and does not yet."""
+        """Whether applying the update will move the state to other RAM; False once applied."""
         return self.rests_in is not self.home.lease
 
     @property
     def elsewhere(self) -> bool:
-        """Whether something is written to another place than it is read from."""
+        """Whether new values are written to another place than the current ones are read from."""
         if self.source is not None:
             return True
         return self.copy is not None and (self.home.in_memory or self.copy != self.home.stored().copy)
 
     def stream(self, store: SwapStore | None) -> _native.StateStream:
-        """The state as the pipeline takes it."""
+        """Return the state in the form that the pipeline takes."""
         memory, source = self._view(self.memory), self._view(self.source)
         if self.copy is None:
             return _native.StateStream(memory=memory, source=source)
@@ -82,7 +83,7 @@ class Destination:
         return None if lease is None else lease.view(self.home.start, self.home.nbytes)
 
     def finish(self) -> None:
-        """All is written: from now on the new values are the ones that count."""
+        """Make the new values count, after all of them are written."""
         if self.copy is None:
             self.home.changed()
         else:
@@ -90,16 +91,18 @@ class Destination:
 
 
 Written = Mapping[int, Destination]
-"""Where the new weights of groups go, by index, that a decided update makes."""
+"""Destinations of the new weights of a decided update, by group index."""
 
 
 def destination(home: Home, beside: Lease | None, copy: int | None, *, speculative: bool) -> Destination:
-    """The row of [Note: where new values go] for one state.
+    """Return the row of [Note: where new values go] for one state.
 
     Args:
-        beside: memory for the state beside its home: a shadow where it rests in RAM, and where it rests in the store
-            memory that has the current values, too.
-        copy: that is written: as the attribute.
+        home: home of the state.
+        beside: memory beside the home. It is the shadow of a state in RAM; for a state in the store it is memory that
+            also has the current values. None without one.
+        copy: copy in the store to write to, as the attribute.
+        speculative: the update is speculative.
     """
     if not speculative:
         return Destination(home, home.lease or beside, copy=copy)

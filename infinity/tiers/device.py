@@ -1,4 +1,4 @@
-"""A device with memory of its own: one slab, cut in slots and a ring for gradients, and the queues up and down."""
+"""A device with memory of its own: one slab, divided into slots and a ring for gradients, and the copy queues."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceTier:
-    """Opened behind the arena and the compute threads. Closed before the engine.
+    """The memory and the copy queues of a device.
+
+    The tier is opened after the arena and the compute threads, and closed before the engine.
 
     Attributes:
-        staying: for the weights of units that stay while the model runs. Apart, so that none of them lies amid the
-            slots and splits their room, however late its update lets it come.
-        slots: for all other weights.
-        ring: for gradients.
-        decoding: for encoded weights, until they are decoded into slots.
+        staying: slab for the weights of units that stay while the model runs. It is separate so that a staying unit
+            that is fetched late does not fragment the slots.
+        slots: slab for all other weights.
+        ring: slab for gradients.
+        decoding: slab for encoded weights until they are decoded into slots.
 
     Raises:
         PlanError: the device has less free memory than the plan takes.
@@ -49,7 +51,7 @@ class DeviceTier:
         refused = arena.pin(accelerator, pool)
         if refused:
             logger.warning("%s; copies to and from the device are slower, results are the same", refused)
-        # torch may have given memory that others freed, and that kernels queued before still use.
+        # torch may return memory that was just freed, and that kernels queued earlier still use.
         after = [accelerator.record(accelerator.current())]
         stays = sum(unit.unit.weight_bytes for unit in plan.layout.units if unit.unit.stays)
         self.staying = Slab(accelerator, memory[:stays], after)
@@ -63,21 +65,24 @@ class DeviceTier:
         self.weights = WeightsQueue(accelerator, gate, copies, pool)
 
     def close(self) -> None:
-        """Wait for the copies under way, so that host memory can be given back, and for kernels of any stream that use
-        the slab, so that device memory can."""
-        with ExitStack() as closing:  # all of them, whatever one of them raises
+        """Wait for all copies in flight and all kernels that use the slab, so that the memory can be freed."""
+        with ExitStack() as closing:  # close all of them, even if one raises
             closing.callback(self.accelerator.synchronize_all)
             for queue in (self.weights, self.gradients, self.uploads):
                 closing.callback(queue.close)
 
     def give_back(self) -> None:
-        """After close(): nobody uses the slab any more."""
+        """Free the device memory after close(), when nothing uses the slab any more."""
         for slab in (self.staying, self.slots, self.ring, self.decoding):
             slab.give_all_back()
 
 
 def open_gate(accelerator: Accelerator) -> _native.DeviceGate:
-    """The entry points of the device's runtime, for native threads. Raises ConfigError as Accelerator.gate."""
+    """Return the entry points of the device's runtime, for native threads.
+
+    Raises:
+        ConfigError: as Accelerator.gate.
+    """
     table = accelerator.gate()
     return _native.DeviceGate(
         accelerator.device.index or 0,
@@ -114,7 +119,7 @@ def open_device(
     engine: _native.IOEngine,
     pool: _native.ThreadPool,
 ) -> DeviceTier | None:
-    """None where models compute in host memory."""
+    """Return the device tier; None when models compute in host memory."""
     return None if accelerator is None else DeviceTier(accelerator, plan, arena, engine, pool)
 
 

@@ -1,21 +1,21 @@
-"""Gradients on their way down: through a bounded ring of device memory, in one copy for each group of a unit.
+"""Download of gradients: through a bounded ring of device memory, in one copy for each group of a unit.
 
 [Note: the way of a gradient from a device]
 
     autograd ──pack──▶ ring (the group, flat) ──send──▶ pinned host memory ──native thread──▶ landed
 
-A piece of the ring is packed on the stream that computes, as gradients come; `send` queues one copy down, and gives the
-piece back with the event behind that copy, so that whoever packs into the same bytes next waits on the device. The host
-waits for nothing. A native thread waits for the copy, takes the sums of squares, and adds what is to be added; updates
-and writes to the store are chained to it.
+Gradients are packed into a piece of the ring on the compute stream, as they arrive. `send` queues one copy to the host,
+and gives the piece back with the event behind that copy. The next user of the same bytes waits for the event on the
+device; the host does not wait. A native thread waits for the copy, computes the sums of squares, and adds gradients to
+those in host memory where needed. Updates and writes to the store are chained to this thread's work.
 
-Where the ring has no room, what was packed first is sent as far as it has come.
+When the ring is full, the oldest packed piece is sent, even if it is incomplete.
 
-Where more gradients of the same parameters are about to come, a piece holds fp32, and they add up in it: one copy goes
-down for all of them. The adds and their order are those of host memory.
+When more gradients of the same parameters will follow soon, a piece is fp32 and the gradients are added in it; one copy
+then sends the sum. The additions and their order are the same as in host memory.
 
-What is the first gradient of its parameter, in the dtype it is kept in, is copied to its place. What is to be added to
-another in host memory, or converted, is copied to a bounce buffer first.
+The first gradient of a parameter, if it has the dtype of the host buffer, is copied directly to its place. A gradient
+that must be added to one in host memory, or converted, is copied to a bounce buffer first.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from infinity.tiers.slab import Slab, SlabLease, Uses
 
 @dataclass(frozen=True)
 class Landing:
-    """Gradients of a group on their way.
+    """Gradients of a group, in flight to host memory.
 
     Attributes:
-        names: of the parameters, in the order of the sums.
-        event: behind the copy; it must live until that is done.
+        future: future of the landing.
+        names: names of the parameters, in the order of the sums.
+        event: event behind the copy; it must be kept until the copy is done.
     """
 
     future: _native.LandingFuture
@@ -52,14 +53,17 @@ class Landing:
         return self.future.done()
 
     def wait(self) -> None:
-        """Until they have landed, or are lost."""
+        """Wait until the gradients have landed, or are lost."""
         self.future.wait()
 
     def sums(self) -> Mapping[str, Sequence[float]]:
-        """Wait until they have landed. By parameter, Σ g² of what is there now, in partials on the group's grid.
+        """Wait until the gradients have landed, and return the Σ g² of the values now in host memory.
+
+        Returns:
+            The partial sums on the group's grid, by parameter name.
 
         Raises:
-            DeviceError: they were lost.
+            DeviceError: the gradients were lost.
         """
         self.wait()
         failure = self.future.failure()
@@ -75,10 +79,16 @@ class Packed:
     """Gradients of one group in the ring.
 
     Attributes:
-        target: host memory of the whole group, in `dtype`.
-        held: the dtype on the device: that in which autograd gives them, or fp32, where they add up.
-        added: names of those that are added to what is in the target. None where they add up here.
-        landing: once it was sent.
+        group: the group.
+        target: host memory of the full group, in `dtype`.
+        dtype: dtype of the gradients in host memory.
+        held: dtype on the device: that of autograd's gradients, or fp32 when gradients are added in this piece.
+        adds_up: whether several gradients of a parameter are added in this piece.
+        lease: memory in the ring.
+        uses: streams that use the memory.
+        specs: parameters whose gradients are packed.
+        added: names of the parameters whose gradients are to be added to those in the target.
+        landing: landing of the piece; None before the piece is sent.
     """
 
     group: Group
@@ -93,12 +103,15 @@ class Packed:
     landing: Landing | None = None
 
     def of(self, spec: ParameterSpec) -> torch.Tensor:
-        """The gradient of a parameter, on the device."""
+        """Return the gradient of a parameter, on the device."""
         return self.lease.memory.view(self.held)[spec.offset : spec.offset + spec.numel]
 
     def takes(self, spec: ParameterSpec, *, add: bool) -> bool:
-        """Whether a gradient can be packed into this piece, or added there. What adds up here holds all that came of
-        its parameter: else the order of the adds would be another one."""
+        """Return whether the piece takes a gradient: the first of its parameter, or one to add to the present one.
+
+        A piece that adds gradients must have all gradients of a parameter since the first; otherwise the order of the
+        additions would change.
+        """
         if self.landing is not None:
             return False
         if spec in self.specs:
@@ -107,7 +120,7 @@ class Packed:
 
 
 class _Downward:
-    """One stream down, and the native thread that takes what comes."""
+    """A stream from the device to the host, and the native thread that processes the copies."""
 
     def __init__(self, accelerator: Accelerator, gate: _native.DeviceGate, pool: _native.ThreadPool) -> None:
         self._accelerator = accelerator
@@ -120,14 +133,14 @@ class _Downward:
         self._rest()
 
     def _rest(self) -> None:
-        """Wait for the copies, also those that the native thread knows nothing of."""
+        """Wait for all copies, also for copies that the native thread was not told of."""
         self._accelerator.synchronize(self._accelerator.record(self._stream))
 
 
 class GradientQueue(_Downward):
-    """Gradients on their way down.
+    """Queue of gradients from the device to the host.
 
-    Invariant: `_open` are the pieces that were not sent, the first packed first; each has a lease of the ring.
+    Invariant: `_open` has the pieces that are not sent yet, oldest first; each has a lease of the ring.
     """
 
     def __init__(
@@ -140,12 +153,13 @@ class GradientQueue(_Downward):
         self._bounced: deque[tuple[Landing, Lease]] = deque()
 
     def begin(self, group: Group, target: memoryview, dtype: torch.dtype, *, adds_up: bool = False) -> Packed:
-        """A piece of the ring for gradients of a group.
+        """Lease a piece of the ring for gradients of a group. Send older pieces if the ring is full.
 
         Args:
-            target: host memory of the whole group, where nobody else writes until the piece has landed.
-            dtype: of what is in the target.
-            adds_up: more gradients of these parameters are about to come, and the target is fp32.
+            group: the group.
+            target: host memory of the full group; nothing else may write to it until the piece has landed.
+            dtype: dtype of the target.
+            adds_up: more gradients of these parameters will follow soon, and the target is fp32.
         """
         adds_up = adds_up and group.numel * torch.float32.itemsize <= self._ring.nbytes
         held = torch.float32 if adds_up else group.dtype
@@ -161,7 +175,7 @@ class GradientQueue(_Downward):
         return packed
 
     def pack(self, packed: Packed, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
-        """Put one gradient into a piece that takes it, behind what this thread's stream computes."""
+        """Put one gradient into a piece that takes it (Packed.takes), in the order of this thread's stream."""
         if spec in packed.specs:
             packed.uses.begin_behind_others()
             packed.of(spec).add_(gradient.reshape(-1))
@@ -173,8 +187,10 @@ class GradientQueue(_Downward):
         packed.of(spec).copy_(gradient.reshape(-1))
 
     def send(self, packed: Packed) -> Landing:
-        """Queue the copy down. Nothing is packed into this piece any more. A piece that could not be sent is as before:
-        it may be sent again, or dropped."""
+        """Queue the copy of a piece to the host. The piece takes no further gradients.
+
+        If this raises, the piece is unchanged: it may be sent again, or dropped.
+        """
         if packed.landing is None:
             direct = not packed.added and packed.dtype == packed.held
             try:
@@ -187,10 +203,10 @@ class GradientQueue(_Downward):
         return packed.landing
 
     def drop(self, packed: Packed) -> None:
-        """Nobody wants what is in this piece."""
+        """Drop a piece whose gradients are no longer needed."""
         if packed.landing is None:
             self._open.remove(packed)
-            before = () if packed.specs else packed.lease.after  # who packed has waited for that
+            before = () if packed.specs else packed.lease.after  # packing has waited for these events
             self._ring.give_back(packed.lease, [*before, *packed.uses.events()])
 
     def _send_to_bounce(self, packed: Packed) -> Landing:
@@ -205,7 +221,12 @@ class GradientQueue(_Downward):
         return landing
 
     def _copy_to(self, memory: memoryview, packed: Packed) -> Landing:
-        """Args: memory: the target, or a bounce buffer that a native thread takes the gradients from."""
+        """Copy a piece to host memory, and start its landing.
+
+        Args:
+            memory: the target, or a bounce buffer from which a native thread takes the gradients.
+            packed: piece of the ring.
+        """
         event, bounces = self._copy(packed, torch.frombuffer(memory, dtype=torch.uint8)), memory is not packed.target
         pieces = [
             _native.LandingPiece(
@@ -222,7 +243,7 @@ class GradientQueue(_Downward):
         return Landing(future, tuple(spec.name for spec in packed.specs), event)
 
     def _copy(self, packed: Packed, into: torch.Tensor) -> Event:
-        """Copy what was packed, in as few copies as there are gaps."""
+        """Copy the packed gradients in as few copies as the gaps between them allow."""
         after = [] if not packed.specs else packed.uses.events()
         event = None
         itemsize = packed.held.itemsize
@@ -245,67 +266,67 @@ class GradientQueue(_Downward):
 
 
 class GroupDownload:
-    """The gradients of one group on their way down.
+    """Download of the gradients of one group.
 
     Attributes:
-        queue: that all groups have.
-        packed: what came last, in the ring; None: nothing since the last piece was sent.
+        queue: queue that all groups share.
+        packed: piece that receives gradients now; None when there is none since the last send.
     """
 
     def __init__(self, queue: GradientQueue, group: Group) -> None:
         self.queue = queue
         self._group = group
         self.packed: Packed | None = None
-        self._on_way: list[Landing] = []  # what was sent before, in that order
+        self._on_way: list[Landing] = []  # landings of the pieces sent before, in order
 
     def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> Packed:
-        """Another piece of the ring, once the one before was sent. Args: as GradientQueue.begin."""
+        """Lease another piece of the ring, after the previous one was sent. Args as GradientQueue.begin."""
         self.packed = self.queue.begin(self._group, target, dtype, adds_up=adds_up)
         return self.packed
 
     def send(self) -> None:
-        """Start the way of what is in the ring."""
+        """Send the packed gradients, if there are any."""
         if self.packed is not None:
             self._on_way.append(self.queue.send(self.packed))
             self.packed = None
 
     def on_their_way(self) -> list[_native.IOFuture]:
-        """What has to be waited for by who reads all that came."""
+        """Send the packed gradients, and return the futures of all landings in flight."""
         self.send()
         return [landing.future for landing in self._on_way]
 
     def sent(self, name: str) -> bool:
-        """Whether a gradient of this parameter was sent, and nobody has asked whether it has landed."""
+        """Return whether a gradient of this parameter was sent and `land` has not taken it yet."""
         return any(name in landing.names for landing in self._on_way)
 
     def land(self) -> Iterator[Mapping[str, Sequence[float]]]:
-        """Wait until all have landed, one after the other. Yields and raises as Landing.sums."""
+        """Wait until all gradients have landed, in order. Yields and raises as Landing.sums."""
         self.send()
         while self._on_way:
             yield self._on_way[0].sums()
             del self._on_way[0]
 
     def forget(self) -> None:
-        """None of them is needed any more: when this returns nothing is on its way."""
+        """Drop all gradients; on return none is in flight."""
         if self.packed is not None:
             packed, self.packed = self.packed, None
             if packed.landing is None:
                 self.queue.drop(packed)
-            else:  # it was sent to make room for another
+            else:  # the piece was sent to make room for another one
                 self._on_way.append(packed.landing)
-        while self._on_way:  # what comes next must not be overtaken in the same memory
+        while self._on_way:  # a late landing must not overwrite newer gradients
             self._on_way[0].wait()
             del self._on_way[0]
 
 
 @dataclass(frozen=True)
 class WeightsCopy:
-    """Weights of a unit on their way to host memory, or there.
+    """Host copy of a unit's weights, complete or in flight.
 
     Attributes:
-        lease: the host memory. Whoever has the copy releases it, once nobody reads it any more.
-        landed: what reads the memory waits for it.
-        event: the device memory is read until then.
+        lease: the host memory. The owner of the copy releases it once nothing reads it any more.
+        landed: future that readers of the memory wait for.
+        event: event until which the device memory is read.
     """
 
     lease: Lease
@@ -313,14 +334,17 @@ class WeightsCopy:
     event: Event
 
     def release(self) -> None:
-        """Waits for the copy, if nobody did."""
+        """Release the memory, after waiting for the copy."""
         self.landed.wait()
         self.lease.release()
 
 
 class WeightsQueue(_Downward):
-    """Weights on their way down: an update of a unit whose weights are in the store takes them from the slot, where
-    they are anyway, and not from the disk again. A stream of its own: they do not wait for gradients."""
+    """Queue of weights from the device to the host.
+
+    An update of a unit whose weights are kept in the store gets the current weights from the slot, and need not read
+    them from the disk again. The queue has its own stream, so that weights do not wait for gradients.
+    """
 
     def __init__(
         self, accelerator: Accelerator, gate: _native.DeviceGate, space: Space, pool: _native.ThreadPool
@@ -329,11 +353,14 @@ class WeightsQueue(_Downward):
         self._space = space
 
     def copy(self, weights: torch.Tensor, after: Sequence[Event]) -> WeightsCopy | None:
-        """Start copying the weights of a slot. None where there is no memory.
+        """Start to copy the weights of a slot.
 
         Args:
-            weights: uint8 [weight_bytes] on the device; must stay as it is until the copy's event.
-            after: the weights are there, and what a forward wrote to them.
+            weights: uint8 [weight_bytes] on the device; must not change until the copy's event.
+            after: events after which the weights are complete, with all writes of the forward.
+
+        Returns:
+            The copy; None when there is no host memory for it.
         """
         lease = self._space.try_lease(weights.numel())
         if lease is None:
@@ -353,8 +380,11 @@ def _range(memory: memoryview, spec: ParameterSpec, dtype: torch.dtype) -> memor
 
 
 def _runs(specs: Iterable[ParameterSpec], group: Group) -> list[tuple[int, int]]:
-    """Elements [first, end) that were packed: one range where every parameter of the group was, as what lies between
-    them is nobody's."""
+    """Return the ranges of elements [first, end) to copy.
+
+    If every parameter of the group is packed, the result is one range, since the gaps between the parameters are
+    unused. Otherwise it is one range for each run of adjacent parameters.
+    """
     packed = sorted(specs, key=lambda spec: spec.offset)
     if len(packed) == len(group.specs):
         return [(packed[0].offset, max(spec.offset + spec.numel for spec in packed))]

@@ -1,4 +1,4 @@
-"""Where a state rests between uses: RAM or the store."""
+"""Homes of states: where a state is kept between uses, in RAM or in the store."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from infinity.state.unit import Group, Unit
 
 @dataclass(eq=False)
 class Home:
-    """Where one state of a group rests: RAM, or the store.
+    """Home of one state of a group, in RAM or in the store.
 
     Attributes:
-        lease, start, nbytes: bytes [start, start + nbytes) of a lease, for a state that rests in RAM.
-        extent: its place in the store; a state in RAM has one only where generations are kept.
-        dirty: the bytes in RAM are newer than those in the store.
+        lease: memory of a state in RAM; None for a state in the store.
+        start: offset of the state in the lease, in bytes.
+        nbytes: size of the state in bytes.
+        extent: place in the store. A state in RAM has an extent only when generations are kept.
+        dirty: whether the bytes in RAM are newer than those in the store.
     """
 
     lease: Lease | None
@@ -33,32 +35,32 @@ class Home:
         return self.lease is not None
 
     def view(self) -> memoryview:
-        """The bytes in RAM."""
+        """Return the bytes in RAM."""
         if self.lease is None:
             raise AssertionError("a state that lives in the store has no memory")
         return self.lease.view(self.start, self.nbytes)
 
     def stored(self) -> Extent:
-        """The place in the store."""
+        """Return the place in the store."""
         if self.extent is None:
             raise AssertionError("a state without a place in the store")
         return self.extent
 
     def changed(self) -> None:
-        """The bytes in RAM are new."""
+        """Mark the bytes in RAM as newer than the bytes in the store."""
         self.dirty = True
 
     def read(self) -> None:
-        """The bytes in RAM are those of the store."""
+        """Mark the bytes in RAM as equal to the bytes in the store."""
         self.dirty = False
 
     def written(self, copy: int) -> None:
-        """A copy of the extent has all new bytes: this copy counts from now on."""
+        """Make a copy of the extent the current one, after all new bytes were written to it."""
         self.stored().turn_to(copy)
         self.dirty = False
 
     def move(self, lease: Lease) -> Lease:
-        """The state rests in other memory from now on. Returns the lease of before."""
+        """Move the home to other memory, which has the state by now. Return the old lease."""
         if self.lease is None:
             raise AssertionError("a state that lives in the store has no memory")
         before, self.lease = self.lease, lease
@@ -67,13 +69,14 @@ class Home:
 
 @dataclass(eq=False)
 class WeightsHome:
-    """Where the weights of a unit rest, group by group.
+    """Homes of the weights of a unit, group by group.
 
-    Invariant: all groups rest in one lease, or each in an extent.
+    Invariant: all groups are in one lease, or each group is in an extent.
 
     Attributes:
-        nbytes: of all groups, which lie one after the other.
-        unit: whose weights they are; None: of nobody, and as in a slot.
+        groups: home of each group.
+        nbytes: bytes of all groups, which are concatenated.
+        unit: unit of the weights; None for weights of no unit, which have the form of a slot.
     """
 
     groups: tuple[Home, ...]
@@ -82,12 +85,12 @@ class WeightsHome:
 
     @property
     def lease(self) -> Lease | None:
-        """The memory of all groups; None where they rest in the store."""
+        """Memory of all groups; None when they are kept in the store."""
         return self.groups[0].lease if self.groups else None
 
     @property
     def slot_bytes(self) -> int:
-        """Of the slot that the weights are fetched to."""
+        """Size of the slot that the weights are fetched to."""
         return self.nbytes if self.unit is None else self.unit.weight_bytes
 
     @property
@@ -96,29 +99,29 @@ class WeightsHome:
 
     @property
     def encoded_bytes(self) -> int:
-        """Of `nbytes`, the last ones: what is decoded into a slot."""
+        """Bytes of the encoded groups, which are the last ones of `nbytes`."""
         return 0 if self.unit is None else self.unit.encoded_bytes
 
     @property
     def trained_bytes(self) -> int:
-        """Of a slot, the first ones: what the optimizer changes."""
+        """Bytes that the optimizer changes, which are the first ones of a slot."""
         return self.slot_bytes if self.unit is None else self.unit.trained_bytes
 
     def plain(self) -> Iterator[tuple[int, Home]]:
-        """The homes, by the index of their group, of what lies in a slot as it does at home."""
+        """Yield the groups that are not encoded, as (group index, home)."""
         for index, home in enumerate(self.groups):
             if self.unit is None or self.unit.groups[index].codec is None:
                 yield index, home
 
     def encoded(self) -> Iterator[tuple[Group, Home]]:
-        """The groups that have a codec, and their homes."""
+        """Yield the groups that have a codec, as (group, home)."""
         if self.unit is not None:
             for group, home in zip(self.unit.groups, self.groups, strict=True):
                 if group.codec is not None:
                     yield group, home
 
     def move(self, lease: Lease) -> Lease:
-        """The weights rest in other memory from now on. Returns the lease of before."""
+        """Move the homes of all groups to other memory, which has the weights by now. Return the old lease."""
         before = self.lease
         if before is None:
             raise AssertionError("weights in the store have no other memory")
@@ -129,8 +132,17 @@ class WeightsHome:
 
 @dataclass(frozen=True)
 class GroupStates:
-    """Where the optimizer states of a trainable group rest, the host memory its gradients wait in, and their place in
-    the store: at least one of the two."""
+    """Homes of the optimizer states of a trainable group, and memory for its gradients.
+
+    Attributes:
+        master: format of the master weights.
+        moments: format of the moments.
+        residual: home of the residual; None without one.
+        exp_avg: home of the first moment; None without one.
+        exp_avg_sq: home of the second moment; None without one.
+        gradient: host memory that the gradients wait in; None without one.
+        spilled: place of the gradients in the store; None without one. At least one of `gradient` and `spilled` is set.
+    """
 
     master: _native.MasterName
     moments: _native.MomentsName
@@ -141,10 +153,10 @@ class GroupStates:
     spilled: Extent | None
 
     def updated(self, moments: Collection[str] | None) -> dict[str, Home]:
-        """The homes of the states that an update changes, by name.
+        """Return the homes of the states that an update changes, by name.
 
         Args:
-            moments: that the optimizer uses; None: all.
+            moments: names of the moments that the optimizer uses; None: all.
         """
         named = {"residual": self.residual, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         uses = named if moments is None else {"residual", *moments}
@@ -159,10 +171,11 @@ class GroupStates:
 
 @dataclass(frozen=True)
 class UnitHomes:
-    """Where everything of one unit rests.
+    """Homes of all states of one unit.
 
     Attributes:
-        states: of the trainable groups, by index.
+        weights: homes of the weights.
+        states: optimizer states of the trainable groups, by group index.
     """
 
     weights: WeightsHome
@@ -174,14 +187,19 @@ class UnitHomes:
             yield from states.homes()
 
     def updated(self, group: int, moments: Collection[str] | None) -> dict[str, Home]:
-        """The homes of what an update of a group changes, by the name of the state. Args: as GroupStates.updated."""
+        """Return the homes of the weights and states that an update of a group changes, by the name of the state.
+
+        Args:
+            group: index of the group.
+            moments: names of the moments that the optimizer uses; None: all.
+        """
         return {"weight": self.weights.groups[group]} | self.states[group].updated(moments)
 
     def all_states(self) -> list[Home]:
-        """The homes of the optimizer states."""
+        """Return the homes of the optimizer states."""
         return [home for states in self.states.values() for home in states.homes()]
 
     def states_in_store(self) -> list[Home]:
-        """The homes of the optimizer states; none where any of them is in RAM."""
+        """Return the homes of the optimizer states if all are in the store; otherwise an empty list."""
         homes = self.all_states()
         return [] if any(home.in_memory for home in homes) else homes

@@ -1,8 +1,8 @@
-"""What a device idles, by its own clock.
+"""Idle time of a device, measured by the device's own clock.
 
-[Note: what a device's clock says] The host runs ahead of a device, so the time for which the host waits is not the time
-for which the device idles. Two timed events on the compute stream, one before what may keep the device waiting and one
-behind it, have no kernel between them: the time between them is time without work.
+[Note: what a device's clock says] The host runs ahead of a device. So the time for which the host waits is not the time
+for which the device is idle. Two timed events on the compute stream enclose a wait that may keep the device idle. No
+kernel is queued between the two events, so the time between them is time without work.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from infinity.base.accelerator import Accelerator, Event
 
 
 class IdleClock:
-    """Counts nothing where models compute in host memory: there the host's clock tells (timeline.py)."""
+    """Clock of a device's idle time.
+
+    It counts nothing when models compute in host memory, where the host's clock suffices (timeline.py).
+    """
 
     def __init__(self, accelerator: Accelerator | None) -> None:
         self._accelerator = accelerator
@@ -22,7 +25,7 @@ class IdleClock:
         self._seconds = 0.0
 
     def begins(self) -> None:
-        """What follows, until `ends`, may keep the device waiting. One that an exception left open is forgotten."""
+        """Begin a wait that may keep the device idle, until `ends`. A wait that an exception left open is forgotten."""
         if self._accelerator is not None:
             self._began = self._accelerator.record(self._accelerator.current(), timed=True)
 
@@ -34,13 +37,13 @@ class IdleClock:
 
     @property
     def seconds(self) -> float:
-        """That the device has idled so far, as far as it has got ([Note: what a device's clock says])."""
+        """Idle seconds of the device up to the event that it has reached ([Note: what a device's clock says])."""
         if self._accelerator is not None:
             self._take(self._accelerator)
         return self._seconds
 
     def _take(self, accelerator: Accelerator) -> None:
-        """Of the pairs that the device has passed. The others stay."""
+        """Add the waits that the device has passed."""
         while self._pairs and all(map(accelerator.reached, self._pairs[0])):
             began, ended = self._pairs.popleft()
             self._seconds += accelerator.seconds(began, ended)

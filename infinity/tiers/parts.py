@@ -1,4 +1,4 @@
-"""Parts of a state, wherever it rests."""
+"""Reads and writes of parts of a state, in RAM or in the store."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _CHUNK_BYTES = 4 << 20
 
 
 def read_part(resources: Resources, home: Home, begin: int, nbytes: int) -> torch.Tensor:
-    """Bytes of a state, uint8."""
+    """Return bytes [begin, begin + nbytes) of a state, uint8."""
     if home.in_memory:
         return torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + nbytes].clone()
     return reading.read_part(resources.require_store(), home.stored(), begin, nbytes).clone()
 
 
 def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tensor]) -> None:
-    """Write bytes of a state, by where they begin in it; the others stay."""
+    """Write parts of a state, by their byte offsets in the state. The other bytes do not change."""
     if home.in_memory:
         for begin, part in parts.items():
             torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
@@ -33,7 +33,7 @@ def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tens
     store, extent = resources.require_store(), home.stored()
     copy = resources.destination(extent)
     start, end = 0, home.nbytes
-    if copy == extent.copy:  # in place: whole pages around the parts will do
+    if copy == extent.copy:  # in place: only the pages around the parts are rewritten
         start = min(parts) // PAGE_BYTES * PAGE_BYTES
         end = round_up(max(begin + part.numel() for begin, part in parts.items()), PAGE_BYTES)
     memory = _native.Arena(min(_CHUNK_BYTES, end - start), huge_pages=False)

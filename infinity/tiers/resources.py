@@ -1,5 +1,8 @@
-"""What exists once per offloaded model below the coordinator: engine, store, arena, compute threads, and the home of
-every state. All of it is opened as the plan's layout says."""
+"""Resources of one offloaded model below the coordinator, each of which exists once.
+
+They are the engine, the store, the arena, the compute threads and the home of every state, all opened by the plan's
+layout.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +40,25 @@ _STATES = ("residual", "exp_avg", "exp_avg_sq")
 
 
 class Resources:
-    """Opened in order: engine → store → arena → homes → threads → device. Closed in reverse.
+    """Resources of one offloaded model.
+
+    They are opened in this order and closed in reverse: engine, store, arena, homes, threads, device.
+
+    After an error during opening, nothing is left behind.
 
     Attributes:
-        world: the ranks; closing this leaves them.
-        facts: what a run that resumes states of this rank must agree on.
-        torch_device: where models compute.
-        device: None where they compute in host memory.
-        idle: what the device idles.
-        decoding: for encoded weights on their way to slots in host memory; None where there are none.
+        world: the ranks. Closing the resources leaves the world.
+        facts: facts that a run must have in common with this one to resume the states of this rank.
+        torch_device: device on which models compute.
+        device: device tier; None when models compute in host memory.
+        idle: clock of the device's idle time.
+        decoding: decoder of encoded weights for slots in host memory; None when there are none.
 
     Raises:
-        SwapIOError, StoreLockedError, StoreNotEmptyError, ConfigError: the swap file cannot be made; nothing is left
-        behind.
+        SwapIOError: the swap file cannot be made.
+        StoreLockedError: another run uses the directory.
+        StoreNotEmptyError: the directory has the generations of an earlier run.
+        ConfigError: the config does not suit the machine, for example a path or update.threads.
         ResumeError: with `resume`, there is no store to resume, or it is another one.
     """
 
@@ -81,8 +90,8 @@ class Resources:
                 self.store = self._open_store(nvme, run, resume=resume)
             node = self._numa_node(accelerator)
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
-            # Apart from the memory for fetched weights, because homes move about in it when an update is applied, and
-            # the memory for fetched weights must not be broken up.
+            # Separate from the memory for fetched weights: homes move in it when an update is applied, and must not
+            # fragment the memory for fetched weights.
             self.resting = self.arena.lease(arena.homes_and_shadows, "weights and states in RAM").space()
             self.units = [self._open_unit(unit) for unit in plan.layout.units]
             if self.store is not None and plan.placement.commit_every:
@@ -121,25 +130,32 @@ class Resources:
             raise
 
     def _numa_node(self, accelerator: Accelerator | None) -> int:
-        """Where memory and threads for updates should be; -1: anywhere. All that a device uses crosses its bus, in each
-        pass, and the disks read and write states once a step: so the device's node comes before the disks'."""
+        """Return the NUMA node for the memory and the threads of updates; -1 for any node.
+
+        The device's node has priority over that of the disks. All bytes that a device uses cross its bus in each pass,
+        while the disks read and write states once per step.
+        """
         node = -1 if accelerator is None else accelerator.numa_node
         return self.store.numa_node if node < 0 and self.store is not None else node
 
     def homes(self) -> Iterator[Home]:
-        """Every state of every unit."""
+        """Yield the home of every state of every unit."""
         for unit in self.units:
             yield from unit
 
     def read_homes(self) -> None:
-        """What rests in RAM is read from the store. Raises SwapIOError."""
+        """Read all states in RAM from the store.
+
+        Raises:
+            SwapIOError: a read failed.
+        """
         store, held = self.require_store(), [home for home in self.homes() if home.in_memory]
         wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
         for home in held:
             home.read()
 
     def extents(self) -> Iterator[Extent]:
-        """Every place in the swap file, those of gradients that spill among them."""
+        """Yield every extent in the swap file, including those for spilled gradients."""
         for home in self.homes():
             if home.extent is not None:
                 yield home.extent
@@ -149,16 +165,16 @@ class Resources:
                     yield states.spilled
 
     def synchronize_uploads(self) -> None:
-        """Wait until no copy to the device reads weights in RAM: somebody is about to change them."""
+        """Wait until no copy to the device reads weights in RAM, which the caller is about to change."""
         if self.device is not None:
             self.device.uploads.synchronize()
 
     def destination(self, extent: Extent) -> int:
-        """The copy that new values of a state go to."""
+        """Return the copy in the store that new values of a state are written to."""
         return extent.copy if self.generations is None else self.generations.destination(extent)
 
     def spare_copy(self, extent: Extent) -> int | None:
-        """A copy whose bytes nobody will ever want; None where there is none."""
+        """Return a copy in the store that lacks the newest values and that no generation names; None without one."""
         if self.generations is not None:
             return self.generations.spare(extent)
         return next((copy for copy in range(len(extent.offsets)) if copy != extent.copy), None)
@@ -169,9 +185,9 @@ class Resources:
         return self.store
 
     def _register(self) -> None:
-        """Have the kernel keep the memory at hand that transfers use: the tiles, and what is left for weights.
+        """Register the memory of transfers with the kernel: the tiles and the free memory for weights.
 
-        What rests in RAM is not registered: that would make all of it resident at once.
+        States in RAM are not registered, since registration would make all of their pages resident at once.
         """
         if self.store is None:
             return
@@ -184,7 +200,7 @@ class Resources:
 
     def _open_store(self, nvme: NvmeConfig, run: str, *, resume: bool) -> SwapStore:
         layout = self.plan.layout
-        kept = layout.swap.kept if layout.swap.nbytes else PAGE_BYTES  # a rank that has nothing still has manifests
+        kept = layout.swap.kept if layout.swap.nbytes else PAGE_BYTES  # a rank without states still has manifests
         mode: Mode = "resume" if resume else "generations" if self.plan.placement.commit_every else "in place"
         return SwapStore(
             nvme.paths,
@@ -199,8 +215,8 @@ class Resources:
 
     def _open_unit(self, layout: UnitLayout) -> UnitHomes:
         weights = self._open_weights(layout)
-        # In this order the weights, the residuals and a moment are one piece of memory, which comes free as a whole
-        # when the homes move: also where an optimizer does not change the other moment.
+        # In this order the weights, the residuals and the first moments are one piece of memory, which comes free in
+        # one piece when the homes move, even if an optimizer does not change the second moment.
         leases = {
             (name, index): self.resting.lease(group.states[name].lease_bytes, f"{name} of '{layout.unit.name}'")
             for name in _STATES
@@ -241,8 +257,13 @@ class Resources:
         )
 
     def close(self, *, discard: bool = False) -> None:
-        """Stop the threads and remove the swap file, unless it has generations that are not to be discarded.
-        Idempotent."""
+        """Stop the threads and close the store. Idempotent.
+
+        The swap file is removed unless it has generations.
+
+        Args:
+            discard: remove the swap file even if it has generations.
+        """
         try:
             self._quiet = self.world.close()
         finally:
@@ -262,8 +283,10 @@ class Resources:
                 self.store.close(discard=discard)
 
     def give_back(self) -> None:
-        """After close(): RAM and memory of the device go back, though the model may be referred to for long. Nobody may
-        hold views of a slot. Where another rank may still send to or read from the memory, it stays."""
+        """Free RAM and device memory after close(), even while references to the model exist.
+
+        No views of a slot may exist. The memory stays if another rank may still write to it or read from it.
+        """
         if not self._quiet:
             return
         self.arena.give_all_back()
@@ -272,7 +295,11 @@ class Resources:
 
 
 def make_directory(path: Path) -> None:
-    """The directory of nvme.paths in which each rank makes one of its own. Raises ConfigError."""
+    """Make the directory of nvme.paths in which each rank makes its own directory.
+
+    Raises:
+        ConfigError: the path cannot be used.
+    """
     require_place(path)
     place = path.expanduser().absolute()
     if not place.exists():
@@ -291,5 +318,5 @@ def _open_pool(threads: int, node: int, nice: int) -> _native.ThreadPool:
 
 
 def _extent(unit: Unit, group: int, state: str, layout: StateLayout) -> Extent | None:
-    """None where the state has no copy in the swap file."""
+    """Return the extent of a state; None when the state has no copy in the swap file."""
     return Extent(unit.name, group, state, layout.offsets, layout.nbytes) if layout.offsets else None

@@ -1,8 +1,8 @@
-"""Device memory: allocated once, and cut by the arena's own allocator.
+"""Device memory: one allocation, divided by the allocator of the arena.
 
-[Note: who used these bytes before] The host gives a lease back while the device, which is behind, still works in its
-bytes. So a lease is given back with the events of its last uses, and the next lease of the same bytes names them in
-`after`: whoever writes to it first waits for these events, on the device. The host waits for nothing.
+[Note: who used these bytes before] The host gives a lease back while the device, which runs behind, still uses its
+bytes. So a lease is given back with the events of its last uses. The next lease of the same bytes lists these events in
+`after`: its first writer waits for them on the device. The host does not wait.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ class SlabLease:
     """A borrowed piece of a slab. Life cycle: Slab.try_lease() → Slab.give_back(), once.
 
     Attributes:
+        lease: range of the slab.
         memory: uint8 [nbytes] on the device.
-        after: the uses of these bytes that may not be over: the first write waits for them.
+        after: events of earlier uses of these bytes that may not be over; the first write must wait for them.
     """
 
     def __init__(self, lease: Lease, memory: torch.Tensor, after: Sequence[Event]) -> None:
@@ -34,19 +35,23 @@ class SlabLease:
         return self.memory.numel()
 
     def tensor(self) -> torch.Tensor:
-        """uint8 [nbytes], the same memory. Every call makes a new storage, so that its views can be counted."""
+        """Return the same memory as a uint8 [nbytes] tensor.
+
+        Every call makes a new storage, so that its views can be counted.
+        """
         return torch.from_dlpack(torch.utils.dlpack.to_dlpack(self.memory))  # type: ignore[attr-defined]
 
 
 class Slab:
     """A part of the one allocation of device memory.
 
-    Invariant: leases never overlap. `_left` are the last uses of bytes that are free, or leased since by somebody who
-    waits for them.
+    Invariant: leases never overlap. `_left` has the last uses of byte ranges that are free, or whose new lease waits
+    for these uses.
 
     Args:
+        accelerator: device of the memory.
         memory: uint8 [nbytes] on the device.
-        after: who had the memory before may use it until these events.
+        after: events until which earlier owners may use the memory.
     """
 
     def __init__(self, accelerator: Accelerator, memory: torch.Tensor, after: Sequence[Event] = ()) -> None:
@@ -65,23 +70,36 @@ class Slab:
         return self._space.free_bytes
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a free piece is long enough."""
+        """Return whether a free piece is long enough."""
         return self._space.fits(nbytes)
 
     def try_lease(self, nbytes: int, *, from_top: bool = False) -> SlabLease | None:
-        """Device memory, or None when no free piece is long enough. Arguments as of `Space.try_lease`."""
+        """Lease device memory, as Space.try_lease.
+
+        Args:
+            nbytes: size of the lease.
+            from_top: take the memory from the high end.
+
+        Returns:
+            The lease; None when no free piece is long enough.
+        """
         lease = self._space.try_lease(nbytes, from_top=from_top)
         if lease is None:
             return None
         begin, end = lease.offset, lease.offset + lease.nbytes
         with self._lock:
             after = [event for left, right, events in self._left if left < end and begin < right for event in events]
-        with torch._C._DisableFuncTorch():  # a transformation that fetches weights has no part in where they lie
+        with torch._C._DisableFuncTorch():  # a torch.func transform that fetches weights must not wrap the memory
             memory = self._memory[begin : begin + nbytes]
         return SlabLease(lease, memory, after)
 
     def give_back(self, lease: SlabLease, last_uses: Iterable[Event]) -> None:
-        """Args: last_uses: behind everything that the lease's holder, or one before it, queued with these bytes."""
+        """Give a lease back.
+
+        Args:
+            lease: lease of this slab.
+            last_uses: events behind all work that this lease's owner, or an earlier one, queued on these bytes.
+        """
         begin, end = lease.lease.offset, lease.lease.offset + lease.lease.nbytes
         with self._lock:
             self._left = [each for each in self._left if not self._is_over(each, begin, end)]
@@ -89,7 +107,7 @@ class Slab:
         lease.lease.release()
 
     def give_all_back(self) -> None:
-        """Nothing is leased any more, nor will be."""
+        """Free the memory. No lease exists, and none will be requested."""
         self._memory = self._memory[:0].clone()
 
     def _is_over(self, left: tuple[int, int, tuple[Event, ...]], begin: int, end: int) -> bool:
@@ -97,17 +115,23 @@ class Slab:
 
 
 class Uses:
-    """Which streams use a piece of device memory, and where each of them last did. A stream that begins to waits for
-    what came before."""
+    """Streams that use a piece of device memory, with the last use of each stream.
+
+    A stream waits for the events of `after` before its first use.
+
+    Args:
+        accelerator: device of the memory.
+        after: function that returns the events that the first use on each stream waits for.
+    """
 
     def __init__(self, accelerator: Accelerator, after: Callable[[], Sequence[Event]]) -> None:
         self._accelerator = accelerator
         self._after = after
-        self._last: dict[object, Event | None] = {}  # by stream; None: it may use the memory still
+        self._last: dict[object, Event | None] = {}  # by stream; None: the stream may still use the memory
         self._further: list[Event] = []
 
     def begin(self) -> None:
-        """This thread's stream is about to use the memory."""
+        """Begin a use of the memory by this thread's stream."""
         stream = self._accelerator.current()
         if stream not in self._last:
             for event in self._after():
@@ -115,7 +139,7 @@ class Uses:
         self._last[stream] = None
 
     def begin_behind_others(self) -> None:
-        """This thread's stream is about to use what other streams may have written."""
+        """Begin a use of the memory by this thread's stream, after all writes that other streams have queued."""
         self.begin()
         here = self._accelerator.current()
         for stream, event in self._last.items():
@@ -123,20 +147,20 @@ class Uses:
                 self._accelerator.wait(here, self._accelerator.record(stream) if event is None else event)
 
     def end(self) -> None:
-        """Until `begin` is called again no stream uses the memory."""
+        """End the uses of all streams. No stream uses the memory until `begin` is called again."""
         for stream, event in self._last.items():
             if event is None:
                 self._last[stream] = self._accelerator.record(stream)
 
     def so_far(self) -> list[Event]:
-        """Behind every use that was queued until now. Uses go on."""
+        """Return events behind every use queued so far. The uses continue."""
         return [self._accelerator.record(stream) if event is None else event for stream, event in self._last.items()]
 
     def also(self, event: Event) -> None:
-        """The memory is used until this event, too."""
+        """Add an event until which the memory is used."""
         self._further.append(event)
 
     def events(self) -> list[Event]:
-        """Behind every use."""
+        """End the uses of all streams, and return events behind every use."""
         self.end()
         return [*self._further, *(event for event in self._last.values() if event is not None)]

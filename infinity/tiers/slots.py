@@ -1,4 +1,4 @@
-"""Memory for fetched weights: one interface, wherever they come from and go."""
+"""Memory for fetched weights: one interface for all sources and all devices."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ def _references(tensor: torch.Tensor) -> int:
 
 
 class Slot(ABC):
-    """A piece of memory that a unit's weights occupy where they are computed with. torch counts the references to it.
+    """A piece of memory that a unit's weights occupy while they are used. torch counts the references to it.
 
     Args:
-        tensor: uint8 [weight_bytes], on the device; its storage is the slot's own.
-        lease: the host memory it is, where an update may work in it; None: the home of the weights in RAM, or memory of
+        tensor: uint8 [weight_bytes], on the device; its storage belongs to the slot only.
+        lease: host memory of the slot, if an update may use it; None for the home of weights in RAM, and for memory of
             a device.
 
     Attributes:
-        at_home: what is computed with is what the update works on, or beside.
+        at_home: whether updates use the slot's memory directly; otherwise the slot is a copy, which an update makes
+            stale.
     """
 
     at_home = True
@@ -48,24 +49,30 @@ class Slot(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """What this thread computes from now on finds the weights there."""
+        """Make the next work of this thread wait until the weights are complete."""
 
     def rest(self) -> bool:
-        """Nobody computes with the weights until `wait` is called again: nothing but parameters refers to them, and the
-        parameters may not be read. False where that makes no difference: then they may be read."""
+        """End the use of the weights, until `wait` is called again. Only parameters refer to the slot now.
+
+        Returns:
+            Whether the parameters must be closed until then; False when reading them meanwhile is harmless.
+        """
         return False
 
     def copy_down(self) -> WeightsCopy | None:
-        """Start copying the weights to host memory, where an update finds them. None where it finds them without, or
-        where there is no memory for them."""
+        """Start to copy the weights to host memory for an update.
+
+        Returns:
+            The copy; None when an update needs no copy, or there is no memory for one.
+        """
         return None
 
     def outstanding(self) -> bool:
-        """Whether anything but the slot and the parameter views that are expected refers to the memory."""
+        """Return whether anything but the slot and the expected parameter views refers to the memory."""
         return _references(self.tensor) > self._expected
 
     def expect(self, views: int) -> None:
-        """So many references count for nothing: the parameters' own views."""
+        """Set the number of references that do not count as outstanding: the parameters' own views."""
         self._expected = self._own + views
 
     @abstractmethod
@@ -73,7 +80,7 @@ class Slot(ABC):
 
 
 class HostSlot(Slot):
-    """Weights that are used where they lie. `lease` None: their home in RAM, never given back."""
+    """Weights that are used in place. Without a lease the slot is their home in RAM, which is never given back."""
 
     def wait(self) -> None:
         return
@@ -84,8 +91,10 @@ class HostSlot(Slot):
 
 
 class CopiedSlot(Slot):
-    """Weights in host memory that rest elsewhere in RAM: in another form, or in the slices of several ranks. They are
-    old once the unit is updated."""
+    """Copy of weights in host memory, whose home in RAM has another form: encoded, or divided over several ranks.
+
+    The copy is stale once the unit is updated.
+    """
 
     at_home = False
 
@@ -101,11 +110,15 @@ class CopiedSlot(Slot):
 
 
 class SlabSlot(Slot):
-    """Weights copied to a device.
+    """Weights that are copied to a device.
 
     Args:
-        ready: the copy is complete.
-        trained_bytes: of the weights, the first ones, what updates read.
+        slab: slab of the memory.
+        lease: memory of the slot.
+        ready: event behind the copy to the device.
+        accelerator: the device.
+        down: queue for copies of the weights to the host.
+        trained_bytes: number of bytes at the start of the weights that updates read; None: all.
     """
 
     at_home = False
@@ -142,22 +155,26 @@ class SlabSlot(Slot):
         return copy
 
     def free(self) -> None:
-        self._slab.give_back(self._leased, self._uses.events())  # the next upload is behind this slot's, on one stream
+        self._slab.give_back(self._leased, self._uses.events())  # without `ready`: all uploads share one stream
 
 
 class Fetch(ABC):
-    """Weights on their way into a slot. Life cycle: SlotPool.start() → finish(), once, which waits."""
+    """Weights in flight to a slot. Life cycle: SlotPool.start() → finish(), once, which waits."""
 
     def __init__(self, transfers: Sequence[Transfer] = ()) -> None:
         self._transfers = transfers
 
     def wait(self) -> None:
-        """Until finish() would wait no more. May be interrupted."""
+        """Wait until finish() would not wait any more. May be interrupted."""
         for transfer in self._transfers:
             transfer.wait()
 
     def finish(self) -> Slot:
-        """Raises SwapIOError; then the memory was given back, unless the disk was given up, which may still write."""
+        """Wait for the weights, and return their slot.
+
+        Raises:
+            SwapIOError: a read failed. The memory was given back, unless the disk was given up and may still write.
+        """
         try:
             wait_all(self._transfers)
         except SwapTimeoutError:
@@ -169,30 +186,35 @@ class Fetch(ABC):
 
     @abstractmethod
     def _slot(self) -> Slot:
-        """Of weights that are there, or whose event streams can wait for."""
+        """Return the slot, whose weights are complete, or will be at an event that streams can wait for."""
 
     @abstractmethod
     def _give_up(self) -> None:
-        """Nothing is on its way there any more."""
+        """Give the memory back, after all transfers to it have ended."""
 
 
 class SlotPool(Protocol):
-    """Where slots come from. `start` returns None when there is no room: evicting is units/room.py's business."""
+    """Source of slots. `start` returns None when there is no room; units/room.py decides about evictions."""
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
-        """
+        """Start to fetch weights.
+
         Args:
-            after: new weights that are on their way; they are to be fetched.
-            version: of the weights that are to be fetched; grows with every change of them.
+            home: homes of the weights.
+            after: destinations of new weights of an update under way; the fetch reads these new weights.
+            version: version of the weights; it grows with every change of the weights.
+
+        Returns:
+            The fetch; None when there is no room.
         """
 
     def free(self, slot: Slot) -> None: ...
 
     def counts(self, home: WeightsHome) -> bool:
-        """Whether a slot of these weights takes of the budget: evicting them makes room for others."""
+        """Return whether a slot for these weights uses the budget, so that an eviction makes room for others."""
 
     def waits(self, home: WeightsHome) -> bool:
-        """Whether a fetch of these weights needs memory that other fetches have until they are finished."""
+        """Return whether a fetch of these weights needs memory that other fetches use until they are finished."""
 
 
 class _There(Fetch):
@@ -208,16 +230,18 @@ class _There(Fetch):
 
 
 class HostSlots:
-    """Weights used on the CPU. In RAM their home is the slot; on NVMe they are read into a lease, which is the slot
-    then. Encoded weights are decoded into a lease from both ([Note: decoding] in tiers/decoding.py).
+    """Slots of weights that are used on the CPU.
 
-    The arena's free space is the budget: everything else in it was leased before.
+    The slot of weights in RAM is their home. Weights on NVMe are read into a lease, which is their slot. Encoded
+    weights from RAM or NVMe are decoded into a lease ([Note: decoding] in tiers/decoding.py).
+
+    The budget is the free space of the arena, from which all other memory has been leased before.
     """
 
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self._from_top = long_from_top(resources.arena.free_bytes)
-        self._landed: list[_DecodeFetch] = []  # that have memory they were read into
+        self._landed: list[_DecodeFetch] = []  # fetches that still own a bounce buffer
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         decodes = home.encoded_bytes > 0
@@ -233,7 +257,10 @@ class HostSlots:
         return self._decode_from_store(home, lease, after) if home.lease is None else self._decode(home, lease)
 
     def _decode(self, home: WeightsHome, lease: Lease) -> Fetch:
-        """From RAM. What is not encoded is little, and copied now: an update may change it next."""
+        """Decode weights from RAM.
+
+        Groups that are not encoded are small, and copied at once: an update may change their home next.
+        """
         if home.lease is None:
             raise AssertionError("weights that do not rest in RAM")
         begin = home.nbytes - home.encoded_bytes
@@ -276,7 +303,7 @@ class HostSlots:
 
 
 def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> list[Transfer]:
-    """What lies in a slot as it does at home."""
+    """Start to read the groups that are not encoded into a slot."""
     reads = []
     for index, group in home.plain():
         new = after.get(index, Destination(group))
@@ -299,7 +326,14 @@ class _LeaseFetch(Fetch):
 
 
 class _DecodeFetch(Fetch):
-    """Args: landing: what is decoded was read into it; None: it rests in RAM."""
+    """Fetch that decodes weights.
+
+    Args:
+        lease: memory of the slot.
+        landing: bounce buffer of the encoded weights from the store; None for weights in RAM.
+        transfers: the reads and the decoding.
+        at_home: whether updates use the slot's memory directly (Slot.at_home).
+    """
 
     def __init__(self, lease: Lease, landing: Lease | None, transfers: Sequence[Transfer], *, at_home: bool) -> None:
         super().__init__(transfers)
@@ -308,8 +342,13 @@ class _DecodeFetch(Fetch):
         self._at_home = at_home
 
     def give_landing_back(self) -> bool:
-        """Once nothing reads it any more, or writes to it. Whether it is given back. After a SwapTimeoutError it never
-        is: the disk may still write."""
+        """Give the bounce buffer back once no transfer uses it.
+
+        After a SwapTimeoutError it is never given back: the disk may still write to it.
+
+        Returns:
+            Whether no bounce buffer is left.
+        """
         if self._landing is not None and all(transfer.done() for transfer in self._transfers):
             failures = [transfer.future.failure() for transfer in self._transfers]
             if not any(failure is not None and failure.kind == "timeout" for failure in failures):
@@ -327,11 +366,11 @@ class _DecodeFetch(Fetch):
 
 
 class SlabSlots:
-    """Weights on a device, copied from pinned RAM, or from NVMe through a landing memory.
+    """Slots of weights on a device. The weights are copied from pinned RAM, or from NVMe through a bounce buffer.
 
-    Units of the size that most have come from the low end of the slab, the others from the high end: so units that are
-    alike get the same addresses again and again, and do not break up each other's space. Units that stay have a slab
-    of their own, and come elsewhere only while somebody holds views of what was there.
+    Units of the most common size get memory from the low end of the slab, the others from the high end. So units of one
+    size reuse the same addresses, and do not fragment each other's space. Units that stay have a slab of their own.
+    They use the common slab only while views of their own memory exist.
     """
 
     def __init__(self, resources: Resources, device: DeviceTier) -> None:
@@ -361,14 +400,17 @@ class SlabSlots:
         return _SlabFetch(self, home, slab, lease, encoded, [transfer], ready)
 
     def give_back(self, slab: Slab, lease: SlabLease, encoded: SlabLease | None) -> None:
-        """Memory that nothing is on its way to any more."""
+        """Give back the memory of a fetch, after all transfers to it have ended."""
         slab.give_back(lease, lease.after)
         if encoded is not None:
             self._device.decoding.give_back(encoded, encoded.after)
 
     def decode(self, home: WeightsHome, slab: Slab, lease: SlabLease, encoded: SlabLease, ready: Event) -> Event:
-        """Decode on the stream that computes, behind `ready`. Returns the event behind it. Where that raises, as
-        without device memory for the values on their way, both leases are given back."""
+        """Decode on the compute stream, after `ready`, and return the event behind the decoding.
+
+        If decoding raises, for example because there is no device memory for intermediate values, both leases are given
+        back.
+        """
         accelerator = self._device.accelerator
         stream = accelerator.current()
         for event in (ready, *lease.after):
@@ -405,7 +447,17 @@ class SlabSlots:
 
 
 class _SlabFetch(Fetch):
-    """Args: encoded: what is decoded is copied there; None where nothing is."""
+    """Fetch to a device.
+
+    Args:
+        pool: pool of the slot.
+        home: homes of the weights.
+        slab: slab of the slot.
+        lease: memory of the slot.
+        encoded: device memory for encoded weights; None when nothing is decoded.
+        transfers: the reads from the store.
+        ready: event behind the copies to the device.
+    """
 
     def __init__(
         self,
@@ -436,5 +488,5 @@ class _SlabFetch(Fetch):
 
 
 def open_slots(resources: Resources) -> SlotPool:
-    """The pool that fits the device, for weights that this process has all of."""
+    """Return the pool for the device, for weights of which this process has all slices."""
     return HostSlots(resources) if resources.device is None else SlabSlots(resources, resources.device)

@@ -1,5 +1,8 @@
-"""NF4 to weights in one kernel, for devices that Triton compiles for: 0.5 bytes of codes are read for each element and
-one value is written, with nothing in between. Imported only where Triton is installed."""
+"""NF4 decoding in one kernel, for devices that Triton supports.
+
+The kernel reads 0.5 bytes of codes per element and writes one value, without intermediate values in memory. This module
+is imported only where Triton is installed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS
 
 _BYTES = 1024
-"""Of codes, for one program: 2048 elements."""
+"""Bytes of codes per program, for 2048 elements."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -43,7 +46,7 @@ def _decode(  # type: ignore[no-untyped-def]
     first = tl.load(values + (packed >> 4)) * scale
     second = tl.load(values + (packed & 15)) * scale
     both = tl.interleave(first, second)
-    if out.dtype.element_ty == tl.bfloat16:  # to the nearest, ties to even, on every device and in the interpreter
+    if out.dtype.element_ty == tl.bfloat16:  # round to nearest even, on every device and in the interpreter
         bits = both.to(tl.uint32, bitcast=True)
         both = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     element = tl.program_id(0).to(tl.int64) * count * 2 + tl.arange(0, count * 2)
@@ -62,11 +65,13 @@ def decode(
     """Queue the kernel on the current stream.
 
     Args:
-        codes: uint8, two elements in each, the first one in the upper half.
-        scales: of blocks of BLOCK_NUMEL: fp32, or uint8 codes of `scale_values` where they are nested.
-        nested: fp32, of NESTED_BLOCKS blocks each; with `offset`, one fp32 number: what is added to every scale.
-        values, scale_values: fp32 [16] and [256]: what the codes stand for.
-        out: bf16, fp16 or fp32, as many as there are elements.
+        codes: uint8, two elements per byte, the first one in the upper half.
+        scales: one scale per block of BLOCK_NUMEL elements: fp32, or uint8 codes of `scale_values` for nested scales.
+        nested: fp32, one scale per NESTED_BLOCKS blocks; None for plain scales.
+        offset: one fp32 number, which is added to every nested scale; None for plain scales.
+        values: fp32 [16], value of each code.
+        scale_values: fp32 [256], value of each code of a nested scale.
+        out: bf16, fp16 or fp32, one value per element.
     """
     grid = (triton.cdiv(out.numel(), 2 * _BYTES),)
     unused: Any = scales
@@ -83,5 +88,5 @@ def decode(
         nested_blocks=NESTED_BLOCKS,
         is_nested=nested is not None,
         count=_BYTES,
-        enable_fp_fusion=False,  # a product and a sum are rounded each
+        enable_fp_fusion=False,  # product and sum are rounded separately
     )

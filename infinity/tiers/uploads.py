@@ -1,4 +1,4 @@
-"""Weights on their way up: from pinned RAM, or in pieces from NVMe through a landing memory."""
+"""Upload of weights to a device: from pinned RAM, or in pieces from NVMe through a bounce buffer."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from infinity.tiers.slab import SlabLease
 
 
 class UploadQueue:
-    """One stream up.
+    """A stream to the device.
 
     Args:
-        gate: of the accelerator.
-        arena: with `landing_bytes` of free space, which the first upload from NVMe takes for good; until then it is for
-            whoever fills the store.
-        piece_bytes: are read and copied at once.
+        accelerator: the device.
+        gate: native entry points of the device.
+        engine: engine that reads from NVMe.
+        arena: space with `landing_bytes` of free memory. The first upload from NVMe takes this memory for good; before
+            that, the code that fills the store may use it.
+        landing_bytes: size of the bounce buffer.
+        piece_bytes: bytes that are read and copied at a time.
     """
 
     def __init__(
@@ -40,16 +43,21 @@ class UploadQueue:
         self._landing_bytes = landing_bytes
         self._piece_bytes = piece_bytes
         self._stream = accelerator.stream()
-        self._reading: deque[Event] = deque()  # of the copies that read homes in RAM
+        self._reading: deque[Event] = deque()  # events of the copies that read homes in RAM
         self._native: _native.Uploads | None = None
-        self._events: list[Event] = []  # of the pieces
+        self._events: list[Event] = []  # one event per piece of the bounce buffer
 
     def from_ram(self, into: SlabLease, source: Lease, encoded: SlabLease | None = None) -> Event:
-        """Start copying weights from their home. Nobody may change them until `synchronize`. Returns the event behind
-        the copies.
+        """Start to copy weights from their home, which nothing may change until `synchronize`.
 
         Args:
-            encoded: memory for what of the home is encoded, which is its end; the rest goes to the slot.
+            into: memory of the slot.
+            source: home of the weights.
+            encoded: device memory for the encoded groups, which are at the end of the home; the other groups are copied
+                to the slot.
+
+        Returns:
+            The event behind the copies.
         """
         home = source.tensor()
         plain = into.nbytes if encoded is None else home.numel() - encoded.nbytes
@@ -66,15 +74,18 @@ class UploadQueue:
     def from_store(
         self, into: SlabLease, home: WeightsHome, after: Written, store: SwapStore, encoded: SlabLease | None = None
     ) -> tuple[Transfer, Event]:
-        """Start reading weights, and copying what is read.
+        """Start to read weights, and to copy each piece to the device once it is read.
 
         Args:
-            after: where new ones go that are on their way.
-            encoded: memory for those that are encoded, one behind the other.
+            into: memory of the slot.
+            home: homes of the weights.
+            after: destinations of new weights of an update under way.
+            store: store of the weights.
+            encoded: device memory for the encoded groups, which are concatenated there.
 
         Returns:
             A transfer, and an event that streams may wait for once the transfer is done. The transfer raises as
-            SwapStore.read; when it fails no copy into the slot is under way.
+                SwapStore.read; when it has failed, no copy into the slot is in flight.
         """
         ready = self._accelerator.event()
         leases = [into] if encoded is None else [into, encoded]
@@ -93,7 +104,7 @@ class UploadQueue:
         return store.transfer(future, home.groups[0].stored()), ready
 
     def synchronize(self) -> None:
-        """Wait until no copy reads homes in RAM: somebody is about to change them."""
+        """Wait until no copy reads homes in RAM, which the caller is about to change."""
         self._forget_reached()
         if self._reading:
             self._accelerator.synchronize(self._reading[-1])
@@ -120,7 +131,7 @@ class UploadQueue:
 
 
 def _part(store: SwapStore, weights: Destination, address: int) -> _native.UploadPart:
-    """The newest values of a group, and where they go on the device."""
+    """Return the native description of one group: the place of its newest values, and their address on the device."""
     file, offset = store.place(weights.home.stored(), weights.copy)
     after = None if weights.written is None else weights.written.future
     return _native.UploadPart(file, offset, weights.home.nbytes, address, after=after)

@@ -1,14 +1,14 @@
-"""Gradients that do not stay in RAM: the window they land in, and their way to the store and back.
+"""Gradients that do not stay in RAM: the window that they land in, and their transfers to and from the store.
 
 [Note: the life of a group's spilled gradients]
 
     EMPTY ──bring──▶ HERE ──leave──▶ LEAVING ──▶ AWAY ──announce──▶ COMING ──bring──▶ HERE
 
-HERE, LEAVING and COMING hold a lease of the window; EMPTY and AWAY none. Who needs room waits for the writes that were
-begun first, then sends away what has been HERE longest, so that one group always finds room. What is in the store is
-scratch: no generation names it and nothing outlives the run.
+A spill has a lease of the window while it is HERE, LEAVING or COMING, and none while it is EMPTY or AWAY. To make room,
+the window first waits for the oldest writes, then writes out the spill that has been HERE longest. So one group always
+finds room. Gradients in the store are scratch data: no generation names them, and they do not outlive the run.
 
-A transfer that failed has lost the group's gradients: whoever needs them gets that error, until they are forgotten
+A failed transfer loses the group's gradients: every later use raises the same error, until the gradients are forgotten
 (zero_grad). A device that was given up may still use the memory, so its lease is never given back.
 """
 
@@ -33,9 +33,9 @@ class _Where(enum.Enum):
 
 
 class LandingWindow:
-    """The window.
+    """Memory that spilled gradients land in.
 
-    Invariant: `_here` are the spills that are HERE or COMING, `_leaving` those that are LEAVING, oldest first.
+    Invariant: `_here` has the spills that are HERE or COMING, `_leaving` those that are LEAVING; both oldest first.
     """
 
     def __init__(self, space: Space, store: SwapStore) -> None:
@@ -45,10 +45,10 @@ class LandingWindow:
         self._leaving: list[Spill] = []
 
     def make_room(self, nbytes: int) -> Lease:
-        """A lease, once enough of what is in the window has left it.
+        """Return a lease, after enough other gradients have left the window.
 
         Raises:
-            SwapIOError: a write failed that had to be waited for.
+            SwapIOError: a write that had to be waited for failed.
         """
         while True:
             lease = self.space.try_lease(nbytes)
@@ -71,10 +71,10 @@ class LandingWindow:
                 spills.remove(spill)
 
     def clear(self) -> None:
-        """Send everything away and wait for it.
+        """Write all gradients to the store, and wait for the writes.
 
         Raises:
-            SwapIOError: a transfer failed; the others were waited for.
+            SwapIOError: a transfer failed; all others were waited for.
         """
         failure: SwapIOError | None = None
         while self._here or self._leaving:
@@ -92,10 +92,13 @@ class LandingWindow:
 
 
 class Spill:
-    """The place in the store of one group's gradients, and its part of the window.
+    """Spilled gradients of one group: their place in the store, and their part of the window.
 
     Args:
-        down: their way from a device, which they have come before they leave; None: they land at once.
+        extent: place in the store.
+        landing: the window.
+        down: download from a device, which must be complete before a write to the store; None when gradients land at
+            once.
     """
 
     def __init__(self, extent: Extent, landing: LandingWindow, down: GroupDownload | None) -> None:
@@ -114,21 +117,24 @@ class Spill:
         return self._extent.nbytes
 
     def use(self, nbytes: int) -> None:
-        """So many bytes are in use from now on, of the memory that `bring` gives: the others do not leave with them."""
+        """Set the number of bytes in use, of the memory that `bring` returns.
+
+        Only these bytes are written to the store.
+        """
         self._used_bytes = nbytes
 
     def announce(self) -> None:
-        """They will be brought soon: begin to read what is in the store, if there is room at once."""
+        """Start to read the gradients from the store for a `bring` that will follow soon, if there is room at once."""
         if self._where is _Where.AWAY and self._failure is None:
             lease = self._landing.space.try_lease(self.nbytes)
             if lease is not None:
                 self._read(lease)
 
     def bring(self) -> memoryview:
-        """The group's part of the window, with what was in it last; garbage where that is nothing.
+        """Return the group's part of the window, with its last gradients; garbage if there are none.
 
         Raises:
-            SwapIOError: a transfer of it, or one that had to leave for it, failed.
+            SwapIOError: a transfer of these gradients failed, or the write of others that had to make room.
         """
         self._require_whole()
         if self._where is _Where.EMPTY:
@@ -144,10 +150,10 @@ class Spill:
         return self._lease.view()
 
     def leave(self) -> None:
-        """Start writing what is in the window; what was only read goes at once.
+        """Start to write the gradients in the window to the store. Gradients that were only read are dropped at once.
 
         Raises:
-            SwapIOError: reading it failed.
+            SwapIOError: the read under way failed.
         """
         if self._where is _Where.COMING:
             self._wait()
@@ -160,32 +166,32 @@ class Spill:
             self._move(_Where.LEAVING)
 
     def gone(self) -> None:
-        """Wait until a write that was begun is complete, and give the lease back.
+        """Wait until the write under way is complete, and give the lease back.
 
         Raises:
-            SwapIOError: it failed.
+            SwapIOError: the write failed.
         """
         if self._where is _Where.LEAVING:
             self._wait()
             self._release(_Where.AWAY)
 
     def forget(self) -> None:
-        """What is in it is not needed any more."""
+        """Forget the gradients."""
         try:
             if self._where in (_Where.COMING, _Where.LEAVING):
                 self._wait()
         except SwapTimeoutError:
             raise
         except SwapIOError:
-            pass  # of gradients that nobody will ask for
+            pass  # these gradients are no longer needed
         self._release(_Where.EMPTY)
         self._failure = None
 
     def stream(self) -> _native.StateStream:
-        """They are in the store when this returns: as the update reads them.
+        """Bring the gradients to the store, and return them in the form that the update takes.
 
         Raises:
-            SwapIOError: they were lost.
+            SwapIOError: the gradients were lost.
         """
         self.leave()
         self.gone()
@@ -203,7 +209,7 @@ class Spill:
         self._move(_Where.COMING)
 
     def _wait(self) -> None:
-        """For the transfer under way. Ctrl-C leaves everything as it was."""
+        """Wait for the transfer under way. Ctrl-C changes nothing."""
         if self._transfer is None:
             return
         try:
