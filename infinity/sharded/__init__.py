@@ -1,1 +1,1 @@
-"""What several ranks change of a model: shared homes, gradients of all ranks, agreed fetches, generations of all."""
+"""Support for several ranks: gathered weights, gradients of all ranks, agreed fetches, and generations of all ranks."""

@@ -1,7 +1,8 @@
-"""Which units come and go where every fetch is a collective: what follows from the visits alone, so that all ranks
-begin the same fetches in the same order ([Note: gathering] in slots.py).
+"""Fetches and evictions when every fetch is a collective.
 
-How far updates are, and what refers to a slot, may differ between the ranks, so neither is asked.
+The decisions follow from the visits only, so that all ranks begin the same fetches in the same order ([Note: gathering]
+in slots.py). The progress of updates and the references to a slot may differ between ranks, so the decisions use
+neither.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from infinity.units.weights import Residency
 
 
 class AgreedFetches:
-    """The policy of ranks that bring their units together (FetchPolicy).
+    """Policy of ranks that fetch their units together (FetchPolicy).
 
     Args:
-        slot_bytes: of all slots together, as planned.
+        slot_bytes: planned bytes of all slots together.
     """
 
     rearranges = False
-    keeps_slots = False  # the update may be one of other ranks' slices alone
+    keeps_slots = False  # an update may concern only the slices of other ranks
 
     def __init__(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
 
     def may_come(self, unit: OffloadedUnit) -> bool:
-        """Always: the thread of the exchange waits for the unit's update."""
+        """Return True: the thread of the exchange waits for the unit's update."""
         return True
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:
-        """By the bytes of the units, whatever memory is free."""
+        """Return whether the unit fits, by the bytes of the units, independent of the free memory."""
         taken = sum(other.unit.weight_bytes for other in present)
         return taken + unit.unit.weight_bytes <= self._slot_bytes
 
     def may_evict(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
-        """Ranks save the same parameters for backward."""
+        """Return whether the unit may be evicted, the same on all ranks: they save the same parameters for backward."""
         fetching = unit.weights.residency is Residency.FETCHING
         return not (prefetch and fetching) and not unit.views.saved_by_autograd()

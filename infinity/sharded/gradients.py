@@ -1,4 +1,4 @@
-"""Gradients of units that are cut over ranks, as optimizers and handles see them: whole, with what all ranks know."""
+"""Gradients of units that are divided over ranks, as optimizers and gradient handles see them: over all ranks."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ from infinity.units.gradients import (
 )
 
 PARTIAL_NUMEL = 64 << 10
-"""Elements of a partial of a sum of squares (_native.sums_of_squares)."""
+"""Elements per partial of a sum of squares (_native.sums_of_squares)."""
 
 
 class Agreement:
-    """What all ranks know of the gradients since the last one came: which parameters have one, and their sums of
-    squares.
+    """The facts about gradients that all ranks agree on: which parameters have a gradient, and their sums of squares.
+
+    The facts are valid until the next gradient arrives.
 
     Args:
-        shards: by unit, this rank's; those of the others follow from them.
-        local: the gradients of this rank's slices, by unit.
+        shards: this rank's shards, by unit, from which the shards of the other ranks follow.
+        local: gradients of this rank's slices, by unit.
+        exchange: exchange between the ranks.
+        outbox: gradients in flight between the ranks.
 
     Attributes:
-        present: names of the parameters that have a gradient on this rank, or on any rank once they have agreed.
+        present: names of the parameters with a gradient on this rank; after an agreement, on any rank.
     """
 
     def __init__(
@@ -51,24 +54,26 @@ class Agreement:
         self.present: set[str] = set()
 
     def came(self, name: str) -> None:
-        """A gradient of this parameter is on its way."""
+        """Note that a gradient of this parameter is on the way."""
         self.present.add(name)
         self._partials = None
 
     def went(self, name: str) -> None:
-        """Nobody wants the gradient of this parameter any more."""
+        """Note that the gradient of this parameter is dropped."""
         if name in self.present:
             self.present.discard(name)
             self._partials = None
 
     def share(self, waiting: Sequence[bool]) -> list[bool]:
-        """At the end of a backward pass: from here on a parameter has a gradient on every rank if it has one on any.
+        """Agree at the end of a backward pass on the parameters that have a gradient on any rank.
+
+        From then on such a parameter has a gradient on every rank.
 
         Args:
-            waiting: of each unit that is trained, whether something of it was not sent.
+            waiting: for each trained unit, whether it has gradients that were not sent.
 
         Returns:
-            The same, by any rank.
+            For each trained unit, whether any rank has gradients that were not sent.
 
         Raises:
             PeerError: a rank failed.
@@ -81,22 +86,26 @@ class Agreement:
         return [bool(bit) for bit in bits[: len(waiting)]]
 
     def partials(self, name: str) -> Sequence[float]:
-        """Of Σ g², of all ranks' slices. Where gradients came since the ranks agreed, they agree now: all must ask."""
+        """Return the partial sums of Σ g² over all ranks' slices.
+
+        If gradients arrived since the last agreement, the ranks agree again: then all ranks must make this call.
+        """
         if self._partials is None:
             self.make({}, "", (), "the norm of the gradients")
         return () if self._partials is None else self._partials[name]
 
     def make(self, facts: Mapping[str, object], skip: str, told: Sequence[int], what: str = "the step") -> Decision:
-        """Tell all ranks what this one has, and take in what they have. Waits until all gradients have landed.
+        """Agree with all ranks on their facts and sums of squares, after all gradients have landed.
 
         Args:
-            facts: what must be the same on all ranks, by what to call it; JSON.
-            skip: why this rank wants the step to change nothing; "" where it does not.
-            told: of this rank's generations.
-            what: the ranks are at.
+            facts: JSON values that must be the same on all ranks, by a name for messages.
+            skip: why this rank wants the step to change nothing; "" when it does not.
+            told: facts about this rank's generations.
+            what: name of the point that the ranks have reached, for messages.
 
         Raises:
-            PeerError: facts differ, or which parameters have a gradient, and names them and the ranks; a rank failed.
+            PeerError: a fact, or the set of parameters with a gradient, differs between ranks, or a rank failed. The
+                message names the difference and the ranks.
         """
         self._outbox.settle()
         mine = np.array([part for each in self._pairs() for part in _own_partials(*each)], dtype=np.float64)
@@ -123,8 +132,11 @@ class Agreement:
         return Decision(next(iter(reasons), ""), heard)
 
     def _require_same_gradients(self, first: Any, theirs: Any, rank: int) -> None:
-        """Since the end of backward the ranks know of the gradients of all: what one of them alone does not have any
-        more it has dropped, with its part of the sum of squares."""
+        """Check that a rank has dropped the same gradients as rank 0.
+
+        The ranks agreed at the end of backward which gradients exist. A gradient that is missing on one rank now was
+        dropped there, with its part of the sum of squares.
+        """
         differs = np.flatnonzero(first != theirs)
         if len(differs):
             without = rank if first[differs[0]] else 0
@@ -149,7 +161,7 @@ class Agreement:
                     at += count
 
     def _drop_zeros(self) -> None:
-        """What landed of parameters that no rank has a gradient of."""
+        """Drop landed gradients of parameters without a gradient on any rank, which are zeros."""
         for local in self._local:
             for group in local.groups.values():
                 for name in group.present - self.present:
@@ -163,7 +175,7 @@ def _specs(shards: Iterable[Shard]) -> Iterator[ParameterSpec]:
 
 
 def _partials_of(begin: int, end: int) -> int:
-    """How many partials the elements [begin, end) of a group have."""
+    """Return the number of partials that the elements [begin, end) of a group have."""
     return 0 if begin >= end else -(-end // PARTIAL_NUMEL) - begin // PARTIAL_NUMEL
 
 
@@ -178,7 +190,17 @@ def _own_partials(shard: Shard, local: UnitGradients) -> Iterator[float]:
 
 
 def require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank: int, advice: str) -> None:
-    """Raises PeerError where what a rank says differs from what this one has. Args: advice: what to do then."""
+    """Check that another rank's facts equal this rank's facts.
+
+    Args:
+        theirs: facts of the other rank.
+        mine: facts of this rank.
+        rank: the other rank.
+        advice: what the user can do about a difference, for the message.
+
+    Raises:
+        PeerError: a fact differs.
+    """
     for what in sorted(theirs.keys() | mine.keys()):
         if theirs.get(what) != mine.get(what):
             raise PeerError(
@@ -189,13 +211,17 @@ def require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank:
 
 
 class SharedGroup:
-    """The gradients of one group, as optimizers and handles see them: of the whole group.
+    """The gradients of one full group, over all ranks, as optimizers and gradient handles see them.
 
     Attributes:
-        mean: what a gradient is to be multiplied by, since those of all ranks were added.
+        mean: factor that turns the sum of the ranks' gradients into the mean.
 
     Args:
-        local: of this rank's slice; None where it has none.
+        shard: this rank's shard of the unit.
+        group_index: index of the group.
+        local: gradients of this rank's slice; None when it has none.
+        outbox: gradients in flight between the ranks.
+        agreement: facts that all ranks agree on.
     """
 
     def __init__(
@@ -210,26 +236,32 @@ class SharedGroup:
 
     @property
     def present(self) -> Set[str]:
-        """Of the model's parameters, those that have a gradient."""
+        """Names of the model's parameters that have a gradient."""
         return self._agreement.present
 
     def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool, more: bool = False) -> None:
-        """Send a gradient on its way, to be added to what its owner has. `accumulate` says nothing: whether there is
-        something depends on all ranks, and what a rank does not want any more it drops (SharedGradients.drop_cleared).
-        Nor does `more`: the owner adds up."""
+        """Send a gradient to the owner of its elements, which adds it to the present one.
+
+        `accumulate` has no effect: whether a gradient is present depends on all ranks, and SharedGradients.drop_cleared
+        drops unwanted ones. `more` has no effect, since the owner adds the gradients.
+        """
         self._outbox.take(Place(self._shard.unit, self._group_index, spec), gradient)
         self._agreement.came(spec.name)
 
     def partials(self, spec: ParameterSpec) -> Sequence[float]:
-        """As GroupGradients.partials, of all ranks' slices (Agreement.partials)."""
+        """Return the partial sums of squares over all ranks' slices (Agreement.partials)."""
         return self._agreement.partials(spec.name)
 
     def sum_squares(self, spec: ParameterSpec) -> float:
-        """As GroupGradients.sum_squares, of all ranks' slices."""
+        """Return Σ g² over all ranks' slices."""
         return total_of(self.partials(spec))
 
     def drop(self, name: str) -> None:
-        """Raises PeerError: gradients were lost on their way."""
+        """Drop the gradient of a parameter.
+
+        Raises:
+            PeerError: gradients were lost on their way between ranks.
+        """
         self._outbox.settle()  # what is under way would land later
         self._outbox.forget(self._shard.unit.index, name)
         if self._local is not None:
@@ -238,11 +270,13 @@ class SharedGroup:
 
 
 class SharedGradients:
-    """The gradients of a model whose units are cut over ranks (Gradients).
+    """The gradients of a model whose units are divided over ranks (Gradients).
 
     Args:
-        local: of this rank's slices, by unit.
-        outbox: of these gradients.
+        shards: this rank's shards, by unit.
+        local: gradients of this rank's slices, by unit.
+        exchange: exchange between the ranks.
+        outbox: gradients in flight between the ranks.
     """
 
     def __init__(
@@ -289,19 +323,23 @@ class SharedGradients:
         )
 
     def begin_pass(self) -> None:
-        self.take_completed()  # of a pass that an exception ended
+        self.take_completed()  # left from a pass that an exception ended
 
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
         return
 
     def left(self, units: Iterable[int]) -> None:
-        """Of these units what came is sent, and what has arrived of any lands. Raises PeerError."""
+        """Send the gradients of these units, and land all boxes that have arrived.
+
+        Raises:
+            PeerError: another rank failed.
+        """
         for index in units:
             self._outbox.send(index, complete=self._units[index].arrivals.all_came)
         self._outbox.land()
 
     def about_to_land(self, index: int, /) -> None:
-        return  # the outbox does it, when gradients of all ranks land
+        return  # the outbox calls `before` when gradients of all ranks land
 
     def complete(self, index: int) -> Sequence[int]:
         self._units[index].send()
@@ -314,14 +352,18 @@ class SharedGradients:
         return self.take_completed()
 
     def take_completed(self) -> Sequence[int]:
-        """As Outbox.take_completed."""
+        """Return the units whose gradients of a pass have all landed (Outbox.take_completed)."""
         return self._outbox.take_completed()
 
     def pass_ended(self) -> None:
-        """What any rank has not sent of its gradients is sent. All ranks call. Raises PeerError."""
+        """Send the gradients that any rank has not sent yet. All ranks call this.
+
+        Raises:
+            PeerError: another rank failed.
+        """
         waiting = self._outbox.waiting
         late = self.agreement.share([index in waiting for index in self._trained])
-        self._outbox.land()  # what was sent before they told each other has arrived
+        self._outbox.land()  # all boxes sent before `share` have arrived
         for index, is_late in zip(self._trained, late, strict=True):
             if is_late:
                 self._outbox.send(index)

@@ -1,4 +1,4 @@
-"""Generations of several ranks: one exists once every rank has made its part of it."""
+"""Generations of several ranks: a generation exists once every rank has made its part."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from infinity.ranks.world import Among
 
 
 class SharedMaker:
-    """This rank's part of the generations (durable/maker.py: Maker)."""
+    """This rank's part in making generations (durable/maker.py: Maker)."""
 
     led = True
     decides_alone = False
-    makes_again = False  # while some ranks had it again, and others did not, it would be whole on none
+    makes_again = False  # a generation made again by only some of the ranks would be complete on none
 
     def __init__(self, world: Among, generations: Generations | None) -> None:
         self._world = world
@@ -30,7 +30,10 @@ class SharedMaker:
         return [pace.every, *(() if self._generations is None else self._generations.steps)]
 
     def heard(self, told: Sequence[Sequence[int]], pace: Pace, following: int) -> None:
-        """Those generations exist that all ranks have, and the others go."""
+        """Keep the generations that all ranks have, and delete the others.
+
+        Adopt the longest commit interval of all ranks.
+        """
         if self._generations is not None:
             pace.lead(max(every for every, *_ in told), following)
             self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
@@ -43,8 +46,10 @@ class SharedMaker:
             raise InfinityError(f"generation {step} was not made: the ranks committed different steps")
 
     def retire_early(self) -> None:
-        """Before the ranks meet for a step: where all have made the newest, as the headers of their operations say,
-        updates that speculate get copies to write to."""
+        """Retire old generations before the ranks meet for a step, so that speculative updates get copies to write to.
+
+        This needs proof that all ranks have made the newest generation, which the headers of their operations give.
+        """
         generations = self._generations
         if generations is None or generations.newest is None:
             return

@@ -1,5 +1,7 @@
-"""What several ranks change of a model, opened for the world that it is in: here alone is asked whether there are
-others."""
+"""Opening of the parts of a model that differ between one process and several ranks.
+
+Only files in sharded/ test whether there are several ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from infinity.units.gradients import Gradients, LocalGradients, UnitGradients
 
 
 def open_pool(resources: Resources, shards: Sequence[Shard]) -> SlotPool:
-    """The pool that fits the device, and the ranks."""
+    """Return the slot pool for the device and the ranks."""
     world = resources.world
     return GatheredSlots(resources, world.exchange, shards) if isinstance(world, Among) else open_slots(resources)
 
 
 def open_fetches(resources: Resources) -> FetchPolicy:
-    """What decides which units may come and go."""
+    """Return the policy that decides which units may be brought and evicted."""
     several = isinstance(resources.world, Among)
     return AgreedFetches(resources.plan.budgets.slot_bytes) if several else LocalFetches()
 
@@ -36,7 +38,14 @@ def open_fetches(resources: Resources) -> FetchPolicy:
 def open_gradients(
     resources: Resources, shards: Sequence[Shard], local: Sequence[UnitGradients], before: Callable[[int], None]
 ) -> Gradients:
-    """Args: local: of this rank's slices, by unit; before: as of LocalGradients, and Outbox."""
+    """Return the gradients of the model.
+
+    Args:
+        resources: resources of the model.
+        shards: this rank's shards, by unit.
+        local: gradients of this rank's slices, by unit.
+        before: function to call before gradients of a unit land, as for LocalGradients and Outbox.
+    """
     world = resources.world
     if isinstance(world, Among):
         outbox = Outbox(shards, local, world.exchange, resources.between_ranks, before)

@@ -1,19 +1,20 @@
-"""Gradients of units that are cut over ranks: from every rank to the one that owns a slice.
+"""Gradients of units that are divided over ranks: their way from every rank to the rank that owns a slice.
 
 [Note: the way of a gradient between ranks]
 
-    autograd ──take──▶ box (the unit's groups, whole) ──send──▶ all-to-all ──▶ owner: the slices of all ranks
-                                                                               └─▶ GroupGradients.land, rank by rank
+    autograd ──take──▶ box (the full groups of the unit) ──send──▶ all-to-all ──▶ owner: the slices of all ranks
+                                                                                  └─▶ GroupGradients.land, rank by rank
 
-Each rank sends its gradients of a micro-batch in the dtype they come in; the owner adds them in fp32, in the order of
-the ranks, micro-batch by micro-batch. So N ranks with M micro-batches have the bits of one rank with N·M of the same
-shapes: m0r0, m0r1, …, m1r0, …
+Each rank sends its gradients of a micro-batch in the dtype of the weights. The owner adds them in fp32, in rank order,
+micro-batch by micro-batch. So N ranks with M micro-batches give the same bits as one rank with N·M micro-batches of the
+same shapes: m0r0, m0r1, …, m1r0, …
 
-What a rank has no gradient of counts as zeros, unless no rank has one. (A gradient of -0.0 is 0.0 then.)
+A gradient that is missing on one rank counts as zeros, unless it is missing on all ranks. (A gradient of -0.0 then
+becomes 0.0.)
 
-A box is sent when the backward of other units begins, on every rank, whether or not everything came. What came later,
-or for a unit whose backward no hook announced, is sent at the end of the pass, where the ranks tell each other which
-units that is.
+Every rank sends a box when the backward of other units begins, even if gradients are still missing. Gradients that
+arrive later, or whose backward no hook announced, are sent at the end of the pass. There the ranks tell each other
+which units have such gradients.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from infinity.units.gradients import UnitGradients
 
 @dataclass(eq=False)
 class _Box:
-    """Gradients of one unit that were not sent.
+    """Gradients of one unit that are not sent yet.
 
     Attributes:
-        names: of those that came.
+        lease: memory of the gradients of all trained groups.
+        names: names of the parameters whose gradients have arrived.
     """
 
     lease: Lease
@@ -46,11 +48,14 @@ class _Box:
 
 @dataclass(frozen=True)
 class _OnWay:
-    """A box under way.
+    """A box in flight.
 
     Attributes:
-        received: this rank's slices of each trained group, from all ranks; None where it has none.
-        complete: this rank expects nothing more of the unit in this pass.
+        shard: this rank's shard of the unit.
+        box: the box that was sent.
+        complete: whether this rank expects no further gradient of the unit in this pass.
+        received: slices that this rank owns, of each trained group, from all ranks; None when it owns none.
+        tickets: the operations in flight.
     """
 
     shard: Shard
@@ -64,11 +69,12 @@ class Outbox:
     """The boxes of a model.
 
     Args:
-        shards: by unit.
-        local: the gradients of this rank's slices, by unit.
-        space: memory for two units on their way, sent and received.
-        before: called with the index of a unit before gradients of it land: from then on nothing may read those that
-            are there.
+        shards: this rank's shards, by unit.
+        local: gradients of this rank's slices, by unit.
+        exchange: exchange between the ranks.
+        space: memory for two units in flight, both sent and received.
+        before: called with the index of a unit before gradients of the unit land; from then on nothing may read the
+            unit's present gradients.
     """
 
     def __init__(
@@ -89,7 +95,7 @@ class Outbox:
         self._completed: list[int] = []
 
     def take(self, place: Place, gradient: torch.Tensor) -> None:
-        """Put one gradient into the box of its unit; a second piece of it is added there.
+        """Put one gradient into the box of its unit. A second piece of the same gradient is added to the first.
 
         Raises:
             PeerError: another rank failed.
@@ -114,20 +120,21 @@ class Outbox:
             lease = self._space.try_lease(nbytes)
             if lease is not None:
                 return lease
-            if not self._on_way:  # units whose backward no hook announced: no rank may send them before the others
+            if not self._on_way:  # unannounced units: all ranks send them together, at the end of the pass
                 return PinnedArena(nbytes).lease(nbytes, "gradients between ranks")
             self._land_next()
 
     @property
     def waiting(self) -> set[int]:
-        """The units whose box has something."""
+        """Units with a box that is not sent yet."""
         return set(self._boxes)
 
     def send(self, index: int, *, complete: bool = False) -> None:
-        """Begin the way of a unit's box. All ranks do this, in the same order.
+        """Send the box of a unit. All ranks call this in the same order.
 
         Args:
-            complete: this rank expects nothing more of the unit in this pass.
+            index: index of the unit.
+            complete: this rank expects no further gradient of the unit in this pass.
         """
         shard = self._shards[index]
         if not shard.unit.trainable_groups:
@@ -157,18 +164,25 @@ class Outbox:
         self._on_way.append(_OnWay(shard, box, complete, received, tickets))
 
     def land(self) -> None:
-        """Land what has arrived."""
+        """Land the boxes that have arrived."""
         while self._on_way and all(ticket.done() for ticket in self._on_way[0].tickets):
             self._land_next()
 
     def settle(self) -> None:
-        """Land everything that was sent. Raises PeerError."""
+        """Land all boxes in flight, after waiting for them.
+
+        Raises:
+            PeerError: another rank failed.
+        """
         while self._on_way:
             self._land_next()
 
     def _land_next(self) -> None:
-        """Wait for what was sent first, and land it. What an interrupt ends while it waits, or an error before anything
-        of it has landed, stays to be landed. An error later loses it, and its memory comes back."""
+        """Wait for the oldest box in flight, and land it.
+
+        If interrupted, or after an error before any gradient has landed, the box stays queued. A later error loses the
+        box, and its memory is given back.
+        """
         for ticket in self._on_way[0].tickets:
             ticket.result()
         self._land(self._on_way[0])
@@ -188,7 +202,7 @@ class Outbox:
                         self._local[shard.unit.index].groups[group_index].land(
                             piece,
                             flat[piece.offset : piece.offset + piece.numel],
-                            accumulate=True,  # to what is there: what nobody wants was dropped
+                            accumulate=True,  # to the present gradient; unwanted ones were dropped
                         )
         finally:
             if arrived.received is not None:
@@ -198,19 +212,19 @@ class Outbox:
             self._completed.append(shard.unit.index)
 
     def take_completed(self) -> list[int]:
-        """The units of which all gradients of a pass have landed, as far as this rank can tell. Each is told once."""
+        """Return the units whose gradients of a pass have all landed, as far as this rank can tell, each unit once."""
         found, self._completed = self._completed, []
         return found
 
     def forget(self, unit: int, name: str) -> None:
-        """Nobody wants the gradient of this parameter."""
+        """Forget the gradient of a parameter."""
         box = self._boxes.get(unit)
         if box is not None:
             box.names.discard(name)
 
 
 def trained(shard: Shard) -> list[int]:
-    """The groups of a unit that are trained, on whatever rank."""
+    """Return the indices of a unit's trained groups, including groups of which this rank has no elements."""
     return [index for index, group in enumerate(shard.unit.groups) if group.trainable]
 
 
@@ -226,7 +240,7 @@ def _bytes_of(lease: Lease | None, begin: int, nbytes: int) -> torch.Tensor:
 
 
 def _flat(lease: Lease, shard: Shard, group_index: int) -> torch.Tensor:
-    """The gradients of a group in a box, [numel]."""
+    """Return the gradients of a group in a box, [numel]."""
     begin = sum(shard.unit.groups[index].gradient_bytes for index in trained(shard) if index < group_index)
     group = shard.unit.groups[group_index]
     return torch.frombuffer(lease.view(begin, group.numel * group.dtype.itemsize), dtype=group.dtype)

@@ -1,4 +1,4 @@
-"""The newest generation that is whole on every rank, as a run goes on from it."""
+"""Recovery of the newest generation that is complete on every rank."""
 
 from __future__ import annotations
 
@@ -24,15 +24,21 @@ def recover(
     *,
     pinned: bool,
 ) -> Manifest:
-    """Recover the newest generation that is whole on every rank, or that of `step`.
+    """Recover the newest generation that is complete on every rank, or the generation of `step`.
 
     Args:
-        place: of nvme.paths the first, for messages.
-        attempt: recovers one of these generations.
-        pinned: recover the one that a checkpoint folder pins, which `attempt` knows.
+        world: the ranks.
+        generations: generations of this rank.
+        place: first of nvme.paths, for messages.
+        attempt: function that recovers one of the given generations.
+        step: step of the generation; None: the newest.
+        pinned: recover the generation that a checkpoint folder pins, which `attempt` knows.
+
+    Returns:
+        The manifest of the generation.
 
     Raises:
-        ResumeError: there is none, on all ranks.
+        ResumeError: there is no such generation; on all ranks.
         PeerError: another rank failed.
     """
     if isinstance(world, Alone):
@@ -68,6 +74,8 @@ def recover(
 
 
 def _is_unreadable(error: ResumeError) -> bool:
-    """Whether the generation may be whole and cannot be read now (whole.py: require_readable): it must not be given
-    up."""
+    """Return whether the generation may be complete, but cannot be read now (whole.py: require_readable).
+
+    Such a generation must not be given up.
+    """
     return isinstance(error.__cause__, ManifestError) and isinstance(error.__cause__.__cause__, OSError)

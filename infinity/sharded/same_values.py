@@ -1,7 +1,7 @@
-"""Ranks that begin with one model: what each of them has is compared before any of them keeps a slice of it.
+"""Comparison of the initial values on all ranks, before each rank keeps only a slice of them.
 
-Values that were made in memory (a model that was not seeded, a new head, adapters) may differ: then all ranks take
-those of rank 0, as with DistributedDataParallel. Values of files may not: no rank is meant to load another checkpoint.
+Values made in memory (a model without a seed, a new head, adapters) may differ. All ranks then take those of rank 0, as
+DistributedDataParallel does. Values from files may not differ: no rank is meant to load another checkpoint.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from infinity.units.unit import OffloadedUnit
 logger = logging.getLogger(__name__)
 
 _SAMPLE_NUMEL = 16 << 10
-"""Of a large value in a file, so many elements of its beginning, middle and end are compared: not all ranks have to
-read all of it."""
+"""Number of elements compared at each of the beginning, middle and end of a large value in a file, so that not all
+ranks read all of it."""
 
 
 class Comparison(Protocol):
-    """Compares tensors, all ranks in the same order."""
+    """Comparison of tensors between ranks. All ranks make the same calls in the same order."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
-        """The values of a unit's parameters, the same on all ranks. Args: as ingest.
+        """Return the values of a unit's parameters, the same on all ranks. Args as in ingest.
 
         Raises:
             PeerError: values in files differ; names the parameter and the rank.
         """
 
     def take(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give tensors in memory the values of rank 0, in place."""
+        """Set tensors in memory to the values of rank 0, in place."""
 
     def say(self) -> None:
-        """Log what was taken of rank 0."""
+        """Log which values were taken from rank 0."""
 
 
 class NoComparison:
-    """Of one process (Comparison)."""
+    """Comparison in one process, which changes nothing (Comparison)."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
         return source
@@ -56,7 +56,7 @@ class NoComparison:
 
 
 class SameOnAllRanks:
-    """Of several ranks (Comparison)."""
+    """Comparison between several ranks (Comparison)."""
 
     def __init__(self, world: Among) -> None:
         self._world = world
@@ -82,7 +82,7 @@ class SameOnAllRanks:
             tensors[name].copy_(self.of_rank_0(name, tensors[name]))
 
     def _differing(self, what: str, marks: Mapping[str, object]) -> dict[str, int]:
-        """Names of what is not the same everywhere, each with a rank that differs from rank 0; on all ranks alike."""
+        """Return the names of tensors that differ from rank 0, each with a differing rank; the same on all ranks."""
         told = self._world.tell(what, marks)
         first, found = told[0], dict[str, int]()
         for rank, each in enumerate(told):
@@ -99,7 +99,7 @@ class SameOnAllRanks:
         return found
 
     def of_rank_0(self, name: str, mine: torch.Tensor) -> torch.Tensor:
-        """The value of rank 0. All ranks call."""
+        """Return the value of rank 0. All ranks call this."""
         if mine.is_meta:
             raise ModelError(f"'{name}' is on the meta device on some ranks: it has no values there")
         value = mine.detach().clone(memory_format=torch.contiguous_format)

@@ -1,16 +1,16 @@
-"""Weights that are put together from the slices of all ranks, each time they are used, in host memory.
+"""Weights that are gathered from the slices of all ranks for each use, in host memory.
 
 [Note: gathering]
-A fetch is a collective: every rank begins the same fetches in the same order, whatever it has room for at that moment
-and however far its updates are. So a fetch never waits for memory: where views that somebody holds keep the memory of a
-slot that was given up, the next slot takes memory of its own for a while. What must come first on this rank alone (the
-update of its slice, the read of it) is waited for by the thread of the exchange.
+A fetch is a collective: every rank begins the same fetches in the same order, independent of its free memory and of the
+progress of its updates. So a fetch never waits for memory. When outstanding views keep the memory of a released slot,
+the next slot takes extra memory for a while. A fetch may depend on work of this rank: the update of its slice, or the
+read of the slice. The thread of the exchange waits for this work.
 
 [Note: the secondary partition]
-Where weights are gathered over fewer ranks than states are sharded over (G ⊂ W), each rank keeps a copy of its slice
-among the ranks of G, in RAM. The first fetch after an update gathers over W and fills the copies; the fetches after
-that gather over G. Which of the two a fetch does follows from the version of the weights, so it is the same on every
-rank. (Wang et al., ZeRO++, 2023, §3.2, whose secondary partition this is; with G = one rank it is ZeRO-2.)
+Weights may be gathered over fewer ranks than states are sharded over (G ⊂ W). Then each rank keeps a copy of its slice
+for the ranks of G, in RAM. The first fetch after an update gathers over W and fills the copies; later fetches gather
+over G. The version of the weights decides between the two, so the decision is the same on every rank. The secondary
+partition is that of Wang et al., ZeRO++, 2023, §3.2; with one rank in G it is ZeRO-2.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ from infinity.tiers.slots import CopiedSlot, Fetch, Slot
 logger = logging.getLogger(__name__)
 
 _Wait = Callable[[], object]
-"""Waits until this rank's slice is in its place (Operation.after)."""
+"""Function that waits until this rank's slice is in its place (Operation.after)."""
 
 
 class GatheredSlots:
-    """The slots of a model whose units are cut over ranks (SlotPool).
+    """Slots of a model whose units are divided over ranks (SlotPool).
 
     Args:
-        shards: by unit.
+        resources: resources of the model.
+        exchange: exchange between the ranks.
+        shards: this rank's shards, by unit.
     """
 
     def __init__(self, resources: Resources, exchange: Exchange, shards: Sequence[Shard]) -> None:
@@ -60,7 +62,11 @@ class GatheredSlots:
                     self._copies[id(homes.weights)] = _Copy(near.of(shard.unit), resources.secondary)
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch:
-        """Never None: see [Note: gathering]. Raises PeerError: the exchange is broken."""
+        """Start to gather weights. Never return None: see [Note: gathering].
+
+        Raises:
+            PeerError: the exchange is broken.
+        """
         shard, copy = self._shards[id(home)], self._copies.get(id(home))
         lease = self._lease(shard)
         if copy is not None and copy.version == version:
@@ -83,7 +89,16 @@ class GatheredSlots:
         own: Callable[[int, memoryview], _Wait],
         keep: _Copy | None = None,
     ) -> Fetch:
-        """Args: own: what brings this rank's slice of a group to its place; keep: takes what has come."""
+        """Start to gather weights into a lease.
+
+        Args:
+            lease: memory of the slot.
+            shard: this rank's slice among the gathering ranks.
+            near: gather over G; otherwise over W.
+            own: function that starts to bring this rank's slice of a group to its place, and returns a function that
+                waits for that.
+            keep: copy that is filled from the gathered weights; None without one.
+        """
         tickets = []
         for index, group in enumerate(shard.unit.groups):
             begin, end = shard.weight_range(index, shard.cut.index)
@@ -136,11 +151,11 @@ class GatheredSlots:
 
 
 class _Copy:
-    """This rank's slice, among the ranks of G, of the weights of a unit. Filled and read on the thread of the exchange.
+    """This rank's slice, among the ranks of G, of a unit's weights. The thread of the exchange fills and reads it.
 
     Attributes:
         shard: the slice.
-        version: of the weights it has, or will have before anybody reads it; -1: none yet.
+        version: version of the weights that the copy has, or will have before its first read; -1: none yet.
     """
 
     def __init__(self, shard: Shard, space: Space) -> None:
@@ -150,11 +165,11 @@ class _Copy:
         self._lease = space.lease(nbytes, f"a copy of the weights of '{shard.unit.name}'") if nbytes else None
 
     def own(self, index: int, mine: memoryview) -> _Wait:
-        """Args: mine: the place of a group's slice, of which there is something."""
+        """Return a function that copies the slice of a group to `mine`, its place in a slot. The slice is not empty."""
         return partial(_copy, mine, self._view(index))
 
     def fill(self, index: int, slot: Lease) -> None:
-        """Args: slot: has all weights of a group."""
+        """Fill the slice of a group from a slot that has all weights of the group."""
         begin, end = self.shard.weight_range(index, self.shard.cut.index)
         if begin < end:
             _copy(self._view(index), slot.view(begin, end - begin))
@@ -167,7 +182,13 @@ class _Copy:
 
 
 def _copy(to: memoryview, source: memoryview, written: Transfer | None = None) -> None:
-    """Args: written: when the source has its new values; None: now."""
+    """Copy bytes.
+
+    Args:
+        to: target memory.
+        source: source memory.
+        written: transfer that completes the source; None when it is complete.
+    """
     if written is not None:
         written.result()
     torch.frombuffer(to, dtype=torch.uint8).copy_(torch.frombuffer(source, dtype=torch.uint8))
@@ -184,7 +205,11 @@ class _GatherFetch(Fetch):
             ticket.wait()
 
     def finish(self) -> Slot:
-        """Raises PeerError; the memory stays where it is, as a rank may still write to it."""
+        """Wait for the weights, and return their slot.
+
+        Raises:
+            PeerError: another rank failed. The memory is not given back, as a rank may still write to it.
+        """
         for ticket in self._tickets:
             ticket.result()
         return self._slot()

@@ -1,4 +1,4 @@
-"""Where several ranks have their stores: each has one of its own, in a directory of its own in each of nvme.paths."""
+"""Stores of several ranks: each rank has its own store, in its own directory in each of nvme.paths."""
 
 from __future__ import annotations
 
@@ -26,26 +26,44 @@ from infinity.ranks.paths import rank_path, rank_paths
 
 
 def counts_in(path: Path) -> list[int]:
-    """How many ranks the runs had that left stores in one of nvme.paths, ascending; 1 where one process had it for
-    itself. Raises SwapIOError."""
+    """Return the numbers of ranks of the runs that left stores in one of nvme.paths, ascending; 1 for a single process.
+
+    Raises:
+        SwapIOError: the directory cannot be read.
+    """
     return sorted({count for _, count in _stores_in(path)})
 
 
 def steps_of(path: Path, count: int) -> set[int]:
-    """The steps of the generations that all of `count` ranks have in one of nvme.paths. Raises SwapIOError."""
+    """Return the steps of the generations that all of `count` ranks have in one of nvme.paths.
+
+    Raises:
+        SwapIOError: a directory cannot be read.
+    """
     return set.intersection(*(set(generations_in(each)) for each in rank_paths(path, count)))
 
 
 def furthest_in(path: Path) -> int:
-    """Of the runs that left stores in one of nvme.paths, how many ranks that had which went furthest; 1 where there is
-    none. Raises SwapIOError."""
+    """Return the number of ranks of the run with the newest generation in one of nvme.paths; 1 when there is none.
+
+    Raises:
+        SwapIOError: a directory cannot be read.
+    """
     steps = {count: max(steps_of(path, count), default=-1) for count in counts_in(path)}
     return max(steps, key=lambda count: (steps[count], -count), default=1)
 
 
 def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path]]:
-    """The directories of each store in these: of one process, or of each of `count` ranks, by default of those that
-    went furthest. Raises ResumeError."""
+    """Return the directories of each store in `paths`.
+
+    Args:
+        paths: all of nvme.paths, or the first.
+        count: number of ranks; 1: the store of one process; None: the number of the run with the newest generation.
+
+    Raises:
+        ResumeError: a header cannot be read.
+        SwapIOError: a directory cannot be read.
+    """
     count = furthest_in(paths[0]) if count is None else count
     if count > 1:
         return [[rank_path(path, rank, count) for path in paths] for rank in range(count)]
@@ -53,19 +71,20 @@ def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path
 
 
 def clear_others(paths: Iterable[Path], count: int) -> None:
-    """Remove what runs of another number of ranks left in nvme.paths, where nothing there can be resumed, be it of such
-    a run or of as many ranks.
+    """Remove the stores that runs of another number of ranks left in nvme.paths.
+
+    This requires that nothing in nvme.paths can be resumed, neither of such a run nor of a run of `count` ranks.
 
     Raises:
         StoreNotEmptyError: something can be resumed; nothing was removed.
-        StoreLockedError: a run is using it.
-        SwapIOError: it cannot be removed.
+        StoreLockedError: a run uses a store.
+        SwapIOError: a store cannot be removed.
     """
     others, places = [], [path for path in paths if path.is_dir()]
     for path in places:
         for entry, its in _stores_in(path):
             if its == count == 1:
-                continue  # the store itself is refused or replaced where it is opened
+                continue  # opening the store itself refuses or replaces it
             if generations_in(entry) or pinned_in(entry):
                 folders = any(pinned_in(each) for each, _ in _stores_in(path))
                 raise StoreNotEmptyError(
@@ -84,17 +103,18 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
             directory.close()
         _remove_directory(entry)
     for path in places:
-        path.mkdir(mode=0o700, exist_ok=True)  # the ranks' stores come below it, which may have gone with its own
+        path.mkdir(mode=0o700, exist_ok=True)  # the ranks' stores need it; removing a store may have removed it
 
 
 def clear_leftovers(paths: Sequence[Path], count: int) -> None:
-    """Remove what an interrupted removal left of stores of another number of ranks. What can be resumed stays.
+    """Remove stores of another number of ranks that an interrupted removal left incomplete. Resumable stores stay.
 
     Args:
-        paths: of nvme.paths all; which generations a store has is known from the first.
+        paths: all of nvme.paths; the first one tells which generations a store has.
+        count: number of ranks of this run.
 
     Raises:
-        StoreLockedError: a run is using one.
+        StoreLockedError: a run uses a store.
         SwapIOError: a file cannot be removed.
     """
     first = paths[0]
@@ -107,17 +127,20 @@ def clear_leftovers(paths: Sequence[Path], count: int) -> None:
 
 
 def _remove_directory(path: Path) -> None:
-    """Remove a rank's directory, unless somebody else has files there."""
+    """Remove a rank's directory, unless it has files of other owners."""
     if is_rank_path(path):
         with suppress(OSError):
             path.rmdir()
 
 
 def stores_of(path: Path, run: str | None = None) -> list[Path]:
-    """Where in one of nvme.paths stores are: of one process that path itself, of ranks a directory of it.
+    """Return the directories of stores in one of nvme.paths.
+
+    The store of one process is in the path itself; the store of each rank is in a directory in the path.
 
     Args:
-        run: of this run only.
+        path: one of nvme.paths.
+        run: return the stores of this run only; None: all.
 
     Raises:
         SwapIOError: the directory cannot be read.
@@ -127,11 +150,11 @@ def stores_of(path: Path, run: str | None = None) -> list[Path]:
 
 
 def parts_of(paths: Sequence[Path], store: Path) -> list[Path]:
-    """All directories of a store.
+    """Return all directories of a store.
 
     Args:
-        paths: those that the user names: of nvme.paths all, or the first.
-        store: the store's directory in the first of them, or that path itself.
+        paths: the paths named by the user: all of nvme.paths, or the first.
+        store: the store's directory in the first path, or that path itself.
 
     Raises:
         ResumeError: as members_of.
@@ -140,17 +163,20 @@ def parts_of(paths: Sequence[Path], store: Path) -> list[Path]:
 
 
 def remove_rank_stores(stores: Iterable[Sequence[Path]], before: Callable[[Path], None] = lambda _: None) -> int:
-    """Remove stores of ranks, each given by its directories, and the directories. The manifests of the first store go
-    first, durably: from then on the ranks have no generation that could be resumed.
+    """Remove stores of ranks with their directories.
+
+    The manifests of the first store are removed first, durably: from then on the ranks have no resumable generation.
 
     Args:
-        before: called with the first directory of each store, while all are held and before anything is removed.
+        stores: the directories of each store.
+        before: called with the first directory of each store, while all stores are locked and before anything is
+            removed.
 
     Returns:
-        The bytes that are freed.
+        The number of freed bytes.
 
     Raises:
-        StoreLockedError: a run is using one; nothing was removed.
+        StoreLockedError: a run uses a store; nothing was removed.
         SwapIOError: a file cannot be removed.
     """
     with ExitStack() as held:
@@ -168,15 +194,21 @@ def remove_rank_stores(stores: Iterable[Sequence[Path]], before: Callable[[Path]
 
 
 def remove_manifests(directory: SwapDirectory) -> None:
-    """Remove the manifests in a directory that is held, durably. Raises SwapIOError."""
+    """Remove the manifests in a locked directory, durably.
+
+    Raises:
+        SwapIOError: a file cannot be removed.
+    """
     for manifest in directory.generations().values():
         durable.remove(manifest)
     durable.sync_directory(directory.path)
 
 
 def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
-    """The run of a rank's store, and the steps of its manifests, those of pinned generations among them; ("", []) where
-    there is none that can be read."""
+    """Return the run of a rank's store, and the steps of its manifests, including pinned ones.
+
+    The result is ("", []) without a readable store.
+    """
     try:
         header = header_in(paths[0]).header if paths else None
     except ResumeError:
@@ -185,13 +217,21 @@ def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
 
 
 def steps_in(path: Path) -> list[int]:
-    """The steps of the manifests in a store's first directory, those of pinned generations among them. Raises
-    SwapIOError."""
+    """Return the steps of the manifests in a store's first directory, including pinned ones.
+
+    Raises:
+        SwapIOError: the directory cannot be read.
+    """
     return sorted({int(each.name.split("-")[1]) for each in pinned_in(path)} | set(generations_in(path)))
 
 
 def remove_generations(path: Path) -> None:
-    """Remove the manifests of a rank, of which no generation was ever made. Raises StoreLockedError, SwapIOError."""
+    """Remove a rank's manifests, none of which became a generation of all ranks.
+
+    Raises:
+        StoreLockedError: a run uses the store.
+        SwapIOError: a file cannot be removed.
+    """
     directory = SwapDirectory(path, create=False)
     try:
         remove_manifests(directory)
@@ -200,7 +240,11 @@ def remove_generations(path: Path) -> None:
 
 
 def require_none_pinned(path: Path) -> None:
-    """Raises ResumeError where checkpoint folders pin generations of the store in a directory, which would go."""
+    """Check that no checkpoint folder pins a generation of the store in a directory, which is about to be removed.
+
+    Raises:
+        ResumeError: a generation is pinned.
+    """
     pins = read_pins(path)
     if pins:
         raise ResumeError(
@@ -211,13 +255,15 @@ def require_none_pinned(path: Path) -> None:
 
 
 def ranks_said(count: int) -> str:
-    """So many ranks, in messages."""
+    """Return the number of ranks in words, for messages."""
     return f"{count} ranks" if count > 1 else "one process"
 
 
 def _stores_in(path: Path) -> list[tuple[Path, int]]:
-    """The directories in one of nvme.paths that hold a store, that path itself among them, and how many ranks the run
-    had that left it."""
+    """Return the directories in one of nvme.paths that have a store, each with its run's number of ranks.
+
+    The path itself may be one of them.
+    """
     named = ((entry, NAME.fullmatch(entry.name)) for entry in sorted(entries_of(path)))
     found = [(path, 1), *((entry, int(match[2])) for entry, match in named if match)]
     return [(entry, count) for entry, count in found if (entry / HEADER_NAME).exists()]

@@ -1,5 +1,4 @@
-"""Several ranks that are about to train one model: what they must agree on before anything is planned, and how all hear
-of an error of one."""
+"""Start of several ranks that train one model: the facts to agree on before planning, and the exchange of errors."""
 
 from __future__ import annotations
 
@@ -40,18 +39,19 @@ from infinity.state.unit import Unit
 from infinity.tiers.resources import make_directory
 
 _SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep", "pins")
-"""Keys of the swap config that all ranks must have the same values of."""
-_MARGIN_S = 30.0  # a rank whose disk does not answer is told of before the others give that rank up
+"""Keys of the swap config whose values must be the same on all ranks."""
+_MARGIN_S = 30.0  # seconds in which a rank reports its hanging disk before the others give the rank up
 
 
 Tell = Callable[[str, Any], list[Any]]
-"""Exchange.tell."""
+"""Function with the interface of Exchange.tell."""
 
 
 @contextmanager
 def meeting(deadline_s: float) -> Iterator[Tell]:
-    """All ranks, before they offload a model: an error that leaves this context is told to the others. A process that
-    is alone tells itself. All ranks call.
+    """Connect all ranks before they offload a model. All ranks call this.
+
+    An error that leaves this context is reported to the other ranks. A process that is alone only tells itself.
 
     Args:
         deadline_s: seconds after which a disk is given up (nvme.deadline_s).
@@ -70,7 +70,7 @@ def meeting(deadline_s: float) -> Iterator[Tell]:
 
 
 def peers_here() -> Peers:
-    """Which slices are this process's, before the ranks have met."""
+    """Return the ranks and this process's slices, before the ranks have met."""
     rank, ranks = rank_and_world()
     return ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
 
@@ -81,11 +81,13 @@ def _world_of(ranks: Ranks | None) -> World:
 
 @dataclass(frozen=True)
 class Together:
-    """This process, among others or alone.
+    """This process and the other ranks, if there are any.
 
     Attributes:
-        run: the id of the run that all ranks begin, if they begin one; "" where this process is alone.
-        is_first: of the ranks on this machine.
+        world: the ranks.
+        peers: number of ranks, and the slices of this process.
+        run: id of the run that all ranks begin, if they begin one; "" when this process is alone.
+        is_first: whether this process is the first of the ranks on this machine.
     """
 
     world: World
@@ -95,22 +97,26 @@ class Together:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """An error that leaves this context is told to the other ranks, who wait for this one."""
+        """Return a context that reports an error leaving it to the other ranks, which wait for this one."""
         try:
             yield
         except BaseException as error:
-            if not isinstance(error, DeviceRoomError):  # which all ranks have
+            if not isinstance(error, DeviceRoomError):  # DeviceRoomError is raised on all ranks
                 self.world.fail(error)
             self.world.close()
             raise
 
     def agreed(self, terms: Terms, units: Sequence[Unit]) -> Together:
-        """With what all plans have in common: the form of the states, and the memory that each rank may take, which is
-        that of the rank that has the least. All ranks call.
+        """Agree on the facts that all plans have in common: the form of the states, and the memory of each rank.
+
+        The memory of each rank is that of the rank that has the least. All ranks call this.
+
+        Returns:
+            This object with the agreed facts.
 
         Raises:
             NotAvailableError: several ranks cannot do this yet.
-            PeerError: a rank has another model or config, or failed; names it.
+            PeerError: a rank has another model or config, or failed; names the rank.
         """
         peers = self.peers
         if not peers.together:
@@ -138,7 +144,11 @@ class Together:
         return replace(self, peers=replace(peers, memory=(least[0], least[1]), near=near), run=runs[0])
 
     def nvme(self, config: NvmeConfig) -> NvmeConfig:
-        """Each rank has a store of its own, in a directory of its own in each of nvme.paths. Raises ConfigError."""
+        """Return the config with this rank's own directory in each of nvme.paths, for its own store.
+
+        Raises:
+            ConfigError: a path cannot be used.
+        """
         if not self.peers.together:
             return config
         for path in config.paths:
@@ -146,15 +156,20 @@ class Together:
         return config.model_copy(update={"paths": self._own(config)})
 
     def begin_anew(self, config: NvmeConfig, *, replaces: str) -> None:
-        """A run begins: remove what runs of another number of ranks left in nvme.paths, once for each machine, and
-        what the ranks of a run left that ended in its first commit. All ranks call.
+        """Prepare nvme.paths for a new run. All ranks call this.
+
+        Remove the stores of runs with another number of ranks, once per machine, and the stores of a run that ended
+        during its first commit.
 
         Args:
-            replaces: as Terms: the stores of other ranks stay then, and what this number of ranks left
-                before is older, and goes.
+            config: the NVMe config.
+            replaces: as in Terms. If it is set, the stores of other numbers of ranks stay; older stores of this number
+                of ranks are removed.
 
         Raises:
-            StoreNotEmptyError, StoreLockedError, ResumeError: it is needed.
+            StoreNotEmptyError: a store can be resumed.
+            StoreLockedError: a run uses a store.
+            ResumeError: a checkpoint folder pins a generation that would be removed.
             PeerError: another rank failed.
         """
         mine = self._own(config)
@@ -169,8 +184,10 @@ class Together:
         self.world.tell("opening the stores", None)
 
     def _remove_what_no_rank_can_resume(self, mine: Sequence[Path]) -> None:
-        """Where every rank has a store of one run, and each manifest is missing on some rank, no generation was ever
-        made: the manifests go."""
+        """Remove manifests that never became a generation.
+
+        Every rank has a store of the same run, and each manifest is missing on some rank.
+        """
         if not self.peers.together:
             return
         run, steps = run_and_steps_in(mine)
@@ -179,8 +196,14 @@ class Together:
             remove_generations(mine[0])
 
     def stores_are_open(self, config: NvmeConfig, *, resume: bool) -> None:
-        """What an earlier run said of its end is not true of the one that has begun here; and where a run goes on, what
-        an interrupted removal has left of stores of other ranks goes. Raises SwapIOError, StoreLockedError."""
+        """Clean nvme.paths after the stores are open: remove the note about an earlier, finished run.
+
+        With `resume`, also remove stores of other numbers of ranks that an interrupted removal left incomplete.
+
+        Raises:
+            SwapIOError: a file cannot be removed.
+            StoreLockedError: a run uses a store.
+        """
         if not self.is_first:
             return
         paths = [path.expanduser().absolute() for path in config.paths]
@@ -190,10 +213,10 @@ class Together:
             clear_leftovers(paths, self.peers.cut.count)
 
     def require_resumable(self, config: NvmeConfig) -> None:
-        """All ranks call.
+        """Check that the ranks can resume a run together. All ranks call this.
 
         Raises:
-            ResumeError: the ranks have no stores of one run, with a generation that all of them have; on every rank.
+            ResumeError: the ranks have no stores of one run with a generation on all of them; raised on every rank.
             PeerError: another rank failed.
         """
         if not self.peers.together:
@@ -219,12 +242,16 @@ class Together:
             raise ResumeError(f"nothing to resume in {where}: no generation was made by all ranks ({have})")
 
     def _own(self, config: NvmeConfig) -> list[Path]:
-        """This rank's directories."""
+        """Return this rank's directories."""
         cut = self.peers.cut
         return [rank_path(path.expanduser().absolute(), cut.index, cut.count) for path in config.paths]
 
     def commits(self, mine: Frequency) -> Frequency:
-        """How often all ranks commit. All ranks call. Raises PeerError."""
+        """Agree on how often all ranks commit. All ranks call this.
+
+        Raises:
+            PeerError: another rank failed.
+        """
         if not self.peers.together:
             return mine
         told = self.world.tell("planning", [mine.every, mine.reason, mine.at_most])
@@ -232,17 +259,17 @@ class Together:
 
 
 def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
-    """The steps of which all ranks have a manifest."""
+    """Return the steps of which all ranks have a manifest."""
     return set.intersection(*(set(steps) for _, steps in told))
 
 
 def come_together(config: SwapConfig, device: torch.device) -> Together:
-    """Find the other ranks, if there are any. All ranks call.
+    """Connect to the other ranks, if there are any. All ranks call this.
 
     Raises:
         NotAvailableError: several ranks cannot do this yet.
-        ConfigError: torchrun started several processes, and they have not met.
-        PeerError: a rank failed; names it.
+        ConfigError: torchrun started several processes, but they have not met.
+        PeerError: a rank failed; names the rank.
     """
     require_ranks_met()
     ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.nvme.deadline_s + _MARGIN_S)
@@ -261,7 +288,7 @@ def come_together(config: SwapConfig, device: torch.device) -> Together:
 
 
 def _digest(units: Sequence[Unit]) -> str:
-    """Of the names, shapes and dtypes of all parameters, and how they are put into units."""
+    """Return a digest of the names, shapes and dtypes of all parameters, and of their assignment to units."""
     told = [
         (unit.name, str(group.dtype), group.trainable, group.moments, spec.name, list(spec.shape))
         for unit in units
