@@ -1,1 +1,1 @@
-"""One offloaded model: all that hooks and optimizers call."""
+"""One offloaded model: the interface for hooks, optimizers and use-cases."""

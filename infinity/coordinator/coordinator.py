@@ -1,5 +1,7 @@
-"""One offloaded model: the façade that hooks, optimizers and use-cases call. It decides nothing: it takes the lock, and
-asks the parts below in the right order."""
+"""One offloaded model: the façade that hooks, optimizers and use-cases call.
+
+The coordinator makes no decisions: it takes the lock, and calls the parts below in the right order.
+"""
 
 from __future__ import annotations
 
@@ -70,26 +72,28 @@ logger = logging.getLogger(__name__)
 
 
 class Optimizer(Checkpointed, Predictable, Protocol):
-    """An optimizer, as the coordinator sees it."""
+    """Optimizer with all methods that the coordinator calls."""
 
 
 class Coordinator(Lender):
-    """The parts of one model, opened in the order in which they know each other. Every public method may be called from
-    any thread, and Ctrl-C finds none half done (interrupt.py), but those of the section "states, for use-cases": their
-    callers hold the lock (`locked`, `gathering`), or have the model for themselves, as while it is opened.
+    """One offloaded model: its parts, opened in the order of their dependencies.
+
+    Every public method may be called from any thread, and signals such as Ctrl-C are deferred until it ends
+    (interrupt.py). The exception is the section "states, for use-cases": callers of these methods hold the lock
+    (`locked`, `gathering`), or have exclusive use of the model, as while it is opened.
 
     Attributes:
-        units: in the order of their indices.
-        steps: optimizer steps that are done.
-        rewritten: names of parameters that got other values since they were brought home, by no step.
-        saved_wide: names of parameters that the script had in fp32, and whose masters are saved, not their weights.
-        saved_from: of frozen ones that it had in fp32, what gives the values that are saved.
-        masters: of weights that were written to since the last step.
-        keeps_room: parameters that are frozen keep the room for their optimizer states, as they are unfrozen later.
-        copied_from: the run and the step whose states this run began with, if it did not begin anew.
-        readers: who may read parameters now.
-        staying: the units that stay on the device while the model runs, by index.
-        unit_at: as Room.unit_at.
+        units: the units, in the order of their indices.
+        steps: number of completed optimizer steps.
+        rewritten: names of parameters whose values were changed, other than by a step, since the model was filled.
+        saved_wide: names of parameters that the script had in fp32; their masters are saved instead of their weights.
+        saved_from: for frozen parameters that the script had in fp32, functions that return the values to save.
+        masters: masters of weights that were written to since the last step.
+        keeps_room: whether frozen parameters keep the room for their optimizer states, to be unfrozen later.
+        copied_from: run and step whose states this run began with; None if it began without a run.
+        readers: threads and contexts that may read parameters now.
+        staying: indices of the units that stay on the device while the model runs.
+        unit_at: see Room.unit_at.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Coordinator(Lender):
         self.timeline = Timeline()
         self.world = resources.world
         self.health = Health(self.world)
-        self._failing_if_cut_off = self.health.failing(SwapTimeoutError, PeerError)  # no more comes from a disk, a rank
+        self._failing_if_cut_off = self.health.failing(SwapTimeoutError, PeerError)  # a disk or a rank is cut off
         self.readers = Readers()
         self.optimizers = optimizers
         self.commits = commits
@@ -156,12 +160,12 @@ class Coordinator(Lender):
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """None where the model computes in host memory."""
+        """Accelerator of the model; None when the model computes in host memory."""
         return None if self.resources.device is None else self.resources.device.accelerator
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the model computes."""
+        """Device on which the model computes."""
         return self.resources.torch_device
 
     @property
@@ -170,35 +174,35 @@ class Coordinator(Lender):
         return self.readers.passing
 
     def give_masters(self, names: Iterable[str]) -> None:
-        """As Masters.give."""
+        """See Masters.give."""
         self.masters.give(names)
 
     def supersede(self) -> None:
-        """As Health.supersede."""
+        """See Health.supersede."""
         self.health.supersede()
 
     def watch_readers(self, end_if_dead: Callable[[], None]) -> None:
-        """As Readers.watch."""
+        """See Readers.watch."""
         self.readers.watch(end_if_dead)
 
     def require_open(self) -> None:
-        """As Health.require_open."""
+        """See Health.require_open."""
         self.health.require_open()
 
     def fail(self, error: InfinityError) -> None:
-        """As Health.fail."""
+        """See Health.fail."""
         self.health.fail(error)
 
     def native_logs(self) -> tuple[_native.IOEngine, _native.UpdatePipeline]:
-        """What records transfers, and what records tiles."""
+        """Return the recorder of transfers and the recorder of update tiles."""
         return self.resources.engine, self.resources.pipeline
 
     def extents(self) -> Iterator[Extent]:
-        """As Resources.extents."""
+        """See Resources.extents."""
         return self.resources.extents()
 
     def counters(self) -> Counters:
-        """What was counted since the model was offloaded."""
+        """Return the counters since the model was offloaded."""
         return Counters(
             io=self.resources.engine.counters(),
             updates=self.resources.pipeline.counters(),
@@ -211,11 +215,11 @@ class Coordinator(Lender):
         )
 
     def keep_room(self) -> None:
-        """What is frozen from now on is unfrozen during the run."""
+        """Keep the room for the optimizer states of parameters that are frozen from now on, to be unfrozen later."""
         self.keeps_room = True
 
     def why_not_anew(self) -> str:
-        """What offloading anew would lose; "" where nothing came since the values were brought home."""
+        """Return what would be lost by offloading the model anew; "" if nothing changed since the model was filled."""
         with self._lock:
             if self.health.closed:
                 return "it was closed"
@@ -230,18 +234,19 @@ class Coordinator(Lender):
             return ""
 
     def save_wide(self, names: Iterable[str], frozen: Mapping[str, Callable[[], torch.Tensor]]) -> None:
-        """The script had these parameters in fp32: their masters are what is saved of them.
+        """Save the masters of these parameters, which the script had in fp32.
 
         Args:
-            frozen: of others that it had in fp32, what gives their values.
+            names: names of the parameters.
+            frozen: for other parameters that the script had in fp32, functions that return their values.
         """
-        if all(shard.whole for shard in self.shards):  # else a rank has but a part of each master
+        if all(shard.whole for shard in self.shards):  # otherwise a rank has only a part of each master
             self.saved_wide, self.saved_from = frozenset(names), frozen
 
     def rewrote(self, index: int, names: Iterable[str]) -> None:
-        """These parameters of a unit got other values than those that were brought home, by no step."""
+        """Note that parameters of a unit got new values, other than by a step, since the model was filled."""
         self.rewritten.update(names)
-        self.units[index].weights.bump()  # what was saved for backward is of before
+        self.units[index].weights.bump()  # tensors saved for backward have the old values
         self.commits.touched()
 
     def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
@@ -251,20 +256,21 @@ class Coordinator(Lender):
                     yield unit.parameters[spec.name], Place(unit.unit, index, spec)
 
     def handle(self, parameter: nn.Parameter, place: Place) -> GradientHandle:
-        """What stands in `parameter.grad` for a gradient that has landed."""
+        """Return the object to put into `parameter.grad` for a gradient that has landed."""
         return GradientHandle(parameter, weakref.ref(self), place)
 
     @whole
     def gradient_value(self, place: Place) -> torch.Tensor:
-        """A copy of a gradient that has landed, in RAM, in the dtype that it waits in.
+        """Return a copy of a landed gradient, in RAM, in the dtype of its buffer.
 
         Raises:
-            NotAvailableError: there are several ranks, and this one has a slice of it.
-            DeviceError, SwapIOError: it was lost on its way.
+            NotAvailableError: there are several ranks, and this one has only a slice of the gradient.
+            DeviceError: the gradient was lost on the way from the device.
+            SwapIOError: the gradient was lost on the way to or from the store.
         """
         with self._lock:
             self.health.require_open()
-            self.units[place.unit.index].apply_update()  # which reads what is brought to RAM here
+            self.units[place.unit.index].apply_update()  # the update reads the gradients that are brought to RAM here
             return self.gradients.value(place)
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -272,14 +278,21 @@ class Coordinator(Lender):
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """For changes of more than one thing by those who are above."""
+        """Return a context that holds the lock, for callers that change several things."""
         with self._lock:
             yield
 
     def require_usable(self) -> None:
-        """Raises ForkError in a forked child, the earlier error after a failed update, InfinityError once closed."""
+        """Check that the model can be used in this process.
+
+        Raises:
+            ForkError: this process is a forked child.
+            SwapIOError: an update under way has failed.
+            InfinityError: the model is closed, or an earlier update failed.
+            PeerError: another rank failed.
+        """
         self.health.require_usable()
-        with self._lock, self.health.failing(SwapIOError):  # others change the updates under way
+        with self._lock, self.health.failing(SwapIOError):  # other threads change the updates under way
             self.updates.require_well()
 
     def _close_if_nobody_reads(self) -> None:
@@ -290,24 +303,29 @@ class Coordinator(Lender):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """One step: begin_step, then update or skip, then end_step. Ctrl-C is delivered behind it."""
+        """Return a context for one step: begin_step, then update or skip, then end_step.
+
+        Ctrl-C is deferred until it ends.
+        """
         with interrupts_deferred(), self.timeline.stall("step"):
             yield
 
     @transition
     def begin_step(self, facts: Mapping[str, object], skip: str) -> str:
-        """Bring everything but speculative updates to rest: no other update, commit or fetch under way, gradients
-        landed, parameters as infinity left them. Where there are several ranks, all know of the gradients of all.
+        """Prepare for a step, and agree on it with the other ranks.
+
+        On return, all gradients have landed and no update, commit or fetch is under way, except speculative updates.
+        The parameters were not changed outside infinity. All ranks know which gradients exist on any rank.
 
         Args:
-            facts: what is to be the same on all ranks, by what to call it; JSON.
-            skip: why this rank wants the step to change nothing; "" where it does not.
+            facts: JSON values that must be the same on all ranks, by a name for messages.
+            skip: why this rank wants the step to change nothing; "" when it does not.
 
         Returns:
-            Why the step is to change nothing, by this rank or another; "" where none wants that.
+            Why the step must change nothing, by this or another rank; "" when no rank wants that.
 
         Raises:
-            SwapIOError: gradients were lost on their way to the store; after zero_grad the model can go on.
+            SwapIOError: gradients were lost on their way to the store; the model is usable again after zero_grad.
             PeerError: the ranks do not take the same step, or one of them failed.
         """
         self.require_usable()
@@ -328,7 +346,7 @@ class Coordinator(Lender):
         return decided.skip
 
     def _show(self, names: Set[str]) -> None:
-        """Parameters that have a gradient on any rank have one here."""
+        """Set `.grad` of the parameters that have a gradient on any rank."""
         if not names:
             return
         with torch._C.DisableTorchFunctionSubclass():
@@ -348,14 +366,19 @@ class Coordinator(Lender):
 
     @transition
     def gradient_norm(self, places: Iterable[Place]) -> tuple[float, str]:
-        """Of landed gradients: the sum of squares, and the first name whose part is not finite ('' when all are)."""
+        """Return the sum of squares of landed gradients, and the first name whose part is not finite ("" if none)."""
         self.gradients.synchronize()
         return self.gradients.sum_squares(places)
 
     @transition
     def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:
-        """The step is decided: what is to be done to which (unit, group). Speculative updates that were right go on,
-        others are undone, what is not under way begins. A unit's next use waits for its own update.
+        """Begin the updates of a decided step.
+
+        Speculative updates that match the step continue; the others are undone. All missing updates begin. A later use
+        of a unit waits for that unit's update only.
+
+        Args:
+            requests: requested update of each (unit index, group index).
 
         Raises:
             InfinityError: the step was begun and not finished; every later call raises.
@@ -379,7 +402,7 @@ class Coordinator(Lender):
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Whatever leaves this context leaves a step that was begun and not finished."""
+        """Record any exception inside this context as a step that was begun and not finished."""
         try:
             yield
         except SwapIOError as error:
@@ -391,13 +414,13 @@ class Coordinator(Lender):
 
     @transition
     def skip(self) -> None:
-        """The step is decided: nothing changes."""
+        """End a step that changes nothing, and undo speculative updates."""
         self.room.end_iteration()
         self._speculator.drop()
 
     @transition
     def end_step(self) -> None:
-        """The step is decided and its updates are under way, or done where nothing overlaps.
+        """End a step whose updates are under way. If updates do not overlap with the loop, wait for all of them.
 
         Raises:
             SwapIOError: an update failed; the states are partly updated, and every later call raises.
@@ -415,7 +438,12 @@ class Coordinator(Lender):
         self.resources.idle.ends()
 
     def at_step(self, step: int, run: str = "") -> None:
-        """The states are those after this optimizer step. Args: run: which they come from, if not from here."""
+        """Note that the states are those after optimizer step `step`.
+
+        Args:
+            step: number of completed steps.
+            run: run that the states come from; "" for this run.
+        """
         self.steps = step
         self.copied_from = (run, step) if run else self.copied_from
         if self.resources.store is not None:
@@ -425,11 +453,14 @@ class Coordinator(Lender):
 
     @transition
     def begin_forward(self, *, training: bool, graph: Callable[[], object] = lambda: None) -> None:
-        """The outermost module of a forward is entered. Before a training forward the body of the last step's commit is
-        frozen. Raises as `require_usable`, `Room.require_untouched` and `finish_commit`.
+        """Begin a forward of the outermost module.
+
+        Before a training forward, the body of the last step's commit is frozen. Raises as `require_usable`,
+        `Room.require_untouched` and `finish_commit`.
 
         Args:
-            graph: gives something while what the forward saves for its backward is kept.
+            training: a training forward; otherwise an evaluation.
+            graph: function that returns an object while the tensors that the forward saves for backward are kept.
         """
         self.require_usable()
         self.readers.forget_dead_others()
@@ -451,7 +482,7 @@ class Coordinator(Lender):
 
     @transition
     def acquire(self, index: int) -> None:
-        """A forward that reads unit `index` begins: when this returns its parameters have their values."""
+        """Begin a forward that reads unit `index`: on return its parameters have their values."""
         unit = self.units[index]
         unit.weights.use()
         try:
@@ -469,7 +500,7 @@ class Coordinator(Lender):
 
     @transition
     def release(self, index: int) -> None:
-        """The forward ended, well or not."""
+        """End a forward that reads unit `index`, after it returned or raised."""
         self.room.unuse(self.units[index])
 
     @transition
@@ -480,7 +511,7 @@ class Coordinator(Lender):
 
     @transition
     def forward_begins(self, end_if_dead: Callable[[], None]) -> None:
-        """From here on the forward may read parameters. Args: as Readers.forward_begins."""
+        """Allow reads of parameters, since a forward begins. Args as Readers.forward_begins."""
         self.readers.forward_begins(end_if_dead)
 
     @transition
@@ -490,24 +521,29 @@ class Coordinator(Lender):
 
     @transition
     def site_left(self) -> None:
-        """A module of the model was called; perhaps alone, outside the forward of any module above it."""
+        """Close the parameters after a call of a module, if nothing may read them.
+
+        The module may have been called outside any forward.
+        """
         self._close_if_nobody_reads()
 
     @transition
     def forget_dead(self) -> None:
-        """Before what no forward is under way for: gathering, a step, the end. What a call that an exception ended
-        left open is closed."""
+        """End the calls that an exception left open.
+
+        Gathering, a step and the end of the model call this first, since they need that no forward is under way.
+        """
         self.readers.forget_dead()
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
     @transition
     def begin_backward(self, *, spanning: int = 0) -> None:
-        """An outermost backward pass brings its first gradient.
+        """Begin an outermost backward pass, which is about to bring its first gradient.
 
         Args:
-            spanning: several passes of autograd are one: so many micro-batches go through one unit after the other
-                (`passed`). 0: an ordinary pass.
+            spanning: number of micro-batches that go through each unit before the next unit (`passed`), when several
+                passes of autograd are treated as one. 0: an ordinary pass.
         """
         self.readers.backward_begins()
         self.gradients.drop_cleared(self.places)
@@ -519,7 +555,7 @@ class Coordinator(Lender):
 
     @transition
     def hold(self, indices: Sequence[int]) -> None:
-        """The backward of these units begins: bring them, keep them until that of other units begins."""
+        """Begin the backward of these units: bring them, and keep them until the backward of other units begins."""
         self.readers.backward_begins()
         self.progress.carry_on()
         left = self.room.hold(indices)
@@ -532,7 +568,10 @@ class Coordinator(Lender):
             self._bring(self.units[index])
 
     def require(self, index: int) -> torch.Tensor:
-        """A view of the slot of unit `index`, uint8 on the device, with its weights in it: it keeps the slot."""
+        """Return the slot of unit `index` with its weights, as a view, uint8 on the device.
+
+        The view keeps the slot alive.
+        """
         unit = self.units[index]
         with self._lock:
             if unit.weights.residency is not Residency.RESIDENT:
@@ -547,14 +586,18 @@ class Coordinator(Lender):
 
     @transition
     def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
-        """Take a parameter's gradient to host memory (GroupGradients.land). Raises InfinityError once closed,
-        NotAvailableError where there are several ranks: the others would not know of it."""
+        """Take a parameter's gradient to host memory (GroupGradients.land).
+
+        Raises:
+            InfinityError: the model is closed.
+            NotAvailableError: there are several ranks, and the others would not know of the gradient.
+        """
         self.gradients.require_settable(place)
         self._set_by_hand(place)
         self._land(place, gradient, accumulate=accumulate)
 
     def _set_by_hand(self, place: Place) -> None:
-        """A gradient is set, changed or cleared by hand: no update goes on with what was there."""
+        """Undo speculation that used a gradient which is now set, changed or cleared by hand."""
         if self.units[place.unit.index].speculative is not None:
             self._undo_speculation("a gradient was set, changed or cleared by hand")
 
@@ -571,12 +614,15 @@ class Coordinator(Lender):
         *,
         accumulate: bool,
     ) -> None:
-        """Land a piece of a parameter's gradient that backward brings; `handle` becomes the parameter's `.grad`. With
-        the last piece that the unit expects in an ordinary pass the unit has all its gradients, as far as can be told:
-        they leave the device, and the unit's update may begin once they have come from everywhere. Raises as `land`."""
+        """Land a piece of a parameter's gradient that backward brings, and set the parameter's `.grad` to `handle`.
+
+        After the last piece that a unit expects in an ordinary pass, the unit's gradients are complete, as far as can
+        be told. They are sent from the device, and the unit's update may begin once they are complete on all ranks.
+        Raises as `land`.
+        """
         index = place.unit.index
         self._land(place, gradient, accumulate=accumulate)
-        parameter.grad = handle.renewed()  # before the update, which is of the parameters that have a handle
+        parameter.grad = handle.renewed()  # before the update, which covers the parameters with a handle
         if self.units[index].gradients.arrivals.came(place.spec.name) and not self.passes.spanning:
             with self._failing_if_cut_off:
                 self._completed(self.gradients.complete(index))
@@ -593,10 +639,11 @@ class Coordinator(Lender):
 
     @transition
     def passed(self, indices: Sequence[int], *, complete: Collection[int]) -> None:
-        """In a spanning pass: the backward of a micro-batch has passed these units.
+        """End the backward of a micro-batch through these units, in a spanning pass.
 
         Args:
-            complete: those of them that have the gradients of all micro-batches now.
+            indices: units that the micro-batch has passed.
+            complete: those of the units that now have the gradients of all micro-batches.
         """
         with self._failing_if_cut_off:
             self._completed(self.gradients.passed(indices, complete))
@@ -607,7 +654,11 @@ class Coordinator(Lender):
 
     @transition
     def end_backward(self, *, outermost: bool) -> None:
-        """A backward pass is over, and with `outermost` all those it ran in."""
+        """End a backward pass.
+
+        Args:
+            outermost: the pass was not inside another backward pass.
+        """
         left = self.room.hold(())
         with self._failing_if_cut_off:
             if not self.passes.spanning:
@@ -631,14 +682,14 @@ class Coordinator(Lender):
 
     @transition
     def drop_gradient(self, place: Place) -> None:
-        """Forget a gradient that no step wants."""
+        """Forget a gradient that no step will use."""
         if self.gradients.has(place):
             self._set_by_hand(place)
         self.gradients.of(place).drop(place.spec.name)
 
     @transition
     def zero_grad(self, parameters: Iterable[tuple[nn.Parameter, Place]]) -> None:
-        """Forget gradients, and what was begun with them; `.grad` becomes None."""
+        """Forget gradients, set `.grad` to None, and undo speculative updates."""
         if self.updates.speculative:
             self._undo_speculation("the gradients were dropped without a step")
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
@@ -652,72 +703,83 @@ class Coordinator(Lender):
 
     @property
     def run(self) -> str:
-        """The id of the run, which is that of its store; "" without one."""
+        """Id of the run, which is that of its store; "" without a store."""
         return "" if self.resources.store is None else self.resources.store.run
 
     def is_at(self, run: str, step: int) -> bool:
-        """Whether the states are those of a run after a step, as they still are where they were copied from it."""
+        """Return whether the states belong to a run after a step, or are an unchanged copy of such states."""
         return step == self.steps and (run == self.run or (run, step) == self.copied_from)
 
     # -- optimizers and commits ---------------------------------------------------------------------------------------
 
     def track(self, objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> int:
-        """As infinity.track."""
+        """See infinity.track."""
         drawn = rng.snapshot()
         resumed = self.commits.resumed
         self.commits.track(objects, named)
         self.take_up_hyperparameters()
-        # Making and loading states may draw; a run must have the same numbers, tracked or not, resumed or not.
+        # Making and loading states may draw random numbers; tracking and resuming must not change a run's numbers.
         rng.restore(drawn if resumed is None else resumed.body.rng)
         return self.steps
 
     @transition
     def enter(self, optimizer: Optimizer) -> None:
-        """Raises as Optimizers.enter."""
+        """See Optimizers.enter."""
         self.optimizers.enter(optimizer, self.commits.resumed)
 
     @transition
     def take_up_hyperparameters(self) -> None:
-        """In a resumed run, once more: learning rates and the like as they were."""
+        """Restore the hyperparameters of a resumed run, such as learning rates, once more."""
         self.optimizers.take_up_hyperparameters(self.commits.resumed, again=True)
 
     @transition
     def require_apart(self, optimizer: object, names: set[str]) -> None:
-        """Raises as Optimizers.require_apart."""
+        """See Optimizers.require_apart."""
         self.optimizers.require_apart(optimizer, names)
 
     @transition
     def require_entered(self, optimizer: object) -> None:
-        """Raises as Optimizers.require_entered."""
+        """See Optimizers.require_entered."""
         self.optimizers.require_entered(optimizer)
 
     @transition
     def accumulating(self) -> AbstractContextManager[None]:
-        """A context manager: backward passes in it are not the last ones before a step."""
+        """Return a context in which backward passes are not the last ones before a step."""
         self.require_usable()
         return self.passes.accumulating()
 
     @transition
     def fence(self) -> None:
-        """Wait until the states are those after the last step. Raises InfinityError: an update or a commit failed."""
+        """Wait until the states are those after the last step.
+
+        Raises:
+            InfinityError: an update or a commit failed.
+        """
         self.require_usable()
         self.progress.finish_updates()
 
     @transition
     def finish_commit(self) -> None:
-        """Finish the commit under way, if there is one (Commits.finish). Raises InfinityError: the generation does not
-        exist, and the model refuses to go on."""
+        """Finish the commit under way, if there is one (Commits.finish).
+
+        Raises:
+            InfinityError: the generation was not made, and the model refuses further calls.
+        """
         self.progress.finish_commit()
 
     @transition
     def commit(self) -> None:
-        """Make a generation of the states as they are. Raises as finish_commit, and as Commits.require_possible."""
+        """Make a generation of the current states. Raises as finish_commit and as Commits.require_possible."""
         self.commits.require_possible(self.steps)
         self._commit()
 
     def share_buffers(self, buffers: Mapping[str, torch.Tensor], *, fresh: bool) -> None:
-        """The buffers of a model that begins anew become those of rank 0. All call. Args: fresh: they are not those of
-        a generation."""
+        """Set the buffers of a new run to those of rank 0. All ranks call this.
+
+        Args:
+            buffers: the buffers, by name.
+            fresh: the buffers do not come from a generation; otherwise nothing is done.
+        """
         if fresh:
             comparison = open_comparison(self.world)
             comparison.take("comparing buffers", buffers)
@@ -725,8 +787,10 @@ class Coordinator(Lender):
 
     @transition
     def end_iteration(self) -> None:
-        """The loop is at the end of an iteration: the generation that was begun, if one was, is made now. All ranks
-        call. Raises as finish_commit."""
+        """End an iteration of the loop: finish the commit under way on any rank.
+
+        All ranks call this. Raises as finish_commit.
+        """
         if any(self.world.tell("the end of an iteration", self.commits.under_way)):
             self._commit(begun_only=True)
 
@@ -734,7 +798,7 @@ class Coordinator(Lender):
         with self.progress.committing():
             self._come_to_rest()
             self.progress.settle()
-            if self.commits.under_way or not begun_only:  # else this rank has made it already
+            if self.commits.under_way or not begun_only:  # otherwise this rank has already made it
                 self.commits.commit(self.steps)
             self.commits.agree("committing", self.steps + 1)
             self.commits.require_made(self.steps)
@@ -746,15 +810,18 @@ class Coordinator(Lender):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """States may be written to their destinations in this context. A commit whose loop has come to its top since
-        the step is finished; another one gives way, and is begun again. All ranks call. Raises as finish_commit."""
+        """Return a context in which states may be written to their destinations. All ranks call this.
+
+        A commit is finished first if its loop has been at the top since the step. Otherwise it is withdrawn, and begun
+        again after the context. Raises as finish_commit.
+        """
         self.require_usable()
         with self._lock:
             self._come_to_rest()
             with self.progress.committing():
                 self.commits.write_begins()
             gave_way = self.progress.make_way()
-            self.commits.agree("writing weights", self.steps + 1)  # what older generations occupy is written to
+            self.commits.agree("writing weights", self.steps + 1)  # the writes reuse copies of older generations
             try:
                 yield
             finally:
@@ -763,20 +830,24 @@ class Coordinator(Lender):
 
     @transition
     def require_untouched(self) -> None:
-        """Raises as Room.require_untouched; in a pass, and among gathered weights, parameters have their values."""
+        """Check that no script changed a parameter outside infinity, if nothing may read parameters now.
+
+        Raises as Room.require_untouched. During a pass and in infinity.gathered, parameters have values that may be
+        changed.
+        """
         if self.readers.nobody:
             self.room.require_untouched()
 
     @transition
     def set_to_itself(self, place: Place) -> None:
-        """torch has set a parameter to itself, as ParameterViews.set_to_itself."""
+        """Account for torch setting a parameter to itself (ParameterViews.set_to_itself)."""
         self.units[place.unit.index].views.set_to_itself(place.spec.name)
 
     # -- reading parameters -------------------------------------------------------------------------------------------
 
     @contextmanager
     def taking(self, indices: Iterable[int]) -> Iterator[None]:
-        """These units have their values in this context, and stay."""
+        """Return a context in which these units have their values and are not evicted."""
         taken: list[int] = []
         try:
             self._take(indices, taken)
@@ -786,7 +857,7 @@ class Coordinator(Lender):
 
     @transition
     def _take(self, indices: Iterable[int], taken: list[int]) -> None:
-        """Acquire units; `taken` tells which, whatever ends this."""
+        """Acquire units, and append each acquired one to `taken`, also when this raises."""
         for index in indices:
             self.acquire(index)
             taken.append(index)
@@ -799,7 +870,7 @@ class Coordinator(Lender):
 
     @contextmanager
     def gathering(self, *, grads: bool = False) -> Iterator[None]:
-        """As Readers.gathering."""
+        """See Readers.gathering."""
         try:
             with self.readers.gathering(grads=grads):
                 yield
@@ -808,7 +879,7 @@ class Coordinator(Lender):
 
     @contextmanager
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Iterator[None]:
-        """What released parameters ask (units/released.py: Lender)."""
+        """Return a context in which released parameters have their values (units/released.py: Lender)."""
         indices = list(dict.fromkeys(self._owners[id(parameter)][0] for parameter in parameters))
         if not self.readers.may_read:
             raise ReleasedParameterError(
@@ -819,7 +890,7 @@ class Coordinator(Lender):
             yield
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """As Lender.copy_of; also while no pass is under way."""
+        """Return a copy of a parameter's values in RAM (Lender.copy_of), also while no pass is under way."""
         self.forget_dead()
         with torch.no_grad(), self.gathering(), self.taking([self._owners[id(parameter)][0]]):
             return parameter.detach().to("cpu", copy=True)
@@ -828,88 +899,93 @@ class Coordinator(Lender):
 
     @property
     def arena(self) -> PinnedArena:
-        """The memory that units come through on their way home, before the first of them is fetched."""
+        """Arena whose free memory the units pass through while the model is filled, before the first fetch."""
         return self.resources.arena
 
     def idle_memory(self) -> memoryview:
-        """Memory that no update uses before the first step."""
+        """Return memory that no update uses before the first step."""
         return self.resources.staging.view()
 
     @property
     def generations(self) -> Generations | None:
-        """None where no generations are kept."""
+        """Generations of the run; None when none are kept."""
         return self.resources.generations
 
     @property
     def directories(self) -> list[Path]:
-        """Of the store; [] without one."""
+        """Directories of the store; empty without a store."""
         store = self.resources.store
         return [] if store is None else [directory.path for directory in store.directories]
 
     def facts(self) -> dict[str, Any]:
-        """As commits.facts_of."""
+        """See commits.facts_of."""
         return facts_of(self.resources)
 
     def adopt(self) -> None:
-        """The states in the store are those of the model: what rests in RAM is read, and the parameters become
-        placeholders. Raises SwapIOError."""
+        """Take over the states in the store: read those kept in RAM, and turn the parameters into placeholders.
+
+        Raises:
+            SwapIOError: a read failed.
+        """
         self.resources.read_homes()
         self.room.adopt()
 
     def resume(self, step: int, run: str, body: Body) -> None:
-        """The states are those of a run's generation: the run goes on from it."""
+        """Continue the run from a generation whose states the model has."""
         self.at_step(step, run)
         self.commits.resume(step, body)
 
     def read_part(self, home: Home, begin: int, nbytes: int) -> torch.Tensor:
-        """As parts.read_part."""
+        """See parts.read_part."""
         return parts.read_part(self.resources, home, begin, nbytes)
 
     def write_parts(self, home: Home, new: Mapping[int, torch.Tensor]) -> None:
-        """As parts.write_parts."""
+        """See parts.write_parts."""
         parts.write_parts(self.resources, home, new)
 
     def write_home(
         self, home: Home, data: memoryview, *, at: int = 0, io_class: _native.IOClassName = "weights"
     ) -> Transfer:
-        """Start writing a state that comes home to the store, from byte `at` on."""
+        """Start to write a state to its home in the store, from byte offset `at` on."""
         return self.resources.require_store().write(home.stored(), data, at=at, io_class=io_class)
 
     def encode(self, name: str, values: torch.Tensor, codec: Codec, into: memoryview) -> None:
-        """As codec.encode."""
+        """See codec.encode."""
         encode(name, values, codec, into, self.resources.pool)
 
     def synchronize_uploads(self) -> None:
-        """As Resources.synchronize_uploads."""
+        """See Resources.synchronize_uploads."""
         self.resources.synchronize_uploads()
 
     def residual_after_write(
         self, name: str, old: torch.Tensor, new: torch.Tensor, residual: torch.Tensor, given: torch.Tensor
     ) -> torch.Tensor:
-        """As Masters.after_write."""
+        """See Masters.after_write."""
         return self.masters.after_write(name, old, new, residual, given)
 
     def write_ended(self) -> None:
-        """As Masters.written."""
+        """See Masters.written."""
         self.masters.written()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     @whole
     def close(self, *, discard: bool = False, broken: bool = False) -> None:
-        """Commit what is not committed and release everything; the swap file is removed unless it has generations.
+        """Commit the uncommitted states, and release all resources. The swap file is removed unless it has generations.
+
         Idempotent; does nothing in a forked child.
 
-        While an exception is on its way only what is known to be the top of the loop is committed: a loop that stopped
-        between its optimizer and its scheduler would give a generation that no uninterrupted run has.
+        While an exception propagates, states are committed only if the loop is known to be at its top. A loop that
+        stopped between its optimizer and its scheduler would make a generation that no uninterrupted run has.
 
         Args:
-            discard: commit nothing and remove the generations, too. Several ranks do that once all of them are here.
-            broken: the program was ended by an exception.
+            discard: commit nothing, and remove the generations, too. Several ranks do that once all of them make this
+                call.
+            broken: an exception ended the program.
 
         Raises:
-            InfinityError: the last generation could not be made. Everything is released all the same.
-            PeerError: with `discard`, another rank is not here: the generations stay.
+            InfinityError: the last generation could not be made. All resources are released all the same.
+            PeerError: with `discard`, another rank does not make this call: the generations stay.
         """
         if self.health.closed or in_forked_child():
             return
@@ -936,7 +1012,7 @@ class Coordinator(Lender):
             raise alone
 
     def _who_is_missing(self) -> PeerError | None:
-        """None where all ranks are about to remove their generations."""
+        """Return the error of a rank that does not join; None when all ranks are about to remove their generations."""
         try:
             self.world.tell("closing the model with discard=True", None)
         except PeerError as error:

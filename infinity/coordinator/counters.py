@@ -1,4 +1,4 @@
-"""What an offloaded model has counted."""
+"""Counters of an offloaded model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from infinity.units.speculation import Counts
 
 @dataclass(frozen=True)
 class Counters:
-    """Since the model was offloaded.
+    """Counters since the model was offloaded.
 
     Attributes:
-        io, updates: of the native engine and of the update pipeline.
-        stalled_ns: how long the loop waited, by cause.
-        idle_s: how long the device idled while the loop waited, in seconds.
+        io: counters of the native engine.
+        updates: counters of the update pipeline.
+        stalled_ns: time that the training loop waited, by cause.
+        idle_s: time that the device was idle while the loop waited, in seconds.
         speculation: updates that began before their step was decided.
-        committed: the step of the newest durable generation.
-        arena_bytes: of pinned RAM.
-        engine: how files are read and written.
+        committed: step of the newest durable generation; None without one.
+        arena_bytes: bytes of pinned RAM.
+        engine: name of the I/O engine.
     """
 
     io: Mapping[str, int]

@@ -1,26 +1,26 @@
-"""What stands in `parameter.grad` for a gradient that is in host memory.
+"""The object in `parameter.grad` for a gradient that is in host memory.
 
 [Note: loss scaling]
-Gradients of a scaled loss land as they are and stay so; the update multiplies them by the inverse scale, in fp32 and
-along with the factor of clipping, so that unscaling costs no pass. torch.amp.GradScaler says its scale in one of two
+Gradients of a scaled loss land scaled, and stay scaled. The update multiplies them by the inverse scale in fp32,
+together with the clip factor. So unscaling needs no pass of its own. torch.amp.GradScaler gives its scale in one of two
 ways:
 
     scaler.step(optim)       checks the gradients, then calls optim.step() with `optim.grad_scale` and `.found_inf` set
     scaler.unscale_(optim)   before it: checks them and multiplies them by the inverse; then `grad_scale` is None
 
-Checking and multiplying are one operation in torch, which arrives at the handles: they answer the check from the sums
-of squares taken when the gradients landed, and remember the factor (`Factors.inverse_scale`).
+The check and the multiplication are one operation in torch, which is dispatched to the handles. They answer the check
+from the sums of squares that were computed when the gradients landed, and store the factor (`Factors.inverse_scale`).
 
 [Note: torch's clipping]
-torch.nn.utils.clip_grad_norm_ asks each gradient for its norm (the handles answer from the same sums of squares) and
-multiplies each by one factor. The handles remember that one, too (`Factors.clip`), apart from the scale of the loss:
-the scale is the same for all gradients of a step, and an update that speculates expects it to stay what it was; a
-clip factor belongs to a parameter, and a step with one other than 1 makes what speculated wrong.
+torch.nn.utils.clip_grad_norm_ requests the norm of each gradient, which the handles compute from the same sums of
+squares, and multiplies each gradient by one factor. The handles store that factor (`Factors.clip`) separately from the
+loss scale. The loss scale is the same for all gradients of a step, and a speculative update expects it not to change. A
+clip factor belongs to one parameter, and a step with a factor other than 1 makes speculative updates wrong.
 
 [Note: reductions]
-What code logs of gradients (`p.grad.abs().max()`, `isfinite().all()`, norms of any order) is computed from a copy of
-one gradient, which goes with the expression. Only infinity.gathered(..., grads=True) gives copies that stay and may be
-changed: it looks for memory first, and takes back what was changed.
+Values that code logs about gradients (`p.grad.abs().max()`, `isfinite().all()`, norms of any order) are computed from a
+copy of one gradient, which is freed with the expression. Only infinity.gathered(..., grads=True) gives copies that stay
+and may be changed: it checks for enough memory first, and takes changed copies back.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from infinity.units.gradients import Gradients, Landed
 
 
 class Holder(Protocol):
-    """What has the gradients of a model."""
+    """Owner of the gradients of a model."""
 
     gradients: Gradients
 
@@ -50,11 +50,11 @@ class Holder(Protocol):
 
 @dataclass
 class Factors:
-    """What a gradient is still to be multiplied by.
+    """Factors that a gradient is still to be multiplied by.
 
     Attributes:
-        inverse_scale: as GradScaler.unscale_ asked.
-        clip: as clip_grad_norm_ or a multiplication by hand asked.
+        inverse_scale: factor from GradScaler.unscale_.
+        clip: factor from clip_grad_norm_, or from a multiplication by hand.
     """
 
     inverse_scale: float = 1.0
@@ -62,17 +62,19 @@ class Factors:
 
 
 class GradientHandle(torch.Tensor):
-    """A gradient in host memory. Any operation on it raises, but for those of GradScaler and clip_grad_norm_, and
-    reductions.
+    """A gradient in host memory.
 
-    So `p.grad is None` means what it means in torch, and nothing computes with a gradient that it cannot see.
+    Operations on a handle raise, except those of GradScaler and clip_grad_norm_, and reductions. So `p.grad is None`
+    has the meaning that it has in torch, and no code computes with a gradient without values.
 
     Attributes:
-        factors: shared by the handles that `.data` and `.detach()` give: what multiplies one multiplies all.
+        factors: factors, shared by the handles that `.data` and `.detach()` return: multiplying one multiplies all.
 
     Args:
-        like: of the gradient's shape, on its device.
-        holder: has the gradient; not kept alive.
+        like: tensor of the gradient's shape, on its device.
+        holder: owner of the gradient; not kept alive.
+        place: place of the parameter.
+        factors: factors to share; None: new ones.
     """
 
     factors: Factors
@@ -91,22 +93,25 @@ class GradientHandle(torch.Tensor):
         return handle
 
     def renewed(self) -> GradientHandle:
-        """The same handle, for another gradient of the parameter."""
+        """Reset the factors for another gradient of the parameter, and return the same handle."""
         self.factors.inverse_scale = self.factors.clip = 1.0
         return self
 
     def forget_clip(self) -> None:
-        """It has a value that nothing was asked to clip yet."""
+        """Reset the clip factor, since the gradient has a new value that was not clipped."""
         self.factors.clip = 1.0
 
     def alias(self) -> GradientHandle:
-        """Another handle of the same gradient."""
+        """Return another handle of the same gradient."""
         return GradientHandle(self, self._holder, self._place, self.factors)
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """float32 for a float16 gradient: GradScaler.unscale_ refuses those, as what is small would be lost. Here it is
-        not: it is multiplied in fp32."""
+        """The dtype of the gradient, but float32 for a float16 gradient.
+
+        GradScaler.unscale_ refuses float16, in which small values would be lost. Here none are lost: the gradient is
+        multiplied in fp32.
+        """
         stored = super().dtype
         return torch.float32 if stored == torch.float16 else stored
 
@@ -116,21 +121,26 @@ class GradientHandle(torch.Tensor):
 
     @property
     def l2_norm(self) -> float:
-        """Of the gradient unscaled and clipped as far as was asked, and averaged over the ranks; not finite where an
-        element is not."""
+        """Norm of the gradient with all factors applied, averaged over the ranks; not finite when an element is not."""
         landed, factor = self._landed(), self.factors.inverse_scale * self.factors.clip
         return math.sqrt(landed.sum_squares(self._place.spec)) * abs(factor) * landed.mean
 
     def value(self) -> torch.Tensor:
-        """A copy of it on the parameter's device, unscaled and clipped as far as was asked. Raises as `_landed` and
-        Holder.gradient_value."""
+        """Return a copy of the gradient on the parameter's device, with all factors applied.
+
+        Raises as `_landed` and Holder.gradient_value.
+        """
         self._landed()
         value, factor = self._held().gradient_value(self._place), self.factors.inverse_scale * self.factors.clip
         value = value if factor == 1.0 else value.float() * factor
         return value.to(self.device, self.dtype)
 
     def _landed(self) -> Landed:
-        """The gradients of the parameter's group, this one among them. Raises ReleasedParameterError."""
+        """Return the gradients of the parameter's group, which include this one.
+
+        Raises:
+            ReleasedParameterError: the gradient was dropped, or its model no longer exists.
+        """
         landed = self._held().gradients.of(self._place)
         if self._place.spec.name not in landed.present:
             raise ReleasedParameterError(
@@ -155,11 +165,11 @@ class GradientHandle(torch.Tensor):
         return answer(*args, **(kwargs or {}))
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refused: torch's own refusal does not say what to do."""
+        """Raise an error that says what to do, unlike torch's own error."""
         raise _refusal(".numpy()")
 
     def tolist(self) -> NoReturn:
-        """Refused, as `numpy`."""
+        """Raise an error that says what to do, as `numpy`."""
         raise _refusal(".tolist()")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -167,14 +177,14 @@ class GradientHandle(torch.Tensor):
 
 
 def _check_and_unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """As torch has it: `found_inf` becomes 1 where a gradient is not finite, and all are multiplied by `inverse`."""
+    """Set `found_inf` to 1 if a gradient is not finite, and multiply all gradients by `inverse`, as torch does."""
     handles = [gradient for gradient in gradients if isinstance(gradient, GradientHandle)]
     by_hand = [gradient for gradient in gradients if not isinstance(gradient, GradientHandle)]
     if by_hand:
         torch._amp_foreach_non_finite_check_and_unscale_(by_hand, found_inf, inverse)
     if not all(handle.finite for handle in handles):
         found_inf.fill_(1.0)
-    factor = inverse.item()  # once: on a GPU it waits for all that was queued
+    factor = inverse.item()  # read once: on a GPU this waits for all queued work
     for handle in handles:
         handle.factors.inverse_scale *= factor
 
@@ -194,14 +204,17 @@ def _refusal(what: object) -> ReleasedParameterError:
 
 
 def _with_values(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compute with copies of the gradients, which go when this returns."""
+    """Compute with copies of the gradients, which are freed on return."""
     value = functools.cache(GradientHandle.value)  # isfinite() compares a gradient with itself
     args, kwargs = tree_map_only(GradientHandle, value, (args, kwargs))
     return func(*args, **kwargs)
 
 
 def _norm(handle: GradientHandle, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """torch.linalg.vector_norm; that of order 2 of a whole gradient is a float32 scalar on the parameter's device."""
+    """Answer torch.linalg.vector_norm.
+
+    For a full gradient and order 2, return a float32 scalar on the parameter's device.
+    """
     if order != 2 or dim is not None or keepdim:
         return _with_values(_aten.linalg_vector_norm.default, handle, order, dim, keepdim, dtype=dtype)
     return torch.tensor(handle.l2_norm, dtype=dtype or torch.float32, device=handle.device)
@@ -212,7 +225,7 @@ def _norms(gradients: Sequence[torch.Tensor], order: Any = 2, dtype: Any = None)
 
 
 def _multiply(handle: torch.Tensor, factor: Any) -> torch.Tensor:
-    """By a number, or a tensor that holds one."""
+    """Multiply a gradient by a number, or by a tensor with one element."""
     if not isinstance(handle, GradientHandle):
         raise _refusal("a multiplication of a tensor by it")
     handle.factors.clip *= _number(factor)
@@ -232,11 +245,13 @@ def _multiply_each(gradients: Sequence[torch.Tensor], factor: Any) -> None:
 
 
 class _LastNumber:
-    """The value of the tensor that was asked last. torch multiplies every gradient by the same tensor, and to read it
-    from a GPU waits for all that was queued."""
+    """Cache of the value of the last tensor read.
+
+    torch multiplies every gradient by the same tensor, and reading it from a GPU waits for all queued work.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[torch.Tensor], int, float] | None = None  # one object: any thread may ask
+        self._last: tuple[weakref.ref[torch.Tensor], int, float] | None = None  # one object: any thread may read it
 
     def of(self, tensor: torch.Tensor) -> float:
         last, version = self._last, tensor._version
@@ -273,7 +288,7 @@ _READING = {
     ),
     *(_aten.max, _aten.min, _aten.amax, _aten.amin, _aten.aminmax, _aten.std_mean, _aten.var_mean, _aten.histc),
 }
-"""Reductions, and what goes into them element by element ([Note: reductions])."""
+"""Reductions, and element-wise operations used inside them ([Note: reductions])."""
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _check_and_unscale,
     _aten.detach.default: GradientHandle.alias,
@@ -284,4 +299,4 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._foreach_mul_.Tensor: _multiply_each,
     _aten._foreach_mul_.Scalar: _multiply_each,
 }
-"""What the handles can answer without their values."""
+"""Operations that the handles answer without their values."""

@@ -1,9 +1,9 @@
-"""The masters of weights that somebody wrote to, until the next step.
+"""Masters of weights that were written to by hand, until the next step.
 
-A write between steps gives the weights it changes a master of exactly the new values. An adversarial method (FGM, AWP)
-changes weights, computes with them and puts the old ones back: their masters come back with them, and nothing of what
-training had added below the last bit of a weight is lost. What load_state_dict gives a parameter that differs is new,
-also where a weight of it has the bits that it had.
+A write between steps changes weights, and gives each changed weight a master of exactly its new value. An adversarial
+method (FGM, AWP) changes weights, computes with them and restores the old weights. Their masters are then restored,
+too, so that the bits which training had added below the last bit of a weight are kept. A parameter set by
+load_state_dict to a different value gets new masters for all of its weights, also for those whose bits did not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.state.values import sum_of_bits
 logger = logging.getLogger(__name__)
 
 _SHARE = 4
-"""Of the free RAM, one part of so many is used at most."""
+"""Divisor of the free RAM: the saved masters use at most 1 / _SHARE of it."""
 _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
@@ -29,8 +29,9 @@ class _Was:
     """Elements of a parameter as they were before the first write since the step.
 
     Attributes:
-        at: int64 [n], among those that this rank has.
-        bits: [n], of the weights. rest: [n], of the residual. Integers of their sizes.
+        at: int64 [n], indices among the elements that this rank has.
+        bits: [n], bits of the weights, as integers of the same size.
+        rest: [n], bits of the residual, as integers of the same size.
     """
 
     at: torch.Tensor
@@ -45,36 +46,48 @@ class _Was:
         return _Was(self.at[which], self.bits[which], self.rest[which])
 
     def and_also(self, at: torch.Tensor, bits: torch.Tensor, rest: torch.Tensor) -> _Was:
-        """With those of the elements `at` that are not here yet. Args: bits, rest: of all elements."""
+        """Return these elements and those of the elements `at` that are not included yet.
+
+        Args:
+            at: indices of elements.
+            bits: bits of the weights of all elements.
+            rest: bits of the residual of all elements.
+        """
         at = at[torch.isin(at, self.at, invert=True)]
         return _Was(torch.cat([self.at, at]), torch.cat([self.bits, bits[at]]), torch.cat([self.rest, rest[at]]))
 
 
 class Masters:
-    """By name of the parameter."""
+    """Saved masters, by the name of the parameter."""
 
     def __init__(self) -> None:
         self._was: dict[str, _Was] = {}
-        self._not_kept: dict[str, int] = {}  # sums of the old weights' bits
+        self._not_kept: dict[str, int] = {}  # sum of the bits of the old weights
         self._given: set[str] = set()
 
     def give(self, names: Iterable[str]) -> None:
-        """These parameters are given by load_state_dict, until `written`."""
+        """Mark parameters as set by load_state_dict, until `written`."""
         self._given.update(names)
 
     def written(self) -> None:
-        """A write is over."""
+        """End a write: forget the marks of `give`."""
         self._given.clear()
 
     def after_write(
         self, name: str, old: torch.Tensor, new: torch.Tensor, residual: torch.Tensor, given: torch.Tensor
     ) -> torch.Tensor:
-        """The residual of a piece of a parameter once its weights were written: what it was where the weights are as
-        they were, now or before an earlier write since the step; else that of a master of the new value.
+        """Return the residual of a piece of a parameter after a write to its weights.
+
+        An element keeps its residual if its weight has not changed. It gets its saved residual back if its weight is
+        restored to the value before an earlier write since the step. Any other element gets the residual of its new
+        value. A parameter marked by `give` gets the new residual for all elements.
 
         Args:
-            old, new: [numel] of the weights' dtype.
-            residual: uint8, of the old weights. given: uint8, of a master of the new ones.
+            name: name of the parameter.
+            old: [numel], old weights, in the weights' dtype.
+            new: [numel], new weights, in the weights' dtype.
+            residual: uint8, residual of the old weights.
+            given: uint8, residual of masters equal to the new weights.
         """
         if name in self._given:
             self._was.pop(name, None)
@@ -103,7 +116,13 @@ class Masters:
         return fresh.view(torch.uint8)
 
     def _has_room(self, was: _Was, more: int, itemsize: int) -> bool:
-        """Args: more: further elements, of a residual with `itemsize` bytes of each."""
+        """Return whether there is RAM to save further elements.
+
+        Args:
+            was: elements saved so far.
+            more: number of further elements.
+            itemsize: bytes per element of the residual.
+        """
         nbytes = was.nbytes + more * (8 + 4 + itemsize) + sum(each.nbytes for each in self._was.values())
         return nbytes <= available_device_bytes(torch.device("cpu")) // _SHARE
 
@@ -112,7 +131,7 @@ class Masters:
             self._was[name] = was
 
     def forget(self) -> None:
-        """A step gives all of them new values."""
+        """Forget the saved masters, since a step gives all of them new values."""
         self._was.clear()
         self._not_kept.clear()
 

@@ -1,4 +1,4 @@
-"""Who may read the weights of a model: its forward and backward passes, and whoever gathers them."""
+"""Readers of a model's weights: its forward and backward passes, and gathering contexts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from infinity.units.released import in_backward
 
 
 class Readers:
-    """Invariant: while nobody may read, every parameter has the released class: the coordinator closes all when
-    `nobody` has become true."""
+    """Forwards, backwards and contexts that may read parameters now.
+
+    Invariant: while nothing may read, every parameter has the released class. The coordinator closes all parameters
+    when `nobody` has become true.
+    """
 
     def __init__(self) -> None:
         self._in_forward = False
@@ -23,7 +26,7 @@ class Readers:
 
     @property
     def passing(self) -> bool:
-        """Whether a forward, or in this thread a backward pass of the model is under way."""
+        """Whether a forward of the model is under way, or a backward pass in this thread."""
         return self._in_forward or in_backward()
 
     @property
@@ -37,22 +40,30 @@ class Readers:
         return not (self._in_forward or self._in_backward or self._gathering)
 
     def forward_begins(self, end_if_dead: Callable[[], None]) -> None:
-        """Args: end_if_dead: ends it, if something ended it that skips post-hooks (Ctrl-C)."""
+        """Begin a forward.
+
+        Args:
+            end_if_dead: function that ends the forward if an event that skips post-hooks, such as Ctrl-C, has ended it.
+        """
         self._in_forward, self._in_backward, self._end_if_dead = True, False, end_if_dead
 
     def watch(self, end_if_dead: Callable[[], None]) -> None:
-        """There are other calls that may read. Args: end_if_dead: ends them, if they are dead; it is not kept alive,
-        as it may hold the frame of a dead call, and with that the model."""
+        """Add a source of other calls that may read.
+
+        Args:
+            end_if_dead: method that ends dead calls. It is not kept alive, as it may keep the frame of a dead call, and
+                so the model.
+        """
         self._others.append(weakref.WeakMethod(end_if_dead))
 
     def forget_dead(self) -> None:
-        """Before what no forward is under way for: gathering, a step, the end."""
+        """End dead calls before gathering, a step or the end of the model, which need that no forward is under way."""
         if self._in_forward:
             self._end_if_dead()
         self.forget_dead_others()
 
     def forget_dead_others(self) -> None:
-        """Before a forward."""
+        """End dead calls of other sources, before a forward."""
         for each in self._others:
             if (end_if_dead := each()) is not None:
                 end_if_dead()
@@ -61,10 +72,10 @@ class Readers:
         self._in_forward = False
 
     def backward_begins(self) -> None:
-        """In whichever thread; others may not close what it opens.
+        """Begin a backward, in any thread. Other threads may not close the parameters that it opens.
 
         Raises:
-            ModelError: it would add to gradients that were gathered.
+            ModelError: the backward would add to gathered gradients.
         """
         if self._lending:
             raise ModelError(
@@ -74,13 +85,16 @@ class Readers:
         self._in_backward = True
 
     def backward_ends(self) -> None:
-        """The outermost one."""
+        """End the outermost backward."""
         self._in_backward = False
 
     @contextmanager
     def gathering(self, *, grads: bool = False) -> Iterator[None]:
-        """In this context parameters of every unit may be read: they are brought as they are in a forward. Args: grads:
-        gradients are gathered, too."""
+        """Return a context in which parameters of every unit may be read, and are brought as in a forward.
+
+        Args:
+            grads: gradients are gathered, too.
+        """
         self._gathering += 1
         self._lending += grads
         try:
@@ -90,11 +104,11 @@ class Readers:
             self._lending -= grads
 
     def step_begins(self) -> None:
-        """No pass is under way any more, whatever ended it.
+        """End all passes, normal or dead, before a step.
 
         Raises:
-            ModelError: in infinity.gathered a step would pass over the copies that were gathered; in a backward pass
-                over the weights that what is left of the pass needs.
+            ModelError: the step is inside infinity.gathered, and would make its copies stale; or inside a backward pass
+                that still needs the weights.
         """
         self.forget_dead()
         if in_backward():

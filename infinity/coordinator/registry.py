@@ -1,6 +1,8 @@
-"""Side tables: from a parameter to its place, from a model to its coordinator. Tensors and modules stay as they are.
+"""Side tables from parameters to their places and from models to their coordinators.
 
-What changed of a model since it was offloaded shows here, too, when an optimizer is made (`keep_up`)."""
+Tensors and modules stay unchanged. `keep_up` detects changes of a model since it was offloaded, when an optimizer is
+made.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,14 @@ Anew = Callable[[nn.Module, Callable[[], Any] | None], Any]
 
 @dataclass(frozen=True)
 class _Offloaded:
-    """Attributes:
-    hooks: on the model's parameters.
-    anew: changes the model and offloads it once more; returns what the change returns.
-    structure: the model's, when it was offloaded.
-    end: what happens when the model is collected.
+    """Entry of an offloaded model.
+
+    Attributes:
+        coordinator: coordinator of the model.
+        hooks: hooks on the model's parameters.
+        anew: function that changes the model, offloads it anew and returns the result of the change.
+        structure: structure of the model when it was offloaded.
+        end: finalizer that runs when the model is collected.
     """
 
     coordinator: Coordinator
@@ -54,11 +59,14 @@ def enter(
     anew: Anew,
     structure: Structure,
 ) -> None:
-    """Record an offloaded model; its coordinator is closed when the model is collected, or at exit.
+    """Record an offloaded model. Its coordinator is closed when the model is collected, or at exit.
 
     Args:
-        hooks: on its parameters.
-        anew, structure: as _Offloaded; do not keep the model alive.
+        model: the model.
+        coordinator: coordinator of the model.
+        hooks: hooks on the model's parameters.
+        anew: as in _Offloaded; must not keep the model alive.
+        structure: as in _Offloaded; must not keep the model alive.
     """
     _entered[0] += 1
     end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
@@ -68,7 +76,7 @@ def enter(
 
 
 def entered() -> int:
-    """How many models were offloaded in this process so far."""
+    """Return how many models were offloaded in this process so far."""
     return _entered[0]
 
 
@@ -81,35 +89,38 @@ def leave(model: nn.Module) -> None:
 
 def _forget(coordinator: Coordinator, hooks: Sequence[RemovableHandle]) -> None:
     for parameter, _ in coordinator.places():
-        _places.pop(parameter, None)  # the entry holds the coordinator, and so its own key
+        _places.pop(parameter, None)  # the entry keeps the coordinator alive, and so its own key
     for handle in hooks:
-        handle.remove()  # a parameter's hooks hold the coordinator where the garbage collector cannot see it
+        handle.remove()  # hooks of a parameter keep the coordinator alive, unseen by the garbage collector
 
 
 def _end(coordinator: Coordinator, hooks: Sequence[RemovableHandle], model: weakref.ref[nn.Module]) -> None:
-    """The model is collected, or the process ends while it lives: then an exception may have ended its loop."""
+    """Close a model that is collected, or that is alive when the process ends.
+
+    If the process ends, an exception may have ended the model's loop.
+    """
     _forget(coordinator, hooks)
     coordinator.close(broken=model() is not None and getattr(sys, "last_value", None) is not None)
     give_back_signals()
 
 
 def give_back_signals() -> None:
-    """Give the signal handlers back when no model is offloaded any more."""
+    """Restore the signal handlers if no model is offloaded any more."""
     if all(coordinator.closed for coordinator in coordinators()):
         interrupt.give_back()
 
 
 def find(parameter: nn.Parameter) -> tuple[Coordinator, Place] | None:
-    """Where a parameter is, or None when it is not offloaded."""
+    """Return the coordinator and the place of a parameter; None when it is not offloaded."""
     found: tuple[Coordinator, Place] | None = _places.get(parameter)
     return found
 
 
 def coordinator_of(model: nn.Module) -> Coordinator:
-    """Of an offloaded model, or of the one offloaded model in a module that was put around it, as PEFT does.
+    """Return the coordinator of an offloaded model, or of the only offloaded model inside a module (as with PEFT).
 
     Raises:
-        ModelError: neither is offloaded.
+        ModelError: there is no such model, or there are several.
     """
     inside = [model] if model in _models else [module for module in model.modules() if module in _models]
     if len(inside) != 1:
@@ -120,12 +131,12 @@ def coordinator_of(model: nn.Module) -> Coordinator:
 
 
 def model_of(coordinator: Coordinator) -> nn.Module | None:
-    """None once the model was collected, or offloaded anew."""
+    """Return the model of a coordinator; None once the model was collected, or offloaded anew."""
     return next((model for model, of in _models.items() if of.coordinator is coordinator), None)
 
 
 def coordinators() -> list[Coordinator]:
-    """Of all offloaded models that are alive."""
+    """Return the coordinators of all offloaded models that are alive."""
     return [offloaded.coordinator for offloaded in _models.values()]
 
 
@@ -134,22 +145,23 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def offload_anew(model: nn.Module, change: Callable[[], Any]) -> Any:
-    """Change an offloaded model while its parameters are deferred ones, and offload it once more.
+    """Change an offloaded model while its parameters are deferred ones, and offload it anew.
 
     Raises:
-        TooLateError: it cannot be; says what to do, and nothing was changed.
+        TooLateError: the model cannot be offloaded anew; says what to do, and nothing was changed.
         others: as infinity.offload, and as `change`.
     """
     return _models[model].anew(model, change)
 
 
 def keep_up(parameters: Iterable[object]) -> None:
-    """An optimizer of these parameters is to be made: a model that has some of them, and was given others or had some
-    frozen, unfrozen or moved to other modules since it was offloaded, is offloaded anew.
+    """Offload changed models anew, before an optimizer of these parameters is made.
+
+    A model is changed if its parameters were replaced, frozen, unfrozen or moved to other modules since it was
+    offloaded. Only models with some of these parameters are checked.
 
     Raises:
-        TooLateError: parameters that are trained now have no states, and the model cannot be offloaded anew; says what
-        to do.
+        TooLateError: trained parameters have no states, and the model cannot be offloaded anew; says what to do.
         others: as infinity.offload.
     """
     wanted = {id(each) for each in parameters}

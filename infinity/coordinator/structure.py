@@ -1,4 +1,4 @@
-"""Which modules and parameters a model has."""
+"""Modules and parameters of a model, to detect replaced ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.errors import ModelError
 
 
 class Structure:
-    """The modules and parameters a model had when it was offloaded: a replaced one would run without hooks."""
+    """The modules and parameters of a model when it was offloaded. A replaced one would run without hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._children = [
@@ -26,7 +26,7 @@ class Structure:
         ]
 
     def changed(self) -> str:
-        """The name of what was replaced; "" where nothing was."""
+        """Return the name of the first replaced module or parameter; "" when none was replaced."""
         for parent, name, child in self._children:
             module = parent()
             if module is not None and module._modules.get(name) is not child():
@@ -38,7 +38,11 @@ class Structure:
         return ""
 
     def require_unchanged(self) -> None:
-        """Raises ModelError naming what was replaced."""
+        """Check that no module or parameter was replaced.
+
+        Raises:
+            ModelError: one was replaced; names it.
+        """
         name = self.changed()
         if not name:
             return

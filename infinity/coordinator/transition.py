@@ -1,4 +1,4 @@
-"""What makes a method of the coordinator one that any thread may call."""
+"""Decorator of coordinator methods that any thread may call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ R = TypeVar("R")
 
 
 class Locked(Protocol):
-    """Attributes: _lock: held by whoever changes anything."""
+    """Object with a lock.
+
+    Attributes:
+        _lock: lock that is held during every change.
+    """
 
     _lock: threading.RLock
 
@@ -25,7 +29,7 @@ Owner = TypeVar("Owner", bound=Locked)
 def transition(
     method: Callable[Concatenate[Owner, P], R],
 ) -> Callable[Concatenate[Owner, P], R]:
-    """A method that any thread may call, and that Ctrl-C finds not begun or done, but where it is `interruptible`."""
+    """Make a method callable from any thread, with Ctrl-C deferred except in its `interruptible` parts."""
 
     @functools.wraps(method)
     def run(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> R:
