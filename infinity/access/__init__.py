@@ -1,1 +1,1 @@
-"""What is done with one offloaded model as a whole: it is opened, filled, gathered, read exactly, resumed, pinned."""
+"""Operations on one offloaded model: open, fill, gather, read exact values, resume, pin and replay."""

@@ -1,4 +1,7 @@
-"""The exact values of parameters: those of the master, where it is finer than the weights; and of their moments."""
+"""Exact values of parameters and of their moments.
+
+The exact value of a parameter is its master, where the master has more bits than the weight.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,16 @@ from infinity.state.unit import Place
 
 
 def exact_bytes(coordinator: Coordinator, place: Place) -> int:
-    """Of what `exact_value` returns."""
+    """Return the size in bytes of the result of `exact_value`."""
     states = coordinator.units[place.unit.index].states_of(place.group_index)
     finer = states is not None and states.residual is not None
     return place.spec.numel * (4 if finer else place.group.dtype.itemsize)
 
 
 def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
-    """A copy in RAM, of the parameter's shape: fp32 where the master has more than the weight, else as the weight.
+    """Return a copy of a parameter's exact value in RAM, of the parameter's shape.
+
+    The dtype is fp32 if the master has more bits than the weight, and the weight's dtype otherwise.
 
     Raises:
         SwapIOError: the store could not be read.
@@ -41,11 +46,13 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
 
 
 def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torch.Tensor:
-    """A copy in RAM of a moment after the last step, of the parameter's shape: fp32, also of what bf16 and int8 stand
-    for. All of the parameter's group is read, whose moments are encoded together.
+    """Return a copy of a moment after the last step, in RAM, of the parameter's shape.
+
+    The dtype is fp32, also for moments that are kept in bf16 or int8. The moments of the parameter's full group are
+    read, since they are encoded together.
 
     Raises:
-        NotAvailableError: there are several ranks, and this one has a slice of it.
+        NotAvailableError: there are several ranks, and this one has only a slice of the moment.
         SwapIOError: the store could not be read.
     """
     unit, spec = coordinator.units[place.unit.index], place.spec

@@ -1,15 +1,15 @@
-"""Copies of weights for whoever asks, and new values that come back from them.
+"""Copies of weights for reading and writing between steps.
 
 [Note: gathering]
-What is gathered is a copy beside the unit's slot: the unit may be evicted and fetched as before, a model that does not
-fit into the memory planned for weights can be gathered as far as the machine has memory, and what is done to a copy
-reaches the states only where it was asked for. On the way back only parameters whose bits changed are written: their
-weights, and where a weight has changed a master of exactly its value. Who puts weights back has their masters again,
-until the next step (coordinator/put_back.py). Moments stay. The write goes where no generation is (`destination`), so
-the generations that exist stay whole, and the next commit has the new values.
+A gathered parameter is a copy beside the unit's slot. So the unit may be evicted and fetched as usual. A model larger
+than the planned memory for weights can be gathered as far as the machine has memory. A change of a copy reaches the
+states only if that was requested. Then only parameters whose bits changed are written: their weights, and for each
+changed weight a master of exactly its value. Weights that are restored before the next step get their old masters back
+(coordinator/put_back.py). Moments do not change. The write goes to copies in the store that no generation names
+(`destination`). So existing generations stay complete, and the next commit has the new values.
 
-Several ranks enter and leave the context together, with the same values on all of them: each puts all of these into its
-slot, and writes its slice to the states.
+Several ranks enter and leave the context together, with the same values on all of them. Each rank puts all new values
+into its slot, and writes its slice to the states.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from infinity.units.unit import OffloadedUnit
 logger = logging.getLogger(__name__)
 
 Named = Mapping[int, Sequence[str]]
-"""For each unit, by index, names of parameters of it."""
+"""Names of parameters, by the index of their unit."""
 
 
 class Gathering:
-    """The context of infinity.gathered. Entering and leaving it are whole: Ctrl-C finds either no copy or all of them,
-    and after it every parameter is the unit's again."""
+    """Context of infinity.gathered. Ctrl-C is deferred while the context is entered or left.
+
+    So an interrupt finds either no copy or all copies, and after the context every parameter belongs to its unit again.
+    """
 
     def __init__(
         self,
@@ -50,8 +52,16 @@ class Gathering:
         write: bool,
         grads: bool,
     ) -> None:
-        """Args: saved: the pair of saved-tensor hooks for what is computed in the context; None in a forward, which has
-        its own."""
+        """Prepare the context.
+
+        Args:
+            coordinator: coordinator of the model.
+            wanted: parameters to gather.
+            saved: pair of saved-tensor hooks for computations in the context; None inside a forward, which has its own
+                pair.
+            write: take changed values back at the end.
+            grads: gather the gradients, too.
+        """
         self._coordinator = coordinator
         self._wanted = wanted
         self._write = write
@@ -66,7 +76,7 @@ class Gathering:
         try:
             self._enter()
         except BaseException:
-            self._leave()  # Ctrl-C that came meanwhile is raised when _enter is over
+            self._leave()  # a deferred Ctrl-C is raised when _enter ends
             raise
 
     @whole
@@ -78,7 +88,7 @@ class Gathering:
             _require_memory(coordinator, self._fresh, 0 if self._lent is None else self._lent.nbytes)
             self._undo.enter_context(coordinator.gathering(grads=self._lent is not None))
             if self._lent is not None:
-                self._undo.callback(self._lent.put_back)  # once the parameters have their shapes again
+                self._undo.callback(self._lent.put_back)  # runs after the parameters have their shapes again
             for index, names in self._fresh.items():
                 unit = coordinator.units[index]
                 with coordinator.taking([index]), torch.inference_mode(False), torch.no_grad():
@@ -107,7 +117,7 @@ class Gathering:
             self._leave()
 
     def __del__(self) -> None:
-        """Ctrl-C may come after the last line of the block and before the first of __exit__."""
+        """Leave the context if Ctrl-C came between the last line of the block and the first line of __exit__."""
         if getattr(self, "_entered", False):
             self._leave()
 
@@ -119,7 +129,11 @@ class Gathering:
 
 
 def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> dict[int, list[str]]:
-    """What an outer context has gathered already stays as it is there."""
+    """Return the parameters that no outer context has gathered. Gathered ones keep the copy of that context.
+
+    Raises:
+        ModelError: with `write`, an outer context has gathered one of the parameters.
+    """
     fresh = {}
     for index, names in wanted.items():
         gathered = set(coordinator.units[index].gathered)
@@ -134,7 +148,16 @@ def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> di
 
 
 def _require_memory(coordinator: Coordinator, wanted: Named, nbytes: int) -> None:
-    """Args: nbytes: needed beside these weights."""
+    """Check that the device has memory for the copies.
+
+    Args:
+        coordinator: coordinator of the model.
+        wanted: parameters to copy.
+        nbytes: bytes needed in addition.
+
+    Raises:
+        PlanError: there is too little free memory.
+    """
     device = coordinator.torch_device
     for index, names in wanted.items():
         unit = coordinator.units[index].unit
@@ -168,7 +191,7 @@ def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int
 
 
 def _take_home(coordinator: Coordinator, wanted: Named) -> None:
-    """Write what changed, all of it or nothing: what can be refused is refused before anything is written."""
+    """Write the changed values, all of them or none: every check that may refuse runs before the first write."""
     with interrupts_deferred(), coordinator.writing():
         _require_same_everywhere(coordinator, wanted)
         for index, names in wanted.items():
@@ -185,7 +208,11 @@ def _take_home(coordinator: Coordinator, wanted: Named) -> None:
 
 
 def _require_same_everywhere(coordinator: Coordinator, wanted: Named) -> None:
-    """Shapes as they were, and the same values on all ranks. Raises ModelError; all ranks do."""
+    """Check that shapes have not changed, and that values are the same on all ranks.
+
+    Raises:
+        ModelError: a check failed; raised on all ranks.
+    """
 
     def given() -> list[list[int]]:
         for index, names in wanted.items():
@@ -225,14 +252,17 @@ def _require_shapes(unit: OffloadedUnit, names: Sequence[str]) -> None:
 
 
 def _same_bits(unit: OffloadedUnit, name: str) -> bool:
-    """Of the copy and the unit's own; NaN is compared, too."""
+    """Return whether a gathered copy and the unit's own value have the same bits, also for NaN."""
     own = unit.own_value(name).reshape(-1)
     mine = unit.parameters[name].detach().to(own.device).contiguous().reshape(-1)
     return torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
 
 
 def _first_changed(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> str | None:
-    """The first of these copies that differs from the unit's own; the unit is fetched only where there are some."""
+    """Return the first of these parameters whose copy differs from the unit's own value; None without one.
+
+    The unit is fetched only if `names` is not empty.
+    """
     if not names:
         return None
     with coordinator.taking([unit.index]):
@@ -240,7 +270,7 @@ def _first_changed(coordinator: Coordinator, unit: OffloadedUnit, names: Sequenc
 
 
 def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
-    """What rests in 4 or 8 bits was encoded once."""
+    """Check that no weights kept in 4 or 8 bits were changed, since they are encoded only once."""
     encoded = [name for name in names if unit.unit.find(name)[0].codec is not None]
     changed = _first_changed(coordinator, unit, encoded)
     if changed is not None:
@@ -252,7 +282,7 @@ def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: S
 
 
 def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
-    """The generations of a run share one copy of frozen weights."""
+    """Check that no frozen weights were changed, since the generations of a run share one copy of them."""
     generations = coordinator.generations
     frozen = [name for name in names if not unit.unit.find(name)[0].trainable]
     if generations is None or generations.newest is None:
@@ -267,7 +297,7 @@ def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Se
 
 
 def _write(coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]) -> None:
-    """Put new values into the slot, and from there into the homes of weights and master."""
+    """Write new values to the slot, and from there to the homes of weights and residuals."""
     fresh = _residuals(coordinator, unit, changed)
     for name in changed:
         unit.own_value(name).copy_(unit.parameters[name])
@@ -277,7 +307,7 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
     for index in sorted(touched):
         weights = unit.own_slice(index)
         if not weights.numel():
-            continue  # other ranks have all of the group
+            continue  # this rank has nothing of the group
         coordinator.write_parts(unit.weights_home.groups[index], {0: weights.cpu()})
         states = unit.states_of(index)
         if states is not None and states.residual is not None and fresh.get(index):
@@ -289,8 +319,11 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
 def _residuals(
     coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Of what this rank has of the changed parameters: by the group's index, and by where it begins in the group's
-    residual. The slot has the old weights."""
+    """Return the new residuals of this rank's pieces of changed parameters. The slot still has the old weights.
+
+    Returns:
+        The residuals, uint8, by group index and by byte offset in the residual of the group.
+    """
     fresh: dict[int, dict[int, torch.Tensor]] = {}
     for name in changed:
         group, spec = unit.unit.find(name)

@@ -1,5 +1,7 @@
-"""Bringing home what comes from elsewhere: weights, unit by unit, so that no more than one tensor is held twice; and
-moments, a chunk at a time, in whatever form the config asks for."""
+"""Filling of homes with values from outside: weights unit by unit, and moments in chunks.
+
+At most one tensor of the weights is in memory twice. Moments are converted to the form that the config sets.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,10 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
     """Move every parameter to its home and leave placeholders.
 
     Args:
-        source: where values come from; None: the parameters themselves, whose memory is freed unit by unit.
-        in_memory: whether the value of a parameter is in memory, as it was made there, and not in a file.
+        coordinator: coordinator of the model.
+        source: function that returns values by name; None: the parameters themselves, whose memory is freed unit by
+            unit.
+        in_memory: function that returns whether the value of a parameter was made in memory, and not read from a file.
 
     Raises:
         SwapIOError: the device failed.
@@ -56,9 +60,11 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
 
 
 class _Writes:
-    """Units on their way to the store, while the next ones are read and encoded. Life cycle: lease() → start(), again
-    and again; leaving the block waits for all of them. Memory is given back once nothing writes from it: never after a
-    timeout, as the disk may read it yet."""
+    """Writes of units to the store, while the next units are read and encoded.
+
+    Life cycle: lease() → start(), repeatedly; leaving the block waits for all writes. Memory is given back once nothing
+    writes from it. After a timeout it is never given back, as the disk may still read it.
+    """
 
     def __init__(self, arena: PinnedArena) -> None:
         self._arena = arena
@@ -82,14 +88,14 @@ class _Writes:
         raise next((each for each in failures if isinstance(each, SwapTimeoutError)), failures[0])
 
     def lease(self, nbytes: int, what: str) -> Lease:
-        """Memory for a unit. Waits for units on their way where there is none."""
-        # Nothing is fetched yet, so the space for slots (or uploads) is free.
+        """Return memory for a unit. If there is none, wait for the oldest writes."""
+        # No unit is fetched yet, so the space for slots (or uploads) is free.
         while self._under_way and not self._arena.fits(nbytes):
             self._end_oldest()
         return self._arena.lease(nbytes, what)
 
     def start(self, lease: Lease, writes: Iterable[Callable[[], Transfer]]) -> None:
-        """Begin these writes of what the lease holds."""
+        """Begin writes from a lease."""
         begun: list[Transfer] = []
         self._under_way.append((lease, begun))
         for write in writes:
@@ -113,7 +119,7 @@ class _Writes:
 def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source | None, writes: _Writes) -> None:
     weights = unit.weights_home
     if not weights.nbytes:
-        return  # other ranks have all of it
+        return  # this rank has nothing of the unit
     if weights.lease is not None:
         _fill(coordinator, unit, weights.lease, source)
         return
@@ -135,7 +141,7 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
         for spec in group.specs:
             piece = unit.shard.piece(spec, index)
             if piece is None and spec.numel:
-                continue  # another rank has all of it
+                continue  # this rank has nothing of the parameter
             value = _value_of(unit, spec, source)
             if piece is None:
                 continue
@@ -148,7 +154,7 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
 def _fill_encoded(
     coordinator: Coordinator, unit: OffloadedUnit, index: int, lease: Lease, source: Source | None
 ) -> None:
-    """Weights that rest encoded: as the checkpoint has them, or encoded now."""
+    """Fill the homes of an encoded group: with the checkpoint's bytes if they have this codec, else encoded now."""
     group, home = unit.unit.groups[index], unit.weights_home.groups[index]
     if group.codec is None:
         raise AssertionError("a group without a codec is not encoded")
@@ -160,7 +166,7 @@ def _fill_encoded(
             continue
         _, spec = unit.unit.find(name)
         value = _value_of(unit, spec, source)
-        if value.dtype != group.dtype:  # as a model in this dtype would be encoded
+        if value.dtype != group.dtype:  # encode the same bits as from a model in this dtype
             rounded = torch.empty(value.numel(), dtype=group.dtype)
             _native.round_weights(_bytes(value.float()), _bytes(rounded), native_name(group.dtype))
             value = rounded
@@ -181,7 +187,7 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
     value = value.cpu().contiguous().reshape(-1)
     if source is not None:
         read_ahead(value)
-    # A file is mapped, and a header of odd length leaves the values behind it at addresses that the core refuses.
+    # Files are mapped. After a header of odd length, values are at unaligned addresses, which the core refuses.
     return value.clone() if value.data_ptr() % value.element_size() else value
 
 
@@ -193,7 +199,7 @@ def _place(
     value: torch.Tensor,
     weight: memoryview,
 ) -> None:
-    """Write one parameter's weight, and the rest of its master where the source is finer than the weight."""
+    """Write the weight of one parameter, and its residual if the source has more bits than the weight."""
     group = unit.local.groups[index]
     states = unit.states_of(index)
     if value.dtype == group.dtype:
@@ -209,7 +215,7 @@ def _place(
 
 
 def residual_of(values: torch.Tensor, master: _native.MasterName) -> torch.Tensor:
-    """The residual of weights with these values, uint8: the rest of split16, or the fp32 master."""
+    """Return the residual of weights with these values, uint8: the low half of split16, or the fp32 master."""
     if master != "split16":
         return values.float().view(torch.uint8)
     high, rest = torch.empty(values.numel(), dtype=torch.int16), torch.empty(values.numel(), dtype=torch.int16)
@@ -218,7 +224,7 @@ def residual_of(values: torch.Tensor, master: _native.MasterName) -> torch.Tenso
 
 
 def _bytes(tensor: torch.Tensor) -> _native.Buffer:
-    """Of a contiguous tensor its own memory, to read or to write."""
+    """Return the memory of a contiguous tensor, for reading or writing."""
     return tensor.contiguous().view(torch.uint8).numpy()
 
 
@@ -231,7 +237,7 @@ class GivenMoment:
 
     Attributes:
         values: fp32, of the parameter's shape.
-        scales: fp32, one for each block, where it was int8.
+        scales: fp32, one per block, if the moment was int8; None otherwise.
     """
 
     values: torch.Tensor
@@ -239,14 +245,18 @@ class GivenMoment:
 
 
 MomentSource = Callable[[str, Moment], GivenMoment | None]
-"""Gives a moment of a parameter by its name; None where it has not begun."""
+"""Function that returns a moment of a parameter by name; None for a moment that has not begun."""
 
 
 def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
     """Write moments to their homes, before the first step.
 
+    Args:
+        coordinator: coordinator of the model.
+        source: function that returns the moments.
+
     Raises:
-        ModelError: the model was offloaded for an optimizer that keeps less.
+        ModelError: the model was offloaded for an optimizer that keeps fewer moments.
         SwapIOError: the device failed.
     """
     states: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
@@ -272,11 +282,12 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
 
 @dataclass(frozen=True)
 class _GivenPiece:
-    """A moment of a parameter, of which this process has a piece.
+    """A piece of a parameter in this process, with the moment of the parameter.
 
     Attributes:
-        skipped: elements of the parameter before the piece.
-        moment: of the whole parameter.
+        spec: the piece.
+        skipped: number of elements of the parameter before the piece.
+        moment: moment of the full parameter.
     """
 
     spec: ParameterSpec
@@ -305,7 +316,7 @@ def _fill_moment(
 
 
 def _assemble(given: Sequence[_GivenPiece], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
-    """Elements [begin, begin + numel) of a group, fp32; zeros where nothing was given."""
+    """Return the moments of elements [begin, begin + numel) of a group, fp32; zeros for parameters that have none."""
     values = torch.zeros(numel, dtype=torch.float32)
     for each in given:
         spec, moment = each.spec, each.moment

@@ -1,10 +1,10 @@
-"""Gradients as tensors for whoever asks, between backward and step, and what is changed of them.
+"""Gradients as tensors between backward and step, for reading and for changing.
 
 [Note: changed gradients]
-In this context `.grad` is a copy in the parameter's dtype instead of a handle. At its end a copy that was changed takes
-the place of the gradient, as one that is set by hand does: its sum of squares is taken anew, and an update that had
-begun with what was there is undone. What was not changed stays as it is, and keeps the fp32 of its accumulation. A
-write through `.grad.data` has no version, so a copy whose version stands still is compared with the gradient.
+In the context, `.grad` is a copy in the parameter's dtype instead of a handle. At its end, a changed copy replaces the
+gradient, like a gradient that is set by hand. Its sum of squares is computed anew, and an update that began with the
+old gradient is undone. An unchanged gradient keeps the fp32 precision of its accumulation. A write through `.grad.data`
+does not change the version, so a copy with an unchanged version is compared with the gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from infinity.state.unit import Place
 
 @dataclass(frozen=True)
 class _Loan:
-    """A gradient and its copy. Attributes: version: of the copy, when it was made."""
+    """A gradient and its copy.
+
+    Attributes:
+        parameter: the parameter.
+        place: place of the parameter.
+        handle: handle of the gradient.
+        copy: copy of the gradient.
+        version: version of the copy when it was made.
+    """
 
     parameter: nn.Parameter
     place: Place
@@ -34,10 +42,11 @@ class _Loan:
 
 
 class LentGradients:
-    """The gradients of some parameters. What an outer context gave is left to it.
+    """Copies of the gradients of some parameters. Gradients that an outer context has lent are left to that context.
 
     Args:
-        wanted: for each unit, by index, names of parameters of it.
+        coordinator: coordinator of the model.
+        wanted: names of parameters, by the index of their unit.
 
     Raises:
         ModelError: no parameter of the model has a gradient.
@@ -46,7 +55,7 @@ class LentGradients:
     def __init__(self, coordinator: Coordinator, wanted: Mapping[int, Sequence[str]]) -> None:
         self._coordinator = coordinator
         named = {name for names in wanted.values() for name in names}
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise a released parameter answers each .grad in Python
             every = [(each, place, each.grad) for each, place in coordinator.places()]
         if all(gradient is None for *_, gradient in every):
             raise ModelError(
@@ -59,11 +68,11 @@ class LentGradients:
 
     @property
     def nbytes(self) -> int:
-        """Of the copies."""
+        """Bytes of the copies."""
         return sum(place.spec.numel * place.group.dtype.itemsize for _, place, _ in self._wanted)
 
     def lend(self) -> None:
-        """Give each parameter a copy of its gradient. Raises as Coordinator.gradient_value."""
+        """Set `.grad` of each parameter to a copy of its gradient. Raises as Coordinator.gradient_value."""
         for parameter, place, handle in self._wanted:
             if parameter.dtype == torch.float16 and handle.factors.inverse_scale != 1.0:
                 raise ModelError(
@@ -77,7 +86,7 @@ class LentGradients:
 
     @whole
     def take_back(self) -> None:
-        """Take what was changed as the gradients of the step. Raises as Coordinator.land."""
+        """Make changed copies the gradients of the step. Raises as Coordinator.land."""
         for loan in self._loans:
             now = loan.parameter.grad
             if now is None:
@@ -92,7 +101,10 @@ class LentGradients:
         self._loans.clear()
 
     def put_back(self) -> None:
-        """The handles of what was not taken back: these gradients are as they were, or were dropped (zero_grad)."""
+        """Restore the handles of copies that were not taken back.
+
+        If the gradient was dropped meanwhile (zero_grad), set `.grad` to None.
+        """
         while self._loans:
             loan = self._loans.pop()
             loan.parameter.grad = loan.handle if self._coordinator.has_gradient(loan.place) else None

@@ -1,4 +1,4 @@
-"""From a model to its coordinator: discover → plan → open → bring the values home."""
+"""Opening of a coordinator for a model: discover the units, plan, open the resources, and fill them with values."""
 
 from __future__ import annotations
 
@@ -40,13 +40,18 @@ _LARGE_BYTES = 256 << 20
 def open_coordinator(
     model: nn.Module, terms: Terms, fill: Callable[[Coordinator], None]
 ) -> tuple[Coordinator, Discovery]:
-    """Find the units of a model, plan where their states rest, open that, and bring the values home.
+    """Find the units of a model, plan where their states are kept, open the resources, and fill them with values.
 
     Args:
-        fill: brings the values (`from_source`; resuming.py: `from_generation`).
+        model: the model.
+        terms: terms of the run.
+        fill: function that brings the values to their homes (`from_source`; resuming.py: `from_generation`).
+
+    Returns:
+        The coordinator, and the units and parameters that were found.
 
     Raises:
-        ModelError: the model is offloaded already, or cannot be.
+        ModelError: the model is offloaded already, or cannot be offloaded.
         PlanError: a budget is too small; nothing was moved.
         ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: as Resources, and as `fill`.
         NotAvailableError, PeerError: as come_together; or another rank failed.
@@ -79,11 +84,11 @@ def _open(
     together: Together,
     fill: Callable[[Coordinator], None],
 ) -> Coordinator:
-    """Open what the plan says, and bring the values home."""
+    """Open the resources of a plan, and fill them with values."""
     config, resumes = terms.config, terms.resumes
     logger.info("plan:\n%s", plan.describe())
     if plan.layout.arena.nbytes > _LARGE_BYTES:
-        gc.collect()  # a model that was closed may hang in cycles, and its memory with it
+        gc.collect()  # reference cycles may keep a closed model and its memory
     if not plan.placement.accumulates and any(
         group.dtype != torch.float32 for unit in found.units for group in unit.trainable_groups
     ):
@@ -123,7 +128,11 @@ def plan_for(
     peers: Peers = ALONE,
     commits: Frequency | None = None,
 ) -> Plan:
-    """Where everything of a model will rest. Raises PlanError."""
+    """Return the plan for a model.
+
+    Raises:
+        PlanError: a budget is too small.
+    """
     return make_plan(
         found.units,
         terms,
@@ -135,9 +144,10 @@ def plan_for(
 
 
 def pins_in_store(model: nn.Module, terms: Terms) -> int:
-    """How many generations can be pinned in the store of a run that is to be resumed, by the store's size, or by those
-    of all ranks, which all call. The config's own number where that size is not one of this model with any number of
-    pins: opening the store says so.
+    """Return how many generations can be pinned in the store of a run that is to be resumed. All ranks call this.
+
+    The number follows from the size of the store; several ranks take the largest of their numbers. If no number of pins
+    explains the size, return the config's number: opening the store will then report the mismatch.
 
     Raises:
         PlanError, ConfigError, ModelError: as open_coordinator.
@@ -159,11 +169,11 @@ def pins_in_store(model: nn.Module, terms: Terms) -> int:
         pins, rest = divmod(more, copy_bytes) if copy_bytes else (0, more)
         mine = pins if not rest and 0 <= pins <= PINS_MAX else config.pins
         told: list[int] = tell("looking for the room for pins", mine)
-    return max(told)  # a rank that has no slice of a state cannot tell
+    return max(told)  # a rank without slices cannot derive the number
 
 
 def from_source(source: Source | None, in_memory: Callable[[str], bool]) -> Callable[[Coordinator], None]:
-    """Values come from `source`, or from the parameters themselves. Args: as ingest."""
+    """Return a function that fills a model from `source`, or from the parameters themselves. Args as ingest."""
     return lambda coordinator: ingest(coordinator, source, in_memory)
 
 

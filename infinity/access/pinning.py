@@ -1,5 +1,8 @@
-"""Pins of one offloaded model: which of its generations checkpoint folders keep. Each act takes the lock and is
-whole. Several ranks: [Note: a checkpoint folder of several ranks], io/pins.py."""
+"""Pins of one offloaded model: the generations that checkpoint folders keep.
+
+Operations that change pins take the lock. Ctrl-C is deferred until `pin`, `unpin` or `mark_portable` ends. For several
+ranks see [Note: a checkpoint folder of several ranks] in io/pins.py.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,15 @@ from infinity.sharded.stores import ranks_said
 
 @whole
 def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
-    """Make a generation of the states as they are and have `folder` pin it. All ranks call. Returns its step.
+    """Make a generation of the current states, and let `folder` pin it. All ranks call this.
+
+    Returns:
+        The step of the generation.
 
     Raises:
         PlanError: as Generations.require_free_pin; nothing was written.
-        InfinityError, SwapIOError: the folder cannot be made, or the generation not be pinned: the folder has no
-            marker, and pins nothing. Try again.
+        InfinityError, SwapIOError: the folder cannot be made, or the generation cannot be pinned. The folder has no
+            marker and pins nothing; try again.
         others: as Coordinator.commit.
     """
     with coordinator.locked():
@@ -39,15 +45,15 @@ def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
 
 
 def _pin(coordinator: Coordinator, kept: Generations, folder: Path, into: Path | None) -> None:
-    """Each rank has its pin before rank 0 writes the marker."""
+    """Pin the generation on each rank, before rank 0 writes the marker."""
     world = coordinator.world
     world.once(f"beginning {folder}", lambda: begin_folder(folder, into))
     try:
         digests = world.each(f"pinning {folder}", lambda: kept.hold(coordinator.steps, folder))
     except PeerError:
         raise
-    except Exception:  # some ranks may have the new pin, others the one before: neither counts
-        with suppress(InfinityError):  # what cannot be let go here goes once the ranks compare their pins
+    except Exception:  # some ranks may have the new pin, others the old one: neither is valid
+        with suppress(InfinityError):  # a pin left here is removed when the ranks compare their pins
             world.each(f"letting go of {folder}", lambda: kept.unpin(folder))
         raise
     world.once(f"finishing {folder}", lambda: kept.mark(folder, into, digests))
@@ -56,7 +62,12 @@ def _pin(coordinator: Coordinator, kept: Generations, folder: Path, into: Path |
 
 
 def agree(coordinator: Coordinator) -> None:
-    """What one rank has unpinned, all let go. All ranks call. Raises SwapIOError, PeerError."""
+    """Remove on all ranks the pins that any rank has removed. All ranks call this.
+
+    Raises:
+        SwapIOError: a pin cannot be removed.
+        PeerError: another rank failed.
+    """
     with coordinator.locked():
         kept = generations_of(coordinator)
         told = coordinator.world.tell("comparing the pins", [pin.folder for pin in kept.pin_list])
@@ -65,16 +76,18 @@ def agree(coordinator: Coordinator) -> None:
 
 @whole
 def unpin(coordinator: Coordinator, folder: Path) -> bool:
-    """Let what `folder` pins go. One rank may call alone. Returns whether it pinned a generation. Raises as
-    Generations.unpin."""
+    """Remove the pin of `folder`. One rank may call this alone. Raises as Generations.unpin.
+
+    Returns:
+        Whether the folder pinned a generation.
+    """
     with coordinator.locked():
         return generations_of(coordinator).unpin(folder)
 
 
 @whole
 def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
-    """`folder` has a portable copy now, and needs its generation no more. All ranks call. Raises as
-    Generations.unpin."""
+    """Mark `folder` as having a portable copy, and remove its pin. All ranks call this. Raises as Generations.unpin."""
     with coordinator.locked():
         kept = generations_of(coordinator)
         coordinator.world.once(f"marking {folder}", lambda: kept.mark_portable(folder, name))
@@ -82,14 +95,21 @@ def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
 
 
 def pinned(coordinator: Coordinator) -> dict[Path, int]:
-    """The steps of the pinned generations by their folders, the oldest pin first. Takes no lock: whoever removes a
-    folder asks, on any thread, also a finalizer while another thread waits for other ranks."""
+    """Return the steps of the pinned generations by folder, oldest pin first.
+
+    Take no lock: any thread that removes a folder calls this, also a finalizer while another thread waits for other
+    ranks.
+    """
     kept = coordinator.generations
     return {} if kept is None else kept.pins
 
 
 def require_none_pinned(coordinator: Coordinator) -> None:
-    """Raises InfinityError where checkpoint folders that are there need generations of this store."""
+    """Check that no existing checkpoint folder pins a generation of this store.
+
+    Raises:
+        InfinityError: a folder pins a generation.
+    """
     with coordinator.locked():
         folders = [str(folder) for folder in pinned(coordinator) if folder.exists()]
     if folders and not coordinator.closed:
@@ -100,7 +120,12 @@ def require_none_pinned(coordinator: Coordinator) -> None:
 
 
 def generations_of(coordinator: Coordinator) -> Generations:
-    """Raises ConfigError where no generations are kept, InfinityError once the model is closed."""
+    """Return the generations of the run.
+
+    Raises:
+        ConfigError: the config keeps no generations.
+        InfinityError: the model is closed.
+    """
     coordinator.require_open()
     kept = coordinator.generations
     if kept is None:
@@ -109,11 +134,11 @@ def generations_of(coordinator: Coordinator) -> Generations:
 
 
 def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
-    """What the marker of a checkpoint folder says, when the swap directory of this rank has what it names.
+    """Return the marker of a checkpoint folder, after checking that this rank's swap directory has its generation.
 
     Args:
-        place: as folder_path gives it.
-        paths: nvme.paths of the run now; [] for those that the marker names.
+        place: path of the folder, as folder_path returns it.
+        paths: nvme.paths of the current run; [] for the paths that the marker names.
 
     Raises:
         ResumeError: as infinity.runtime.pins.generation_of.
@@ -146,5 +171,5 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
 
 
 def digest_here(marker: Marker) -> str | None:
-    """Of the generation that a checkpoint folder pins in this rank's store; None where it pins none."""
+    """Return the digest of the generation that a checkpoint folder pins in this rank's store; None without one."""
     return marker.digest_of(*rank_and_world())

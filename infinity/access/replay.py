@@ -1,7 +1,7 @@
-"""The reads and writes of one training step, through the very machinery that trains, and nothing else.
+"""Replay of the reads and writes of one training step, through the code that trains.
 
-No forward, no backward, no Adam: units are fetched in the order of a step and every state is read and written back as
-it is. So a replay tells what a step's I/O takes alone, and leaves the run's bits untouched.
+A replay has no forward, no backward and no Adam. Units are fetched in the order of a step, and every state is read and
+written back unchanged. So a replay measures a step's I/O alone, and does not change the bits of the run.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from infinity.state.request import GroupUpdate, SegmentRequest
 
 @dataclass(frozen=True)
 class ReplayedStep:
-    """One replay.
+    """Measurements of one replay.
 
     Attributes:
-        seconds: from the first fetch to the last write.
-        io_s: of them with at least one transfer in flight.
-        read_bytes, written_bytes: counted by the engine.
+        seconds: time from the first fetch to the last write.
+        io_s: seconds with at least one transfer in flight.
+        read_bytes: bytes read, as counted by the engine.
+        written_bytes: bytes written, as counted by the engine.
     """
 
     seconds: float
@@ -31,10 +32,10 @@ class ReplayedStep:
 
 
 def replay_step(coordinator: Coordinator, micro_batches: int = 1) -> ReplayedStep:
-    """Move what a step of `micro_batches` forward and backward passes moves.
+    """Do the transfers of a step with `micro_batches` forward and backward passes.
 
     Raises:
-        SwapIOError: the device failed; the model refuses to go on, as after a failed step.
+        SwapIOError: the device failed; the model refuses further calls, as after a failed step.
     """
     before = coordinator.counters().io
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A run that goes on: the newest generation that is whole, on all ranks, becomes the values of a model."""
+"""Resuming of a run: the newest generation that is complete on all ranks gives the values of a model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from infinity.sharded.recovery import recover
 
 
 def from_generation(model: nn.Module, step: int | None, digest: str | None = None) -> Callable[[Coordinator], None]:
-    """Values, and those of the persistent buffers, come from generation `step`, the pinned one of `digest`, or the
-    newest that is whole."""
+    """Return a function that fills a model and its persistent buffers from a generation.
+
+    Args:
+        model: the model.
+        step: step of the generation; None: the newest complete one.
+        digest: digest of a pinned generation; None: a generation that is not pinned.
+    """
 
     def fill(coordinator: Coordinator) -> None:
         buffers.restore(model, _restore(coordinator, step, digest).buffers)
@@ -26,11 +31,13 @@ def from_generation(model: nn.Module, step: int | None, digest: str | None = Non
 
 
 def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> Body:
-    """Find the newest generation that is whole (or `step`, or `digest`), take it over, and leave placeholders. Returns
-    its body.
+    """Take over a generation, and leave placeholders.
+
+    Returns:
+        The body of the generation.
 
     Raises:
-        ResumeError: there is none, or its states have another form than the config asks for.
+        ResumeError: there is no such generation, or its states have another form than the config requires.
         SwapIOError: the device failed.
     """
     generations = coordinator.generations
@@ -60,7 +67,11 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
 
 
 def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:
-    """The states are those of a generation: go on from its step, with its random numbers. Returns its body."""
+    """Continue from a generation whose states the model has: restore its step and its random number states.
+
+    Returns:
+        The body of the generation.
+    """
     body = parse_body(manifest.body, f"generation {manifest.step}")
     coordinator.resume(manifest.step, manifest.run, body)
     rng.restore(body.rng)
