@@ -1,1 +1,1 @@
-"""Running an offloaded model: hooks on forward and backward, what autograd saves, and the guards around it."""
+"""Running an offloaded model: hooks on forward and backward, tensors that autograd saves, and guards around both."""

@@ -1,13 +1,17 @@
-"""A model that is changed after it was offloaded, and before its first step, is offloaded anew.
+"""Offloading anew: a model is changed after it was offloaded and before its first step.
 
 [Note: where the values come from]
-Adapters are attached, parameters are frozen or unfrozen, and the embeddings resized: what rests where is planned for
-another model then. The store is of no use to the new plan, and the disk may have no room for both. So the values are
-read again from the files that they were read from, if these are as they were. The others are copied to RAM first, with
-all bits of their master, if memory.host has room for them: parameters of a model that was in memory when it was
-offloaded or that transformers converted when it loaded them, and those that were changed in
-infinity.gathered(write=True) since. The copies are beside what the plan counts until the model is offloaded again. New
-parameters are in memory anyway.
+Attaching adapters, freezing or unfreezing parameters and resizing the embeddings make a new plan necessary. The new
+plan cannot use the old store, and the disk may have no room for two. So the values are read again from the files that
+they came from, if these files are unchanged. All other values are copied to RAM first, with all bits of their master,
+if memory.host has room for them:
+
+* the parameters of a model that was in memory when it was offloaded;
+* parameters that transformers converted when it loaded them;
+* parameters that were changed in infinity.gathered(write=True) since.
+
+Until the model is offloaded again, the copies are in addition to the memory that the plan counts. New parameters are in
+memory anyway.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ Value = Reader | torch.Tensor
 
 
 class Handle(Protocol):
-    """Of a hook on a model or one of its modules."""
+    """Handle of a hook on a model or on one of its modules."""
 
     def remove(self) -> None: ...
 
@@ -46,33 +50,35 @@ _readers: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Reader]] = weakref.W
 
 
 def remember_readers(model: nn.Module, readers: Mapping[str, Reader]) -> None:
-    """The values that the model is offloaded with can be read again for as long as it is. Args: readers: by the names
-    of the parameters."""
+    """Remember how to read a model's initial values again, by parameter name, while the model is offloaded."""
     _readers[model] = readers
 
 
 def as_it_was(model: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
-    """The value that a frozen parameter was loaded with, where its file still has it and nobody wrote another; else the
-    value that the parameter has, which must be there."""
+    """Return the value that a frozen parameter was loaded with, if its file is unchanged and nobody wrote to it.
+
+    Otherwise return the present value of the parameter, which must be in memory.
+    """
     reader = _readers.get(model, {}).get(name)
     written = name in registry.coordinator_of(model).rewritten
     return parameter.detach() if reader is None or written or not _Unchanged()(reader) else reader()
 
 
 def remember_handles(model: nn.Module, handles: Sequence[Handle]) -> None:
-    """These are the hooks of a model beside those of its parameters."""
+    """Remember the hooks of a model, except those of its parameters."""
     _handles[model] = handles
 
 
 def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: None) -> None:
-    """The model is as it was before it was offloaded, with what was put into it since, and its parameters are deferred
-    ones.
+    """Make an offloaded model deferred again, with everything that was put into it since.
 
     Args:
-        require_possible: raises where the model cannot be offloaded again.
+        model: an offloaded model that was not trained.
+        require_possible: function that raises if the model cannot be offloaded again.
 
     Raises:
-        TooLateError: it was trained; or its values are in no file, and too large for memory.host. Nothing was done.
+        TooLateError: the model was trained; or its values are in no file, and too large for memory.host. Nothing was
+            done.
         others: as `require_possible`. Nothing was done.
         SwapIOError: the store could not be read. Nothing was done.
     """
@@ -88,7 +94,7 @@ def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: N
 
 
 def _let_go(model: nn.Module, coordinator: Coordinator, values: Mapping[str, Value]) -> None:
-    """What is not in `values` belongs to the model no more."""
+    """Close the coordinator and defer the parameters in `values`. No other parameter belongs to the model any more."""
     try:
         coordinator.supersede()
         coordinator.close(discard=True)
@@ -104,7 +110,7 @@ def _let_go(model: nn.Module, coordinator: Coordinator, values: Mapping[str, Val
 
 
 class Resize(Guard):
-    """`resize_token_embeddings` of an offloaded transformers model."""
+    """Method `resize_token_embeddings` of an offloaded transformers model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._of = weakref.ref(model)
@@ -131,7 +137,7 @@ def _require_untrained(model: nn.Module, coordinator: Coordinator) -> None:
 
 
 def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
-    """The values of the offloaded parameters that the model still has, by their names."""
+    """Return the values, or their readers, of the offloaded parameters that the model still has, by name."""
     same = _Unchanged()
     known = {name: reader for name, reader in _readers.get(model, {}).items() if name not in coordinator.rewritten}
     there = {id(parameter) for parameter in model.parameters()}
@@ -149,7 +155,7 @@ def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
 
 
 class _Unchanged:
-    """Whether the files that a value is read from are those that it was read from before; each source is asked once."""
+    """Test of whether a value's files are unchanged since they were first read; each source is asked once."""
 
     def __init__(self) -> None:
         self._asked: dict[int, bool] = {}

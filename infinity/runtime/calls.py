@@ -1,8 +1,8 @@
-"""Whether a call from which a hook was called still runs.
+"""Whether the call that ran a hook is still in progress.
 
 [Note: calls that die]
-A call of torch runs a hook before and a hook after; an exception between them, or Ctrl-C, skips the hook after. What
-the hook before opened is then of a call that is dead: its frame is on no thread's stack any more.
+torch runs one hook before a call and one hook after it. An exception between them, or Ctrl-C, skips the second hook.
+Anything that the first hook opened then belongs to a dead call: the call's frame is on no thread's stack any more.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Collection
 from types import FrameType
 
 _AROUND_HOOKS = ("infinity.", "torch._dynamo.")
-"""Modules whose frames may lie between a hook and what called it: torch.compiler.disable wraps hooks."""
+"""Modules whose frames may be between a hook and its caller: torch.compiler.disable wraps hooks."""
 
 
 class Call:
-    """The nearest call outside of infinity, at the moment when this is made.
+    """The nearest call outside of infinity, at the moment when this object is made.
 
     Args:
-        beyond: names of functions that are not meant, but what called them.
+        beyond: names of functions to skip: the call meant is the one around them.
     """
 
     def __init__(self, beyond: Collection[str] = ()) -> None:
@@ -38,7 +38,7 @@ class Call:
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended, well or not."""
+        """Whether the call has not ended yet, neither normally nor by an exception."""
         frame: FrameType | None = sys._getframe(1)
         if not self.of_this_thread:
             frame = sys._current_frames().get(self._thread)

@@ -1,17 +1,19 @@
 """Whether the units of a model form a chain, learned from one forward in ordinary order.
 
 [Note: what a chain is]
-All micro-batches can go through one unit after the other where nothing but what a unit is given comes from what ran
-before it. So where a unit begins the graph can be cut, if no edge goes past the cut. While the forward is recorded the
-graph is cut wherever a site begins (pieces.py), and the cuts stand for edges: those are the ones that a cut may
-replace. Any other edge between two pieces goes past all cuts between them, and they are none.
+All micro-batches can go through one unit after the other if a unit depends on earlier units only through its inputs.
+The graph can then be cut where a unit begins, if no edge bypasses the cut. While the forward is recorded, the graph is
+cut wherever a site begins (pieces.py). An edge that a cut replaces is harmless. Any other edge between two pieces
+bypasses all cuts between them, and these cuts are discarded.
 
-What remains are the stages: from one cut to the next. A stage may have several units, as where an image is put amid
-embedded words. Where a loss has a part for each router of a mixture of experts, edges go past all units and nothing
-remains.
+The remaining cuts separate the stages. A stage may have several units, for example where an image is inserted among
+embedded words. If a loss has a term for each router of a mixture of experts, edges bypass all units and no cut remains.
 
-What else couples micro-batches: a buffer that the forward changes, as the means of BatchNorm; an attribute that it sets
-on a module; a setting of torch that holds for a part of it.
+Three more things couple micro-batches:
+
+* a buffer that the forward changes, such as the means of BatchNorm;
+* an attribute that the forward sets on a module;
+* a setting of torch that is changed for a part of the forward.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from infinity.runtime.saved import Kept
 
 @dataclass(frozen=True)
 class Stage:
-    """What runs from one cut to the next.
+    """The part of a forward from one cut to the next.
 
     Attributes:
-        site: it begins where this one is entered (by its number).
-        reentrant: that is in a reentrant checkpoint.
-        units: that its modules read, by index.
+        site: number of the site at whose entry the stage begins.
+        reentrant: whether the stage begins in a reentrant checkpoint.
+        units: indices of the units that its modules read.
     """
 
     site: int
@@ -48,8 +50,8 @@ class Chain:
     """The stages of a model.
 
     Attributes:
-        before: units that are read before the first cut.
-        kept_bytes: what the forward of one micro-batch keeps until the last stage begins.
+        before: indices of the units that are read before the first cut.
+        kept_bytes: memory that the forward of one micro-batch keeps until the last stage begins.
     """
 
     stages: tuple[Stage, ...]
@@ -58,28 +60,30 @@ class Chain:
 
     @property
     def worth_it(self) -> bool:
-        """Whether most units are in a stage of their own, or nearly: those of one stage are fetched for each
-        micro-batch where they have no room together."""
+        """Whether there are more than half as many stages as units.
+
+        The units of one stage are fetched for each micro-batch if they do not fit the device together.
+        """
         units = {unit for stage in self.stages for unit in stage.units}
         return len(self.stages) > 1 and 2 * len(self.stages) > len(units)
 
     def after(self, stage: int, site: int) -> int | None:
-        """The next stage that begins at a site. Args: stage: that runs now; -1: none has begun."""
+        """Return the next stage that begins at a site, after the stage that runs now (-1: none has begun)."""
         later = range(stage + 1, len(self.stages))
         return next((index for index in later if self.stages[index].site == site), None)
 
     def units_of(self, stage: int) -> tuple[int, ...]:
-        """Args: stage: -1 for what is before the first cut."""
+        """Return the units of a stage, by index; stage -1 is the part before the first cut."""
         return self.before if stage < 0 else self.stages[stage].units
 
 
 @dataclass
 class _Candidate:
-    """Where the graph might be cut: as a Stage, which ends where the next candidate is.
+    """Place where the graph might be cut. As a Stage it would end at the next candidate.
 
     Attributes:
-        site: that is entered there; -1: none was, in that reentrant checkpoint.
-        kept_bytes: that the forward keeps until here.
+        site: number of the site that is entered there; -1: no site was entered in that reentrant checkpoint.
+        kept_bytes: memory that the forward keeps until there.
     """
 
     site: int
@@ -89,10 +93,10 @@ class _Candidate:
 
 
 class Recorder(Forward):
-    """A forward in ordinary order, which is cut wherever it can be.
+    """A forward in ordinary order, cut at every candidate.
 
     Args:
-        kept: counts what the forward keeps.
+        kept: counter of the memory that the forward keeps.
     """
 
     def __init__(self, kept: Kept) -> None:
@@ -102,7 +106,7 @@ class Recorder(Forward):
         self._flags = _flags()
         self._before: list[int] = []
         self._candidates: list[_Candidate] = []
-        self._changed_flag = ""  # of torch, that is set otherwise for a part of the forward
+        self._changed_flag = ""  # a setting of torch that is changed for a part of the forward
 
     def begin(self, site: int, *, reentrant: bool) -> bool:
         if reentrant:
@@ -125,8 +129,10 @@ class Recorder(Forward):
         (self._candidates[-1].units if self._candidates else self._before).extend(units)
 
     def found(self, loss: torch.Tensor) -> tuple[Chain, str]:
-        """The stages between which the graph can be cut, perhaps none, once the forward has ended in this loss; and why
-        micro-batches cannot go through one after the other, "" where they can."""
+        """Return the chain of a forward that ended in this loss. It may have no stages.
+
+        Also return why micro-batches cannot go through the stages one after the other; "" if they can.
+        """
         edges = list(self.tape.edges(loss))
         chain, why = self._chain(edges), ""
         if self._changed_flag:
@@ -170,7 +176,7 @@ class Recorder(Forward):
 
 
 def _flags() -> dict[str, Any]:
-    """What torch keeps for all threads, and code sets for a while."""
+    """Return the settings that torch keeps for all threads and that code changes for a while."""
     cuda = torch.backends.cuda
     return {
         "the default dtype": torch.get_default_dtype(),
@@ -184,13 +190,13 @@ def _flags() -> dict[str, Any]:
 
 
 class Attributes:
-    """The attributes of a model's modules, as they are where this is made. (Parameters, buffers and hooks are not.)"""
+    """Snapshot of the attributes of a model's modules, without parameters, buffers and hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._before = {name: (module, _plain(module)) for name, module in model.named_modules()}
 
     def changed(self) -> str:
-        """The name of one that is another now; "" where none is."""
+        """Return the name of an attribute that has changed since; "" if none has."""
         for name, (module, before) in self._before.items():
             for key, value in _plain(module).items():
                 if key not in before or not _is_same(value, before[key]):
@@ -210,18 +216,21 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 class Buffers:
-    """The buffers of a model, as they are where this is made."""
+    """Snapshot of the buffers of a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._before = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def changed(self) -> list[str]:
-        """The names of those that have other values now. Versions do not tell: those of BatchNorm's means stay."""
+        """Return the names of buffers whose values have changed since.
+
+        Versions do not show it: updates of BatchNorm's means leave them alone.
+        """
         return [name for name, now, before in self._pairs() if not _same_bits(now, before)]
 
     def put_back(self) -> None:
-        """They have the values of before."""
+        """Restore the values of the snapshot."""
         with torch.no_grad():
             for _, now, before in self._pairs():
                 if not _same_bits(now, before):

@@ -14,19 +14,19 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("host", ("fetches", "gradients", "updates (Adam)")),
     ("store", ("read weights", "read states", "write states", "write weights", "sync")),
 )
-"""Processes and their rows, as they are shown. A row that is not here comes last, under "store"."""
+"""Processes and their rows, in the order of display. A row that is not listed comes last, under "store"."""
 
 _NESTING = ("steps", "compute", "stalls", "gradients")
-"""Rows of one thread each: what overlaps is inside something else."""
+"""Rows of one thread each: events that overlap are nested."""
 
 
 class Event(NamedTuple):
-    """A bar.
+    """A bar of the trace.
 
     Attributes:
-        row: what it is drawn on, see ROWS.
-        category: its kind, which viewers can filter by.
-        args: what is shown when it is clicked.
+        row: the row that it is drawn in, see ROWS.
+        category: its kind, by which viewers can filter.
+        args: details that viewers show when it is clicked.
     """
 
     row: str
@@ -38,11 +38,13 @@ class Event(NamedTuple):
 
 
 def document(events: Iterable[Event], begin_ns: int, end_ns: int, about: Mapping[str, Any]) -> Iterator[str]:
-    """The JSON document in pieces; times are microseconds from `begin_ns`.
+    """Yield the JSON document in pieces; times are microseconds from `begin_ns`.
 
     Args:
-        events: in any order; what reaches over [begin_ns, end_ns] is cut.
-        about: of the whole trace.
+        events: in any order; clipped to [begin_ns, end_ns].
+        begin_ns: begin of the trace.
+        end_ns: end of the trace.
+        about: facts on the whole trace.
     """
     cut = [
         event._replace(begin_ns=max(event.begin_ns, begin_ns), end_ns=min(event.end_ns, end_ns))
@@ -71,12 +73,12 @@ def document(events: Iterable[Event], begin_ns: int, end_ns: int, about: Mapping
 
 
 def spread(events: Iterable[Event]) -> list[int]:
-    """For each event, sorted by begin and then longest first, the lane of its row it is drawn in.
+    """Return for each event the lane of its row. The events are sorted by begin, then longest first.
 
-    Viewers draw what overlaps on one lane wrong, unless one is inside the other. So events of a row go to the first
-    lane that is free; on rows of one thread also into an event that holds them.
+    Viewers draw events that overlap on one lane wrong, unless one is inside the other. So an event goes to the first
+    free lane of its row. In rows of one thread it may also go inside an event that contains it.
     """
-    ends: dict[str, list[list[int]]] = {}  # for each lane of a row those of the events that are open, outermost first
+    ends: dict[str, list[list[int]]] = {}  # by row and lane: ends of the open events, outermost first
     chosen = []
     for event in events:
         lanes = ends.setdefault(event.row, [])
@@ -94,7 +96,7 @@ def spread(events: Iterable[Event]) -> list[int]:
 
 
 def _number(lanes: set[tuple[str, int]]) -> dict[tuple[str, int], tuple[int, int]]:
-    """Process and thread numbers, in the order of ROWS."""
+    """Assign process and thread numbers to (row, lane), in the order of ROWS."""
     known = [(process, row) for process, rows in ROWS for row in rows]
     others = sorted({row for row, _ in lanes} - {row for _, row in known})
     order = {row: index for index, row in enumerate([*(row for _, row in known), *others])}
@@ -107,7 +109,7 @@ def _number(lanes: set[tuple[str, int]]) -> dict[tuple[str, int], tuple[int, int
 
 
 def _names(numbers: Mapping[tuple[str, int], tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    """What tells viewers how processes and threads are called and ordered."""
+    """Yield the entries that tell viewers the names and the order of processes and threads."""
     for process, (name, _) in enumerate(ROWS, start=1):
         yield _metadata("process_name", process, 0, {"name": name})
         yield _metadata("process_sort_index", process, 0, {"sort_index": process})

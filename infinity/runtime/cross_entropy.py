@@ -1,8 +1,8 @@
-"""The loss of a language model's head, computed without its logits ever being there as a whole.
+"""The loss of a language model's head, computed without ever holding all of its logits.
 
-For 8,192 tokens and a vocabulary of 128,000 the logits are 2 GiB in bf16, 4 more in fp32 for the loss, and as much
-again for their gradient. Here they are made piece by piece, and what they are wanted for is taken at once: the loss and
-the gradients of the hidden states and of the head. So the backward has nothing left to compute but a factor. (As in
+For 8,192 tokens and a vocabulary of 128,000 the logits take 2 GiB in bf16, 4 GiB more in fp32 for the loss, and as much
+again for their gradient. Here the logits are computed piece by piece. Each piece is used at once for the loss and for
+the gradients of the hidden states and of the head, so the backward only multiplies these gradients by a factor. (As in
 Liger-Kernel, arXiv 2410.10989, section 3.2.)
 
 [Note: two ways through the logits]
@@ -12,11 +12,11 @@ Liger-Kernel, arXiv 2410.10989, section 3.2.)
           T │ a piece is a row │     by words:  the gradient of the head, a sum over T
             │ of tokens, or a  │
             │ column of words  │     Each element is summed up in one product, in fp32, and rounded once, as it is
-            └─────────────────┘      where the logits are whole.
+            └─────────────────┘      with whole logits.
 
-Adding up the head's gradient token by token would round a part of it each time, and need as much memory as the head in
-fp32. Going through the logits by words computes them once more instead: four products for three. Where all tokens fit
-one piece there is one way, and three.
+Adding up the head's gradient token by token would round a partial sum each time, and need as much memory as the head
+takes in fp32. Going through the logits by words computes the logits a second time instead: four matrix products instead
+of three. If all tokens fit one piece, one way is enough, with three products.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from infinity.errors import ConfigError
 
 _CHUNK_BYTES = 256 << 20
-"""Of a piece of the logits in fp32."""
+"""Bytes of one piece of the logits in fp32."""
 _SCALED_NUMEL = 16 << 20
 
 
@@ -47,34 +47,34 @@ def chunked_cross_entropy(
     divisor: torch.Tensor | float | None = None,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> torch.Tensor:
-    """The cross entropy of `hidden @ weight.T + bias` and the labels.
+    """Return the cross entropy of `hidden @ weight.T + bias` and the labels.
 
-    The same as torch.nn.functional.cross_entropy of the fp32 logits, but that the logits are never whole. Tokens with
-    no label are left out of everything.
+    The result is that of torch.nn.functional.cross_entropy of the fp32 logits, but they never exist as a whole.
+    Tokens without a label are left out of every computation.
 
     Args:
-        hidden: [..., H], what the head is given.
-        weight: [V, H], of the head, on the same device, of the same dtype.
-        labels: int64 [...], the token that each hidden state is to predict: they are not shifted here.
-        bias: [V], of the head.
-        scale: that the logits are multiplied by.
+        hidden: [..., H], the input of the head.
+        weight: [V, H], the weight of the head, on the same device, of the same dtype.
+        labels: int64 [...], the token that each hidden state must predict; the labels are not shifted here.
+        bias: [V], the bias of the head.
+        scale: factor by which the logits are multiplied.
         softcap: c: the logits become c · tanh(logits / c), after the scale.
-        ignore_index: the label of tokens that have no part in the loss.
-        divisor: what the sum over the tokens is divided by; None: the number of tokens that have a label.
-        chunk_bytes: of the logits that are there at a time, in fp32; there is a copy of them in the dtype of `hidden`.
+        ignore_index: the label of tokens that do not count in the loss.
+        divisor: number by which the sum over the tokens is divided; None: the number of tokens that have a label.
+        chunk_bytes: bytes of logits in memory at a time, in fp32; a copy in the dtype of `hidden` is added to that.
 
     Returns:
-        The loss, an fp32 scalar; NaN where no token has a label, as in torch.
+        The loss, an fp32 scalar; NaN if no token has a label, as in torch.
 
     Raises:
-        ConfigError: shapes that do not fit each other, or a label beyond the vocabulary.
+        ConfigError: shapes do not fit each other, or a label is beyond the vocabulary.
     """
     return cross_entropy(hidden, weight, bias, labels, Loss(scale, softcap, divisor, ignore_index, chunk_bytes))[0]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What is done with the logits, as chunked_cross_entropy has it."""
+    """The computation from logits to loss, with the arguments of chunked_cross_entropy."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -84,25 +84,28 @@ class Loss:
 
     @property
     def share(self) -> float:
-        """What a token's gradient is multiplied by before it is rounded: 1 / divisor but for its power of two, which is
-        exact later, and which would take small gradients out of fp16's range."""
+        """Factor of a token's gradient before rounding: 1 / divisor without its power of two.
+
+        The power of two is exact when it is applied later. Applied now, it would take small gradients out of fp16's
+        range.
+        """
         return math.frexp(1.0 / self.divisor)[0] if self.divisor and math.isfinite(self.divisor) else 1.0
 
     @property
     def factor(self) -> float:
-        """The rest."""
+        """Rest of 1 / divisor, applied in the backward."""
         return 1.0 / self.divisor / self.share if self.divisor else math.inf
 
     def at_a_time(self, across: int) -> int:
-        """The rows, or columns, of a piece of the logits. Args: across: the logits in each."""
+        """Return the number of rows, or columns, in a piece of the logits that has `across` logits in each."""
         return max(max(self.chunk_bytes // 4, 1) // max(across, 1), 1)
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """fp32 [tokens, V], computed as the model computes them."""
+        """Compute the fp32 logits, [tokens, V], as the model computes them."""
         return self.shaped(torch.nn.functional.linear(hidden, weight, bias)).float()
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scaled and capped."""
+        """Scale and cap the logits."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:
@@ -110,16 +113,17 @@ class Loss:
         return logits
 
     def gradient(self, logits: torch.Tensor, normal: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Of what `linear` gave, times `divisor * share`; takes the place of the logits.
+        """Compute the gradient of the output of `linear`, times `divisor * share`, in place of the logits.
 
         Args:
+            logits: [tokens, columns], fp32, scaled and capped; overwritten.
             normal: the logarithm of the sum of the exponentials of all logits of a token, [tokens, 1].
-            labels: of the tokens, counted from the first of these logits; one that is not among them is that of others.
+            labels: labels of the tokens, counted from the first of these columns; others belong to other pieces.
         """
         slope = None if self.softcap is None else 1.0 - (logits / self.softcap).square_()
         gradient = logits.sub_(normal).exp_()
         rows = torch.arange(len(labels), device=labels.device)
-        inside = (labels >= 0) & (labels < logits.shape[1])  # the host does not ask which ones: others lose nothing
+        inside = (labels >= 0) & (labels < logits.shape[1])  # a mask needs no answer on the host; other rows subtract 0
         gradient[rows, labels.clamp(0, logits.shape[1] - 1)] -= inside.to(gradient.dtype)
         if slope is not None:
             gradient.mul_(slope)
@@ -134,11 +138,10 @@ def cross_entropy(
     loss: Loss,
     *beside: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """As chunked_cross_entropy. Returns the loss, and behind it new tensors that were given, which become outputs of
-    the same node of the graph: so what waits for their gradient hears when the loss is run backward.
+    """Compute chunked_cross_entropy, and add further outputs to the node of the loss.
 
-    Args:
-        beside: the new tensors; they get no gradient.
+    `beside` are new tensors, which become outputs of the same node of the graph and get no gradient. Hooks that wait
+    for their gradient therefore run when the loss is run backward. Returns the loss, followed by these tensors.
     """
     vocabulary, width = weight.shape
     if hidden.shape[-1] != width or hidden.shape[:-1] != labels.shape:
@@ -149,7 +152,7 @@ def cross_entropy(
     flat = labels.reshape(-1)
     has_label = flat != loss.ignore_index
     least, most = torch.where(has_label, flat, 0).aminmax() if flat.numel() else (flat.new_zeros(()),) * 2
-    # At once: on a device the host waits here for all that was queued.
+    # One transfer: on a device the host waits here for all work that was queued.
     count, smallest, largest = torch.stack((has_label.sum(), least, most)).tolist()
     if smallest < 0 or largest >= vocabulary:
         wrong = smallest if smallest < 0 else largest
@@ -163,7 +166,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """See the top of the file."""
+    """Autograd node of the loss; see the top of the file."""
 
     @staticmethod
     def forward(
@@ -203,11 +206,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 @dataclass
 class _Pieces:
-    """[Note: two ways through the logits]
+    """Both ways through the logits ([Note: two ways through the logits]).
 
     Attributes:
-        states: [tokens, H], of the tokens that have labels.
-        of_states, of_weight, of_bias: become the gradients, of those that are to have one.
+        states: [tokens, H], the hidden states of the tokens that have labels.
+        of_states, of_weight, of_bias: memory for the gradients; None where no gradient is needed.
         normals: the logarithm of the sum of the exponentials of all logits of each token, by piece, [tokens, 1].
     """
 
@@ -222,8 +225,10 @@ class _Pieces:
     normals: list[torch.Tensor] = field(default_factory=list)
 
     def by_tokens(self) -> torch.Tensor:
-        """The sum of the losses, in fp64, and the gradients. Those of the head need a second way, unless there is one
-        piece only."""
+        """Compute the gradients and return the sum of the losses, in fp64.
+
+        The gradients of the head need a second way through the logits, by words, unless there is only one piece.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.states.device)
         wants_head = not (self.of_weight is None and self.of_bias is None)
         count = self.loss.at_a_time(len(self.weight))
@@ -248,7 +253,7 @@ class _Pieces:
         return total
 
     def _by_words(self) -> None:
-        """The gradients of the head."""
+        """Compute the gradients of the head."""
         normal = torch.cat(self.normals) if self.normals else self.states.new_empty((0, 1), dtype=torch.float32)
         count = self.loss.at_a_time(len(self.states))
         for start in range(0, len(self.weight), count):
@@ -267,20 +272,22 @@ class _Pieces:
 
 
 def _places(chosen: torch.Tensor, count: int) -> torch.Tensor:
-    """Where a mask is true, `count` times. Where the count is given no device's host waits for it."""
+    """Return the `count` indices at which a mask is true. With a known count the host does not wait for the device."""
     if chosen.device.type == "cpu":
         return chosen.nonzero().squeeze(1)
     return torch.nonzero_static(chosen, size=count).squeeze(1)
 
 
 def _sums_in(dtype: torch.dtype) -> torch.dtype:
-    """What gradients are summed up in, and kept in until they are divided: fp16 has no range for many tokens."""
+    """Return the dtype in which gradients are summed up and kept until division: fp16's range is too small."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`gradient` times `factor`, an fp32 scalar, rounded once. (On a GPU a scalar is rounded to the tensor's dtype
-    first.)"""
+    """Return `gradient` times `factor`, an fp32 scalar, rounded once.
+
+    A plain product on a GPU would round the scalar to the tensor's dtype first.
+    """
     found = torch.empty_like(gradient, dtype=dtype)
     rows = max(_SCALED_NUMEL // max(gradient[:1].numel(), 1), 1)
     for first in range(0, len(gradient), rows):

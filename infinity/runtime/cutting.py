@@ -1,8 +1,8 @@
-"""Where the graph of a forward is cut: where one of its sites begins, and no other is being called.
+"""Cuts in the graph of a forward, where one of its sites begins while no other site is being called.
 
-Reentrant checkpointing (torch.utils.checkpoint, use_reentrant=True) hides what it calls in one node, whose inputs are
-fixed before any hook of a module inside runs. There the inputs of that node are replaced: the graph is cut before the
-checkpoint, and the first site that is entered in it tells which stage that was.
+Reentrant checkpointing (torch.utils.checkpoint, use_reentrant=True) hides its calls in one node, whose inputs are fixed
+before any hook of a module inside runs. So the inputs of that node are replaced: the graph is cut before the
+checkpoint, and the first site that is entered inside tells which stage has begun.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from infinity.runtime.pieces import Tape, replaced
 
 
 class Site(NamedTuple):
-    """A module that reads weights. Does not keep it alive.
+    """A module that reads weights. It does not keep the module alive.
 
     Attributes:
-        units: that it reads, by index.
-        cuts: whether it has weights that are fetched, so that a stage may begin there.
+        units: indices of the units that the module reads.
+        cuts: whether the module has weights that are fetched, so that a stage may begin there.
     """
 
     module: weakref.ref[nn.Module]
@@ -35,34 +35,37 @@ class Site(NamedTuple):
 
 
 class Forward:
-    """The forward of one micro-batch, in one thread, of `watched` sites.
+    """The forward of one micro-batch, in one thread, through `watched` sites.
 
     Attributes:
-        stage: that it is in; -1: none has begun.
-        tape: the graph, as far as it is made.
+        stage: the current stage; -1: none has begun.
+        tape: the graph that was made so far.
     """
 
     def __init__(self) -> None:
         self.stage = -1
         self.tape = Tape()
         self._depth = 0  # sites that are being called
-        self._in_checkpoint = False  # the graph was cut before a checkpoint, and no site in it was entered
+        self._in_checkpoint = False  # the graph was cut before a checkpoint, and no site inside was entered yet
 
     def begin(self, site: int, *, reentrant: bool) -> bool:
-        """A site is entered, by its number. Returns whether a stage begins there, once it may run; `stage` is it then.
-        Args: reentrant: the site is the first one in a reentrant checkpoint."""
+        """Enter a site, by its number. Return whether a stage begins there; then `stage` is that stage.
+
+        If a stage begins, wait until it may run. `reentrant` says that the site is the first one in a reentrant
+        checkpoint.
+        """
         raise NotImplementedError
 
     def may_begin_in_checkpoint(self) -> bool:
-        """Whether a stage may begin in the reentrant checkpoint that is called now."""
+        """Return whether a stage may begin in the reentrant checkpoint that is being called."""
         raise NotImplementedError
 
     def reads(self, units: Sequence[int]) -> None:
-        """The site that was entered reads these units."""
+        """Note the units that the entered site reads."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """It runs in this context, in this thread."""
+        """Make this the forward of this thread, in this context."""
         before, _here.forward = _running(), self
         try:
             yield
@@ -70,7 +73,7 @@ class Forward:
             _here.forward = before
 
     def enter(self, number: int, site: Site, given: tuple[Any, Any]) -> Any:
-        """A site is entered with args and kwargs. Returns those that it is called with instead, or None."""
+        """Enter a site with args and kwargs. Return those to call it with instead, or None to keep them."""
         self._depth += 1
         found = None
         if site.cuts and self._depth == 1:
@@ -85,11 +88,11 @@ class Forward:
         return found
 
     def leave(self) -> None:
-        """The call of a site ended, well or not."""
+        """Leave a site whose call ended, normally or by an exception."""
         self._depth -= 1
 
     def checkpoint(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """A reentrant checkpoint is called. Returns what it is given in place of its inputs."""
+        """Enter a reentrant checkpoint. Return the inputs to give it instead."""
         if self._depth or not self.may_begin_in_checkpoint():
             return inputs
         self._in_checkpoint = True
@@ -101,8 +104,10 @@ _here = threading.local()
 
 @contextmanager
 def watched(sites: Sequence[Site]) -> Iterator[None]:
-    """In this context forwards that are `running` hear of every site that they enter and leave. Other threads are left
-    alone."""
+    """Tell `running` forwards of every site that they enter and leave, in this context.
+
+    Other threads are not affected.
+    """
     with ExitStack() as entered:
         for number, site in enumerate(sites):
             module = site.module()
@@ -133,7 +138,7 @@ def _leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that torch.compile leaves as it is, where it is in use."""
+    """Return the hook, excluded from torch.compile if torch.compile is in use."""
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
@@ -143,7 +148,7 @@ _users = 0
 
 @contextmanager
 def _checkpoints_heard_of() -> Iterator[None]:
-    """Between the first user and the last, CheckpointFunction.apply is ours."""
+    """Replace CheckpointFunction.apply by ours from the first user of this context to the last."""
     global _users
     with _lock:
         _users += 1
@@ -154,7 +159,7 @@ def _checkpoints_heard_of() -> Iterator[None]:
         with _lock:
             _users -= 1
             if not _users:
-                del CheckpointFunction.apply  # what it inherits is there again
+                del CheckpointFunction.apply  # makes the inherited method visible again
 
 
 def _apply(function: Any, preserve: Any, *inputs: Any) -> Any:

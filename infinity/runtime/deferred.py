@@ -1,21 +1,21 @@
-"""A model that is loaded and not offloaded yet: each of its parameters knows where its values are read.
+"""Deferred parameters: a model that is loaded and not offloaded yet, whose parameters know how to read their values.
 
 [Note: why offloading waits]
 A script that knows nothing of infinity loads a model, and then attaches adapters, freezes parameters, resizes the
-embeddings, converts the weights or copies the model. What rests where can be planned only after that. Until then a
+embeddings, converts the weights or copies the model. The placement can be planned only after that. Until then a
 parameter is a placeholder of the released class (units/released.py), whose values come from the files of the
 checkpoint:
 
-    an operation reads it, without a graph     the values are read for as long as the operation runs
-    an operation writes to it or gives a view
-    of it, `.data`, or one that autograd
-    records                                    it is an ordinary parameter from then on
-    .to(dtype), deepcopy                       another placeholder, of the same values
+    an operation reads it, without a graph     the values are read, and dropped when the operation ends
+    an operation writes to it, gives a view
+    of it or `.data`, or is recorded by
+    autograd                                   it is an ordinary parameter from then on
+    .to(dtype), deepcopy                       another placeholder of the same values
 
-A checkpoint may have the values in an encoded form (state/frozen.py). That form stays with a parameter that has the
-same values when the model is offloaded, whoever read them before.
+A checkpoint may have the values in an encoded form (state/frozen.py). A parameter keeps the encoded form if it has the
+same values when the model is offloaded, even if the values were read before.
 
-`infinity.offload(model, ..., source=values_of(model))` is given the values when the model is first used.
+infinity.offload reads the values through `values_of(model)`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Read = Callable[[], torch.Tensor]
 
 
 class _Values(Lender):
-    """Where the values of every deferred parameter are read, with the name that messages call it by."""
+    """The deferred parameters of this process: how the values of each are read, and its name in messages."""
 
     def __init__(self) -> None:
         self._reads: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -49,7 +49,7 @@ class _Values(Lender):
         parameter.__class__ = self._released
 
     def leave(self, parameter: nn.Parameter) -> Read:
-        """The parameter has its own class, and still no values. Returns what reads them."""
+        """Give a parameter its own class back, still without values. Return the function that reads them."""
         read: Read = self._reads.pop(parameter)[1]
         parameter.__class__ = nn.Parameter
         return read
@@ -61,7 +61,7 @@ class _Values(Lender):
         return str(self._reads[parameter][0])
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """The values, on the CPU, in the dtype that the checkpoint has."""
+        """Return the values, on the CPU, in the dtype of the checkpoint."""
         value: torch.Tensor = self._reads[parameter][1]()
         if value.shape != parameter.shape:
             raise ModelError(
@@ -82,7 +82,7 @@ class _Values(Lender):
         holders = {parameter: _holders(parameter) for parameter in there}
         yield
         for parameter in there:
-            # A graph may hold the parameter, and its backward needs the values; a view of it may be written to.
+            # A graph that refers to the parameter needs its values in the backward; a view of it may be written to.
             seen = parameter._version != versions[parameter] or _holders(parameter) > holders[parameter]
             if not torch.is_grad_enabled() and not seen:
                 parameter.data = placeholders[parameter]
@@ -94,7 +94,7 @@ class _Values(Lender):
         parameter.data = value
 
     def written(self, parameter: nn.Parameter, use: str) -> None:
-        """`lend` keeps what was written."""
+        """Accept the write: `lend` keeps the written values."""
 
     def copied(self, parameter: nn.Parameter, what: str) -> nn.Parameter:
         return self._another(parameter, parameter.dtype, parameter.device)
@@ -115,7 +115,7 @@ class _Values(Lender):
         return another
 
     def assign(self, parameter: nn.Parameter, value: nn.Parameter) -> None:
-        """`parameter.data = value`, of which both are deferred, as Module.to(dtype) does it."""
+        """Assign `parameter.data = value` where both are deferred, as Module.to(dtype) does."""
         if not self.has(value):
             return super().assign(parameter, value)
         reads = self._reads[value]
@@ -130,7 +130,7 @@ _values = _Values()
 
 
 def _holders(parameter: nn.Parameter) -> int:
-    """How many tensors have the storage of the parameter's values."""
+    """Return how many tensors use the storage of the parameter's values."""
     return int(torch._C._storage_Use_Count(parameter.untyped_storage()._cdata))
 
 
@@ -140,12 +140,14 @@ def _raw(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def defer(model: nn.Module, source: Source, device: torch.device) -> None:
-    """Let the parameters of a model that are on the meta device be read from `source` where they are needed. Those that
-    are in memory become deferred ones, too.
+    """Defer the parameters of a model: those on the meta device are read from `source` when they are needed.
+
+    Parameters in memory become deferred, too.
 
     Args:
-        source: gives the value of a parameter by its name.
-        device: where the model will compute: what the parameters say their device is.
+        model: its meta parameters are replaced.
+        source: function that gives the value of a parameter by its name.
+        device: where the model will compute; the parameters report it as their device.
     """
     names: dict[nn.Parameter, str] = {}
     for name, named in model.named_parameters():
@@ -164,8 +166,11 @@ def defer(model: nn.Module, source: Source, device: torch.device) -> None:
 
 
 def defer_in_memory(model: nn.Module) -> None:
-    """Let the parameters of a model that is in memory be deferred ones, too. Their values stay as they are until the
-    model is offloaded, whatever dtype it is converted to in between: they become the fp32 master."""
+    """Defer the parameters of a model that is in memory.
+
+    Their values stay unchanged until the model is offloaded, even if the model is converted to another dtype in
+    between. They become the fp32 master.
+    """
     for name, parameter in model.named_parameters():
         if not _values.has(parameter):
             _forget_if_changed(parameter)
@@ -173,7 +178,7 @@ def defer_in_memory(model: nn.Module) -> None:
 
 
 def _forget_if_changed(parameter: nn.Parameter) -> None:
-    """An ordinary parameter that has other values than those of its encoded form has no such form."""
+    """Forget the encoded form of an ordinary parameter if the parameter has other values now."""
     known = given(parameter)
     if known is None or parameter.is_meta:
         return
@@ -183,7 +188,7 @@ def _forget_if_changed(parameter: nn.Parameter) -> None:
 
 
 class _Constant:
-    """Values that are in memory."""
+    """Reader of values that are in memory."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value
@@ -193,7 +198,7 @@ class _Constant:
 
 
 def defer_again(parameter: nn.Parameter, name: str, value: Read | torch.Tensor) -> None:
-    """A parameter that holds a placeholder is a deferred one. Args: value: or what reads it."""
+    """Defer a parameter that has a placeholder. `value` is its value, or the function that reads it."""
     if isinstance(value, torch.Tensor):
         forget(parameter)
     _values.enter(parameter, name, _Constant(value) if isinstance(value, torch.Tensor) else value)
@@ -209,11 +214,11 @@ class Lasting(Protocol):
     """A source that can be asked again later."""
 
     def unchanged(self) -> bool:
-        """Whether it gives the same values as at first."""
+        """Return whether the source gives the same values as at first."""
 
 
 class Reader:
-    """Reads a value from a source, by the name that it has there."""
+    """Reader of one value from a source, by the name of the value in the source."""
 
     def __init__(self, source: Source, name: str) -> None:
         self.source = source
@@ -224,7 +229,7 @@ class Reader:
 
 
 class RowsReader(Reader):
-    """Reads rows [begin, end) of a value."""
+    """Reader of rows [begin, end) of a value."""
 
     def __init__(self, source: Source, name: str, begin: int, end: int) -> None:
         super().__init__(source, name)
@@ -235,7 +240,7 @@ class RowsReader(Reader):
 
 
 def _rows(read: Read, begin: int, end: int) -> Read:
-    """What reads rows [begin, end) of a value that is in memory or in a source."""
+    """Return the reader of rows [begin, end) of a value that is in memory or in a source."""
     if isinstance(read, RowsReader):
         raise AssertionError("a tile is not cut again")
     if isinstance(read, Reader):
@@ -244,34 +249,34 @@ def _rows(read: Read, begin: int, end: int) -> Read:
 
 
 def rows_of_deferred(parameter: nn.Parameter, name: str, begin: int, end: int) -> nn.Parameter:
-    """Another deferred parameter, of rows [begin, end) of this one. Args: name: that messages call it by."""
+    """Return another deferred parameter, of rows [begin, end) of this one. Messages call it `name`."""
     return _values.rows(parameter, name, begin, end)
 
 
 def name_of_deferred(parameter: nn.Parameter) -> str:
-    """What messages call a deferred parameter."""
+    """Return the name of a deferred parameter in messages."""
     return _values.name_of(parameter)
 
 
 def is_deferred(model: nn.Module) -> bool:
-    """Whether a parameter of the model is a deferred one."""
+    """Return whether any parameter of the model is deferred."""
     return any(_values.has(parameter) for parameter in model.parameters())
 
 
 def is_a_deferred(parameter: nn.Parameter) -> bool:
-    """Whether this parameter is a deferred one."""
+    """Return whether this parameter is deferred."""
     return _values.has(parameter)
 
 
 class Values:
-    """Gives the value of a parameter by its name.
+    """Source of the values of a model's parameters, by name.
 
     Args:
         named: every parameter, by each of its names.
-        left: what reads those that were deferred.
+        left: name and reader of each parameter that was deferred.
 
     Attributes:
-        deferred: whether there are deferred ones.
+        deferred: whether any parameter was deferred.
     """
 
     def __init__(self, named: dict[str, nn.Parameter], left: dict[nn.Parameter, tuple[str, Read]]) -> None:
@@ -281,12 +286,12 @@ class Values:
 
     @property
     def readers(self) -> dict[str, Reader]:
-        """What reads the parameters whose values are in no memory, by each of their names."""
+        """Readers of the parameters whose values are not in memory, by each name of the parameter."""
         found = {name: self._left[parameter][1] for name, parameter in self._named.items() if parameter in self._left}
         return {name: read for name, read in found.items() if isinstance(read, Reader)}
 
     def in_memory(self, name: str) -> bool:
-        """Whether the value of a parameter is in memory, as it was made there."""
+        """Return whether the value of a parameter is in memory because it was made there."""
         parameter = self._named[name]
         return parameter not in self._left or isinstance(self._left[parameter][1], _Constant)
 
@@ -297,9 +302,10 @@ class Values:
 
 @contextmanager
 def values_of(model: nn.Module) -> Iterator[Values]:
-    """What `infinity.offload(model, source=...)` takes: the values of deferred parameters from where they are read,
-    those of all others from themselves. In this context the parameters are ordinary placeholders; an exception makes
-    them deferred ones again."""
+    """Give a source of a model's values: deferred parameters from their readers, all others from themselves.
+
+    In this context the deferred parameters are ordinary placeholders. An exception defers them again.
+    """
     left: dict[nn.Parameter, tuple[str, Read]] = {}
     named: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

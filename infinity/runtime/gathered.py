@@ -1,4 +1,4 @@
-"""infinity.gathered and infinity.state_dict: the weights of an offloaded model for other eyes and hands."""
+"""infinity.gathered and infinity.state_dict: access to the weights of an offloaded model for other code."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from infinity.state.tiles import Tile
 def gathered(
     model: nn.Module, *modules: nn.Module | nn.Parameter, write: bool = False, grads: bool = False
 ) -> AbstractContextManager[None]:
-    """The weights of these modules have their values in this context, as if the model were not offloaded: `.data`,
-    state_dict, norms, and code that knows nothing of infinity (EMA, weight logging, sending weights to an inference
-    engine, peft's merge_and_unload):
+    """Give modules their weights in this context, as if the model were not offloaded.
+
+    This is for `.data`, state_dict, norms, and code that knows nothing of infinity (EMA, weight logging, sending
+    weights to an inference engine, peft's merge_and_unload):
 
         with infinity.gathered(model, model.lm_head):
             norm = model.lm_head.weight.norm()
@@ -34,29 +35,28 @@ def gathered(
         with infinity.gathered(model, model.lm_head, grads=True):  # between backward and step
             model.lm_head.weight.grad.clamp_(-1.0, 1.0)
 
-    A model of which nothing is offloaded has its values anyway: then the context does nothing, and a script with it
-    runs without infinity, too.
+    If no part of the model is offloaded, the context does nothing: the values are in memory anyway.
 
-    They are copies, on the device of the model, beside what the plan counts. A parameter of another module is brought
-    while an operation reads it; its `.data` raises.
+    The values are copies, on the device of the model, in addition to the memory that the plan counts. A parameter of
+    another module is fetched while an operation reads it; its `.data` raises.
 
     Args:
-        model: what infinity.offload or load_pretrained returned.
-        modules: modules or parameters of it; none: all of it.
-        write: keep what is changed: at the end, parameters whose bits changed are written to the store, with a master
-            of exactly these values; their moments stay. Without it every change ends with the context, and a warning
+        model: the model that infinity.offload or load_pretrained returned.
+        modules: modules or parameters of the model; none: the whole model.
+        write: keep changes: at the end, parameters whose bits changed are written to the store, with a master of
+            exactly these values; their moments stay. Without `write` every change is lost at the end, and a warning
             names one. An exception in the context drops all changes.
-        grads: `.grad` is a copy, too, in the parameter's dtype, between backward and step. At the end those that were
-            changed are the gradients of the step, with or without `write`; a parameter whose `.grad` is None then has
-            none. An exception in the context drops these changes, too.
+        grads: make `.grad` a copy, too, in the parameter's dtype, between backward and step. At the end the changed
+            copies become the gradients of the step, with or without `write`; a parameter whose `.grad` is None then has
+            no gradient. An exception in the context drops these changes, too.
 
     Raises:
         PlanError: there is no memory for the copies.
-        ModelError: `model` is a part of an offloaded model; a module is not of it; `write` or `grads` in a forward or
-            backward pass; `write` for what an outer context gathered; `grads` where there are none; at the end: a shape
-            or dtype changed, or a frozen weight that generations of the run share.
+        ModelError: `model` is a part of an offloaded model; a module does not belong to it; `write` or `grads` in a
+            forward or backward pass; `write` for parameters that an outer context gathered; `grads` without gradients.
+            At the end: a shape or dtype changed, or a frozen weight that several generations of the run use.
         NotAvailableError: `grads` with several ranks.
-        InfinityError, SwapIOError: as a forward pass; at the end: the store could not be written.
+        InfinityError, SwapIOError: as a forward pass. At the end: the store could not be written.
     """
     named = [parameter for module in (model, *modules) for parameter in _parameters_of(module)]
     if not any(registry.find(parameter) for parameter in named):
@@ -90,7 +90,7 @@ def gathered(
 
 
 def not_gathered(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those of the parameters that are no copies in a context of infinity.gathered."""
+    """Return those of the parameters that no context of infinity.gathered has replaced by copies."""
     coordinator, found = registry.coordinator_of(model), []
     for parameter in parameters:
         index, name = _find(coordinator, parameter, parameter)
@@ -121,9 +121,11 @@ def _find(coordinator: Coordinator, parameter: nn.Parameter, module: nn.Module |
 
 
 def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values as of `model.state_dict()`, one after the other, so that a model larger than memory passes
-    through: a copy on the device of the model for each parameter and persistent buffer, which goes when the caller
-    drops it. Names that share a parameter come each with a copy. `get_extra_state` is not called.
+    """Iterate over the names and values of `model.state_dict()`, one after the other.
+
+    A model larger than memory can pass through. Each parameter and persistent buffer is copied to the device of the
+    model, and the copy is freed when the caller drops it. If several names belong to one parameter, each name gets its
+    own copy. `get_extra_state` is not called.
 
         for name, tensor in infinity.state_dict(model):
             client.update(name, tensor)

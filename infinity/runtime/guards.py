@@ -1,5 +1,5 @@
-"""What would pass placeholders on as if they were weights works or raises: state_dict and load_state_dict gather the
-weights; deepcopy and pickling raise."""
+"""Guards around operations that would take placeholders for weights: state_dict and load_state_dict gather the weights;
+deepcopy and pickling raise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _refuse(what: str, why: str = "would see placeholders: its weights are in th
 
 
 class Guard:
-    """A hook object that refuses to be copied or pickled, and so does the module that holds it."""
+    """Hook object that refuses to be copied or pickled. The module that has the hook then refuses, too."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse("deepcopy")
@@ -47,8 +47,10 @@ class Guard:
 
 
 def not_compiled(hook: type[H]) -> type[H]:
-    """A class of hooks at which torch.compile ends its graph, and of which it compiles nothing. torch's compiler takes
-    seconds to import: it is not asked before somebody else has imported it."""
+    """Make torch.compile end its graph at hooks of this class, and compile nothing of the hooks.
+
+    torch's compiler takes seconds to import: it is used only once other code has imported it.
+    """
     call: Any = hook.__call__
 
     @functools.wraps(call)
@@ -58,13 +60,13 @@ def not_compiled(hook: type[H]) -> type[H]:
         hook.__call__ = torch.compiler.disable(call)
         return hook.__call__(*args, **kwargs)
 
-    run.__dict__["_torchdynamo_disable"] = True  # as torch.compiler.disable says it of what it returns
+    run.__dict__["_torchdynamo_disable"] = True  # the mark that torch.compiler.disable puts on its result
     hook.__call__ = run
     return hook
 
 
 class _Hook(Guard):
-    """A hook that is a method of another object (torch puts attributes on hooks, which a method cannot have)."""
+    """Hook that calls a method of another object. torch puts attributes on hooks, which a method cannot have."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -74,11 +76,13 @@ class _Hook(Guard):
 
 
 class _Gathers:
-    """Gatherings that are open, by module, each of a call that is under way. Those of a call that an exception ended
-    are closed by whatever comes next ([Note: calls that die] in calls.py), and drop what was changed.
+    """Open gatherings, by module; each belongs to a call in progress.
+
+    If an exception ended the call, the next operation closes its gathering and drops the changes ([Note: calls that
+    die] in calls.py).
 
     Args:
-        beyond: as Call.
+        beyond: as in Call.
     """
 
     def __init__(self, model: nn.Module, *beyond: str) -> None:
@@ -100,7 +104,7 @@ class _Gathers:
         self._open[id(module)] = call, context
 
     def _require_this_thread(self, what: str) -> None:
-        """Two threads would end each other's gatherings."""
+        """Raise ModelError if another thread has a gathering open: two threads would end each other's gatherings."""
         if not all(call.of_this_thread for call, _ in self._open.values()):
             raise ModelError(f"{what} of this model is under way in another thread; let it end first")
 
@@ -118,14 +122,14 @@ class _Gathers:
 
 
 class _StateDict(_Gathers):
-    """The tensors of a state_dict are copies of all weights of the module, which memory.host must have room for."""
+    """Gatherings of state_dict. Its tensors are copies of all weights of the module, which must fit memory.host."""
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         with self._lock:
             self.end_if_dead()
             self._require_this_thread("state_dict()")
             if self._open:
-                return  # a module above this one is being read
+                return  # a module that contains this one is being read
             self._require_room(module)
             self._enter(module, gathered(self._model, module))
 
@@ -139,7 +143,7 @@ class _StateDict(_Gathers):
 
 
 class _LoadStateDict(_Gathers):
-    """One module after the other is gathered and written back."""
+    """Gatherings of load_state_dict: one module after the other is gathered and written back."""
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         with self._lock:
@@ -161,8 +165,8 @@ class _LoadStateDict(_Gathers):
 
 
 def guard(model: nn.Module, coordinator: Coordinator) -> list[RemovableHandle]:
-    """Put the guards on every module that has parameters below it."""
-    state_dict, load = _StateDict(model), _LoadStateDict(model, "_load_from_state_dict")  # which ends before its hooks
+    """Put the guards on every module that has parameters, its own or those of modules inside."""
+    state_dict, load = _StateDict(model), _LoadStateDict(model, "_load_from_state_dict")  # it ends before its hooks
     for each in (state_dict, load):
         coordinator.watch_readers(each.end_if_dead)
     before_read, after_read = _Hook(state_dict.before), _Hook(state_dict.after)

@@ -1,11 +1,15 @@
 """The hooks that make an unchanged training loop fetch and release units.
 
 [Note: hooks and checkpointing]
-transformers checkpoints `forward`, torch's users often `__call__`; reentrant checkpointing runs a second backward
-inside the first. So recomputation may run all of our forward hooks, none, or a pre-hook whose post-hook never comes
-(it stops early). Hence: in a backward pass a forward hook only brings the unit and counts nothing; the hook on every
-output tensor of a unit announces its backward before any of it runs; what is still missing is fetched when autograd
-unpacks it. Uses counted by a forward that died are forgotten when the next one begins.
+transformers checkpoints `forward`; users of torch often checkpoint `__call__`. Reentrant checkpointing runs a second
+backward inside the first. So recomputation may run all of our forward hooks, none of them, or a pre-hook without its
+post-hook (recomputation stops early). Therefore:
+
+* in a backward pass a forward hook only fetches the unit and counts no use;
+* a hook on every output tensor of a unit announces the unit's backward before any of that backward runs;
+* a unit that is still absent is fetched when autograd unpacks a view of its weights.
+
+Uses that were counted by a forward that died are forgotten when the next forward begins.
 """
 
 from __future__ import annotations
@@ -37,13 +41,13 @@ from infinity.units.released import in_backward
 
 
 class _Forward:
-    """An outermost forward, with its pair of saved-tensor hooks.
+    """An outermost forward and its pair of saved-tensor hooks.
 
-    torch keeps such hooks for each thread. The pair of a forward that died in another thread is popped when that thread
+    torch keeps such hooks for each thread. If a forward dies in another thread, its pair is popped when that thread
     begins its next forward.
 
     Attributes:
-        depth: modules of `scopes` that are being called; 0: no forward is under way.
+        depth: number of modules of Discovery.scopes whose call is in progress; 0: no forward is in progress.
         begun: outermost forwards so far.
     """
 
@@ -61,21 +65,22 @@ class _Forward:
             self._pushed.here = True
 
     def pop(self) -> None:
-        """Pop the pair, if this thread has pushed it."""
+        """Pop the pair of hooks if this thread has pushed it."""
         if getattr(self._pushed, "here", False):
             self._pushed.here = False
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
 class Scope:
-    """The outermost forward under way: it owns the pair of saved-tensor hooks.
+    """The outermost forward in progress: it owns the pair of saved-tensor hooks.
 
-    Where all micro-batches go through one unit after the other (micro_batches.py) each has a forward in a thread of its
-    own, a lane, and these are one for the coordinator.
+    When all micro-batches go through one unit after the other (micro_batches.py), each micro-batch has a forward in a
+    thread of its own, a lane. The coordinator sees all these forwards as one.
 
     Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an
-    exception. Ctrl-C skips post-hooks; then the next outermost forward, step, gathering or the end of the model finds
-    a frame that no longer runs and cleans up. While it runs, forwards of other threads are refused.
+    exception. Ctrl-C skips post-hooks. Then the next outermost forward, step, gathering or the closing of the model
+    finds that the frame of the call no longer runs, and cleans up. While the call runs, forwards of other threads are
+    refused.
     """
 
     def __init__(self, coordinator: Coordinator, structure: Structure, ends: BackwardEnds) -> None:
@@ -92,11 +97,11 @@ class Scope:
 
     @property
     def begun(self) -> int:
-        """Outermost forwards so far, but for those of lanes."""
+        """Outermost forwards so far, without those of lanes."""
         return self._own.begun
 
     def enter(self) -> None:
-        """Raises ModelError where another thread's forward is under way."""
+        """Enter one module of the scope. Raises ModelError if another thread's forward is in progress."""
         if in_backward():
             return
         forward = self._lanes.get(threading.get_ident())
@@ -128,7 +133,7 @@ class Scope:
 
     @property
     def was_refused(self) -> bool:
-        """Whether this thread is in the post-hooks of a call that its pre-hook refused: nothing was entered."""
+        """Whether this thread runs the post-hooks of a call that its pre-hook refused, so that nothing was entered."""
         return threading.get_ident() in self._refused
 
     def _require_no_other(self) -> None:
@@ -148,7 +153,7 @@ class Scope:
 
     @contextmanager
     def weighing(self) -> Iterator[Kept]:
-        """In this context what forwards keep is counted."""
+        """Count the memory that forwards keep in this context, in the counter that it gives."""
         self._saved.kept = kept = Kept()
         try:
             yield kept
@@ -157,7 +162,7 @@ class Scope:
 
     @contextmanager
     def lanes(self) -> Iterator[None]:
-        """In this context the threads that are in `lane` have forwards, and no others. They are training forwards."""
+        """Allow forwards only in threads that are in `lane`, in this context. They are training forwards."""
         with self.coordinator.locked():
             self._require_no_other()
             if self._own.depth:
@@ -170,7 +175,7 @@ class Scope:
 
     @contextmanager
     def lane(self) -> Iterator[None]:
-        """The forwards of this thread are those of a lane in this context."""
+        """Make this thread's forwards those of a lane in this context."""
         thread = threading.get_ident()
         self._lanes[thread] = forward = _Forward(self._saved)
         try:
@@ -244,13 +249,13 @@ class ScopeLeave(Guard):
 
 
 def _was_taken_back(coordinator: Coordinator) -> bool:
-    """A call that was under way when the model was taken back (anew.py) still has these hooks."""
+    """Return whether the model was taken back (anew.py). A call in progress at that time still runs these hooks."""
     return coordinator.closed and coordinator not in registry.coordinators()
 
 
 @not_compiled
 class SiteEnter(Guard):
-    """Before the forward of a module that owns parameters: bring its units."""
+    """Pre-forward hook of a module that owns parameters: it fetches the module's units."""
 
     def __init__(self, coordinator: Coordinator, site: HookSite) -> None:
         self._coordinator = coordinator
@@ -277,7 +282,7 @@ class SiteEnter(Guard):
                 for taken in self._units[:position]:
                     self._coordinator.release(taken)
                 raise
-        if in_backward():  # see [Note: hooks and checkpointing]: nobody may come to release
+        if in_backward():  # see [Note: hooks and checkpointing]: there may be no post-hook that releases the units
             for index in self._units:
                 self._coordinator.release(index)
             return
@@ -286,8 +291,10 @@ class SiteEnter(Guard):
 
 
 def _autocast_would_copy(module: nn.Module) -> bool:
-    """Whether most of a module's weights are fp32 weights of matrix products. Autocast also copies a few such weights
-    among 16-bit ones (adapters of PEFT), which does no harm; it leaves embeddings and norms alone."""
+    """Return whether most of a module's weights are fp32 weights of matrix products, which autocast copies.
+
+    A few such weights among 16-bit ones (PEFT adapters) do no harm. Autocast leaves embeddings and norms alone.
+    """
     numel = dict.fromkeys((True, False), 0)
     for owner in module.modules():
         if not isinstance(owner, nn.Embedding | nn.EmbeddingBag):
@@ -298,8 +305,11 @@ def _autocast_would_copy(module: nn.Module) -> bool:
 
 @not_compiled
 class SiteLeave(Guard):
-    """After it: the units may go, and each output announces their backward. What is handed on from the inputs as it was
-    announces the backward of what made it, and of nothing else."""
+    """Post-forward hook of a module that owns parameters: it releases the units; outputs announce their backward.
+
+    An input that the module returns unchanged keeps announcing the backward of the units that made it, and of no
+    others.
+    """
 
     def __init__(self, coordinator: Coordinator, units: tuple[int, ...], scope: Scope) -> None:
         self._coordinator = coordinator
@@ -321,8 +331,8 @@ class SiteLeave(Guard):
         for leaf in leaves:
             if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
                 continue
-            with torch._C.DisableTorchFunctionSubclass():  # a class of tensors may refuse what it does not know
-                version = -1 if leaf.is_inference() else leaf._version  # which inference does not count
+            with torch._C.DisableTorchFunctionSubclass():  # a subclass of Tensor may refuse unknown operations
+                version = -1 if leaf.is_inference() else leaf._version  # inference tensors have no version
             if id(leaf) in given and _announcing.get(leaf) == version:
                 continue
             leaf.register_hook(announce)
@@ -330,7 +340,7 @@ class SiteLeave(Guard):
         return output
 
     def _without_aliases(self, output: Any) -> tuple[Any, list[Any]]:
-        """Outputs that are views of a slot are cloned: the slot will be another unit's. Returns their leaves, too."""
+        """Clone outputs that are views of a slot, which another unit will use. Return the output and its leaves."""
         storages = {self._coordinator.units[index].storage for index in self._units}
 
         def aliases(leaf: Any) -> bool:
@@ -349,11 +359,11 @@ class SiteLeave(Guard):
 
 
 _announcing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Outputs that announce a backward, and their versions then: what is changed in place has another backward."""
+"""Outputs that announce a backward, and their versions then. An output changed in place has another backward."""
 
 
 class _Announce:
-    """Runs when the gradient of an output is there, so before any backward of the units that made it."""
+    """Tensor hook that runs once the gradient of an output is known, before any backward of the units that made it."""
 
     def __init__(self, coordinator: Coordinator, units: tuple[int, ...]) -> None:
         self._coordinator = coordinator
@@ -369,7 +379,7 @@ class _Announce:
 
 
 class ParameterHooks(Guard):
-    """Takes a parameter's gradient to host memory as soon as autograd has it."""
+    """Hooks that move a parameter's gradient to host memory as soon as autograd has it."""
 
     def __init__(self, coordinator: Coordinator, parameter: nn.Parameter, place: Place, ends: BackwardEnds) -> None:
         self._coordinator = coordinator
@@ -381,7 +391,7 @@ class ParameterHooks(Guard):
 
     @whole
     def before(self, gradient: torch.Tensor) -> None:
-        """Before autograd adds to .grad: take the handle away, and remember that it was there."""
+        """Take the gradient handle out of .grad before autograd adds to .grad, and remember the handle."""
         parameter = self._parameter
         self._ends.watch()
         before = parameter.grad
@@ -403,8 +413,10 @@ class ParameterHooks(Guard):
         self._coordinator.arrive(parameter, self._place, gradient, self._handle, accumulate=before is not None)
 
     def _require_as_it_came(self, before: GradientHandle) -> None:
-        """Raises ModelError where a backward pass adds to a gradient that is to be multiplied by a factor, which would
-        be applied to what is added, too."""
+        """Raise ModelError if a backward pass adds to a gradient that is still to be multiplied by a factor.
+
+        The factor would be applied to the added part, too.
+        """
         if before.factors == Factors():
             return
         self._parameter.grad = before

@@ -1,7 +1,7 @@
-"""Forwards of several micro-batches that take turns, each in a thread of its own.
+"""Lanes: forwards of several micro-batches that take turns, each in a thread of its own.
 
-A forward is a call of the user's code, which cannot be left amid a module and entered again, but in a thread: it waits
-there. One thread runs at a time, and the one that drives them waits meanwhile.
+A forward is a call of the user's code. Such a call can be suspended inside a module and continued later only if it has
+a thread of its own, which waits in between. One thread runs at a time, while the thread that drives the lanes waits.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from infinity.base.interrupt import interrupts_deferred
 
 
 class _Ended(BaseException):
-    """The lane is not wanted any more. It is no Exception, so that the user's code lets it pass."""
+    """Signal that a lane is abandoned. It is no Exception, so that `except Exception` in user code lets it pass."""
 
 
 class Lane:
     """A call in a thread of its own, which runs from `resume` to its next `park`, or to its end.
 
     Attributes:
-        over: the call has ended.
+        over: whether the call has ended.
     """
 
     def __init__(self, call: Callable[[], object], surroundings: Surroundings) -> None:
@@ -42,11 +42,11 @@ class Lane:
         self.over = False
 
     def resume(self) -> None:
-        """Let the call run on until it parks or ends; Ctrl-C waits for that. Raises what the call raised."""
+        """Let the call run until it parks or ends. Ctrl-C waits for that. Raises the error that the call raised."""
         with interrupts_deferred():
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
-                thread.start()  # which may fail
+                thread.start()  # may fail
                 self._thread = thread
             else:
                 self._go.release()
@@ -56,17 +56,17 @@ class Lane:
             try:
                 raise error
             finally:
-                del error  # whose traceback has this frame
+                del error  # its traceback refers to this frame
 
     def park(self) -> None:
-        """In the call: wait for `resume`."""
+        """Wait for `resume`. This is called inside the call."""
         self._back.release()
         self._go.acquire()
         if self._unwanted:
             raise _Ended
 
     def end(self) -> None:
-        """Nobody wants the rest of the call. When this returns nothing of it runs any more; Ctrl-C waits for that."""
+        """Abandon the rest of the call. When this returns the call has ended; Ctrl-C waits for that."""
         self._unwanted = True
         with interrupts_deferred():
             while self._thread is not None and not self.over:
@@ -85,17 +85,18 @@ class Lane:
         except BaseException as error:
             self._error = error
         finally:
-            del self._call  # with what it holds of the micro-batch
+            del self._call  # it refers to tensors of the micro-batch
             self.over = True
             self._back.release()
 
 
 class Surroundings:
-    """What torch keeps for each thread, as it is where this is made: whether graphs are made, autocast, modes (of which
-    a default device is one), the stream.
+    """The state that torch keeps for each thread, taken when this object is made.
+
+    It is the gradient mode, autocast, the modes (a default device is one of them) and the stream.
 
     Args:
-        accelerator: that the model computes on; None: the CPU.
+        accelerator: the device that the model computes on; None: the CPU.
     """
 
     def __init__(self, accelerator: Accelerator | None) -> None:
@@ -112,11 +113,11 @@ class Surroundings:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """In this context this thread has them."""
+        """Give this thread the same state, in this context."""
         with ExitStack() as entered:
             if self._accelerator is not None:
                 entered.enter_context(self._accelerator.on(self._stream))
-            functions, dispatches = (len(modes) for modes in _modes())  # which a thread may begin with
+            functions, dispatches = (len(modes) for modes in _modes())  # modes that this thread has already
             for mode in self._functions[functions:]:
                 torch._C._push_on_torch_function_stack(mode)
                 entered.callback(torch._C._pop_torch_function_stack)
@@ -130,5 +131,5 @@ class Surroundings:
 
 
 def _modes() -> tuple[list[Any], list[Any]]:
-    """Of this thread: of functions, and of operations."""
+    """Return this thread's stacks of torch-function modes and of torch-dispatch modes."""
     return _get_current_function_mode_stack(), _get_current_dispatch_mode_stack()

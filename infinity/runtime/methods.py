@@ -1,4 +1,4 @@
-"""The methods of an offloaded model: `no_sync()`, as DistributedDataParallel has it, and `zero_grad()`."""
+"""Methods that an offloaded model gets: `no_sync()`, as in DistributedDataParallel, and `zero_grad()`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from infinity.runtime.guards import Guard
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Backward passes in this context only add to the gradients; no update speculates in them. The first one outside
-    is taken for the last before the step, so that updates begin during it:
+    """Let backward passes in this context only add to the gradients, without speculative updates.
+
+    The first pass outside is taken for the last one before the step, so that updates begin during that pass:
 
         for batch in batches[:-1]:
             with model.no_sync():
@@ -24,18 +25,18 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
         model(**batches[-1]).loss.backward()
         optim.step()
 
-    It decides when updates begin, never a bit of the result. Without it, and without `accumulation_steps=` of the
-    optimizer, each step is expected to have as many passes as the one before.
+    The context decides when updates begin, never a bit of the result. Without it, and without the optimizer's
+    `accumulation_steps=`, each step is expected to have as many passes as the step before.
 
     Raises:
         ModelError: the model was never offloaded.
-        InfinityError: it was closed.
+        InfinityError: the model was closed.
     """
     return registry.coordinator_of(model).accumulating()
 
 
 class _Method(Guard):
-    """A method of an offloaded model. Keeps nothing alive."""
+    """A method of an offloaded model. It keeps nothing alive."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._of = weakref.ref(coordinator)
@@ -54,12 +55,14 @@ class NoSync(_Method):
 
 
 _NOTHING = nn.Module()
-"""It has no parameters that torch's zero_grad would go through."""
+"""Module without parameters, so that torch's zero_grad has nothing to do."""
 
 
 class ZeroGrad(_Method):
-    """Forgets all gradients, as the optimizer's zero_grad does: they are set to None also with
-    `set_to_none=False`. Then it calls the zero_grad that the model's class has, if that is its own.
+    """Method that forgets all gradients, as the optimizer's zero_grad does.
+
+    The gradients are set to None even with `set_to_none=False`. Then the zero_grad of the model's class is called, if
+    the class has its own.
 
     Args:
         model: not kept alive.
@@ -78,7 +81,7 @@ class ZeroGrad(_Method):
 
 
 class Given:
-    """A method that was put on a model."""
+    """Handle of a method that was put on a model."""
 
     def __init__(self, model: nn.Module, name: str, method: Guard) -> None:
         self._of = weakref.ref(model)
@@ -93,7 +96,7 @@ class Given:
 
 
 def give_methods(model: nn.Module, coordinator: Coordinator) -> list[Given]:
-    """Put the methods on a model: `no_sync` on one that has none of its own."""
+    """Put the methods on a model; `no_sync` only if the model has none of its own."""
     given = [Given(model, "zero_grad", ZeroGrad(coordinator, model))]
     if not hasattr(model, "no_sync"):
         given.append(Given(model, "no_sync", NoSync(coordinator)))

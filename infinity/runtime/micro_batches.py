@@ -2,25 +2,27 @@
 
 [Note: the order of micro-batches]
 Ordinary accumulation runs one micro-batch after the other, and reads all weights for each of them. Here all
-micro-batches go through one stage (chain.py) before the next one begins:
+micro-batches pass through one stage (chain.py) before the next stage begins:
 
-    forward     stage 0: m0 m1 m2 │ stage 1: m2 m1 m0 │ …          to and fro: what one has made last is used first
-    last stage  m0 forward, m0 backward, m1 forward, m1 backward, …  so that the logits of one are there at a time
+    forward     stage 0: m0 m1 m2 │ stage 1: m2 m1 m0 │ …          to and fro: the newest output is used first
+    last stage  m0 forward, m0 backward, m1 forward, m1 backward, …  so that one micro-batch's logits exist at a time
     backward    … │ stage 1: m0 m1 m2 │ stage 0: m0 m1 m2
 
-Each parameter's gradients come in the order of the micro-batches, and are added in fp32, as they are in ordinary order;
-the random numbers of each are its own in both (random_streams.py). So both orders end in the same bits, but for
+Each parameter's gradients arrive in the order of the micro-batches and are added in fp32, as in ordinary order. Each
+micro-batch draws the same random numbers in both orders (random_streams.py). So both orders end in the same bits,
+except for
 
-    a parameter that several stages use (tied weights)     autograd adds its pieces in its dtype; here they come apart,
-                                                           and are added in fp32
+    a parameter that several stages use (tied weights)     autograd adds its pieces in its dtype; here they arrive
+                                                           separately, and are added in fp32
     a tensor that several units are given (the output      its pieces are added for each unit first, and then in fp32
     of an encoder)
-    units that some micro-batches skip                     a micro-batch may pass others in a stage that is not theirs
+    units that some micro-batches skip                     a micro-batch may run other units in a stage that is not
+                                                           the stage of those units
 
-The first two are added in the order of the groups, too, where not all micro-batches go at a time.
+If the micro-batches pass in several groups, the first two are also added group by group.
 
-The first call computes the forward of the first micro-batch once more, before all others, to learn the stages. Nothing
-comes of that forward: a run that is resumed, and learns anew, ends in the bits of one that never stopped.
+The first call computes the forward of the first micro-batch once more, before all others, to learn the stages. That
+forward has no effect: a resumed run, which learns the stages anew, ends in the same bits as a run that never stopped.
 """
 
 from __future__ import annotations
@@ -55,37 +57,38 @@ LossOf = Callable[[MicroBatch], torch.Tensor]
 def backward(
     model: nn.Module, loss_fn: LossOf[MicroBatch], micro_batches: Sequence[MicroBatch], *, vertical: bool = True
 ) -> list[torch.Tensor]:
-    """Compute the gradients of several micro-batches, which add up as after a backward pass for each. No step is taken.
+    """Compute the gradients of several micro-batches, added up as after a backward pass for each. No step is taken.
 
         losses = infinity.backward(model, lambda batch: model(**batch).loss / len(batches), batches)
         optim.step()
 
-    Where the units of the model form a chain, as in a transformer, the weights of each are fetched once for the forward
-    and once for the backward of all micro-batches ([Note: the order of micro-batches] in runtime/micro_batches.py).
-    Where they do not, one line of log says why, and the micro-batches are computed one after the other.
+    If the units of the model form a chain, as in a transformer, each unit's weights are fetched once for the forward
+    and once for the backward of all micro-batches. See [Note: the order of micro-batches] in runtime/micro_batches.py.
+    Otherwise one line of log says why, and the micro-batches are computed one after the other.
 
-    What a forward keeps for backward is kept of all micro-batches at once: without activation checkpointing that is as
-    much as one batch of them all would keep; with it, what goes from one unit to the next.
+    A forward keeps tensors for backward, and those of all micro-batches are kept at once. Without activation
+    checkpointing that is as much as one batch of all micro-batches would keep. With it, only the tensors between units
+    are kept.
 
     Each micro-batch draws random numbers of its own (of torch, numpy and Python), the same ones in either order. The
     forwards run in threads, one at a time. The first call, and the first after train() or eval(), computes the forward
-    of the first micro-batch once more, to learn which units the model has one after the other.
+    of the first micro-batch once more, to learn the order of the model's units.
 
     Args:
         model: an offloaded model, or a module around one.
-        loss_fn: calls the model with a micro-batch, once, and returns a scalar: what one would call `.backward()` on.
+        loss_fn: function that calls the model once with a micro-batch and returns the scalar to call `.backward()` on.
             It divides by the number of micro-batches, or scales, as the caller wishes.
-        micro_batches: what `loss_fn` takes, one by one; they may differ in size.
+        micro_batches: arguments of `loss_fn`, one by one; they may differ in size.
         vertical: False: ordinary accumulation, one micro-batch after the other.
 
     Returns:
-        What `loss_fn` returned for each, detached.
+        The result of `loss_fn` for each micro-batch, detached.
 
     Raises:
         ModelError: the model was never offloaded.
-        ConfigError: there is no micro-batch; the loss function returned something else than a scalar tensor.
-        others: what `loss_fn` raises, and what a forward or a backward pass of the model raises. Gradients of some
-            micro-batches may have come by then: call zero_grad(), and go on.
+        ConfigError: there is no micro-batch; the loss function did not return a scalar tensor.
+        others: errors that `loss_fn`, or a forward or backward pass of the model, raises. Some micro-batches may have
+            added their gradients by then: call zero_grad() before going on.
     """
     coordinator = registry.coordinator_of(model)
     if isinstance(micro_batches, Mapping | torch.Tensor) or not isinstance(micro_batches, Iterable):
@@ -101,7 +104,7 @@ def backward(
 
 
 def remember(model: nn.Module, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]) -> MicroBatches:
-    """These are the hooks of an offloaded model. Returns what forgets them with `remove`."""
+    """Register the hooks of an offloaded model. Call `remove` of the returned object to forget them."""
     _known[model] = MicroBatches(model, scope, ends, sites)
     return _known[model]
 
@@ -113,10 +116,10 @@ class MicroBatches:
     """The backward of one offloaded model's micro-batches. It does not keep the model alive.
 
     Attributes:
-        chain: what was learned; None: nothing was yet, or it was found wanting.
-        why_ordinary: why the micro-batches are computed one after the other; "" where they are not, or nothing was
+        chain: the learned stages; None: nothing was learned yet, or the model cannot run vertically.
+        why_ordinary: why the micro-batches are computed one after the other; "" if they are not, or nothing was
             learned yet.
-        fit: how many micro-batches memory.device has room for at a time, by what the first one kept.
+        fit: micro-batches that memory.device has room for at a time, judged by the memory that the first one kept.
     """
 
     def __init__(self, model: nn.Module, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]) -> None:
@@ -135,13 +138,13 @@ class MicroBatches:
         self._said = 0
 
     def remove(self) -> None:
-        """The model is offloaded no longer."""
+        """Forget the model, which is no longer offloaded."""
         model = self._model()
         if model is not None:
             _known.pop(model, None)
 
     def backward(self, loss_fn: LossOf[Any], micro_batches: list[Any], *, vertical: bool) -> list[torch.Tensor]:
-        """As backward()."""
+        """Compute the gradients and return the losses, as the module's function of the same name does."""
         streams = RandomStreams(len(micro_batches), self._coordinator.torch_device)
         vertical = vertical and len(micro_batches) > 1 and torch.is_grad_enabled()
         if vertical and is_hooked():
@@ -165,7 +168,7 @@ class MicroBatches:
         return losses
 
     def _groups(self, chain: Chain, count: int) -> list[range]:
-        """Micro-batches that go through the units together: as many as memory.device has room for."""
+        """Return groups of micro-batches that go through the units together, each as large as memory.device allows."""
         groups = -(-count // self.fit)
         if groups > 1 and self._said < count:
             self._said = count
@@ -183,15 +186,17 @@ class MicroBatches:
         return [range(count * at // groups, count * (at + 1) // groups) for at in range(groups)]
 
     def _room_bytes(self) -> int:
-        """What the plan leaves of memory.device for activations; where the device's memory is RAM, what is left of
-        memory.host, too."""
+        """Return the bytes of memory.device that the plan leaves for activations.
+
+        If the device's memory is RAM, the bytes that the plan leaves of memory.host are added.
+        """
         plan = self._coordinator.plan
         limits = plan.budgets.limits
         room = limits.device - plan.device_bytes
         return max(room + (limits.host - plan.host_bytes if limits.in_place else 0), 0)
 
     def _mode_now(self) -> tuple[bool, ...]:
-        """What the stages may depend on: BatchNorm changes its buffers while it trains."""
+        """Return the training flag of every module, on which stages may depend: BatchNorm in training sets buffers."""
         model = self._model()
         return () if model is None else tuple(module.training for module in model.modules())
 
@@ -211,8 +216,10 @@ class MicroBatches:
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def _learn(self, loss_fn: LossOf[Any], micro_batch: Any) -> None:
-        """Learn the stages from a forward of which nothing comes, and once more where attributes of modules change:
-        some are set once."""
+        """Learn the stages from a forward without effect.
+
+        If the forward changes attributes of modules, learn from a second forward: some attributes are set only once.
+        """
         model, said = self._model(), self.why_ordinary
         assert model is not None
         for _ in range(2):
@@ -220,7 +227,7 @@ class MicroBatches:
             chain, why = self._recorded(model, attributes, lambda: _scalar(loss_fn(micro_batch)))
             if not attributes.changed():
                 break
-        ran = self._mode_now()  # the loss function may have set it, as a Trainer's does
+        ran = self._mode_now()  # the loss function may have set the mode, as a Trainer's does
         self._modes = {mode, ran} | (self._modes if ran in self._modes else set())
         self._agree(chain, why)
         if self.why_ordinary and self.why_ordinary != said:
@@ -236,8 +243,10 @@ class MicroBatches:
     def _recorded(
         self, model: nn.Module, attributes: Attributes, forward: Callable[[], torch.Tensor]
     ) -> tuple[Chain | None, str]:
-        """The stages of a forward, and why the micro-batches cannot go through one after the other; "" where they can.
-        Buffers that the forward changes are put back."""
+        """Return the stages of a forward, and why micro-batches cannot go through them in turn; "" if they can.
+
+        Buffers that the forward changes are restored.
+        """
         before, buffers = self._scope.begun, Buffers(model)
         try:
             with self._scope.weighing() as kept:
@@ -255,7 +264,7 @@ class MicroBatches:
         return recorder.found(loss)
 
     def _agree(self, chain: Chain | None, why: str) -> None:
-        """All ranks do alike: as few micro-batches at a time as fit each of them."""
+        """Make all ranks choose alike: go through stages if every rank can, with the least `fit` of any rank."""
         fit = max(self._room_bytes() // max(0 if chain is None else chain.kept_bytes, 1), 1)
         stages = None if chain is None else [[stage.site, *stage.units] for stage in chain.stages]
         told = self._coordinator.world.tell("the stages of the model", [why, stages, fit])
@@ -268,7 +277,7 @@ class MicroBatches:
 
 
 def _scalar(loss: object) -> torch.Tensor:
-    """What a loss function returned. Raises ConfigError."""
+    """Return the scalar tensor that a loss function returned. Raises ConfigError for anything else."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"

@@ -1,5 +1,5 @@
-"""infinity.offload: from a model in memory, or one on the meta device with a source of values, to one that trains
-from the store."""
+"""infinity.offload: the way from a model in memory, or from one on the meta device with a source of values, to a model
+that trains from the store."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ def offload(
 ) -> Model:
     """Move a model's weights and optimizer states to where the swap config says, in place.
 
-    Afterwards the training loop stays as it was, with infinity.AdamW as the optimizer: each unit's weights are
-    fetched just before its forward and backward. The model has `no_sync()` then, unless it had one. A linear layer that
-    memory.device has no room for is tiled (infinity.tile).
+    The training loop need not change, except that infinity.AdamW is the optimizer. Each unit's weights are fetched
+    just before its forward and backward. The model gets a method `no_sync()` unless it already has one. A linear layer
+    that does not fit memory.device is tiled (infinity.tile).
 
     Args:
-        model: any module; its weights float32, bfloat16 or float16. May be on the meta device when `source` is given,
-            or what load_pretrained(defer=True) returned, with whatever was put into or around it since.
+        model: any module; its weights are float32, bfloat16 or float16. It may be on the meta device if `source` is
+            given, or come from load_pretrained(defer=True) and have been changed or wrapped since.
         config: path of a swap config, a mapping, a SwapConfig, or None for all defaults.
-        device: where the model computes; default: the current GPU, or the CPU where there is none.
+        device: where the model computes; default: the current GPU, or the CPU if there is no GPU.
         optimizer: the optimizer whose states to make room for: "adamw", "adam", "lion", "adagrad" or "sgd". Room made
-            for AdamW serves every other one too, and then some of it stays empty.
-        accumulation_steps: backward passes before each step, as the optimizer is told, so that the plan keeps as many
-            gradients in RAM, in fp32, as memory.host has room for, and predicts the bytes of such a step. A wrong
-            number costs time, never a bit. 1: gradients wait in 16 bits where that leaves states room in RAM. None: not
-            known; gradients have room in RAM for more passes before states have any.
-        source: gives the value of a parameter by name, instead of the model itself (infinity.load_pretrained).
-        faults: transfers to fail, for tests.
+            for AdamW serves every other optimizer, too; part of the room then stays empty.
+        accumulation_steps: backward passes before each step, the same number that the optimizer is given. The plan
+            keeps as many gradients in RAM, in fp32, as memory.host has room for, and predicts the bytes of such a step.
+            With 1, gradients wait in 16 bits where that leaves RAM for states. None: not known; gradients of further
+            passes get RAM before states do. A wrong number costs time, never a bit of the result.
+        source: function that gives the value of a parameter by name, in place of the model (infinity.load_pretrained).
+        faults: transfers that must fail, for tests.
 
     Returns:
         The same model.
@@ -91,13 +91,13 @@ def offload(
         PlanError: a budget is too small; nothing was moved.
         ModelError: the model is offloaded already, or cannot be.
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
-        StoreNotEmptyError: the swap directory holds the generations of an earlier run.
+        StoreNotEmptyError: the swap directory has the generations of an earlier run.
     """
     return offload_on(model, Terms.of(config, device, optimizer, accumulation_steps, faults), source)
 
 
 def offload_on(model: Model, terms: Terms, source: Source | None = None) -> Model:
-    """offload() on terms that are read."""
+    """Offload a model as offload() does, on terms that are already parsed."""
     _say_what_is_laid_out_anew(model)
 
     def attempt() -> Model:
@@ -117,7 +117,7 @@ def offload_on(model: Model, terms: Terms, source: Source | None = None) -> Mode
 
 
 def _say_what_is_laid_out_anew(model: nn.Module) -> None:
-    """Rows one after the other is how all weights rest."""
+    """Warn of weights in channels_last order: at home all weights are in row-major order."""
     turned = [
         name
         for name, parameter in model.named_parameters()
@@ -132,7 +132,7 @@ def _say_what_is_laid_out_anew(model: nn.Module) -> None:
 
 
 def offload_values(model: Model, terms: Terms, source: Source | None) -> Model:
-    """offload_on(), with the layers as they are."""
+    """Offload a model as offload_on() does, but never tile a layer."""
     with values_of(model) as values:
         readers, in_memory = ({}, _nowhere) if source is not None else (values.readers, values.in_memory)
         if source is None and values.deferred:
@@ -143,20 +143,20 @@ def offload_values(model: Model, terms: Terms, source: Source | None) -> Model:
 
 
 def _nowhere(name: str) -> bool:
-    """No value is in memory."""
+    """Return False: no value is in memory."""
     return False
 
 
 def resume(model: Model, terms: Terms, *, step: int | None = None, folder: str | Path | None = None) -> Model:
-    """infinity.resume of a run that had as many ranks as this one; the arguments are the same, and the errors too."""
+    """Run infinity.resume for a run that had as many ranks as this one; the arguments and errors are the same."""
     digest = None if folder is None else _digest(folder, terms.config, step)
     fill = from_generation(model, step, digest)
-    with values_of(model):  # which are not read
+    with values_of(model):  # the values are not read
         return _offload(model, replace(terms, resumes=True), fill, placeless=True)
 
 
 def _digest(folder: str | Path, config: SwapConfig, step: int | None) -> str:
-    """Of the generation that a checkpoint folder pins. Raises ResumeError."""
+    """Return the digest of the generation that a checkpoint folder pins. Raises ResumeError."""
     marker = generation_of(folder, config)
     if step not in (None, marker.step):
         raise ResumeError(f"{folder} holds step {marker.step}, and step {step} is asked for: leave step= out")
@@ -170,7 +170,7 @@ def _digest(folder: str | Path, config: SwapConfig, step: int | None) -> str:
 
 
 def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *, placeless: bool) -> Model:
-    """Args: placeless: the parameters may be on the meta device, as their values come from elsewhere."""
+    """Offload a model. `fill` writes the values home. With `placeless`, parameters may be on the meta device."""
     use()
     _require_offloadable(model, terms)
     if placeless:
@@ -189,7 +189,7 @@ def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *,
         registry.give_back_signals()
         raise
 
-    limits = coordinator.plan.budgets.limits  # measured once: what is free now is another model's
+    limits = coordinator.plan.budgets.limits  # measured once: memory that is free now belongs to another model
     host = limits.host * limits.ranks
     memory = terms.config.memory.model_copy(
         update={"host": host} if limits.in_place else {"host": host, "device": limits.device}
@@ -237,18 +237,19 @@ def _require_offloadable(model: nn.Module, terms: Terms) -> None:
 
 
 def close(model: nn.Module, *, discard: bool = False) -> None:
-    """End offloading: wait for what is in flight, finish the last commit, stop the threads. The swap file is removed,
-    unless it has generations: then the run can be resumed. The model cannot be used afterwards.
+    """End offloading: wait for transfers in flight, finish the last commit, stop the threads. Idempotent.
 
-    Idempotent.
+    The swap file is removed unless it has generations; with generations the run can be resumed. The model cannot be
+    used afterwards.
 
     Args:
-        discard: remove the generations, too: the run is over and nobody will go on from it. Several ranks remove
-            theirs once all of them have called this.
+        model: an offloaded model.
+        discard: remove the generations, too, because the run is over and will not be resumed. Each of several ranks
+            removes its own generations once all ranks have called this.
 
     Raises:
         ModelError: the model was never offloaded.
-        InfinityError: the last commit failed. With `discard`: checkpoint folders that are there pin generations, and
+        InfinityError: the last commit failed. With `discard`: existing checkpoint folders pin generations, and
             nothing was closed.
         PeerError: with `discard`, another rank did not call this: the model is closed and the generations stay.
     """
@@ -266,8 +267,10 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
 
 
 def synchronize(model: nn.Module) -> None:
-    """Wait until all updates of the last step are done. Nothing needs this to be right (fetches, evaluation, saving and
-    commits wait for what they use): it is for measuring, and for hearing of a failure now.
+    """Wait until all updates of the last step are done.
+
+    Correctness does not need this: fetches, evaluation, saving and commits wait for the updates that they depend on.
+    It is for measuring, and for learning of a failure at once.
 
     Raises:
         ModelError: the model was never offloaded.
@@ -277,7 +280,7 @@ def synchronize(model: nn.Module) -> None:
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Give meta parameters a device (autograd will not change it later); ties stay ties."""
+    """Replace meta parameters by placeholders on `device`, which autograd cannot change later. Tied ones stay tied."""
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -291,15 +294,18 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 
 
 class _WhereGraphsAreMade:
-    """The switch of a transformers layer. Where there is no graph nothing is to be recomputed; a layer that is in
-    training mode would go without its cache all the same, and `generate` would give other tokens."""
+    """Value of a transformers layer's `gradient_checkpointing`: true only while autograd records a graph.
+
+    Without a graph there is nothing to recompute. A layer in training mode would do without its cache all the same, and
+    `generate` would give other tokens.
+    """
 
     def __bool__(self) -> bool:
         return torch.is_grad_enabled()
 
 
 def _recompute(model: Any) -> None:
-    """transformers renamed the switch in version 5."""
+    """Switch activation recomputation on. Version 5 of transformers renamed the method."""
     before = {module for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
@@ -311,7 +317,7 @@ def _recompute(model: Any) -> None:
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Buffers stay on the device."""
+    """Move all buffers to the device, where they stay."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
@@ -321,7 +327,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _install(
     model: nn.Module, found: Discovery, coordinator: Coordinator, structure: Structure
 ) -> tuple[list[RemovableHandle], list[Handle]]:
-    """Put the hooks on parameters and on modules, and return them."""
+    """Install the hooks on parameters and on modules. Return the handles of both."""
     ends = BackwardEnds(coordinator)
     scope = Scope(coordinator, structure, ends)
     on_parameters = [watch_parametrizations(coordinator)]
@@ -330,7 +336,7 @@ def _install(
         on_modules.append(site.module.register_forward_pre_hook(SiteEnter(coordinator, site)))
         leave = SiteLeave(coordinator, site.units, scope)
         on_modules.append(site.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
-    # Around the sites' own hooks: a module may be both.
+    # These go around the sites' own hooks: a module may be a site and a scope.
     for module in found.scopes:
         on_modules.append(module.register_forward_pre_hook(ScopeEnter(scope), prepend=True))
         on_modules.append(module.register_forward_hook(ScopeLeave(scope), always_call=True))

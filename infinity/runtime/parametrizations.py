@@ -1,7 +1,8 @@
-"""Parametrizations that are registered while a forward or backward pass runs, as PEFT does around a stack of experts.
+"""Parametrizations that are registered during a forward or backward pass, as PEFT does around a stack of experts.
 
-torch.nn.utils.parametrize registers one with `original.set_(original)`: the version of the parameter goes up by one,
-and its values stay. Then it registers the parameter in the list of its parametrizations, which torch tells this hook.
+torch.nn.utils.parametrize registers a parametrization with `original.set_(original)`: the version of the parameter goes
+up by one, and its values stay. Then the parameter is registered in the list of its parametrizations. torch tells this
+hook of that registration.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from infinity.coordinator.coordinator import Coordinator
 
 
 class _Registered:
-    """A hook on every registration of a parameter in this process."""
+    """Hook on every registration of a parameter in this process."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -25,11 +26,11 @@ class _Registered:
         if parameter is None or name != "original" or not isinstance(module, ParametrizationList):
             return
         found = registry.find(parameter)
-        swaps = torch.__future__.get_swap_module_params_on_conversion()  # then torch sets nothing
+        swaps = torch.__future__.get_swap_module_params_on_conversion()  # then torch does not call set_
         if found is not None and found[0] is self._coordinator and not swaps:
             self._coordinator.set_to_itself(found[1])
 
 
 def watch_parametrizations(coordinator: Coordinator) -> RemovableHandle:
-    """Tell a model's coordinator of each parameter of the model that torch parametrizes."""
+    """Tell a model's coordinator of each of the model's parameters that torch parametrizes."""
     return nn.modules.module.register_module_parameter_registration_hook(_Registered(coordinator))

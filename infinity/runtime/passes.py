@@ -1,4 +1,4 @@
-"""Where the backward passes of a model begin and end."""
+"""Begin and end of a model's backward passes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.state.unit import Place
 
 
 class _Pass:
-    """The callback at the end of one of autograd's passes, which holds it for as long as the pass is under way."""
+    """Callback at the end of one of autograd's passes. Autograd keeps it alive while the pass is in progress."""
 
     def __init__(self, task: int, end: Callable[[_Pass], None]) -> None:
         self.task = task
@@ -29,24 +29,24 @@ class _Pass:
 class BackwardEnds:
     """One callback at the end of every backward pass in which a gradient arrived.
 
-    Reentrant checkpointing runs passes within passes: only the end of the outermost ends the backward. In `spanning`,
-    all passes are one. A pass that raised ends without its callback, and is known by that the callback is gone.
+    Reentrant checkpointing runs passes within passes: only the end of the outermost pass ends the backward. In
+    `spanning`, all passes are one. A pass that raised ends without its callback: its weak reference is then dead.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._spanning = False
-        self._passes: dict[int, weakref.ref[_Pass]] = {}  # by task: under way, or raised; the innermost last
+        self._passes: dict[int, weakref.ref[_Pass]] = {}  # by task: in progress, or raised; the innermost last
         self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
 
     def forget(self) -> None:
-        """A forward begins, in no backward: passes that did not end were interrupted."""
-        self._passes = {}  # another thread may be going through the old ones
+        """Forget all passes. A forward begins outside a backward, so passes that did not end were interrupted."""
+        self._passes = {}  # a new dict: another thread may be reading the old one
         self._put_back()
 
     @contextmanager
     def spanning(self, count: int) -> Iterator[None]:
-        """All passes of autograd in this context are one backward pass of the model, with so many micro-batches."""
+        """Make all of autograd's passes in this context one backward pass of the model, with `count` micro-batches."""
         self._coordinator.begin_backward(spanning=count)
         self._spanning = True
         try:
@@ -58,7 +58,7 @@ class BackwardEnds:
 
     def watch(self) -> None:
         task = torch._C._current_graph_task_id()
-        if task == -1 or task in self._passes:  # autograd numbers no two passes alike
+        if task == -1 or task in self._passes:  # autograd gives every pass its own number
             return
         under_way = self._under_way()
         if not under_way and not self._spanning:
@@ -87,8 +87,11 @@ class BackwardEnds:
         self._coordinator.end_backward(outermost=not outer)
 
     def _put_back(self) -> None:
-        """The handles of gradients that nothing was added to: torch.autograd.grad runs hooks on leaves, too, but
-        accumulates nothing, and a backward pass may have been interrupted."""
+        """Put back the handles of gradients that nothing was added to.
+
+        torch.autograd.grad runs hooks on leaves, too, but accumulates nothing. A backward pass may also have been
+        interrupted.
+        """
         for parameter, place, handle in self.taken:
             if parameter.grad is None and self._coordinator.has_gradient(place):
                 parameter.grad = handle

@@ -1,17 +1,17 @@
 """The graph of one micro-batch, cut into pieces whose backward can run one by one.
 
 [Note: cutting a graph]
-Where a unit begins, each tensor that it is given and that has a graph is replaced by one of the same memory that has
-none below it: `_Cut`. What its backward brings is added up (`_Gradient`), and `_Tail` brings it into the graph above
-when that piece is run:
+Where a unit begins, the graph is cut at each input of the unit that has a graph. `_Cut` replaces the input by a tensor
+of the same memory, without a graph below. The gradients that arrive there are added up (`_Gradient`). When the piece
+that made the original tensor is run backward, `_Tail` feeds the sum into the graph of that piece:
 
     piece 1 …──▶ x ──▶ _Tail        the root from which piece 1 is run backward
                  ┆ (the same memory)
                  _Cut ──▶ b ──▶ piece 2 …
 
-Neither keeps the memory of x alive. A tensor may be given to several units; then its gradient is the sum of what they
-bring, the last unit's first, as autograd adds them, but in fp32. Which piece made a tensor is told by the sequence
-number of its node: autograd counts the nodes that a thread makes.
+Neither keeps the memory of x alive. A tensor may be given to several units. Its gradient is then the sum of their
+contributions, the last unit's first, in autograd's order but in fp32. The sequence number of a tensor's node tells
+which piece made the tensor: autograd counts the nodes that a thread makes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Replace = Callable[[torch.Tensor], torch.Tensor]
 
 
 def next_number() -> int:
-    """The sequence number of the next node that this thread makes."""
+    """Return the sequence number of the next node that this thread makes."""
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def number_of(node: Any) -> int:
-    """The sequence number of a node of a graph."""
+    """Return the sequence number of a node of a graph."""
     return int(node._sequence_nr())
 
 
@@ -44,12 +44,13 @@ _ADVICE = (
 
 
 class _Gradient:
-    """The gradient of a tensor that crosses from one piece to others. (It does not know the tensor's node: a cycle
-    through a graph would never be collected.)
+    """Gradient of a tensor that crosses from one piece to others.
+
+    It does not refer to the tensor's node: a cycle through a graph would never be collected.
 
     Attributes:
-        total: as far as it has come; None: nothing has.
-        closed: nothing more may come.
+        total: sum so far; None: no gradient has arrived.
+        closed: whether no further gradient may arrive.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -58,7 +59,7 @@ class _Gradient:
         self.closed = False
 
     def add(self, gradient: torch.Tensor) -> None:
-        """A unit that was given the tensor brings its part. Raises ModelError: what made the tensor was run already."""
+        """Add the contribution of a unit that was given the tensor. Raises ModelError if its piece has already run."""
         if self.closed:
             raise ModelError(f"a gradient came too late for what made its tensor, {_ADVICE}")
         if self.total is None:
@@ -74,12 +75,12 @@ class _Gradient:
 
 
 class _Cut(torch.autograd.Function):
-    """The same values, with nothing below them; what comes back is added to the gradient."""
+    """Tensor of the same values without a graph below. Its incoming gradient is added to the _Gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor], gradient: _Gradient) -> torch.Tensor:
         ctx.gradient = gradient
-        return tensor[0].detach()  # no view: whoever is given it may write to it
+        return tensor[0].detach()  # no view: the receiver may write to it
 
     @staticmethod
     def backward(ctx: Any, *came: Any) -> Any:
@@ -88,7 +89,7 @@ class _Cut(torch.autograd.Function):
 
 
 class _Tail(torch.autograd.Function):
-    """A root: its backward is the gradient, which has come by then."""
+    """Root of a piece. Its backward gives the gradient that has arrived until then."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, gradient: _Gradient) -> torch.Tensor:
@@ -101,13 +102,13 @@ class _Tail(torch.autograd.Function):
 
 
 class Piece:
-    """What one micro-batch computes from one cut to the next.
+    """Computation of one micro-batch from one cut to the next.
 
     Attributes:
-        stage: that it is of (micro_batches.py).
-        begins: the number of its first node.
-        values: the tails and the gradients of what it makes and others are given.
-        loss: that it ends in.
+        stage: its stage (micro_batches.py).
+        begins: sequence number of its first node.
+        values: tails and gradients of the tensors that it makes and that other pieces are given.
+        loss: the loss, if the micro-batch ends in this piece.
     """
 
     def __init__(self, stage: int, begins: int) -> None:
@@ -118,15 +119,17 @@ class Piece:
 
     @property
     def roots(self) -> list[torch.Tensor]:
-        """What it is run backward from, as far as gradients have come."""
+        """Tensors to run the piece backward from: the loss, and tails whose gradients have arrived."""
         tails = [tail for tail, gradient in self.values if gradient.total is not None]
         return tails if self.loss is None else [*tails, self.loss]
 
     def backward(self) -> None:
-        """Run it backward, once everything that it made has its gradient. It keeps nothing alive afterwards.
+        """Run the piece backward, once all tensors that it made have their gradients.
+
+        The piece keeps nothing alive afterwards.
 
         Raises:
-            ModelError: it has parts in common with others.
+            ModelError: it has parts in common with other pieces.
         """
         roots = self.roots
         for _, gradient in self.values:
@@ -146,17 +149,17 @@ class Tape:
 
     def __init__(self) -> None:
         self._anchor = torch.empty((), requires_grad=True)
-        # By the id of the node that made the tensor, which is held so that no other has it.
+        # By the id of the node that made the tensor, and the output's number. The node is kept, so its id stays unique.
         self._crossed: dict[tuple[int, int], tuple[Any, _Gradient]] = {}
         self.pieces = [Piece(-1, 0)]
 
     def cut(self, stage: int) -> Replace:
-        """A piece begins here, in a stage. Returns what replaces the tensors that are given to it."""
+        """Begin a piece in a stage. Return the function that replaces the tensors that the piece is given."""
         self.pieces.append(Piece(stage, next_number()))
         return self._crossing
 
     def is_of(self, stage: int) -> None:
-        """The piece that began last is of another stage than was said."""
+        """Correct the stage of the piece that began last."""
         self.pieces[-1].stage = stage
 
     def _crossing(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -169,27 +172,29 @@ class Tape:
         return crossed
 
     def made_by(self, node: Any) -> Piece:
-        """The piece that has made a node, or the first one."""
+        """Return the piece that made a node, or the first piece if none did."""
         return self.pieces[bisect_right(self.pieces, number_of(node), key=lambda piece: piece.begins) - 1]
 
     def end(self, loss: torch.Tensor) -> None:
-        """The micro-batch ends in this loss."""
+        """End the micro-batch in this loss."""
         piece = self.pieces[-1] if loss.grad_fn is None else self.made_by(loss.grad_fn)
         piece.loss = loss
         self._crossed.clear()
 
     def waits(self, stage: int) -> bool:
-        """Whether the last piece of a stage has something to run."""
+        """Return whether the last piece that has not run is of this stage and has something to run."""
         return bool(self.pieces) and self.pieces[-1].stage == stage and bool(self.pieces[-1].roots)
 
     def backward(self, stage: int) -> None:
-        """Run the pieces of a stage backward, which must be the last of those that were not run."""
+        """Run the pieces of a stage backward. All later pieces must have run."""
         while self.pieces and self.pieces[-1].stage == stage:
             self.pieces.pop().backward()
 
     def edges(self, loss: torch.Tensor) -> Iterator[tuple[Any, Any, bool]]:
-        """Every edge of the graph of a loss that was not run, but for those to leaves: the node below, the node above,
-        and whether the graph is cut between them."""
+        """Yield every edge of the graph of a loss that was not run backward, except edges to leaves.
+
+        An edge is the node below, the node above, and whether the graph is cut between them.
+        """
         below = {id(gradient): node for node, gradient in self._crossed.values()}
         waiting = [] if loss.grad_fn is None else [loss.grad_fn]
         seen = {id(node): node for node in waiting}
@@ -209,15 +214,20 @@ class Tape:
 def replaced(
     args: Sequence[Any], kwargs: Mapping[str, Any], replace: Replace
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call, with another tensor in place of each that a graph has made, also in tuples. Other containers
-    stay as they are: whoever is called may write to them."""
-    made: dict[int, torch.Tensor] = {}  # a tensor that is given twice stays one
+    """Return the arguments of a call with every tensor that a graph has made replaced, also inside tuples.
+
+    Other containers stay unchanged, because the callee may write to them.
+    """
+    made: dict[int, torch.Tensor] = {}  # a tensor that is given twice is replaced once
     found = (_replaced(given, replace, made) for given in args)
     return tuple(found), {name: _replaced(given, replace, made) for name, given in kwargs.items()}
 
 
 def _replaced(given: Any, replace: Replace, made: dict[int, torch.Tensor]) -> Any:
-    """No function in a function: one that calls itself would keep the graph until Python collects cycles."""
+    """Replace the tensors of one argument.
+
+    This is no nested function: one that calls itself would keep the graph alive until Python collects cycles.
+    """
     if isinstance(given, torch.Tensor):
         if given.grad_fn is None:
             return given

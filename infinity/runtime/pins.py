@@ -1,5 +1,5 @@
-"""Checkpoint folders that pin generations: a folder holds exported weights, and its optimizer states stay in the store
-until the folder is removed or unpinned ([Note: a checkpoint folder and its generation], io/pins.py)."""
+"""Checkpoint folders that pin generations. A folder has exported weights; its optimizer states stay in the store until
+the folder is removed or unpinned ([Note: a checkpoint folder and its generation], io/pins.py)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from infinity.sharded.together import meeting
 
 
 def pin(model: nn.Module, folder: str | Path, *, into: str | Path | None = None) -> int:
-    """Make a generation of the states as they are now (infinity.commit) and have a checkpoint folder pin it: it stays
-    until the folder is unpinned. The folder gets a marker, infinity.json, by which a later process finds the
-    generation. What the folder pinned before goes. Where several ranks train the model, all of them call this, with a
-    folder that all of them see.
+    """Make a generation of the current states (infinity.commit) and let a checkpoint folder pin it.
 
-    Call it when the rest of the folder is written: a folder without a marker does not look resumable.
+    The generation stays until the folder is unpinned. The folder gets a marker, infinity.json, by which a later process
+    finds the generation. A generation that the folder pinned before is unpinned. If several ranks train the model, all
+    of them call this, with a folder that all of them see.
+
+    Call this after the rest of the folder is written: a folder without a marker does not look resumable.
 
     Args:
-        folder: made if missing.
-        into: where the folder's files are written now, if it gets the name `folder` later.
+        model: an offloaded model.
+        folder: created if missing.
+        into: directory that has the folder's files now, if it is renamed to `folder` later.
 
     Returns:
         The step of the generation.
 
     Raises:
-        PlanError: the config's `pins` are all taken; nothing was written.
+        PlanError: all `pins` of the config are in use; nothing was written.
         ConfigError: the model was offloaded with commit_every: 0.
         InfinityError: the generation could not be made, or the marker not written; the folder does not look resumable.
     """
@@ -41,9 +43,11 @@ def pin(model: nn.Module, folder: str | Path, *, into: str | Path | None = None)
 
 
 def unpin(model: nn.Module, folder: str | Path) -> None:
-    """Let the generation of a checkpoint folder go, durably; its marker goes first, if the folder is there. Does
-    nothing for a folder that pins none. Where several ranks train the model, one of them may call this alone: the
-    others let theirs go when they next pin a folder, or resume.
+    """Unpin the generation of a checkpoint folder, durably.
+
+    The marker is removed first, if the folder exists. Nothing is done for a folder that pins no generation. If several
+    ranks train the model, one of them may call this alone: the others unpin theirs when they next pin a folder, or
+    resume.
 
     Raises:
         SwapIOError: the generation stays pinned.
@@ -52,21 +56,25 @@ def unpin(model: nn.Module, folder: str | Path) -> None:
 
 
 def pinned(model: nn.Module) -> dict[Path, int]:
-    """The steps of the pinned generations by the folders that pin them, the oldest pin first. A folder that vanished is
-    among them."""
+    """Return the steps of the pinned generations by the folders that pin them, the oldest pin first.
+
+    Folders that have vanished are included.
+    """
     return pinning.pinned(registry.coordinator_of(model))
 
 
 def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapConfig | None = None) -> Marker:
-    """What the marker of a checkpoint folder says, when the swap directory has what it names; that of this rank, where
-    there are several, which all call.
+    """Return the marker of a checkpoint folder, if the swap directory has the generation that it names.
+
+    If there are several ranks, all call this, and each gets the marker of its own generation.
 
     Args:
-        config: its nvme.paths are the swap directories of the run now; None: those that the marker names.
+        folder: the checkpoint folder.
+        config: its nvme.paths are the swap directories of the run now; None: the directories that the marker names.
 
     Raises:
-        ResumeError: the folder has no marker; the swap directory holds another run or none; or the generation is gone.
-            Says what to do.
+        ResumeError: the folder has no marker; the swap directory has another run or none; or the generation is gone.
+            The message says what to do.
         PeerError: another rank failed.
     """
     resolved = load_config(config)

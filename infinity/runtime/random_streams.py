@@ -1,5 +1,5 @@
-"""Random numbers of micro-batches: each has streams of its own, so that it draws the same ones in whatever order the
-micro-batches are computed: from torch on the CPU and on the device, from numpy, and from Python."""
+"""Random streams of micro-batches: each micro-batch draws the same numbers in any order of computation. The streams are
+those of torch on the CPU and on the device, of numpy, and of Python."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ _States = tuple[list[torch.Tensor], Any, Any]
 
 
 class RandomStreams:
-    """See the top of the file. torch's generator of the CPU is drawn from once for each micro-batch, and goes on behind
-    that; the others go on as if no micro-batch had drawn.
+    """Streams of several micro-batches, see the top of the file.
+
+    torch's CPU generator is drawn from once for each micro-batch, and continues after that. The other generators
+    continue as if no micro-batch had drawn from them.
 
     Args:
-        device: that the model computes on.
+        device: the device that the model computes on.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:
@@ -30,7 +32,7 @@ class RandomStreams:
 
     @contextmanager
     def of(self, index: int) -> Iterator[None]:
-        """In this context torch draws from the stream of a micro-batch. All threads do."""
+        """Draw from the streams of a micro-batch in this context, in all threads."""
         outside = self._now()
         self._set(self._states[index])
         try:
@@ -41,7 +43,7 @@ class RandomStreams:
 
     @contextmanager
     def unchanged(self, index: int) -> Iterator[None]:
-        """As `of`; what is drawn in this context is drawn from the stream once more afterwards."""
+        """Draw from the streams of a micro-batch as in `of`, and rewind them afterwards."""
         before = self._states[index]
         with self.of(index):
             yield

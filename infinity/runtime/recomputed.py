@@ -1,18 +1,20 @@
-"""What torch.utils.checkpoint recomputes in a backward pass keeps no slot.
+"""Hooks on torch.utils.checkpoint, so that recomputation in a backward pass keeps no slot occupied.
 
 [Note: recomputed weights]
 A checkpoint around several blocks recomputes all of them before the backward of the last one. The pair of hooks around
-the forward (saved.py) sees nothing of that: it was popped long ago. So views of every block's slot would be kept,
+the forward (saved.py) does not see the recomputation: the pair was popped when the forward ended. So views of every
+block's slot would be kept,
 
     non-reentrant   by the checkpoint, whose own pair of hooks keeps the tensors that the recomputation saves
     reentrant       by the graph of the recomputation, which has no hooks
 
-and no slot could be another unit's until the backward of the checkpoint is over. Instead of a view, a non-reentrant
-checkpoint is given a `_Later` of the same shape, dtype and device to keep, and autograd gets the view in its place;
-what a reentrant one recomputes is packed by a pair of hooks. Both fetch the unit when its backward comes.
+and no slot could be given to another unit until the backward of the checkpoint is over. A non-reentrant checkpoint is
+therefore given a `_Later` of the same shape, dtype and device to keep instead of a view, and autograd gets the view
+when it asks. Views that a reentrant checkpoint recomputes are packed by a pair of hooks. Both fetch the unit when its
+backward comes.
 
-torch has no official place for this: its classes are replaced as long as there is an offloaded model. Whatever is no
-view of a slot is kept as torch keeps it.
+torch has no official extension point for this: its classes are replaced while an offloaded model exists. A tensor that
+is no view of a slot is kept as torch keeps it.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ _known: tuple[weakref.ref[SavedTensors], ...] = ()
 
 
 class _Later(torch.Tensor):
-    """A view of a unit's weights, without the weights.
+    """Stand-in for a view of a unit's weights, without the weights.
 
     Attributes:
-        saved, weight: what packed the view, and as what.
+        saved, weight: the hooks that packed the view, and the packed view.
     """
 
     saved: SavedTensors
@@ -53,7 +55,7 @@ class _Later(torch.Tensor):
         return later
 
     def view_of_now(self) -> torch.Tensor:
-        """The view that this stands for, of the slot that the unit has now."""
+        """Return the view that this stands for, of the unit's current slot."""
         return self.saved.unpack(self.weight)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -62,7 +64,7 @@ class _Later(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Of a checkpoint whose forward ran before there was an offloaded model: it hands on what it keeps."""
+        """Run the operation on the views: a checkpoint whose forward began before any offload unpacks no stand-in."""
         args, kwargs = tree_map_only(_Later, _Later.view_of_now, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -81,7 +83,7 @@ class _RecomputationHook(checkpoint._recomputation_hook):
 
 
 def _pack_with(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Pack a tensor, or what stands for it where it is a view of weights."""
+    """Pack a tensor, or its stand-in if it is a view of weights."""
     for of in _known:
         saved = of()
         weight = None if saved is None else saved.pack_weight(tensor)
@@ -123,7 +125,7 @@ _THEIRS = [vars(owner)[name] for owner, name, _ in _REPLACED]
 
 
 def free_recomputed(saved: SavedTensors) -> None:
-    """See [Note: recomputed weights]. Args: saved: of a model that is offloaded, which is not kept alive."""
+    """Begin to pack views of an offloaded model's weights ([Note: recomputed weights]). Keeps no model alive."""
     global _known
     with _lock:
         _known = (*_known, weakref.ref(saved, _forget))

@@ -1,12 +1,13 @@
-"""What autograd saves during a forward.
+"""Tensors that autograd saves during a forward.
 
 [Note: weights saved for backward]
-A saved view of a unit's weights would keep the slot alive from forward to backward, or be read after the slot was
-given to another unit. So one pair of hooks around the outermost forward packs such a view as (unit, version, dtype,
-size, stride, offset) and makes it again, from the slot the unit has then, when the backward asks. Anything else is
-packed as the detached tensor and its version, because with hooks autograd's own check for in-place changes is off.
-What was packed before an update of the unit is refused (units/room.py bumps the version; tests/runtime/test_errors.py).
-Never one pair per unit: an inner pair hides the outer one, and with it torch.utils.checkpoint's.
+A saved view of a unit's weights must not keep the slot occupied from forward to backward, and must not be read after
+the slot was given to another unit. So one pair of hooks around the outermost forward packs such a view as (unit,
+version, dtype, size, stride, offset). When the backward asks for the view, it is made again from the unit's current
+slot. Any other tensor is packed as the detached tensor and its version, because with hooks autograd's own check for
+in-place changes is off. A view that was packed before an update of the unit is refused (units/room.py bumps the
+version; tests/runtime/test_errors.py). Never install one pair per unit: an inner pair hides the outer one, and with it
+the pair of torch.utils.checkpoint.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from infinity.units.released import USE_GATHERED
 
 
 class _Graph:
-    """What one forward saves holds it: it is alive as long as its backward may come."""
+    """Token that everything saved by one forward refers to: it is alive as long as the backward may come."""
 
     __slots__ = ("__weakref__",)
 
 
 _SavedTensor = tuple[_Graph | None, torch.Tensor, int]
-"""A tensor, detached, and its version."""
+"""Graph, detached tensor, and the tensor's version."""
 
 SavedWeight = tuple[_Graph | None, int, int, torch.dtype, torch.Size, tuple[int, ...], int]
-"""A view of a unit's weights: the unit and its version, dtype, size, stride, and the offset in elements."""
+"""View of a unit's weights: graph, unit, the unit's version, dtype, size, stride, and offset in elements."""
 
 
 class Kept:
-    """Memory that a forward keeps for its backward, beside weights.
+    """Counter of the memory that a forward keeps for its backward, without weights.
 
     Attributes:
-        nbytes: so far; each piece of memory counts once.
+        nbytes: bytes so far; each storage counts once.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class Kept:
 
 
 def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """The tensor. Raises StaleWeightsError where it was modified since it had this version."""
+    """Return the tensor. Raises StaleWeightsError if it was modified since it had this version."""
     if tensor._version != version:
         raise StaleWeightsError(
             f"a tensor of shape {tuple(tensor.shape)} needed for the backward pass was modified in place "
@@ -63,21 +64,21 @@ def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def is_hooked() -> bool:
-    """Whether this thread is in a context of saved-tensor hooks. False where torch (before 2.8) does not tell."""
+    """Return whether this thread is in a context of saved-tensor hooks. False if torch (before 2.8) cannot tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether a view stands for the conjugated or negated values of its memory."""
+    """Return whether a view stands for the conjugates or the negatives of the values in its memory."""
     return tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
 
 
 class SavedTensors:
-    """The pair of hooks.
+    """The pair of saved-tensor hooks.
 
     Attributes:
-        kept: is told of what is saved; None: nobody wants to know.
+        kept: counter of saved tensors; None: nothing is counted.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -93,7 +94,10 @@ class SavedTensors:
         }
 
     def forward_begins(self) -> Callable[[], object]:
-        """What is saved from now on is of a new graph. Returns what gives None once nothing of it is kept."""
+        """Begin a new graph for tensors that are saved from now on.
+
+        Returns a function that gives None once no tensor of the graph is kept.
+        """
         self._graph = _Graph()
         return weakref.ref(self._graph)
 
@@ -111,7 +115,7 @@ class SavedTensors:
         return self._graph, tensor.detach(), tensor._version
 
     def pack_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
-        """A view of a unit's weights; None: the tensor is none, or one that its tuple would not say all of."""
+        """Pack a view of a unit's weights. Return None for other tensors and for views that a tuple cannot describe."""
         if tensor.layout != torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata

@@ -1,4 +1,4 @@
-"""What a run has done so far: counters from the engine, times from the coordinator."""
+"""Counters of a run so far: bytes from the engine, times from the coordinator."""
 
 from __future__ import annotations
 
@@ -14,28 +14,29 @@ from infinity.units.speculation import Counts
 
 @dataclass(frozen=True)
 class Statistics:
-    """Cumulative since infinity.offload.
+    """Counters since infinity.offload.
 
     Attributes:
-        numel, trainable_numel: parameters; of this rank's slices, where there are several ranks, as all bytes are.
-        state_bytes: weights, residuals and moments together, in whatever tier.
-        read_bytes, written_bytes: moved by the engine; `weight_bytes_read` of them weights for forward and backward.
+        numel, trainable_numel: parameters; with several ranks, those of this rank's slices. All bytes are this rank's.
+        state_bytes: weights, residuals and moments together, in any tier.
+        read_bytes, written_bytes: bytes that the engine moved.
+        weight_bytes_read: the part of read_bytes that is weights for forward and backward.
         io_busy_s: time with at least one transfer in flight.
         stall_s: time in which the compute thread did not compute, by cause (base/timeline.py: Cause).
-        fetch_wait_s: of it, waiting for weights or for room for them (fetch, room).
-        gradient_s: landing gradients in host memory (gradient).
-        update_s: inside optim.step, and waiting for updates (step, update).
-        device_idle_s: time in which a GPU had nothing to run because it waited for weights or for optimizer.step, by
-            its own clock; 0 on the CPU, where `stall_s` says it.
+        fetch_wait_s: part of stall_s: waiting for weights or for room for them (fetch, room).
+        gradient_s: part of stall_s: landing gradients in host memory (gradient).
+        update_s: part of stall_s: inside optim.step, and waiting for updates (step, update).
+        device_idle_s: time in which a GPU had no work because it waited for weights or for optimizer.step, by its own
+            clock; 0 on the CPU, where `stall_s` shows this.
         adam_s: time of the update's arithmetic, on its own threads.
-        steps: optimizer steps, skipped ones and those before a resume included.
-        updates: of units: speculative and right, speculative and undone, begun with the step.
-        committed: the step of the newest durable generation; None where there is none.
+        steps: optimizer steps, including skipped steps and steps before a resume.
+        updates: counts of unit updates: speculative and right, speculative and undone, begun with the step.
+        committed: the step of the newest durable generation; None if there is none.
         cached_bytes, cached_weight_bytes: optimizer states, and weights, that rest in RAM.
-        arena_bytes, slot_bytes: the one allocation, and the memory for fetched weights.
+        arena_bytes, slot_bytes: the one pinned allocation, and the memory for fetched weights.
         engine: io_uring or threads.
         device: where the model computes: cpu or cuda.
-        plan: what was decided.
+        plan: the plan of the run.
     """
 
     numel: int
@@ -103,5 +104,5 @@ def statistics(model: nn.Module) -> Statistics:
 
 
 def trained_of(trained: int, numel: int) -> str:
-    """How much of a model is trained, in words: '1,440,000 of 98,937,600 parameters'."""
+    """Return in words how much of a model is trained: '1,440,000 of 98,937,600 parameters'."""
     return f"{trained:,} of {numel:,} parameters"

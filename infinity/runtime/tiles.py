@@ -1,18 +1,18 @@
-"""infinity.tile: a linear layer whose weight is larger than the device's room for it runs in tiles of its rows.
+"""infinity.tile: tiles of rows for a linear layer whose weight is larger than the device's room for it.
 
 [Note: how a tiled layer computes]
-Each tile is a module with rows of the weight and of the bias, and so a unit of its own: while one runs, the others may
-be in the store (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). The outputs of the tiles, side by side, are those of
-the layer.
+Each tile is a module with some rows of the weight and of the bias: it is a unit of its own. While one tile runs, the
+others may be in the store (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). The outputs of the tiles, side by side, are
+the output of the layer.
 
-The gradient of the input is the sum of what the tiles bring. They bring it in fp32, and the sum is rounded once, as one
-matrix product would be. No tile's part waits for the others: a carrier goes from tile to tile, a tensor of the input's
-shape without memory. Its gradient is the sum so far:
+The gradient of the input is the sum of the tiles' contributions. The contributions are added in fp32, and the sum is
+rounded once, as one matrix product would be. No contribution has to wait for the others: a carrier passes from tile to
+tile, a tensor of the input's shape without memory. The gradient of the carrier is the sum so far:
 
     input ──▶ _Begin ──▶ carrier ──▶ tile 0 ──▶ carrier ──▶ tile 1 ──▶ …        backward: … ──▶ + tile 1 ──▶ + tile 0
     input, cut off ─────────────────▶ tile 0 ─────────────▶ tile 1
 
-So the tiles form a chain (chain.py) if the last one is given the outputs of the others.
+The last tile is given the outputs of the others, so that the tiles form a chain (chain.py).
 """
 
 from __future__ import annotations
@@ -36,40 +36,42 @@ from infinity.state.unit import ELEMENT_ALIGNMENT
 from infinity.state.values import Source
 
 _WIDE_BYTES = 16 << 20
-"""Of 16-bit weights, so much is in fp32 at a time for the gradient of the input."""
+"""Most bytes of weights in fp32 at a time while 16-bit weights are used for the gradient of the input."""
 
 _KEYS = ("weight", "bias")
 _cut: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The parameters of layers that were tiled, which no module may have any more: what they were, and references to those
-of the tiles."""
+"""Parameters of layers that were tiled, which no module may have any more. The value is a description of the parameter
+and references to the parameters of the tiles."""
 
 
 def tile(module: nn.Linear, tiles: int) -> nn.Linear:
-    """Cut a linear layer into tiles of its rows, in place, so that the device needs room for one tile's weight instead
-    of the whole. Call it before the model is offloaded:
+    """Cut a linear layer into tiles of its rows, in place.
+
+    The device then needs room for the weight of one tile instead of the weight of the layer. Call this before the
+    model is offloaded:
 
         model = infinity.load_pretrained("path/or/hub-id", "swap.yaml", defer=True)
         infinity.tile(model.lm_head, 8)
         infinity.offload(model, "swap.yaml")
 
-    infinity.offload does that by itself where memory.device has no room for a layer, and a run that is resumed, or goes
-    on from its portable copy, has the tiles that it had.
+    infinity.offload tiles a layer by itself if memory.device has no room for the layer. A run that is resumed, or that
+    continues from its portable copy, has the same tiles as before.
 
     The outputs are those of the layer. The gradients of its input are added up over the tiles in fp32 (ZeRO-Infinity,
     arXiv 2104.07857, section 5.1.3). `model.state_dict()`, infinity.save_pretrained and portable copies have the whole
-    weight, under its own name; `model.named_parameters()` has that of each tile.
+    weight, under its own name; `model.named_parameters()` has the weight of each tile.
 
     Args:
-        module: a torch.nn.Linear whose weight no other module has. It may be on the meta device, or of a model that
-            load_pretrained(defer=True) returned.
-        tiles: how many, of about as many rows each.
+        module: a torch.nn.Linear whose weight belongs to no other module. It may be on the meta device, or part of a
+            model that load_pretrained(defer=True) returned.
+        tiles: number of tiles, of about as many rows each.
 
     Returns:
         The same module.
 
     Raises:
-        ModelError: the module is no linear layer, is changed already, or is offloaded. infinity.offload raises it for a
-            weight that another module has, too.
+        ModelError: the module is no linear layer, is changed already, or is offloaded. infinity.offload also raises it
+            for a weight that belongs to another module, too.
         ConfigError: `tiles` is less than 2, or more than the layer has rows.
     """
     why = why_not(module)
@@ -100,7 +102,8 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
 
 
 class _Cut(nn.Parameter):
-    """What a layer in tiles had before. A list that still has it would take its gradient for None."""
+    """Parameter that a layer had before it was tiled. Reading its gradient raises: code that still has the parameter in
+    a list would take the gradient for None."""
 
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
@@ -111,13 +114,13 @@ class _Cut(nn.Parameter):
 
 
 def in_tiles(parameter: nn.Parameter) -> list[nn.Parameter]:
-    """The parameters that a parameter became when its layer was tiled; the parameter itself where it was not."""
+    """Return the parameters that a parameter became when its layer was tiled, or else the parameter itself."""
     found = _cut.get(parameter)
     return [parameter] if found is None else [part for each in found[1] if (part := each()) is not None]
 
 
 def why_not(module: nn.Module) -> str:
-    """Why a module cannot be tiled, whatever model it is in; "" where it can."""
+    """Return why a module cannot be tiled, whatever model contains it; "" if it can."""
     if isinstance(module, TiledLinear):
         return "this layer is in tiles already"
     if type(module) is not nn.Linear:
@@ -130,7 +133,7 @@ def why_not(module: nn.Module) -> str:
     others = module._parameters.keys() - set(_KEYS)
     if others:
         return f"this layer has a parameter '{min(others)}': tile it before it is changed"
-    # accelerate, which loads models to the meta device, leaves a layer's own forward in the layer.
+    # accelerate, which loads models to the meta device, leaves a layer's own forward as an attribute of the layer.
     forward = vars(module).get("forward", module.forward)
     if getattr(forward, "__func__", None) is not nn.Linear.forward:
         return "this layer has another forward (as of infinity.use_chunked_loss): tile it before it is changed"
@@ -138,31 +141,35 @@ def why_not(module: nn.Module) -> str:
 
 
 def _begins(rows: int, in_features: int, tiles: int) -> list[int]:
-    """The first row of each tile. Where there are rows enough, blocks of 8-bit moments (state/int8.py) are those of the
-    whole weight."""
+    """Return the first row of each tile.
+
+    If there are enough rows, tiles begin at multiples of ELEMENT_ALIGNMENT elements. Then the blocks of 8-bit moments
+    (state/int8.py) are the same as those of the whole weight.
+    """
     step = ELEMENT_ALIGNMENT // math.gcd(ELEMENT_ALIGNMENT, in_features)
     begins = [index * rows // tiles // step * step for index in range(tiles)]
     return begins if len(set(begins)) == tiles else [index * rows // tiles for index in range(tiles)]
 
 
 def _rows(parameter: nn.Parameter | None, key: str, index: int, begin: int, end: int) -> nn.Parameter | None:
-    """A tile's parameter, in memory of its own."""
+    """Return a tile's parameter, in memory of its own."""
     if parameter is None:
         return None
     if is_a_deferred(parameter):
         layer = name_of_deferred(parameter).removesuffix(key)
         return rows_of_deferred(parameter, f"{layer}{tile_name(index)}.{key}", begin, end)
     values = parameter.detach()[begin:end]
-    if parameter.is_contiguous():  # and no placeholder without memory
+    if parameter.is_contiguous():  # a placeholder, which has no memory, is not
         values = values.clone()
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Tile the layers of a model that a run had in tiles, as it had them. What does not go with the model is left.
+    """Tile the layers of a model as an earlier run had them. Layers that do not match the model are left alone.
 
     Args:
-        shapes: of the parameters of the run.
+        model: its layers are tiled in place.
+        shapes: shapes of the run's parameters, by name.
     """
     wholes = Counter(place.whole for place in rows_of(shapes).values())
     modules = dict(model.named_modules())
@@ -173,7 +180,7 @@ def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def require_untied(model: nn.Module) -> None:
-    """Raises ModelError where a layer's weight is that of another module, which still has all of it."""
+    """Raise ModelError if another module still has the whole weight of a tiled layer."""
     for name, parameter in model.named_parameters():
         if parameter in _cut:
             raise ModelError(
@@ -184,7 +191,7 @@ def require_untied(model: nn.Module) -> None:
 
 
 def by_rows(model: nn.Module, source: Source) -> Source:
-    """A source that has whole parameters, for a model with tiles. It does not keep the model alive."""
+    """Return a source for a model with tiles from a source of whole parameters. It does not keep the model alive."""
     rows = rows_of({name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)})
     if not rows:
         return source
@@ -204,7 +211,7 @@ def by_rows(model: nn.Module, source: Source) -> Source:
 
 
 def readers(model: nn.Module, source: Source) -> dict[str, Reader]:
-    """What reads the parameters of a model from a source that has whole ones, by their names."""
+    """Return readers of a model's parameters, by name, from a source of whole parameters."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     rows = rows_of(shapes)
     return {
@@ -216,7 +223,7 @@ def readers(model: nn.Module, source: Source) -> dict[str, Reader]:
 
 
 class RowTile(Tile):
-    """Rows of a linear layer.
+    """Some rows of a linear layer.
 
     Attributes:
         weight: [rows, in_features].
@@ -229,8 +236,16 @@ class RowTile(Tile):
     def forward(
         self, given: torch.Tensor, carrier: torch.Tensor | None, before: tuple[torch.Tensor, ...] | None = None
     ) -> Any:
-        """Args: before: what the other tiles made, for the last one. Returns what the tile makes and the carrier; the
-        last one returns what the layer makes."""
+        """Compute the rows of the tile.
+
+        Args:
+            given: the layer's input, [..., in_features].
+            carrier: see [Note: how a tiled layer computes]; None: the input needs no gradient.
+            before: outputs of the other tiles, for the last tile.
+
+        Returns:
+            The tile's output and the carrier; for the last tile, the layer's output.
+        """
         made = functional.linear(given, self.weight, self.bias)
         if carrier is not None:
             made, carrier = _InputGradient.apply(made, carrier, self)
@@ -238,22 +253,24 @@ class RowTile(Tile):
 
 
 class TiledLinear(nn.Linear):
-    """A linear layer in tiles: what infinity.tile makes of a torch.nn.Linear. Its weight and bias can be read as a
-    whole; they are changed by tile."""
+    """A linear layer in tiles, which infinity.tile makes from a torch.nn.Linear.
+
+    Its weight and bias can be read as a whole. To change them, change the parameters of the tiles.
+    """
 
     @property
     def tiles(self) -> list[RowTile]:
-        """In the order of their rows."""
+        """The tiles, in the order of their rows."""
         return [module for module in self._modules.values() if isinstance(module, RowTile)]
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The whole weight, put together of the tiles, to be read."""
+        """The whole weight, concatenated from the tiles, for reading only."""
         return _Whole.of([tile.weight for tile in self.tiles])
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The whole bias, put together of the tiles, to be read."""
+        """The whole bias, concatenated from the tiles, for reading only."""
         parts = [tile.bias for tile in self.tiles if tile.bias is not None]
         return _Whole.of(parts) if parts else None
 
@@ -275,7 +292,7 @@ class TiledLinear(nn.Linear):
 
 
 class _Whole(torch.Tensor):
-    """A parameter put together of its tiles. What would change it is an error: the change would be lost."""
+    """A whole parameter, concatenated from its tiles. Operations that write to it raise: the change would be lost."""
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -298,7 +315,7 @@ class _Whole(torch.Tensor):
 
 
 def _changes(name: str) -> bool:
-    """Whether an operation of this name writes to its first argument."""
+    """Return whether an operation of this name writes to its first argument."""
     if name.endswith("__"):
         return name in ("__set__", "__setitem__", "__delete__") or name in _IN_PLACE
     return name.endswith("_")
@@ -312,7 +329,7 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Begin(torch.autograd.Function):
-    """The carrier, before the first tile. Its gradient becomes that of the input."""
+    """Start of the carrier, before the first tile. The carrier's gradient becomes the gradient of the input."""
 
     @staticmethod
     def forward(ctx: Any, given: torch.Tensor) -> torch.Tensor:
@@ -327,10 +344,10 @@ class _Begin(torch.autograd.Function):
 
 
 class _InputGradient(torch.autograd.Function):
-    """Adds what a tile brings of the input's gradient to that of the carrier. The weight has its gradient elsewhere.
+    """Addition of a tile's part of the input's gradient to the carrier's gradient. The weight's gradient is separate.
 
-    The weight is read from the tile when it is needed. Were it saved, recomputation (torch.utils.checkpoint) would hold
-    the weights of all tiles of a block at the same time.
+    The weight is read from the tile when it is needed. If it were saved, recomputation (torch.utils.checkpoint) would
+    hold the weights of all tiles of a block at the same time.
     """
 
     @staticmethod
@@ -353,7 +370,7 @@ class _InputGradient(torch.autograd.Function):
 
 
 def _version(weight: nn.Parameter) -> int:
-    """It differs once the values were changed."""
+    """Return a number that differs once the values of the weight have changed."""
     found = registry.find(weight)
     if found is None:
         return weight._version
@@ -366,7 +383,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _with_product(total: torch.Tensor | None, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`total` + `gradient` @ `weight`, in fp32. Args: total: [..., in]. gradient: [..., out]. weight: [out, in]."""
+    """Return `total` [..., in] + `gradient` [..., out] @ `weight` [out, in], in fp32."""
     wide, (rows, columns) = _wide(weight.dtype), weight.shape
     found = None if total is None else total.reshape(-1, columns)
     flat = gradient.reshape(-1, rows)
@@ -384,7 +401,7 @@ def _with_product(total: torch.Tensor | None, gradient: torch.Tensor, weight: to
 
 
 def _join(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) -> None:
-    """A state_dict has whole parameters."""
+    """Replace the tiles' parameters in a state_dict by whole parameters."""
     assert isinstance(module, TiledLinear)
     for key in _KEYS:
         names = [f"{prefix}{tile_name(index)}.{key}" for index in range(len(module.tiles))]
@@ -394,7 +411,7 @@ def _join(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) 
 
 
 def _split(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-    """Whole parameters of a state_dict become those of the tiles. One of another shape is left, as unexpected."""
+    """Split whole parameters of a state_dict into those of the tiles. Other shapes stay, as unexpected keys."""
     done = set()
     for name, place in rows_of({name: parameter.shape for name, parameter in module.named_parameters()}).items():
         whole = state_dict.get(prefix + place.whole)

@@ -1,13 +1,14 @@
-"""Tiling by itself: where the device has no room for a linear layer, infinity.offload cuts it into as many tiles as the
-plan needs.
+"""Automatic tiling: if the device has no room for a linear layer, infinity.offload cuts the layer into as many tiles as
+the plan needs.
 
 [Note: which layers, and how many tiles]
-While one module runs the weights of the next one are fetched, so a weight of more than half of memory.device never has
-room beside its like. The layers that have one are cut into tiles of a quarter of memory.device, of an eighth, and so
-on, until the plan fits. What is tried is a skeleton of the model: its modules without values. If no size fits, the
-error is that of the model as it was. So it is where no layer is as large as that, and blocks of several are.
+While one module runs, the weights of the next one are fetched. So two weights of more than half of memory.device never
+fit at the same time. The layers that have such a weight are cut into tiles of a quarter of memory.device, of an eighth,
+and so on, until the plan fits. Each size is tried on a skeleton of the model: its modules without values. If no size
+fits, the error is that of the original model. The same holds if no layer is that large, but blocks of several layers
+are.
 
-All ranks have the same model, and plan with the same memory: they find the same tiles.
+All ranks have the same model, and plan with the same memory. So they find the same tiles.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ _SHARES = (4, 8, 16, 32, 64)
 
 
 def tile_to_fit(model: nn.Module, error: DeviceRoomError, plan: Callable[[nn.Module], object]) -> bool:
-    """Tile the layers that the device has no room for, if the plan fits then, and say so.
+    """Tile the layers that the device has no room for, if the plan then fits, and log it.
 
     Args:
-        error: of the plan of the model as it is.
-        plan: makes the plan of a model like this one, or raises DeviceRoomError.
+        model: its layers are tiled in place.
+        error: the error of the plan for the model as it is.
+        plan: function that makes the plan of a model like this one, or raises DeviceRoomError.
 
     Returns:
-        Whether it fits then.
+        Whether the plan fits with tiles.
     """
     limit, layers = error.limit_bytes, dict(model.named_modules())
     large = {name: nbytes for name, nbytes in _layers(model).items() if 2 * nbytes > limit}
@@ -69,7 +71,7 @@ def _fits(model: nn.Module, tiles: Mapping[str, int], plan: Callable[[nn.Module]
 
 
 def _layers(model: nn.Module) -> dict[str, int]:
-    """The bytes of weights of each layer that can be tiled, by its name. Those with tied weights cannot."""
+    """Return the bytes of weights of each layer that can be tiled, by name. Layers with tied weights cannot."""
     users = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     return {
         name: sum(each.numel() * each.element_size() for each in module.parameters())
@@ -83,7 +85,7 @@ def _rows(layer: nn.Module) -> int:
 
 
 def _skeleton(model: nn.Module) -> nn.Module:
-    """The modules of a model with parameters on the meta device and nothing else."""
+    """Return the modules of a model with parameters on the meta device and nothing else."""
     parameters: dict[int, nn.Parameter] = {}
     modules: dict[int, nn.Module] = {}
 

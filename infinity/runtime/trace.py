@@ -1,10 +1,11 @@
-"""infinity.trace: a timeline of what a model does, for Perfetto: compute, fetch, gradient, update, read, write.
+"""infinity.trace: a timeline of a model for Perfetto: compute, fetch, gradient, update, read, write.
 
 [Note: what is in a trace]
 Compute, fetches, gradients and stalls come from the coordinator's timeline; tiles from the update pipeline; reads and
-writes from the engine, one event a request, drawn from when the device got it to when it was done. A request that ended
-while the trace was open is in it; one that was still under way at its end is not. A transfer's unit and state are those
-of the extent it begins in; its step that of the update it belongs to, or else the one that was running.
+writes from the engine. A request is one event, drawn from the moment when the device got the request to its completion.
+A request that ended while the trace was open is included; one that was still in flight at the end is not. A transfer
+has the unit and state of the extent in which it begins. Its step is that of the update it belongs to, or else the step
+that was running.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
-    """Record what an offloaded model does while this is open; then write it to `path`.
+    """Record the activity of an offloaded model in this context, then write the trace to `path`.
 
         with infinity.trace(model, "out.json"):
             for batch in itertools.islice(loader, 3): ...
 
     Open the file in https://ui.perfetto.dev or chrome://tracing. It has rows for steps, compute (forward and backward
-    of each unit), stalls (named by cause), fetches, gradients, updates, and reads and writes of weights and states;
-    every event names its unit, step and bytes. Tracing changes no bit of the result. A step of a large model makes
-    thousands of events of about 250 bytes: trace a few steps. Memory for them is bounded; what does not fit is counted,
-    warned of, and named in the file ("otherData").
+    of each unit), stalls (named by cause), fetches, gradients, updates, and reads and writes of weights and states.
+    Every event names its unit, step and bytes. Tracing changes no bit of the result. A step of a large model makes
+    thousands of events of about 250 bytes: trace a few steps. Memory for events is bounded. Events that do not fit are
+    counted, warned of, and named in the file ("otherData").
 
     Args:
-        path: is replaced; its directory must exist.
+        model: an offloaded model.
+        path: file that is replaced; its directory must exist.
 
     Raises:
         ModelError: the model is not offloaded.
@@ -57,7 +59,7 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
     coordinator.timeline.record()
     logs = coordinator.native_logs()
     for log in logs:
-        log.take_trace()  # what ended after an earlier trace was written
+        log.take_trace()  # drops events that ended after an earlier trace was written
         log.trace(True)
     try:
         yield
@@ -67,7 +69,7 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
 
 
 def require_writable(path: str | Path) -> Path:
-    """`path`, absolute. Raises ConfigError when no file can be written there."""
+    """Return `path`, absolute. Raises ConfigError if no file can be written there."""
     target = Path(path).expanduser().absolute()
     try:
         files.require_replaceable(target)
@@ -77,7 +79,7 @@ def require_writable(path: str | Path) -> Path:
 
 
 def _stop(log: Any) -> Recorded | None:
-    """None when the model was closed meanwhile."""
+    """Stop recording and return the events; None if the model was closed meanwhile."""
     try:
         log.trace(False)
         return take(log)
@@ -109,7 +111,7 @@ def _write(
 
 
 class _Events:
-    """What was recorded, as bars with names."""
+    """The recording, as bars with names."""
 
     def __init__(self, coordinator: Coordinator, recording: Recording) -> None:
         self._units = [unit.name for unit in coordinator.units]
@@ -130,7 +132,7 @@ class _Events:
                 yield self._of_tile(tile)
 
     def _step_at(self, ns: int) -> int:
-        """The step that was running."""
+        """Return the step that was running."""
         return self._step_numbers[int(np.searchsorted(self._step_ends, ns, side="right"))]
 
     def _of_span(self, span: Span) -> Iterator[Event]:
@@ -176,7 +178,7 @@ class _Events:
 
 
 class _Extents:
-    """Which extent a byte of the swap file belongs to, in whatever copy."""
+    """Lookup of the extent that a byte of the swap file belongs to, in any of the extent's copies."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         placed = sorted(((offset, extent) for extent in extents for offset in extent.offsets), key=lambda pair: pair[0])
@@ -184,7 +186,7 @@ class _Extents:
         self._extents = [extent for _, extent in placed]
 
     def at(self, offset: int) -> Extent | None:
-        """None where no extent is."""
+        """Return the extent at an offset; None if there is none."""
         index = int(np.searchsorted(self._offsets, offset, side="right")) - 1
         if index < 0:
             return None

@@ -1,4 +1,4 @@
-"""What a run keeps beside its states: schedulers, loaders, anything with a state_dict."""
+"""State that a run keeps beside its unit states: schedulers, loaders, anything with a state_dict."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from infinity.errors import ModelError
 
 
 def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful) -> int:
-    """Keep the state of these objects in every generation; in a resumed run, give them back theirs.
+    """Keep the state of these objects in every generation; in a resumed run, restore it.
 
-    Call it once they are all made, before the first step:
+    Call this once all objects are made, before the first step:
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optim, factor)
         done = infinity.track(scheduler, loader)
         for step in range(done, steps): ...
 
-    Optimizers need not be given: their steps are kept as they are; their learning rates and the like are given back
-    here, as torch's load_state_dict does. A loader is watched: what a commit keeps is everything as it was when the
-    loader was asked for the next batch (durable/tracked.py). Where no loader is tracked it is as it was when the next
-    training forward began; infinity.commit is for other loops.
+    Optimizers need not be given: their steps are kept anyway. In a resumed run this call restores their learning rates
+    and other hyperparameters, as torch's load_state_dict does. A loader is watched: a commit keeps everything as it was
+    when the loader was asked for the next batch (durable/tracked.py). Without a tracked loader, a commit keeps the
+    random numbers as they were when the step ended, and everything else as it was when the next training forward began.
+    For other loops there is infinity.commit.
 
     Args:
-        objects: with state_dict and load_state_dict, whose values are numbers, strings, lists, tuples, dicts, bytes,
-            tensors and numpy arrays. They are known by their class and their number among those of it.
+        objects: objects with state_dict and load_state_dict, whose values are numbers, strings, lists, tuples, dicts,
+            bytes, tensors and numpy arrays. An object is known by its class and its position among those of its class.
         named: the same, known by these names.
-        model: the offloaded model; needed only where there are several.
+        model: the offloaded model; needed only if there are several.
 
     Returns:
-        The optimizer steps that are done: 0 at the beginning, the step of the generation in a resumed run.
+        The number of optimizer steps done: 0 at the beginning, the step of the generation in a resumed run.
 
     Raises:
         ConfigError: an object has no state_dict, or one that cannot be kept; says what to use instead.
@@ -41,14 +42,15 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
 
 
 def commit(model: nn.Module) -> None:
-    """Make the states as they are now a generation, durable when this returns.
+    """Make a generation of the current states. It is durable when this returns.
 
-    With commit_every this happens by itself. Call it at the end of an iteration that does more than step and schedule
-    (evaluation that draws random numbers, a tracked loader asked for several batches), or to commit between.
+    With commit_every this happens automatically. Call it at the end of an iteration that does more than step and
+    schedule, such as evaluation that draws random numbers, or several batches from a tracked loader. Call it also to
+    commit in between.
 
     Raises:
         ConfigError: the run keeps no generations: commit_every is 0, or auto found no room for them.
-        InfinityError: it could not be made; what can be resumed is the generation before.
+        InfinityError: the generation could not be made; the generation before can be resumed.
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
@@ -56,10 +58,10 @@ def commit(model: nn.Module) -> None:
 
 
 def finish_commit(model: nn.Module) -> None:
-    """If a commit is under way, finish it now instead of before the next training forward: the iteration is over.
+    """Finish a commit in progress now, at the end of the iteration, instead of before the next training forward.
 
     Raises:
-        InfinityError: it could not be made.
+        InfinityError: the generation could not be made.
     """
     registry.coordinator_of(model).end_iteration()
 

@@ -1,4 +1,5 @@
-"""All micro-batches through one stage after the other ([Note: the order of micro-batches] in micro_batches.py)."""
+"""Vertical micro-batches, which all go through one stage before the next ([Note: the order of micro-batches] in
+micro_batches.py)."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from infinity.runtime.random_streams import RandomStreams
 
 
 class _Forward(Forward):
-    """The forward of one micro-batch, in a lane, where it waits for each stage.
+    """The forward of one micro-batch, in a lane, which waits at the begin of each stage.
 
     Attributes:
-        loss: that it ended in; detached, once it has ended.
+        loss: the loss that it ended in; detached after the end.
     """
 
     loss: torch.Tensor
@@ -64,8 +65,8 @@ class Vertical:
     """Micro-batches that go through the stages together. Used once.
 
     Args:
-        streams: of all micro-batches of a call.
-        numbers: of these among them.
+        streams: random streams of all micro-batches of a call.
+        numbers: positions of these micro-batches among all of the call.
     """
 
     def __init__(self, scope: Scope, ends: BackwardEnds, chain: Chain, streams: RandomStreams, numbers: range) -> None:
@@ -80,7 +81,7 @@ class Vertical:
     def run(
         self, loss_fn: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any], sites: Sequence[Site]
     ) -> list[torch.Tensor]:
-        """Compute the gradients. Returns the losses, detached."""
+        """Compute the gradients, and return the losses, detached."""
         surroundings = Surroundings(self._coordinator.accelerator)
         forwards = [_Forward(self, partial(loss_fn, each), surroundings) for each in micro_batches]
         try:
@@ -106,12 +107,12 @@ class Vertical:
                 if any(forward.tape.waits(stage) for forward in forwards):
                     self.keep(stage)
                 for index, forward in numbered:
-                    self._resume(stage, index, forward)  # forward through the last stage; the others are behind
+                    self._resume(stage, index, forward)  # forward through the last stage; the others are done
                     self._backward(stage, index, forward)
                 self._give_back()
 
     def _resume(self, stage: int, index: int, forward: _Forward) -> None:
-        if forward.stage != stage or forward.lane.over:  # it has skipped the stage
+        if forward.stage != stage or forward.lane.over:  # the micro-batch has skipped the stage
             return
         with self._streams.of(self._numbers[index]):
             forward.resume()
@@ -128,7 +129,7 @@ class Vertical:
         return next(stage for stage in range(-1, len(self.chain.stages)) if unit in self.chain.units_of(stage))
 
     def keep(self, stage: int) -> None:
-        """The one unit whose weights a stage has fetched stays on the device until the last micro-batch has passed."""
+        """Keep a stage's fetched unit, if it has only one, on the device until the last micro-batch has passed."""
         units = [index for index in self.chain.units_of(stage) if index not in self._coordinator.staying]
         if len(units) == 1 and not self._kept:
             self._coordinator.acquire(units[0])

@@ -8,18 +8,20 @@ from infinity.coordinator import registry
 
 
 def nbytes_of(module: nn.Module) -> int:
-    """Of its parameters."""
+    """Return the bytes of a module's parameters."""
     return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
 
 
 def host_bytes_of(model: nn.Module) -> int:
-    """What memory.host is for an offloaded model."""
+    """Return the bytes of memory.host that the plan of an offloaded model has."""
     return registry.coordinator_of(model).plan.budgets.limits.host
 
 
 def fits_memory(model: nn.Module, module: nn.Module | None = None) -> bool:
-    """Whether memory.host has room for all weights of an offloaded model, or of a module of it. True for a model that
-    is in memory."""
+    """Return whether memory.host has room for all weights of an offloaded model, or of one of its modules.
+
+    True for a model that is in memory.
+    """
     if not registry.is_offloaded(model):
         return True
     return nbytes_of(model if module is None else module) <= host_bytes_of(model)
