@@ -1,1 +1,1 @@
-"""The optimizer: a real torch.optim.Optimizer whose states are in the store."""
+"""The optimizers: real subclasses of torch.optim.Optimizer whose states are in the store."""

@@ -16,7 +16,7 @@ from infinity.state.moments import OptimizerName
 
 
 class Adagrad(OffloadedOptimizer):
-    """Duchi, Hazan & Singer 2011, as torch.optim.Adagrad.
+    """Adagrad (Duchi, Hazan & Singer 2011), as torch.optim.Adagrad.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own hyperparameters.
@@ -24,7 +24,7 @@ class Adagrad(OffloadedOptimizer):
         max_grad_norm, seed: see OffloadedOptimizer.
 
     Raises:
-        ModelError: a parameter is not offloaded, or they are of several models.
+        ModelError: a parameter is not offloaded, or the parameters are of several models.
         ConfigError: a hyperparameter is out of range.
     """
 

@@ -84,12 +84,12 @@ class AdamW(Adam):
         betas, eps, weight_decay, maximize: as torch.optim.AdamW.
         amsgrad: refused when True.
         max_grad_norm: clip the gradients of all groups together to this norm, exactly; None: do not clip.
-        seed: of stochastic rounding, see OffloadedOptimizer.
-        accumulation_steps: backward passes before each step; None: as many as the last time.
+        seed: seed of stochastic rounding, see OffloadedOptimizer.
+        accumulation_steps: backward passes before each step; None: as many as before the previous step.
         torchs: torch's foreach, fused, capturable, differentiable (TorchOptions).
 
     Raises:
-        ModelError: a parameter is not offloaded, or they are of several models.
+        ModelError: a parameter is not offloaded, or the parameters are of several models.
         ConfigError: a hyperparameter is out of range.
     """
 

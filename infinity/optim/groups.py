@@ -1,5 +1,5 @@
-"""What an optimizer is given: groups of offloaded parameters, in any of the forms that torch takes, and what it is to
-do with each group."""
+"""Param groups of an optimizer: offloaded parameters, in any of the forms that torch takes, with the hyperparameters of
+each group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NO_STATES = (
     "until the optimizer of the other parameters is made, then set it to False, and add_param_group takes the "
     "parameter once it is unfrozen."
 )
-_FIXED = (bool, int, float, str, type(None))  # types of hyperparameters that nobody can change in place
+_FIXED = (bool, int, float, str, type(None))  # immutable types of hyperparameters
 
 
 class GroupedOptimizer(torch.optim.Optimizer, ABC):
@@ -72,22 +72,22 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     rule: ClassVar[OptimizerName]
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
-        """The states kept per parameter of a group, by torch's name for them, and where each is stored."""
+        """Return the states kept per parameter of a group: torch's name of each, and the name it is stored under."""
         return KEPT[self.rule]
 
     @abstractmethod
     def check(self, group: Mapping[str, Any]) -> None:
-        """Raises ConfigError when a hyperparameter of a group is out of range."""
+        """Raise ConfigError if a hyperparameter of a group is out of range."""
 
     @abstractmethod
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The rule and what it needs, as _native.Segment takes them."""
+        """Return the rule and its hyperparameters, as _native.Segment takes them."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch, for offloaded parameters of the same model.
+        """Add a group, as torch does. Its parameters must be offloaded parameters of the same model.
 
         Raises:
-            ModelError, ConfigError: as the constructor; the optimizer is as it was.
+            ModelError, ConfigError: as the constructor; the optimizer is unchanged then.
         """
         coordinator, places = self._find(parameters_of(param_group))
         try:
@@ -101,8 +101,10 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def _take_in(self) -> None:
-        """Take param groups that were put in the place of these, with other parameters: Lightning's BaseFinetuning puts
-        them there where a run goes on. Raises as add_param_group; nothing is changed then."""
+        """Take over param groups that other code has assigned to `param_groups`, with other parameters.
+
+        Lightning's BaseFinetuning assigns them when a run continues. Raises as add_param_group; then nothing changes.
+        """
         given = self.param_groups
         if all(parameter in self._places for group in given for parameter in group["params"]):
             return
@@ -116,7 +118,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def _find(self, parameters: Sequence[torch.Tensor]) -> tuple[Coordinator | None, dict[nn.Parameter, Place]]:
-        """Where the parameters of a new group are; None and nothing of an empty one."""
+        """Return the coordinator and the places of a new group's parameters. An empty group adds no place."""
         coordinator, places, new = self._coordinator, dict[nn.Parameter, Place](), len(self.param_groups)
         taken = {id(parameter): index for index, group in enumerate(self.param_groups) for parameter in group["params"]}
         for parameter in parameters:
@@ -143,7 +145,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         return coordinator, places
 
     def _enter(self, coordinator: Coordinator | None, places: dict[nn.Parameter, Place]) -> None:
-        """Take up the last group, whose parameters are in these places."""
+        """Register the last group, whose parameters have these places."""
         index = len(self.param_groups) - 1
         self._check(index, self.param_groups[index])
         if coordinator is None:
@@ -158,7 +160,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             self._members.setdefault(place.unit.index, {})[parameter] = index
 
     def _check(self, index: int, group: Mapping[str, Any]) -> None:
-        """Raises ConfigError that names the param group and the hyperparameter that is out of range."""
+        """Raise a ConfigError that names the param group if one of its hyperparameters is out of range."""
         try:
             self.check(group)
             require_seed(group)
@@ -183,7 +185,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         return self._coordinator
 
     def _require_sound(self) -> None:
-        """The groups are as the constructor would take them, whatever was done to them since."""
+        """Raise unless the constructor would still take the groups, which other code may have changed."""
         self._require_in_range()
         seen: set[nn.Parameter] = set()
         for index, group in enumerate(self.param_groups):
@@ -199,7 +201,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
                 seen.add(parameter)
 
     def _require_in_range(self) -> None:
-        """Raises ConfigError for what a scheduler or the user has set since."""
+        """Raise ConfigError if a scheduler or the user has set a value that is out of range."""
         max_grad_norm_of(self.max_grad_norm)
         require_accumulation_steps(self.accumulation_steps)
         named = ("params", "param_names")
@@ -220,7 +222,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
 
 def _typed(value: Any) -> tuple[Any, ...] | None:
-    """A value and its types, as True is not 1 here; None for one that could be changed in place."""
+    """Return a value and its types, because True is not 1 here; None for a value that could change in place."""
     values = value if isinstance(value, tuple) else (value,)
     if not all(isinstance(each, _FIXED) for each in values):
         return None
@@ -228,10 +230,10 @@ def _typed(value: Any) -> tuple[Any, ...] | None:
 
 
 def groups_of(params: Any) -> list[dict[str, Any]]:
-    """Param groups from the first argument of an optimizer.
+    """Return param groups from the first argument of an optimizer.
 
     Raises:
-        ConfigError: it is nothing that holds parameters, or it holds none.
+        ConfigError: the argument is no collection of parameters, or is empty.
     """
     if isinstance(params, Mapping):
         raise ConfigError("params is one param group: give a list of them, [{'params': ...}]")
@@ -245,10 +247,10 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
 
 
 def parameters_of(group: Any) -> list[torch.Tensor]:
-    """The parameters of a param group; its "params" are a list afterwards.
+    """Return the parameters of a param group, and make its "params" a list.
 
     Raises:
-        ConfigError: they are not given as a param group has them.
+        ConfigError: the parameters are not given in the form of a param group.
     """
     if not isinstance(group, dict) or "params" not in group:
         raise ConfigError(f"a param group is a dict with 'params', not {reprlib.repr(group)}")
@@ -273,7 +275,7 @@ def _listed(params: Any) -> list[Any]:
 
 
 def _parameter_of(given: Any) -> torch.Tensor:
-    """Of a parameter, or a (name, parameter) of model.named_parameters()."""
+    """Return the parameter itself, given a parameter or a (name, parameter) pair of model.named_parameters()."""
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], str):
         given = given[1]
     if not isinstance(given, torch.Tensor):

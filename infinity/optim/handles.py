@@ -1,4 +1,4 @@
-"""What `state_dict()` says instead of gigabytes: where a state is. And what `load_state_dict()` may be given."""
+"""Handles that `state_dict()` gives in place of gigabytes of states, and checks of `load_state_dict()`'s argument."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from infinity.errors import ConfigError
 
 @dataclass(frozen=True)
 class StateHandle:
-    """Names one optimizer state of one parameter in the store. It can be pickled: what is saved is a mapping with the
-    attributes, which processes without infinity and `torch.load(weights_only=True)` can read, and the state is where
-    it was: in the run's store.
+    """Name of one optimizer state of one parameter in the store.
+
+    It can be pickled. The pickle is a mapping with the attributes, which processes without infinity and
+    `torch.load(weights_only=True)` can read. The state itself stays in the run's store.
 
     Attributes:
         parameter, state: fully qualified name, and torch's name of the state.
-        step: the parameter's optimizer step after which it was taken.
-        run: the id of the store ("" where all states are in RAM), which a resumed run keeps.
+        step: the parameter's optimizer step after which the handle was made.
+        run: the id of the store ("" if all states are in RAM), which a resumed run keeps.
     """
 
     parameter: str
@@ -39,16 +40,17 @@ class StateHandle:
 
     @staticmethod
     def read(saved: Any) -> Any:
-        """The handle that was saved as this mapping; anything else is returned as it is."""
+        """Return the handle that was saved as this mapping. Return anything else unchanged."""
         names = {field.name for field in fields(StateHandle)}
         return StateHandle(**saved) if isinstance(saved, Mapping) and saved.keys() == names else saved
 
 
 def parts_of(state_dict: Any, sizes: Sequence[int]) -> tuple[list[Mapping[str, Any]], Mapping[Any, Mapping[str, Any]]]:
-    """The param groups and the states of an optimizer's state_dict.
+    """Return the param groups and the states of an optimizer's state_dict.
 
     Args:
-        sizes: parameters in each param group of the optimizer that takes it.
+        state_dict: the argument of the optimizer's load_state_dict.
+        sizes: number of parameters in each param group of that optimizer.
 
     Raises:
         ConfigError: it is no state_dict of an optimizer, or its param groups are others.
@@ -70,7 +72,7 @@ def parts_of(state_dict: Any, sizes: Sequence[int]) -> tuple[list[Mapping[str, A
 
 
 def _is_group(group: Any) -> bool:
-    """Its "params" number the parameters, or name them."""
+    """Return whether this is a param group whose "params" are numbers or names of parameters."""
     if not isinstance(group, Mapping) or not isinstance(group.get("params"), list | tuple):
         return False
     return all(isinstance(key, int | str) for key in group["params"])

@@ -1,4 +1,4 @@
-"""What an optimizer is told: numbers within their ranges, flags, and torch's options of how to compute."""
+"""Checks of an optimizer's arguments: numbers within their ranges, flags, and torch's options on how to compute."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class TorchOptions(TypedDict, total=False):
-    """Options of torch's optimizers that say how to compute and not what.
+    """Options of torch's optimizers that choose an implementation, and not a result.
 
     Attributes:
-        foreach, fused: accepted, and nothing changes: the update is one pass over each parameter anyway.
-        capturable, differentiable: refused, as is decoupled_weight_decay where the other of Adam and AdamW is meant.
+        foreach, fused: accepted without effect: the update is one pass over each parameter anyway.
+        capturable, differentiable: refused. decoupled_weight_decay is refused, too, if it asks for the other one of
+            Adam and AdamW.
     """
 
     foreach: bool | None
@@ -40,21 +41,21 @@ _REFUSED = {
 
 
 def require_possible(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option of torch's that would have another result here."""
+    """Raise ConfigError for an option of torch's optimizers whose result would differ here."""
     for name, reason in _REFUSED.items():
         if options.get(name):
             raise ConfigError(f"{name}=True: {reason}.")
 
 
 def say_ignored(options: Mapping[str, Any]) -> None:
-    """One line for the options of torch's that change nothing here."""
+    """Log one line on options of torch's optimizers that have no effect here."""
     ignored = [f"{name}={options[name]}" for name in ("foreach", "fused") if options.get(name) is not None]
     if ignored:
         logger.info("%s changes nothing: the update is one fused pass over each parameter", ", ".join(ignored))
 
 
 def number(name: str, value: Any) -> float:
-    """A hyperparameter that is a number, of Python or numpy, or a tensor with one element.
+    """Return a hyperparameter as a float. It may be a number of Python or numpy, or a tensor with one element.
 
     Raises:
         ConfigError: it is something else.
@@ -75,8 +76,10 @@ def number(name: str, value: Any) -> float:
 
 
 def require_range(group: Mapping[str, Any], **limits: tuple[float, float]) -> None:
-    """Raises ConfigError unless each named hyperparameter of a param group is a number with low <= value < high, and
-    `betas` two of them."""
+    """Raise ConfigError unless each named hyperparameter of a param group is a number with low <= value < high.
+
+    `betas` must be two such numbers.
+    """
     for name, (low, high) in limits.items():
         value = _entry(group, name)
         if name != "betas":
@@ -100,7 +103,7 @@ def _require_between(name: str, value: Any, low: float, high: float) -> None:
 
 
 def require_flags(group: Mapping[str, Any], *names: str) -> None:
-    """Raises ConfigError unless each named hyperparameter of a param group is True or False."""
+    """Raise ConfigError unless each named hyperparameter of a param group is True or False."""
     for name in names:
         value = _entry(group, name)
         if not isinstance(value, bool | np.bool_):
@@ -108,7 +111,7 @@ def require_flags(group: Mapping[str, Any], *names: str) -> None:
 
 
 def require_seed(group: Mapping[str, Any]) -> None:
-    """Raises ConfigError unless the group's `seed` is a whole number of 64 bits."""
+    """Raise ConfigError unless the group's `seed` is an unsigned 64-bit integer."""
     value = _entry(group, "seed")
     try:
         known = not isinstance(value, bool) and 0 <= operator.index(value) < 2**64
@@ -119,7 +122,7 @@ def require_seed(group: Mapping[str, Any]) -> None:
 
 
 def max_grad_norm_of(value: Any) -> float | None:
-    """Raises ConfigError for what is neither a positive number nor None."""
+    """Return max_grad_norm as a float or None. Raises ConfigError if it is neither a positive number nor None."""
     if value is None:
         return None
     norm = number("max_grad_norm", value)

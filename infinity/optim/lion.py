@@ -1,4 +1,4 @@
-"""Lion on offloaded parameters: one moment, so half of Adam's."""
+"""Lion on offloaded parameters: one moment, half as many as Adam."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Lion(OffloadedOptimizer):
 
     Args:
         params: parameters of one offloaded model, or param groups with their own `lr`, `betas`, `weight_decay`.
-        lr: a third to a tenth of AdamW's, the paper says, with a weight decay as many times larger.
+        lr: learning rate; the paper recommends a third to a tenth of AdamW's, with a weight decay larger by as much.
         max_grad_norm, seed: see OffloadedOptimizer.
 
     Raises:
-        ModelError: a parameter is not offloaded, or they are of several models.
+        ModelError: a parameter is not offloaded, or the parameters are of several models.
         ConfigError: a hyperparameter is out of range.
     """
 

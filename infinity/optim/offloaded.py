@@ -1,4 +1,4 @@
-"""What every optimizer on offloaded parameters does: clip by the exact global norm, then update unit by unit, tile by
+"""Base of all optimizers on offloaded parameters: clip by the exact global norm, then update unit by unit, tile by
 tile."""
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from infinity.state.unit import Place
 logger = logging.getLogger(__name__)
 
 _SKIPS_IN_A_ROW_MAX = 5
-_NAMES = ("params", "param_names")  # of a param group: what it is of; the rest are hyperparameters
+_NAMES = ("params", "param_names")  # keys of a param group that name its parameters; the rest are hyperparameters
 
 
 class _Active(NamedTuple):
-    """A parameter with a gradient. Attributes: group: its param group."""
+    """A parameter with a gradient. `group` is its param group."""
 
     parameter: nn.Parameter
     place: Place
@@ -44,7 +44,7 @@ class _Active(NamedTuple):
 
 
 class _State(dict[str, Any]):
-    """`optimizer.state[parameter]`: its step. Its moments are in the store."""
+    """`optimizer.state[parameter]`: the parameter's step. Its moments are in the store."""
 
     def __missing__(self, key: str) -> NoReturn:
         if key not in STORED_AS:
@@ -64,11 +64,11 @@ class _State(dict[str, Any]):
 
 
 class OffloadedOptimizer(GroupedOptimizer):
-    """An optimizer whose states are where the swap config says.
+    """An optimizer whose states rest where the swap config says.
 
-    The arithmetic is fp32 on an fp32 master whatever the weights' dtype; bf16 weights are the master rounded half up
-    (with `master: none` there is no master: they are rounded stochastically). A parameter whose grad is None is not
-    touched. A step whose gradients are not all finite changes nothing and is counted in `skipped_steps`.
+    The arithmetic is fp32 on an fp32 master, whatever the weights' dtype. bf16 weights are the master rounded half up.
+    With `master: none` there is no master, and weights are rounded stochastically. A parameter whose grad is None is
+    not touched. A step with a gradient that is not finite changes nothing and is counted in `skipped_steps`.
 
     torch.amp.GradScaler works as with torch's optimizers: gradients are unscaled as part of the update.
 
@@ -76,32 +76,32 @@ class OffloadedOptimizer(GroupedOptimizer):
         params: parameters of one offloaded model, or param groups with their own hyperparameters.
         defaults: hyperparameters, as torch.optim.Optimizer; LR schedulers work as usual.
         max_grad_norm: clip the gradients of all groups together to this norm, exactly; None: do not clip.
-        maximize: go up the gradient.
-        seed: of stochastic rounding (`moments: bf16`, `master: none`); with the step and the element it gives the
-            random bits, so a run can be repeated to the bit.
-        accumulation_steps: backward passes before each step, so that updates begin during the last one; None: as many
-            as the last time. A wrong number costs time, never a bit.
-        torchs: options of torch's optimizers that say how to compute (TorchOptions).
+        maximize: maximize the objective instead of minimizing it.
+        seed: seed of stochastic rounding (`moments: bf16`, `master: none`). The random bits follow from the seed, the
+            step and the element, so a run can be repeated to the bit.
+        accumulation_steps: backward passes before each step, so that updates begin during the last pass; None: as many
+            as before the previous step. A wrong number costs time, never a bit of the result.
+        torchs: options of torch's optimizers that choose an implementation (TorchOptions).
 
     Attributes:
-        last_grad_norm: global norm of the last step's gradients, unscaled, before clipping (also before torch's
-            clip_grad_norm_, which works as with torch's optimizers; max_grad_norm clips what it left).
+        last_grad_norm: global norm of the last step's gradients, unscaled, before any clipping. torch's clip_grad_norm_
+            works as with torch's optimizers: max_grad_norm then clips the gradients that it has clipped already.
         skipped_steps: steps not taken because a gradient was NaN or infinite, or skip_next_step was called.
 
     Raises:
-        ModelError: a parameter is not offloaded, they are of several models, or the model was offloaded for an
-            optimizer that keeps less.
+        ModelError: a parameter is not offloaded, the parameters are of several models, or the model was offloaded for
+            an optimizer that keeps fewer states.
         ConfigError: a hyperparameter is out of range, a parameter is given twice, or there is none.
     """
 
-    _step_supports_amp_scaling = True  # torch's GradScaler calls step() with scaled gradients, and says their scale
+    _step_supports_amp_scaling = True  # torch's GradScaler calls step() with scaled gradients, and sets their scale
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any], **options: Any) -> None:
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
         self._skips_in_a_row = 0
-        self._skip_reason = ""  # of the next step, given by skip_next_step
-        self._inverse_scale = 1.0  # of the last step that was taken; before the first what no loss scale gives
+        self._skip_reason = ""  # why the next step is to be skipped; set by skip_next_step
+        self._inverse_scale = 1.0  # of the last step that was taken; before the first step, that of no loss scale
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults, **options)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(_State)
@@ -114,13 +114,15 @@ class OffloadedOptimizer(GroupedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Clip, then update every parameter that has a gradient. Returns when it is decided what each update is; a
-        unit's next use waits for its own (with `overlap: off` all are done).
+        """Clip, then update every parameter that has a gradient.
+
+        Returns once every update is decided. A unit's next use waits for the unit's own update. With `overlap: off` all
+        updates are done on return.
 
         Raises:
             NonFiniteGradientError: gradients were not finite several steps in a row; names the parameter.
-            SwapIOError: a transfer failed, of this step or the one before, which it names; the states are then partly
-                updated, and every later call raises.
+            SwapIOError: a transfer of this step or of the step before failed; names the step. The states are then
+                partly updated, and every later call raises.
         """
         loss = None
         if closure is not None:
@@ -158,7 +160,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         coordinator.end_step()
 
     def _facts(self) -> dict[str, object]:
-        """What must be the same on all ranks, by what to call it."""
+        """Return values that must be the same on all ranks, by their names in messages."""
         facts: dict[str, object] = {
             "the optimizer": type(self).__name__,
             "max_grad_norm": self.max_grad_norm,
@@ -169,8 +171,8 @@ class OffloadedOptimizer(GroupedOptimizer):
         return facts
 
     def _active(self) -> list[_Active]:
-        """Parameters with a gradient, in the order of the groups."""
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
+        """Return the parameters with a gradient, in the order of the groups."""
+        with torch._C.DisableTorchFunctionSubclass():  # else a released parameter runs Python code for each .grad
             every = [(parameter, group, parameter.grad) for group in self.param_groups for parameter in group["params"]]
         active = []
         for parameter, group, gradient in every:
@@ -188,8 +190,10 @@ class OffloadedOptimizer(GroupedOptimizer):
         return active
 
     def _sum_squares(self, active: list[_Active]) -> tuple[float, float, str]:
-        """Of the gradients as they landed and as they were clipped since, and the first name whose part is not finite
-        ('' when all are)."""
+        """Return the sums of squares of the gradients, as they landed and after torch's clipping.
+
+        Also return the first name whose part is not finite; '' if all are finite.
+        """
         by_factor: dict[float, list[Place]] = {}
         for each in active:
             by_factor.setdefault(each.handle.factors.clip, []).append(each.place)
@@ -203,19 +207,24 @@ class OffloadedOptimizer(GroupedOptimizer):
         return landed, clipped, ""
 
     def _clip_factor(self, norm: float) -> float:
-        """What the optimizer itself clips by, for gradients of this norm."""
+        """Return the factor by which the optimizer itself clips gradients of this norm."""
         maximum = max_grad_norm_of(self.max_grad_norm)
         return 1.0 if maximum is None else min(1.0, maximum / (norm + 1e-6))
 
     @property
     def expected_scale(self) -> float:
-        """What gradients are multiplied by, unless they are clipped or their loss has another scale than before. A
-        step that is skipped changes nothing here: a scaler that tried a larger scale comes back to this one."""
+        """Expected factor of the gradients in the next step.
+
+        It is right unless gradients are clipped or the loss has another scale than before. A skipped step leaves it
+        unchanged: a scaler that tried a larger scale comes back to this one.
+        """
         return self._inverse_scale
 
     def expected_update(self, unit: int) -> dict[int, GroupUpdate]:
-        """What the next step wants of a unit's groups if nothing more is clipped and nothing changes; nothing where the
-        step will refuse what the groups have now."""
+        """Return the next step's update of a unit's groups, if nothing more is clipped and nothing changes.
+
+        Return no update if the step will refuse the current values of the groups.
+        """
         try:
             self._require_in_range()
         except ConfigError:
@@ -230,10 +239,10 @@ class OffloadedOptimizer(GroupedOptimizer):
         return {group_index: request for (_, group_index), request in requests.items()}
 
     def skip_next_step(self, reason: str) -> None:
-        """Let the next step() change nothing and be counted as skipped, as if a gradient were not finite.
+        """Make the next step() change nothing and count as skipped, as if a gradient were not finite.
 
         Args:
-            reason: for messages, such as "the loss is nan": then gradients may be finite, and say nothing.
+            reason: for messages, such as "the loss is nan". The gradients may be finite and not show the reason.
         """
         self._skip_reason = reason
 
@@ -262,7 +271,7 @@ class OffloadedOptimizer(GroupedOptimizer):
     def _requests(
         self, active: list[_Active], grad_scale: float
     ) -> tuple[dict[tuple[int, int], GroupUpdate], dict[nn.Parameter, dict[str, Any]]]:
-        """What is to be done to each (unit, group), and the state of each parameter after that."""
+        """Return the update of each (unit, group), and the state of each parameter after that update."""
         segments: dict[tuple[int, int], list[SegmentRequest]] = {}
         used: dict[tuple[int, int], set[Moment]] = {}
         after: dict[nn.Parameter, dict[str, Any]] = {}
@@ -271,7 +280,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             if id(group) not in shared:
                 shared[id(group)] = self._options(group), self.moments(group)
             options, moments = shared[id(group)]
-            state = self.state.get(parameter, {})  # asking makes none: a speculative update may come to nothing
+            state = self.state.get(parameter, {})  # makes no entry: a speculative update may be dropped
             step, begun = state.get("step", 0) + 1, state.get("begun", {})
             fresh = not moments.keys() <= begun.keys()
             after[parameter] = {"step": step, "begun": begun | dict.fromkeys(moments, True) if fresh else begun}
@@ -290,15 +299,15 @@ class OffloadedOptimizer(GroupedOptimizer):
         return requests, after
 
     def _options(self, group: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-        """What is the same for every parameter of a param group."""
+        """Return the options that are the same for every parameter of a param group."""
         flags = {"maximize": bool(group["maximize"]), "seed": int(group["seed"])}
         return tuple((self.hyperparameters(group) | flags).items())
 
     def checkpoint(self) -> OptimizerRecord:
-        """What a generation keeps of this optimizer beside the states in the store.
+        """Return the part of this optimizer that a generation keeps beside the states in the store.
 
         Raises:
-            ConfigError: a hyperparameter is not one that could be read again: NaN, say.
+            ConfigError: a hyperparameter, such as NaN, could not be read back.
         """
         names: dict[Any, str] = {parameter: place.spec.name for parameter, place in self._places.items()}
         groups = [
@@ -316,11 +325,11 @@ class OffloadedOptimizer(GroupedOptimizer):
         )
 
     def names(self) -> set[str]:
-        """Of the parameters."""
+        """Return the names of the parameters."""
         return {place.spec.name for place in self._places.values()}
 
     def take_up(self, saved: OptimizerRecord) -> None:
-        """In a resumed run: which step each parameter is at, as the states in the store are.
+        """Take the step of each parameter from the record of a resumed run, to match the states in the store.
 
         Raises:
             ResumeError: the run had another optimizer.
@@ -340,7 +349,7 @@ class OffloadedOptimizer(GroupedOptimizer):
                 self.state[parameter] = _State(state)
 
     def take_up_hyperparameters(self, saved: OptimizerRecord) -> None:
-        """In a resumed run: learning rates and the like as they were, as torch's load_state_dict does.
+        """Restore learning rates and other hyperparameters in a resumed run, as torch's load_state_dict does.
 
         Raises:
             ResumeError: the param groups are not those of the run.
@@ -363,19 +372,23 @@ class OffloadedOptimizer(GroupedOptimizer):
 
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. They are set to None also with `set_to_none=False`: there is nothing to fill with
-        zeros."""
+        """Forget all gradients.
+
+        They are set to None even with `set_to_none=False`: there is no tensor to fill with zeros.
+        """
         self.coordinator.zero_grad(self._places.items())
 
     def read_state(self, parameter: nn.Parameter, name: str) -> torch.Tensor:
-        """A copy of a state of a parameter after the last step: fp32, of the parameter's shape, in RAM. A state that is
-        kept in bf16 or int8 has the values that it stands for.
+        """Return a copy of a parameter's state after the last step: fp32, of the parameter's shape, in RAM.
+
+        A state that is kept in bf16 or int8 is decoded.
 
         Args:
-            name: torch's name of it, such as "exp_avg".
+            parameter: a parameter of this optimizer.
+            name: torch's name of the state, such as "exp_avg".
 
         Raises:
-            ConfigError: the parameter has no state of this name, or none before its first step.
+            ConfigError: the parameter has no state of this name, or no states because it has taken no step.
             NotAvailableError: there are several ranks.
             SwapIOError: the store could not be read.
         """
@@ -390,7 +403,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         return exact_moment(self.coordinator, place, STORED_AS[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Hyperparameters and steps, and a StateHandle for each moment: no tensor is read from the store."""
+        """Return hyperparameters and steps, and a StateHandle for each moment. No tensor is read from the store."""
         packed = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, state in packed["state"].items():
@@ -400,12 +413,13 @@ class OffloadedOptimizer(GroupedOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take hyperparameters back; those that are missing get this optimizer's defaults. The states must be the ones
-        that are in the store now.
+        """Restore hyperparameters; missing ones get this optimizer's defaults.
+
+        The state_dict must name the states that are in the store now.
 
         Raises:
-            ModelError: the state_dict is of another run or step, or has tensors, which are not loaded here.
-            ConfigError: it is no state_dict, one of other groups, or a hyperparameter is out of range.
+            ModelError: the state_dict is of another run or step, or has tensors, which cannot be loaded.
+            ConfigError: it is no state_dict, it has other groups, or a hyperparameter is out of range.
         """
         self._take_in()
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -426,7 +440,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         self.state = defaultdict(_State, {parameter: _State(each) for parameter, each in self.state.items()})
 
     def _own_state(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The state a state_dict names, if it is the one in the store."""
+        """Return the state that a state_dict names, if it is the one in the store."""
         name, now = self._places[parameter].spec.name, self.state.get(parameter, {})
         saved = {key: StateHandle.read(value) for key, value in saved.items()}
         for key in dict.fromkeys([*now.get("begun", {}), *saved]):
@@ -450,7 +464,7 @@ class OffloadedOptimizer(GroupedOptimizer):
 
 
 def _difference(saved: Any, mine: StateHandle) -> str:
-    """Why a saved state is not the one that is in the store now."""
+    """Return why a saved state is not the one that is in the store now."""
     if not isinstance(saved, StateHandle):
         return "it is a tensor of another optimizer" if isinstance(saved, torch.Tensor) else "it was not saved"
     if saved.run != mine.run:

@@ -1,4 +1,4 @@
-"""What a torch.amp.GradScaler says of the step under way; see [Note: loss scaling] in gradient_handle.py."""
+"""Loss scale of the step in progress, from torch.amp.GradScaler; see [Note: loss scaling] in gradient_handle.py."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from infinity.errors import ModelError
 
 @dataclass(frozen=True)
 class LossScale:
-    """
+    """The loss scale of one step.
+
     Attributes:
-        inverse: the gradients are to be multiplied by this.
-        overflowed: the scaler found one that is not finite.
+        inverse: factor by which the gradients are to be multiplied.
+        overflowed: whether the scaler found a gradient that is not finite.
     """
 
     inverse: float
@@ -25,16 +26,18 @@ class LossScale:
 
     @property
     def at_fault(self) -> bool:
-        """Whether a gradient overflowed and may not with a lower scale. One below 1 makes gradients smaller than they
-        are, so there the cause is another."""
+        """Whether a gradient overflowed that may not overflow with a lower scale.
+
+        A scale below 1 makes gradients smaller than they are, so then the scale is not the cause.
+        """
         return self.overflowed and self.inverse <= 1.0
 
 
 def loss_scale(optimizer: torch.optim.Optimizer, gradients: Iterable[tuple[str, GradientHandle]]) -> LossScale:
-    """The scale that the named gradients of a step have.
+    """Return the loss scale of the named gradients of a step.
 
     Raises:
-        ModelError: some were unscaled, and others set by hand after that.
+        ModelError: some gradients were unscaled, and others were set by hand after that.
     """
     inverse = inverse_of(getattr(optimizer, "grad_scale", None))
     factors = {handle.factors.inverse_scale: name for name, handle in gradients}
@@ -49,11 +52,11 @@ def loss_scale(optimizer: torch.optim.Optimizer, gradients: Iterable[tuple[str, 
 
 
 def inverse_of(scale: Any) -> float:
-    """As GradScaler.unscale_ computes it, so that both ways end in the same bits."""
+    """Return the inverse of a scale, computed as in GradScaler.unscale_ so that both ways end in the same bits."""
     return 1.0 if scale is None else torch.as_tensor(scale, dtype=torch.float64).reciprocal().float().item()
 
 
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:
-    """A step was left by an exception: what the scaler said of it does not hold for the next."""
+    """Forget the scaler's facts on a step that an exception ended, because they do not hold for the next step."""
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)

@@ -15,7 +15,7 @@ from infinity.state.moments import Moment, OptimizerName
 
 
 class SGD(OffloadedOptimizer):
-    """As torch.optim.SGD. Without momentum it keeps no state.
+    """Stochastic gradient descent, as torch.optim.SGD. Without momentum it keeps no state.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own hyperparameters.
@@ -23,7 +23,7 @@ class SGD(OffloadedOptimizer):
         max_grad_norm, seed: see OffloadedOptimizer.
 
     Raises:
-        ModelError: a parameter is not offloaded, or they are of several models.
+        ModelError: a parameter is not offloaded, or the parameters are of several models.
         ConfigError: a hyperparameter is out of range.
     """
 
