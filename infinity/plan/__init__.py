@@ -1,1 +1,1 @@
-"""Deciding where states rest and lie: what the machine has, what the states take, and the plan that comes of it."""
+"""Planning of where states rest: the machine's resources, the bytes of the states, and the plan that follows."""

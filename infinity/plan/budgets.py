@@ -1,5 +1,5 @@
-"""What of the two budgets is for moving states: slots on the device; staging, read-ahead, shadows, the landing window
-and uploads in host memory. What rests in RAM is in the layout."""
+"""Memory for moving states: slots on the device; staging, read-ahead, shadows, the landing window and uploads in host
+memory. The memory of states that rest in RAM is in the layout."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _STAGING_BYTES = 64 << 20
 _STAGING_BYTES_PER_THREAD = 8 << 20
 _STAGING_SHARE_OF_HOST = 1 / 8
 _TILES_MIN, _TILES_MAX = 3, 32
-_TILE_NUMEL_MIN = 1 << 18  # a moment's part of a tile is a transfer: 1 MiB in fp32
+_TILE_NUMEL_MIN = 1 << 18  # each moment of a tile is one transfer: 1 MiB in fp32
 _TASKS_PER_THREAD = 4
 _PIECE_BYTES = 64 << 20
-_COPIES_MAX = 4  # units whose updates wait or run, and have a copy of their weights
+_COPIES_MAX = 4  # units whose updates wait or run, each with a copy of its weights
 _NAMED_MAX = 6  # units in a message
-_RINGS_MAX = 4  # times the gradients of one unit: those of two, in fp32 where they are of 16 bits
+_RINGS_MAX = 4  # largest ring by smallest: gradients of two units for one, in fp32 for 16 bits
 
 
 @dataclass(frozen=True)
 class Staging:
-    """How updates are cut into tiles, and the host memory for them.
+    """The cutting of updates into tiles, and the host memory for the tiles.
 
     Attributes:
         tile_numel, tile_bytes: elements of a tile, and its bytes.
-        nbytes: of the tiles in flight.
-        ahead_bytes: beside them, for states that are read ahead.
-        threads: that compute.
+        nbytes: bytes of the tiles in flight.
+        ahead_bytes: bytes in addition, for states that are read ahead.
+        threads: number of compute threads.
     """
 
     tile_numel: int
@@ -55,23 +55,24 @@ class Staging:
 
 @dataclass(frozen=True)
 class Budgets:
-    """The budgets, and what of them is for moving states.
+    """The budgets, and the parts of them that are for moving states.
 
     Attributes:
         slot_bytes: device memory for fetched weights.
-        ring_bytes: device memory for gradients on their way to the host; 0 where they need not move.
-        decoding_bytes: device memory for encoded weights, until they are decoded into slots; 0 where the device has no
+        ring_bytes: device memory for gradients on their way to the host; 0 if they need not move.
+        decoding_bytes: device memory for encoded weights, until they are decoded into slots; 0 if the device has no
             memory of its own.
-        decodes: some weights are decoded into slots.
+        decodes: whether some weights are decoded into slots.
         upload_bytes: host memory that weights are read into before they are copied to the device, or decoded.
         bounce_bytes: host memory that gradients are copied to before they are added to others.
         copies_bytes: host memory for weights that updates take from the device instead of reading them from NVMe again.
         exchange_bytes: host memory for gradients on their way to the ranks that own them.
-        secondary_bytes: host memory for copies of weights that this rank keeps for the ranks of G.
-        landing_bytes: of the window that gradients land in on their way to the store; 0 where none spills.
-        shadow_bytes: host memory for the new values of updates that speculate, where weights or states rest in RAM;
-            lent to the staging while none speculates.
-        adds_up: gradients of micro-batches that go through a unit together add up in the ring, in fp32.
+        secondary_bytes: host memory for copies of weights that this rank keeps for the gather group G
+            (sharded/slots.py).
+        landing_bytes: bytes of the window that gradients land in on their way to the store; 0 if none spills.
+        shadow_bytes: host memory for the new values of speculative updates, where weights or states rest in RAM; lent
+            to the staging while no update speculates.
+        adds_up: whether the gradients of micro-batches that go through a unit together add up in the ring, in fp32.
     """
 
     limits: Limits
@@ -90,29 +91,31 @@ class Budgets:
     adds_up: bool = False
 
     def device_for(self, slot_bytes: int) -> str:
-        """What memory.device must be for so many bytes of slots, also where it gives gradients a longer ring then."""
+        """Return the memory.device that so many bytes of slots need, even if gradients then get a longer ring."""
         beside = self.decoding_bytes + _RINGS_MAX * self.ring_bytes
         return _config_bytes(self.limits, int((slot_bytes + beside) / WEIGHT_SHARE_OF_DEVICE))
 
     @property
     def piece_bytes(self) -> int:
-        """Of weights on their way from NVMe to the device, what is read at once."""
+        """Bytes of weights in one read, on their way from NVMe to the device."""
         return min(_PIECE_BYTES, self.upload_bytes // PIECES_MIN)
 
 
 def update_threads(config: SwapConfig) -> int:
-    """The compute threads of the update."""
+    """Return the number of compute threads of the update."""
     return config.update.threads or min(usable_cores(), torch.get_num_threads())
 
 
 def plan_staging(problem: Problem, host_budget: int, *, gradients: bool) -> Staging:
-    """The memory that the update's tiles are read into. Any smaller budget gives no less than a budget of 0.
+    """Plan the memory that the update's tiles are read into. No budget gives less than a budget of 0.
 
-    A thread works on pieces that fit its L2 cache; a tile has a few for every thread, so that none waits long for the
-    last one.
+    A thread works on pieces that fit its L2 cache. A tile has a few pieces for every thread, so that no thread waits
+    long for the last piece.
 
     Args:
-        gradients: the tiles hold gradients, too.
+        problem: the input of the planner.
+        host_budget: bytes of host memory, of which the tiles take a share.
+        gradients: whether the tiles contain gradients, too.
     """
     _require_isa()
     config = problem.config
@@ -139,7 +142,7 @@ def plan_staging(problem: Problem, host_budget: int, *, gradients: bool) -> Stag
 
 
 def _require_isa() -> None:
-    """Raises ConfigError where INFINITY_ISA names what this processor has not."""
+    """Raise ConfigError if INFINITY_ISA names an instruction set that this processor does not have."""
     try:
         _native.select_isa()
     except ValueError as error:
@@ -157,10 +160,13 @@ def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool
 
 
 def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
-    """Host memory for weights on NVMe that updates take from the device, where they are anyway: of a few units, as
-    updates give it back one after the other.
+    """Return the host memory for NVMe weights that updates take from the device, where the weights are anyway.
+
+    It is for a few units, because updates give it back one after the other.
 
     Args:
+        problem: the input of the planner.
+        weights: where the weights rest.
         room: bytes of host memory that nothing else wants.
     """
     if problem.limits.in_place:
@@ -171,18 +177,21 @@ def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
 
 
 def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, int]:
-    """Device memory for fetched weights, and for gradients on their way to the host: for those of two units where that
-    leaves enough, so that the next unit's come while the last one's are copied; in fp32, so that they add up there,
-    where several micro-batches go through a unit together, all weights are in RAM, and enough is left.
+    """Return the device memory for fetched weights, and that for gradients on their way to the host.
 
-    Where the device has no memory of its own, weights in RAM are used where they are, and gradients where they come.
+    There is memory for the gradients of one unit at least. There is memory for those of two units if that leaves
+    enough: then the next unit's gradients arrive while the last unit's are copied. Gradients get memory in fp32, in
+    which they add up on the device, if several micro-batches go through a unit together, all weights are in RAM, and
+    enough is left.
+
+    If the device has no memory of its own, weights in RAM and gradients are used in place.
 
     Raises:
-        PlanError: memory.device is too small for what is needed at once.
+        PlanError: memory.device is too small for the units that are needed at once.
     """
     limits = problem.limits
     one, two, wide = problem.rings
-    # Where weights come from NVMe, each slot saves more than sums on the device do.
+    # If weights come from NVMe, each slot saves more than adding up on the device does.
     larger = (two, wide) if problem.every <= weights.in_ram else (two,)
     decoding = 0 if limits.in_place else problem.decoding_bytes
 
@@ -233,12 +242,12 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
 
 
 def fits_slots(units: Iterable[Unit], limits: Limits) -> bool:
-    """Whether all weights have room in slots for certain: none is fetched twice between its updates."""
+    """Return whether all weights certainly fit the slots, so that none is fetched twice between its updates."""
     return sum(unit.weight_bytes for unit in units) <= int(limits.device * WEIGHT_SHARE_OF_DEVICE)
 
 
 def _config_bytes(limits: Limits, nbytes: int) -> str:
-    """What memory.device must be for each rank to have so many bytes: in RAM it is that of all ranks together."""
+    """Return the memory.device that gives each rank so many bytes. If it is RAM, the ranks divide it."""
     return enough_bytes(nbytes * (limits.ranks if limits.in_place else 1))
 
 
@@ -251,15 +260,17 @@ def _and_for_encoded(nbytes: int) -> str:
 
 
 def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Collection[int]) -> list[Unit]:
-    """The units whose weights must be on the device at once: what the largest two modules need, then what stays.
+    """Return the units that must be on the device at once: those of the two largest modules, then those that stay.
 
-    While a module runs, its own units and those of the modules around it are in use: these may go on with theirs
-    afterwards. And the next module's are fetched while views of the last one's may still be held, by autograd or by
-    recomputation. So there is room for two modules at once, beside the units that stay while the model runs.
+    While a module runs, its own units and those of the modules around it are in use: the modules around it may use
+    their units afterwards. Meanwhile the next module's units are fetched, and autograd or recomputation may still hold
+    views of the last module's units. So there is room for two modules at once, beside the units that stay while the
+    model runs.
 
     Args:
-        sites: whose forward needs which units; none: every unit has a module of its own.
-        fetched: the units that take room, by index.
+        units: all units, in the order of their indices.
+        sites: the units that the forward of each module needs; none: every unit has a module of its own.
+        fetched: indices of the units that take room.
     """
     staying = {unit.index for unit in units if unit.stays and unit.index in fetched}
 
@@ -271,7 +282,7 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Co
     best, most = frozenset[int](), 0
     for position, one in enumerate(ordered):
         if 2 * nbytes(one) <= most:
-            break  # no two that come later are larger
+            break  # no later pair is larger
         for other in ordered[position:]:
             if nbytes(one) + nbytes(other) <= most:
                 break
@@ -281,7 +292,7 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Co
 
 
 def _sets(units: Sequence[Unit], sites: Sequence[HookSite]) -> list[set[int]]:
-    """Of each module, with what is around it and beside it."""
+    """Return for each module the indices of its units, with those of the modules around it and beside it."""
     if not sites:
         return [{unit.index} for unit in units]
     own: dict[str, set[int]] = {}
@@ -291,6 +302,6 @@ def _sets(units: Sequence[Unit], sites: Sequence[HookSite]) -> list[set[int]]:
 
 
 def _around(name: str) -> list[str]:
-    """The module's own name and those of the modules that it is in; '' is the model's."""
+    """Return the module's own name and those of the modules that contain it; '' is the model's name."""
     parts = name.split(".") if name else []
     return [".".join(parts[:length]) for length in range(len(parts) + 1)]

@@ -1,4 +1,4 @@
-"""The disks that the config names: how far a swap file can grow there, and how fast they are."""
+"""The disks that the config names: how far a swap file can grow on them, and how fast they are."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from infinity.files import nearest
 from infinity.io.directory import SWAP_NAME, generations_in
 from infinity.io.profile import DiskProfile, profile_of
 
-_SHARE = 0.9  # of what is free: the rest is for what the run writes elsewhere
+_SHARE = 0.9  # of the free space; the rest is for other files that the run writes
 
 
 @dataclass(frozen=True)
 class Disks:
-    """What a plan must know of the disks.
+    """Facts about the disks, for a plan.
 
     Attributes:
-        room_bytes: what a swap file may grow to where nobody asked for it; of one rank's file, where several ranks
-            share the disks.
-        rate: bytes per second of all of them, half reads and half writes; None: not known.
-        free_bytes: what a swap file of one rank has room for at most; None: not known.
+        room_bytes: size that a swap file may grow to for data that the config does not ask for, such as second copies
+            of states; the size of one rank's file, if several ranks use the disks.
+        rate: bytes per second of all disks together, half reads and half writes; None: not known.
+        free_bytes: largest size of one rank's swap file that the disks have room for; None: not known.
     """
 
     room_bytes: int
@@ -33,7 +33,7 @@ class Disks:
 
 
 def disks_of(config: SwapConfig, ranks: int = 1) -> Disks:
-    """Those that are here: what is free on them, and what infinity-bench measured."""
+    """Return the facts about this machine's disks: their free space, and the rates that infinity-bench measured."""
     known = profiles_of(config.nvme.paths)
     rate = sum(profile.mixed_rate for profile in known) if known else None
     paths = config.nvme.paths
@@ -41,20 +41,22 @@ def disks_of(config: SwapConfig, ranks: int = 1) -> Disks:
 
 
 def profiles_of(paths: Sequence[Path]) -> list[DiskProfile]:
-    """What infinity-bench measured of these directories; of none, where it did not measure all of them."""
+    """Return the profiles that infinity-bench measured of these directories; none, unless it measured all of them."""
     found = [profile_of(path) for path in paths]
     profiles = [profile for profile in found if profile is not None]
     return profiles if len(profiles) == len(paths) else []
 
 
 def room_bytes(paths: Sequence[Path]) -> int:
-    """What a file striped evenly over these directories may grow to where nobody asked for it: second copies of states
-    leave a tenth of the disks free."""
+    """Return the size that a file striped evenly over these directories may grow to for optional data.
+
+    Optional are second copies of states that the config does not ask for: they leave a tenth of the disks free.
+    """
     return int(_free_bytes(paths) * _SHARE)
 
 
 def _free_bytes(paths: Sequence[Path]) -> int:
-    """What a file striped evenly over these directories has room for."""
+    """Return the largest size that a file striped evenly over these directories can have."""
     free = [
         (os.stat(there).st_dev, _free_at(path, there)) for path, there in zip(paths, map(nearest, paths), strict=True)
     ]
@@ -63,7 +65,7 @@ def _free_bytes(paths: Sequence[Path]) -> int:
 
 
 def _free_at(path: Path, there: Path) -> int:
-    """A swap file that a run without generations left behind is removed before a new one is made."""
+    """Return the free bytes of a path. A swap file without generations counts as free: a new run removes it first."""
     left = path.expanduser() / SWAP_NAME
     replaced = left.stat().st_blocks * 512 if left.is_file() and not generations_in(left.parent) else 0
     return shutil.disk_usage(there).free + replaced

@@ -1,16 +1,16 @@
-"""The bytes that a step is expected to move over each link, with what slots save.
+"""Bytes that a step is expected to move over each link, including the savings from slots.
 
-The forecast (plan/traffic.py) is what a step moves while no slot outlives a pass, with each weight used once in each
-direction: where none is used more often, as tied ones are, it is never less than what comes.
-Here slots are counted as the units use them (units/room.py): units are fetched ahead as far as there is room, each into
-one piece of it, and the unit with the farthest next use goes first, so that
+The forecast (plan/traffic.py) assumes that no slot outlives a pass and that each weight is used once in each direction.
+If no weight is used more often, as tied ones are, the forecast is an upper bound. Here slots are counted as the units
+use them (units/room.py). Units are prefetched as far as there is room, each into one piece of it. The unit with the
+farthest next use is evicted first. So
 
-* the last units of the forward are still there when the backward begins;
-* the first units are still there when the next pass begins, unless an update made them void;
-* an update that speculates begins while its unit is still there, and needs no weights from the store.
+* the last units of the forward are still on the device when the backward begins;
+* the first units are still on the device when the next pass begins, unless an update made their slots void;
+* a speculative update begins while its unit is still on the device, and needs no weights from the store.
 
-Not counted is what comes of times: where slots are few, some units make room before their updates begin, and one whose
-update is still being written stays where another one would have.
+Effects of timing are not counted. With few slots, some units are evicted before their updates begin. A unit whose
+update is still being written stays on the device instead of another unit.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from infinity.state.discover import HookSite
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes of one step; of one rank, where there are several.
+    """Bytes that one step moves; with several ranks, those of one rank.
 
     Attributes:
-        weights: read from NVMe for forward and backward.
+        weights: weights read from NVMe for forward and backward.
         states: weights and optimizer states read from NVMe by updates.
-        gradients: that spill: as many are written as are read.
-        written: weights and optimizer states.
-        commit_share: what commits write of the states in RAM, shared out over the steps between them.
-        up, down: to the device, and gradients from it; 0 where it has no memory of its own.
+        gradients: gradients that spill: as many bytes are written as are read.
+        written: weights and optimizer states that are written.
+        commit_share: states in RAM that a commit writes, divided by the steps between commits.
+        up, down: bytes to the device, and gradients from it; 0 if it has no memory of its own.
         gathered: weights from the other ranks.
         exchanged: gradients from the other ranks, of one micro-batch of each pass.
-        decoded: of slots, those that encoded weights were decoded to.
+        decoded: bytes of slots that encoded weights were decoded into.
     """
 
     weights: int
@@ -57,19 +57,23 @@ class Moved:
 
     @property
     def read_bytes(self) -> int:
-        """From NVMe."""
+        """Bytes read from NVMe."""
         return self.weights + self.states + self.gradients
 
     @property
     def written_bytes(self) -> int:
-        """To NVMe."""
+        """Bytes written to NVMe."""
         return self.gradients + self.written + self.commit_share
 
 
 @dataclass(frozen=True)
 class Uses:
-    """How often a unit is fetched in a step, for the forward and for the backward passes, and whether its update has to
-    read its weights: a share of the steps, where they are not alike."""
+    """Uses of a unit's weights in one step; means, if steps differ.
+
+    Attributes:
+        forwards, backwards: number of fetches for forward and backward passes.
+        update: 1 if the unit's update must read its weights, 0 if not.
+    """
 
     forwards: float
     backwards: float
@@ -88,17 +92,21 @@ def expected(
     *,
     clips: bool = False,
 ) -> Moved:
-    """Count what a step moves once the run is under way.
+    """Count the bytes that a step moves once the run is under way.
 
     Args:
-        sites: which units each module needs, in the order of the forward; none: every unit has a module of its own.
-        clips: gradients are clipped in most steps, so that updates do not speculate where the config leaves it open.
+        problem: the input of the planner.
+        placement: where states rest.
+        budgets: the memory for moving states.
+        sites: the units that each module needs, in the order of the forward; none: every unit has a module of its own.
+        clips: whether gradients are clipped in most steps, so that updates do not speculate if the config leaves it
+            open.
     """
     in_ram = placement.weights.in_ram
     counted = traffic(problem, in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
     uses = uses_of(problem, placement, budgets, sites, clips=clips)
     gradients = down = exchanged = 0
-    weights = states = up = gathered = decoded = 0.0  # of steps that are not alike, the mean
+    weights = states = up = gathered = decoded = 0.0  # means, if steps differ
     ranks = max(problem.limits.shares, 1)
     for unit in problem.units:
         used = uses[unit.index]
@@ -132,8 +140,10 @@ def expected(
 
 
 def _from_copies(problem: Problem, unit: UnitBytes, used: Uses) -> float:
-    """Of a unit's fetches, how many come from the copies that the ranks keep (sharded/slots.py): all but the first
-    after an update."""
+    """Return how many fetches of a unit are served by the copies that the ranks keep (sharded/slots.py).
+
+    These are all but the first fetch after an update.
+    """
     if not problem.secondary_bytes or unit.unit.stays:
         return 0
     return max(used.fetches - 1, 0) if unit.trained_weight else used.fetches
@@ -146,13 +156,13 @@ def _decoded_bytes(unit: UnitBytes) -> int:
 def uses_of(
     problem: Problem, placement: Placement, budgets: Budgets, sites: Sequence[HookSite], *, clips: bool
 ) -> dict[int, Uses]:
-    """By the index of each unit: a step is visited, visit by visit, until it is like the one before."""
+    """Return the uses of each unit, by index. Steps are simulated, visit by visit, until two steps are alike."""
     limits = problem.limits
     slotted = [unit for unit in problem.units if _takes_slot(problem, placement, unit)]
     speculating = speculates(problem, placement, clips=clips)
-    # In a slot that is the device's, or that several ranks fill together, an update leaves nothing that is of use.
+    # A slot on a device, or one that several ranks fill together, is of no use after an update.
     in_place = limits.in_place and not limits.shares
-    # So it is with encoded weights in RAM, whose slot is a copy.
+    # The same holds for encoded weights in RAM, whose slot is a copy.
     copied = {unit.index for unit in slotted if unit.encoded and unit.index in placement.weights.in_ram}
     stale = speculating | copied if in_place else {unit.index for unit in slotted}
     void = {unit.index for unit in slotted if unit.trained_weight and unit.index in stale}
@@ -174,7 +184,7 @@ def _visited(
     slot_bytes: int,
     void: Collection[int],
 ) -> dict[int, Fetched]:
-    """The fetches of a step. Args: void: units that a step's update leaves without their weights."""
+    """Return the fetches of a step. The update of a `void` unit leaves the unit's slot without its weights."""
     staying = [unit for unit in slotted if unit.unit.stays]
     sizes = {unit.index: unit.whole.weight_bytes for unit in slotted if not unit.unit.stays}
     trained = {unit.index for unit in slotted if unit.trained_weight}
@@ -188,7 +198,7 @@ def _visited(
 
 
 def _from_top(problem: Problem, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
-    """Which slots come from the top of the room, by their bytes (tiers/slots.py)."""
+    """Return the test for slots that come from the top of the room, by their bytes (tiers/slots.py)."""
     if problem.limits.shares:
         return None
     return long_from_top(slot_bytes) if problem.limits.in_place else unusual_from_top(sizes)
@@ -200,8 +210,10 @@ def _takes_slot(problem: Problem, placement: Placement, unit: UnitBytes) -> bool
 
 
 def speculates(problem: Problem, placement: Placement, *, clips: bool) -> frozenset[int]:
-    """The units whose updates begin during the backward pass, while the steps decide as they are expected to, or all
-    clip."""
+    """Return the units whose updates begin during the backward pass.
+
+    All steps decide as they are expected to, or, with `clips`, all steps clip.
+    """
     updates = placement.updates
     if not worth_speculating(updates.overlap, wrong=float(clips)):
         return frozenset()

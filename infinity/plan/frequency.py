@@ -1,16 +1,16 @@
-"""How often a run commits where the swap config leaves it open (commit_every: auto).
+"""How often a run commits if the swap config leaves it open (commit_every: auto).
 
-| where the trained weights and the optimizer's states rest | a commit |
+| where the trained weights and the optimizer's states rest | commits |
 |---|---|
-| all of them on NVMe | every step: nothing is written that the step does not write anyway |
-| some of them in RAM | as often as what it writes besides takes 5 % of the time at most |
-| nowhere, or nowhere on a disk that has room for `keep` + `pins` + 1 copies | none |
+| all of them on NVMe | every step: a commit writes nothing that the step does not write anyway |
+| some of them in RAM | as often as the additional writes take 5 % of the time at most |
+| nowhere, or on disks without room for `keep` + `pins` + 1 copies | none |
 
 [Note: what the plan knows of a step's time]
-Before training nobody knows how long a step computes. What is known is how many bytes it moves, and that it takes as
-long as its I/O at least. So the plan compares I/O with I/O: a commit that takes 5 % of the I/O of N steps takes 5 % of
-their time at most, whatever the disks' rate. Where steps move little that N is larger than it need be: it is an upper
-bound, and the run lowers it to what it measures (durable/pace.py).
+Before training nobody knows how long a step computes. Two facts are known: how many bytes the step moves, and that the
+step takes at least as long as its I/O. So the plan compares I/O with I/O. A commit that takes 5 % of the I/O of N steps
+takes 5 % of their time at most, at any rate of the disks. If steps move little, that N is larger than necessary. It is
+an upper bound, which the run lowers after measuring (durable/pace.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from infinity.sizes import format_bytes
 
 COMMITS_SHARE = 0.05
-"""Of the time, or of the I/O: what commits may take where the config leaves it open."""
+"""Largest share of the time, or of the I/O, that commits may take if the config leaves it open."""
 EVERY_MAX = 1000
-"""Steps between commits at most, where the config leaves it open."""
+"""Most steps between commits if the config leaves it open."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Frequency:
     """How often a run commits.
 
     Attributes:
-        every: steps between durable generations; 0: none, states are updated in place.
-        reason: why, where the config leaves it open; '' where the config says how often.
-        at_most: the run may commit more often than every `every`-th step, as far as measured times allow.
+        every: steps between durable generations; 0: no generations, states are updated in place.
+        reason: why, if the config leaves it open; '' if the config says how often.
+        at_most: whether the run may commit more often than every `every`-th step, as far as measured times allow.
     """
 
     every: int
@@ -56,18 +56,18 @@ NO_PATHS = Frequency(0, "no nvme.paths")
 
 
 def rarest(found: Sequence[Frequency]) -> Frequency:
-    """How often several ranks commit, each of which can and would as often as this says: none where one cannot."""
+    """Return how often several ranks commit: as often as the rank that commits most rarely, or never if one cannot."""
     none = [each for each in found if not each.every]
     most = none[0] if none else max(found, key=lambda each: each.every)
     return replace(most, at_most=any(each.at_most for each in found) and most.every > 1)
 
 
 def affordable_every(commit: float, step: float) -> int:
-    """The smallest number of steps of which a commit takes `COMMITS_SHARE` at most; `EVERY_MAX` where that is more.
+    """Return the smallest number of steps of which a commit takes at most `COMMITS_SHARE`, or `EVERY_MAX` if smaller.
 
     Args:
-        commit: what a commit costs beside the steps.
-        step: what a step costs, in the same unit: seconds or bytes.
+        commit: cost of a commit in addition to the steps.
+        step: cost of a step, in the same unit: seconds or bytes.
     """
     if commit >= COMMITS_SHARE * EVERY_MAX * step:
         return EVERY_MAX if commit > 0 else 1
@@ -76,11 +76,11 @@ def affordable_every(commit: float, step: float) -> int:
 
 
 def frequency_of(commit_bytes: int, step_bytes: int) -> Frequency:
-    """How often to commit where the disks have room.
+    """Return how often to commit if the disks have room.
 
     Args:
-        commit_bytes: what a commit writes of the states that rest in RAM.
-        step_bytes: what a step reads and writes without a commit.
+        commit_bytes: bytes of the states that rest in RAM, which a commit writes.
+        step_bytes: bytes that a step reads and writes without a commit.
     """
     if not commit_bytes:
         return Frequency(1, "all states rest on NVMe")

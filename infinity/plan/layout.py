@@ -1,9 +1,9 @@
-"""Where each state lies: its copies in the swap file, and its lease in the arena.
+"""Layout of all states: the copies of each in the swap file, and its lease in the arena.
 
 [Note: the order in the swap file]
-Unit by unit: the weights of its groups, then the residual and the moments of each trained group; the copies of a state
-lie side by side. Behind all units comes the scratch of the gradients that spill, so that a run can be resumed with
-another share of them in RAM. A store that exists is opened by this order: changing it needs a new version of the store.
+Unit by unit: the weights of its groups, then the residual and the moments of each trained group. The copies of a state
+are adjacent. Behind all units comes the scratch of the gradients that spill, so that a run can be resumed with another
+share of them in RAM. An existing store is opened by this order: changing it needs a new version of the store.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _BODY_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Where one state of a group lies.
+    """The place of one state of a group.
 
     Attributes:
-        nbytes: of the state, and of each copy of it; a multiple of 4 KiB.
-        offsets: of its copies in the swap file; none where it has no extent.
-        lease_bytes: of the arena; 0 where it does not rest in RAM. Gradients may lie there in fewer bytes than in the
-            swap file.
+        nbytes: bytes of the state, and of each copy of it; a multiple of 4 KiB.
+        offsets: offsets of its copies in the swap file; none if it has no extent.
+        lease_bytes: bytes of its lease in the arena; 0 if it does not rest in RAM. Gradients may take fewer bytes there
+            than in the swap file.
     """
 
     nbytes: int
@@ -42,11 +42,11 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Where the weights and the optimizer's states of a group lie.
+    """The places of a group's weights and optimizer states.
 
     Attributes:
-        master: how the master of its weights is kept.
-        states: by name, those that the group has; none where it is frozen.
+        master: form of the master of its weights.
+        states: places of the states that the group has, by name; none if it is frozen.
     """
 
     group: Group
@@ -57,10 +57,10 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Where everything of a unit lies.
+    """The places of everything in a unit.
 
     Attributes:
-        gradients: of each group, in the order of the groups; of 0 bytes where it is frozen.
+        gradients: places of the gradients of each group, in the order of the groups; of 0 bytes for a frozen group.
     """
 
     unit: Unit
@@ -69,11 +69,11 @@ class UnitLayout:
 
     @property
     def weight_lease_bytes(self) -> int:
-        """Of the one lease that the weights of all groups rest in; 0 where they do not rest in RAM."""
+        """Bytes of the one lease that the weights of all groups rest in; 0 if they do not rest in RAM."""
         return sum(group.weight.lease_bytes for group in self.groups)
 
     def kept(self) -> list[StateLayout]:
-        """What generations have of the unit: everything but its gradients."""
+        """Return the places of the unit's states that generations have: all but the gradients."""
         return [state for group in self.groups for state in (group.weight, *group.states.values())]
 
 
@@ -83,8 +83,8 @@ class SwapBytes:
 
     Attributes:
         states: one copy of each state that has an extent.
-        further_copies: that hold earlier generations, or are free for what is written next.
-        scratch: of the gradients that spill.
+        further_copies: copies that have earlier generations, or are free for the next write.
+        scratch: room for the gradients that spill.
     """
 
     states: int
@@ -93,7 +93,7 @@ class SwapBytes:
 
     @property
     def kept(self) -> int:
-        """What a run that is resumed finds again."""
+        """Bytes that a resumed run finds again."""
         return self.states + self.further_copies
 
     @property
@@ -106,16 +106,16 @@ class ArenaBytes:
     """Bytes of the arena.
 
     Attributes:
-        weights, states, gradients: of those that rest in RAM; `states` are the optimizer's.
-        shadows: for the new weights and states of updates that speculate.
-        landing: for the window that gradients land in.
-        staging: for the update's tiles, those that are read ahead included.
-        transfers: not leased for good: weights are fetched into it, or read into it on their way to the device, or to
-            be decoded.
-        bounce: for gradients from the device on their way to others that they are added to.
-        copies: for weights from the device, which updates read.
-        exchange: for gradients on their way to the ranks that own them.
-        secondary: for copies of weights that this rank keeps for the ranks of G.
+        weights, states, gradients: those that rest in RAM; `states` are the optimizer's.
+        shadows: new weights and states of speculative updates.
+        landing: the window that gradients land in.
+        staging: the update's tiles, those that are read ahead included.
+        transfers: memory that is leased for a while. Weights are fetched into it, or read into it before they are
+            copied to the device or decoded.
+        bounce: gradients from the device on their way to others that they are added to.
+        copies: weights from the device, which updates read.
+        exchange: gradients on their way to the ranks that own them.
+        secondary: copies of weights that this rank keeps for the gather group G (sharded/slots.py).
     """
 
     weights: int
@@ -132,7 +132,7 @@ class ArenaBytes:
 
     @property
     def homes_and_shadows(self) -> int:
-        """They share one lease: when an update is applied, its shadow becomes the home of what was updated."""
+        """Bytes of the one lease for homes and shadows: an applied update makes its shadow the home of the state."""
         return self.weights + self.states + self.shadows
 
     @property
@@ -150,7 +150,7 @@ class Layout:
     Attributes:
         units: in the order of their indices.
         checksum_bytes: RAM for the checksums of the swap file, outside the arena.
-        manifest_bytes: of the first path, for the manifests: one more than stay, as far as their size is known before;
+        manifest_bytes: bytes on the first path for the manifests, one more than are kept. Their size is estimated:
             tracked objects are not counted.
     """
 
@@ -162,7 +162,7 @@ class Layout:
 
     @cached_property
     def numel(self) -> int:
-        """Parameters."""
+        """Number of parameters."""
         return sum(unit.unit.numel for unit in self.units)
 
     @cached_property
@@ -172,33 +172,33 @@ class Layout:
 
     @cached_property
     def trained_count(self) -> int:
-        """Units that have optimizer states."""
+        """Number of units that have optimizer states."""
         return sum(any(group.states for group in unit.groups) for unit in self.units)
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Of the whole model at home, in whatever tier."""
+        """Bytes of all weights of the model at home, in any tier."""
         return sum(unit.unit.home_bytes for unit in self.units)
 
     @cached_property
     def encoded_bytes(self) -> int:
-        """Of these, those that rest encoded."""
+        """The part of weight_bytes that rests encoded."""
         return sum(unit.unit.encoded_bytes for unit in self.units)
 
     @cached_property
     def state_bytes(self) -> int:
-        """Of the optimizer, for the whole model, in whatever tier."""
+        """Bytes of all optimizer states of the model, in any tier."""
         return sum(state.nbytes for unit in self.units for group in unit.groups for state in group.states.values())
 
 
 class _SwapFile:
-    """Hands out room in the swap file, from its start on."""
+    """Allocator of room in the swap file, from its start on."""
 
     def __init__(self) -> None:
         self.nbytes = 0
 
     def add(self, nbytes: int, copies: int) -> tuple[int, ...]:
-        """The offsets of the copies of an extent."""
+        """Allocate the copies of an extent, and return their offsets."""
         offsets = tuple(self.nbytes + index * nbytes for index in range(copies))
         self.nbytes += copies * nbytes
         return offsets
@@ -278,6 +278,6 @@ def _manifest_bytes(stored: Sequence[int], placement: Placement) -> int:
     if not placement.commit_every:
         return 0
     sums = sum(sum_bytes(nbytes) for nbytes in stored)
-    # A pinned generation has a manifest of its own, and one takes the place of another once it is durable.
+    # A pinned generation has a manifest of its own. A new manifest replaces an old one only once it is durable.
     count = placement.keep + 1 + (placement.pins + 1 if placement.pins else 0)
     return count * (sums + _EXTENT_RECORD_BYTES * len(stored) + _BODY_BYTES)

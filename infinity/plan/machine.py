@@ -1,4 +1,4 @@
-"""What this machine lets us use: memory and cores."""
+"""Memory and cores of this machine that infinity may use."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["available_device_bytes", "available_host_bytes", "usable_cores"]
 
 
 def available_device_bytes(device: torch.device) -> int:
-    """Free memory of a GPU; on the CPU, see available_host_bytes."""
+    """Return the free memory of a GPU; on the CPU, return available_host_bytes()."""
     return available_host_bytes() if device.type == "cpu" else free_bytes(device)

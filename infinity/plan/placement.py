@@ -1,21 +1,22 @@
-"""Which units' weights, optimizer states and gradients rest in RAM.
+"""Which units keep their weights, optimizer states and gradients in RAM.
 
-A step visits every unit once per pass, so a cache that evicts what was used longest ago would have dropped each unit
-before its next use. What fits is therefore chosen once: whole units, the first of the forward first, because the next
-forward waits for their updates first. Weights come before states: a byte of weights in RAM saves four bytes of
-traffic, a byte of states two. Gradients come before both: weights and states never take the room that micro-batches
-need to add up.
+A step visits every unit once per pass, so a cache that evicts the least recently used unit would evict each unit before
+its next use. The units in RAM are therefore chosen once: whole units, the first of the forward first, because the next
+forward waits for their updates first. Weights come before states: a byte of weights in RAM saves four bytes of traffic,
+a byte of states two. Gradients come before both: weights and states never take the room in which micro-batches add up.
 
-Gradients wait for the update in RAM as far as it reaches, the rest on NVMe. A gradient that spills lands in a window of
-host memory, is written from there, and is read by the update; a second micro-batch reads it back into the window and
-adds to it. The window holds the two largest units, so that one lands while another is written. What waits in RAM in 16
-bits grows to fp32 when a second micro-batch comes: that, too, goes through the window then, so every gradient without
-room for fp32 in RAM has room in the swap file. Where several passes are expected before each step, a gradient that
-waits in RAM has room for fp32 at once: 16 bits would keep it out of the swap file for the first pass only.
+Gradients wait for the update in RAM as far as RAM reaches, the rest on NVMe. A gradient that spills lands in a window
+of host memory, is written from there, and is read by the update. A second micro-batch reads it back into the window and
+adds to it. The window has room for the two largest units, so that one lands while the other is written.
 
-Where the caller said that a step has one pass, gradients in 16 bits leave RAM for states: of the placements that fit,
-the planner takes the one that moves the fewest bytes. A further pass still goes through the window, which holds one
-unit then.
+A gradient that waits in RAM in 16 bits grows to fp32 when a second micro-batch comes. Then it goes through the window,
+too. So every gradient without room for fp32 in RAM has room in the swap file. If several passes are expected before
+each step, a gradient that waits in RAM has room for fp32 at once. In 16 bits it would stay out of the swap file for the
+first pass only.
+
+If the caller said that a step has one pass, gradients in 16 bits leave RAM for states. Of the placements that fit, the
+planner takes the one that moves the fewest bytes. A further pass still goes through the window, which then has room for
+one unit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.moments import Moment
 
 PIECES_MIN = 4
-"""So many pieces of weights are on their way from NVMe to the device at once, or more."""
+"""Least number of pieces of weights that are on their way from NVMe to the device at once."""
 WEIGHT_SHARE_OF_DEVICE = 0.5  # the rest is for activations and the gradients of the running unit
 
 Overlap = Literal["auto", "during_backward", "before_forward", "off"]
@@ -45,8 +46,8 @@ class Resting:
     """Where the units' weights, states or gradients rest between uses.
 
     Attributes:
-        tier: device, host or nvme; nvme where only some of the units rest in RAM.
-        in_ram: indices of the units whose rest in host memory.
+        tier: device, host or nvme; nvme if only some of the units rest in RAM.
+        in_ram: indices of the units that rest in host memory.
     """
 
     tier: str
@@ -58,10 +59,10 @@ class Form:
     """The form that states are kept in.
 
     Attributes:
-        master: of bf16 weights.
-        moments: of exp_avg and exp_avg_sq, where a parameter allows it.
-        stored: which of exp_avg and exp_avg_sq the optimizer keeps.
-        gradient_fp32: gradients that rest in RAM have room for fp32.
+        master: form of the master of bf16 weights.
+        moments: form of exp_avg and exp_avg_sq, where a parameter allows it.
+        stored: those of exp_avg and exp_avg_sq that the optimizer keeps.
+        gradient_fp32: whether gradients that rest in RAM have room for fp32.
     """
 
     master: _native.MasterName
@@ -75,11 +76,11 @@ class UpdateTiming:
     """When updates run.
 
     Attributes:
-        overlap: as the config has it; before_forward where no update can speculate.
-        reason: why some updates cannot speculate although the config asks for it; empty when all can.
+        overlap: as in the config; before_forward if no update can speculate.
+        reason: why some updates cannot speculate although the config asks for it; empty if all can.
         spare_units: indices of the units whose states have a second copy to speculate with, although no generations
             are kept.
-        in_ram: indices of the units whose states rest in RAM and whose updates speculate all the same.
+        in_ram: indices of the units whose states rest in RAM and whose updates speculate nevertheless.
     """
 
     overlap: Overlap
@@ -94,10 +95,10 @@ class Placement:
 
     Attributes:
         optimizer: where residuals and moments rest.
-        activations: resolved (keep | recompute).
+        activations: keep or recompute; auto is resolved.
         commits: how often generations are made.
-        keep: generations that stay.
-        pins: generations that checkpoint folders may pin at once.
+        keep: number of generations that are kept.
+        pins: number of generations that checkpoint folders may pin at once.
     """
 
     weights: Resting
@@ -112,23 +113,23 @@ class Placement:
 
     @property
     def commit_every(self) -> int:
-        """Steps between durable generations, at most; 0: none, states are updated in place."""
+        """Most steps between durable generations; 0: no generations, states are updated in place."""
         return self.commits.every
 
     @property
     def accumulates(self) -> bool:
-        """Several backward passes may add up before a step."""
+        """Whether several backward passes may add up before a step."""
         return self.form.gradient_fp32 or self.gradients.tier == "nvme"
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where weights and states rest, and what it takes.
+    """Where weights and states rest, and the memory that this takes.
 
     Attributes:
         upload_bytes: host memory that weights are read into before they are copied to the device.
         bounce_bytes: host memory that gradients are copied to from the device before they are added to others.
-        host_bytes: host memory for all this, checksums included.
+        host_bytes: host memory in total, checksums included.
     """
 
     weights: Resting
@@ -139,8 +140,11 @@ class Placed:
 
 
 def place(problem: Problem, room: int) -> Placed:
-    """Place weights and states. Where the config leaves the tier open, they take no more than `room` bytes of host
-    memory together with what the config fixes; without nvme.paths all of them go to RAM."""
+    """Place weights and states.
+
+    Where the config leaves the tier open, they take at most `room` bytes of host memory, including what the config
+    places in RAM. Without nvme.paths all of them go to RAM.
+    """
     fixed = problem.trained if problem.config.optimizer == "host" else frozenset[int]()
     weights = _place_weights(problem, room, fixed)
     upload, bounce = _upload_bytes(problem, weights.in_ram), _bounce_bytes(problem)
@@ -174,8 +178,10 @@ def _place_states(problem: Problem, room: int) -> Resting:
 
 
 def _upload_bytes(problem: Problem, weights_in_ram: frozenset[int]) -> int:
-    """Room for the largest unit on NVMe, in pieces: one is read while others are copied. Without a device, room
-    for what is decoded from NVMe: of the two largest units."""
+    """Return the room for the largest unit on NVMe, in pieces, so that one is read while others are copied.
+
+    If the device has no memory of its own, return the room for encoded weights from NVMe, of the two largest units.
+    """
     if problem.limits.in_place:
         return sum(sorted(unit.encoded for unit in problem.units if unit.index not in weights_in_ram)[-2:])
     largest = max((unit.weight for unit in problem.units if unit.index not in weights_in_ram), default=0)
@@ -183,14 +189,14 @@ def _upload_bytes(problem: Problem, weights_in_ram: frozenset[int]) -> int:
 
 
 def _bounce_bytes(problem: Problem) -> int:
-    """Room for the gradients of the largest group on their way from the device to others that they are added to."""
+    """Return the room for gradients of the largest group after they leave the device and before they are added."""
     if problem.limits.in_place:
         return 0
     return max((group.gradient_native for unit in problem.units for group in unit.groups), default=0)
 
 
 def _host_bytes(problem: Problem, weights: Resting, states_in_ram: frozenset[int]) -> int:
-    of_device = weights.tier == "device" and problem.limits.in_place  # RAM of the other budget
+    of_device = weights.tier == "device" and problem.limits.in_place  # this RAM belongs to memory.device
     held = 0 if of_device else problem.weight_of(weights.in_ram)
     swap = problem.swap_bytes(weights.in_ram, states_in_ram)
     return held + problem.state_of(states_in_ram) + problem.checksum_bytes(swap)
@@ -201,12 +207,12 @@ def _host_bytes(problem: Problem, weights: Resting, states_in_ram: frozenset[int
 
 @dataclass(frozen=True)
 class GradientPlacement:
-    """Where gradients wait.
+    """Where gradients wait for the update.
 
     Attributes:
         in_ram: indices of the units whose gradients wait in RAM.
-        fp32: those in RAM have room for fp32.
-        window: there is a window, and room in the swap file for every gradient that has none for fp32 in RAM.
+        fp32: whether gradients in RAM have room for fp32.
+        window: whether there is a window, and room in the swap file for every gradient without room for fp32 in RAM.
     """
 
     problem: Problem
@@ -215,13 +221,13 @@ class GradientPlacement:
     window: bool
 
     def lease_bytes(self, unit: UnitBytes, group: GroupBytes) -> int:
-        """RAM for the gradients of a group; 0 where they do not wait there."""
+        """Return the RAM for the gradients of a group; 0 if they do not wait in RAM."""
         if unit.index not in self.in_ram:
             return 0
         return group.gradient_fp32 if self.fp32 else group.gradient_native
 
     def scratch_bytes(self, unit: UnitBytes, group: GroupBytes) -> int:
-        """Room in the swap file for the gradients of a group, in fp32; 0 where RAM always has room for them."""
+        """Return the room in the swap file for a group's gradients, in fp32; 0 if RAM always has room for them."""
         stays = unit.index in self.in_ram and (self.fp32 or group.group.dtype == torch.float32)
         return 0 if stays or not self.window else group.gradient_fp32
 
@@ -231,12 +237,12 @@ class GradientPlacement:
 
     @cached_property
     def _scratch(self) -> list[int]:
-        """Of each unit."""
+        """Room in the swap file for the gradients of each unit."""
         return [sum(self.scratch_bytes(unit, group) for group in unit.groups) for unit in self.problem.units]
 
     @property
     def accumulates(self) -> bool:
-        """Several backward passes may add up before a step."""
+        """Whether several backward passes may add up before a step."""
         return self.fp32 or self.window
 
     @property
@@ -245,14 +251,17 @@ class GradientPlacement:
 
     @property
     def landing_bytes(self) -> int:
-        """Of the window; 0 where nothing spills. Where it is for a further pass alone, which the caller said does not
-        come, there is room for the largest unit, and each waits for the one before."""
+        """Bytes of the window; 0 if nothing spills.
+
+        The window has room for the two largest units. If it is only for a further pass, which the caller said does not
+        come, it has room for the largest unit, and each unit waits for the one before.
+        """
         unexpected = self.problem.told == 1 and not self.problem.config.vertical and self.in_ram == self.problem.trained
         return sum(sorted(self._scratch, reverse=True)[: 1 if unexpected else 2])
 
     @property
     def host_bytes(self) -> int:
-        """Of host memory, checksums included."""
+        """Host memory for gradients, checksums included."""
         return self.ram_bytes + self.landing_bytes + self.problem.checksum_bytes(self.swap_bytes)
 
     @property
@@ -261,10 +270,11 @@ class GradientPlacement:
 
 
 def gradient_placements(problem: Problem, room: int) -> Iterator[GradientPlacement]:
-    """The placements to try, the best first.
+    """Yield the placements to try, the best first.
 
     Args:
-        room: host memory for gradients where some spill.
+        problem: the input of the planner.
+        room: host memory for gradients, if some of them spill.
     """
     config = problem.config
     if config.gradients != "nvme":
@@ -278,7 +288,7 @@ def gradient_placements(problem: Problem, room: int) -> Iterator[GradientPlaceme
 
 
 def _as_many_as_fit(problem: Problem, room: int) -> frozenset[int]:
-    """The largest units first: that makes the window smaller."""
+    """Return the units whose gradients fit RAM. The largest are taken first, which makes the window smaller."""
     nothing, everything = _spilled(problem, frozenset()), _spilled(problem, problem.trained)
     trained = (unit for unit in problem.units if unit.state)
     ordered = sorted(trained, key=lambda unit: unit.gradient_native, reverse=True)

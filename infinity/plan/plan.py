@@ -1,4 +1,4 @@
-"""The plan: where each state of the model lives and what that costs. Made once, before anything is moved."""
+"""The plan: where each state of the model rests, and the cost of it. Made once, before anything is moved."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ _OVERLAP = {
 
 @dataclass(frozen=True)
 class Forecast:
-    """NVMe traffic of one step, when the step before had as many micro-batches and every moment there is room for is
-    used. What is read is an upper bound, but for weights that a pass needs more than twice, as tied ones: gradients
-    that are still in the window when the next pass adds to them are not read. What a commit writes of the states in RAM
-    is shared out over `commit_every` steps.
+    """NVMe traffic of one step, if the step before had as many micro-batches and all moments are in use.
+
+    The bytes that are read are an upper bound: gradients that are still in the window when the next pass adds to them
+    are not read. Weights that a pass needs more than twice, such as tied ones, are an exception. The states in RAM that
+    a commit writes are divided over `commit_every` steps.
 
     Attributes:
-        passes: backward passes before the step, as was planned for.
-        read_bytes, written_bytes: of one step, with its share of a commit.
-        commit_bytes: what a whole commit writes of the states in RAM; 0 where there are no commits.
-        rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured; None
-            where it has not, or where nothing is on NVMe.
-        moved: what a step moves in fact, with what slots save.
-        moved_clipping: the same where gradients are clipped in most steps.
+        passes: backward passes before the step, as planned.
+        read_bytes, written_bytes: bytes of one step, with its share of a commit.
+        commit_bytes: bytes of the states in RAM, which a commit writes; 0 if there are no commits.
+        rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured; None if it
+            did not, or if nothing is on NVMe.
+        saves_bytes: bytes that a step would save with accumulation_steps=1; 0 if the caller said a number.
+        moved: bytes that a step moves in fact, with the savings from slots.
+        moved_clipping: the same if gradients are clipped in most steps.
     """
 
     passes: int
@@ -51,25 +53,25 @@ class Forecast:
 
     @property
     def step_bytes(self) -> int:
-        """Both directions."""
+        """Bytes in both directions."""
         return self.read_bytes + self.written_bytes
 
     @property
     def io_s(self) -> float | None:
-        """Seconds of I/O per step; None where the disks were not measured."""
+        """Seconds of I/O per step; None if the disks were not measured."""
         return None if self.rate is None else self.step_bytes / self.rate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was decided.
+    """Everything that was decided.
 
     Attributes:
         device: where the model computes.
         placement: where states rest, in which form, and when they change.
-        budgets: the memory they may take, and what of it is for moving them.
+        budgets: the memory that states may take, and the part of it that is for moving them.
         layout: every extent of the swap file and every lease of the arena.
-        forecast: what a step moves.
+        forecast: bytes that a step moves.
         peers: the other ranks: placement, layout and forecast are of this rank's slices.
     """
 
@@ -82,26 +84,30 @@ class Plan:
 
     @property
     def needs_store(self) -> bool:
-        """Whether there is a swap file. A rank that has a slice of nothing still has manifests of every generation."""
+        """Whether there is a swap file. A rank whose slices are empty still has manifests of every generation."""
         return bool(self.layout.swap.nbytes or (self.peers.shares and self.placement.commit_every))
 
     @property
     def device_bytes(self) -> int:
-        """What the plan takes of the device's budget. Where the device has no memory of its own, weights in RAM are
-        used where they are."""
+        """Bytes that the plan takes of the device's budget.
+
+        If the device has no memory of its own, weights in RAM are used in place.
+        """
         budgets = self.budgets
         used_at_home = budgets.limits.used_at_home and self.placement.weights.tier == "host" and not budgets.decodes
         return 0 if used_at_home else budgets.slot_bytes + budgets.ring_bytes + budgets.decoding_bytes
 
     @property
     def host_bytes(self) -> int:
-        """What the plan takes of the host's budget: the arena, but for what is of the device's budget, and the
-        checksums of the swap file."""
+        """Bytes that the plan takes of the host's budget.
+
+        These are the arena, without what belongs to the device's budget, and the checksums of the swap file.
+        """
         of_device = self.device_bytes if self.budgets.limits.in_place else 0
         return self.layout.arena.nbytes - of_device + self.layout.checksum_bytes
 
     def describe(self) -> str:
-        """A few lines for the log: every tier, every budget, and what is predicted."""
+        """Return a few lines for the log: every tier, every budget, and the predictions."""
         placement, layout, limits, forecast = self.placement, self.layout, self.budgets.limits, self.forecast
         weights, optimizer, form = placement.weights, placement.optimizer, placement.form
         predicted = "" if forecast.io_s is None else f", {forecast.io_s:.2f} s at the measured rate"
@@ -132,7 +138,7 @@ class Plan:
         )
 
 
-# -- what a step moves -------------------------------------------------------------------------------------------------
+# -- traffic of a step -------------------------------------------------------------------------------------------------
 
 
 def forecast(
@@ -144,7 +150,7 @@ def forecast(
     *,
     saves_bytes: int,
 ) -> Forecast:
-    """Args: sites: which units each module needs. saves_bytes: as in the Forecast."""
+    """Forecast the traffic of a step. `sites` are the units that each module needs; `saves_bytes` is as in Forecast."""
     in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
     moved, usual = traffic(problem, *in_ram), expected(problem, placement, budgets, sites)
     return Forecast(
@@ -167,7 +173,7 @@ def _rank(cut: Cut) -> str:
 
 
 def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
-    """The line on where the weights come from each time they are used."""
+    """Return the line on the ranks that the weights come from each time they are used."""
     if peers.cut.whole:
         return []
     if peers.near is None:
@@ -179,7 +185,7 @@ def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
 
 
 def _share(held_bytes: int, held: int, count: int) -> str:
-    """How much of what is on NVMe is in RAM all the same; '' where that is nothing."""
+    """Return how much of a state on NVMe is in RAM nevertheless; '' if nothing is."""
     return f", {format_bytes(held_bytes)} of it in RAM ({held} of {count} units)" if held else ""
 
 
@@ -195,7 +201,7 @@ def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
 
 
 def _encoded(layout: Layout) -> str:
-    """What of the weights rests encoded; '' where that is nothing."""
+    """Return how many weights rest encoded, and in which form; '' if none do."""
     groups = [group.group for unit in layout.units for group in unit.groups if group.group.codec]
     codecs = " and ".join(sorted({str(group.codec) for group in groups}))
     numel = sum(spec.numel for group in groups for spec in group.specs)
@@ -203,13 +209,13 @@ def _encoded(layout: Layout) -> str:
 
 
 def _saving(forecast: Forecast) -> list[str]:
-    """The line on what is lost because nobody said how many backward passes a step has."""
+    """Return the line on the bytes lost because the number of backward passes of a step is not known."""
     saved = forecast.saves_bytes
     return [f"    with accumulation_steps=1 a step would move {format_bytes(saved)} less"] if saved > 0 else []
 
 
 def _swap(swap: SwapBytes, placement: Placement) -> str:
-    """What the swap file is made of; the parts add up to it."""
+    """Return the size of the swap file and its parts, which add up to it."""
     others = {
         (False, False): "",
         (True, False): " and earlier generations",

@@ -1,4 +1,4 @@
-"""The planner: budgets and units in, a plan out, or a PlanError that names the smallest change that would fit."""
+"""The planner: from budgets and units to a plan, or to a PlanError that names the smallest change that would fit."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from infinity.state.terms import Terms
 from infinity.state.unit import Unit
 
 HOST_SHARE = 0.8
-"""Of the RAM that is available when the plan is made, what memory.host is where the config does not say."""
+"""Share of the RAM available at planning time that is memory.host, if the config does not say."""
 DEVICE_SHARE = 0.9
-"""Of the free memory of a device, what memory.device is where the config does not say."""
+"""Share of the free memory of a device that is memory.device, if the config does not say."""
 
 
 def make_plan(
@@ -50,20 +50,21 @@ def make_plan(
     commits: Frequency | None = None,
     disks: Disks | None = None,
 ) -> Plan:
-    """Place every state, and decide how often to commit where the config leaves it open.
+    """Place every state, and decide how often to commit if the config leaves this open.
 
     Args:
-        terms: where accumulation_steps is not known, one is counted. Where it is 1, gradients leave more RAM to states
-            if a step then moves fewer bytes.
-        can_recompute: the model can switch activation recomputation on.
-        sites: which units each module needs; none: every unit has a module of its own.
-        peers: the other ranks, where this process is one of several: the plan is that of its slices.
+        units: all units, in the order of their indices.
+        terms: if accumulation_steps is not known, one pass is counted. If it is 1, gradients leave more RAM to states,
+            provided that a step then moves fewer bytes.
+        can_recompute: whether the model can switch activation recomputation on.
+        sites: the units that each module needs; none: every unit has a module of its own.
+        peers: the other ranks, if this process is one of several: the plan is that of its slices.
         commits: how often the ranks commit, once they have agreed on that.
-        disks: those to plan for; None: those of nvme.paths, as they are now.
+        disks: the disks to plan for; None: those of nvme.paths, as they are now.
 
     Raises:
         PlanError: a budget is too small; names the unit, the budget and what would fit.
-        ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` where the model has none.
+        ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` for a model that cannot.
     """
     config, stored = terms.config, STORED[terms.optimizer]
     limits = limits_of(config, terms.device, peers)
@@ -75,7 +76,7 @@ def make_plan(
     )
 
     if fits_slots(units, limits):
-        peers = replace(peers, near=None)  # what stays in its slot until it is updated is gathered once
+        peers = replace(peers, near=None)  # weights that stay in their slots until their update are gathered once
     secondary = 0 if peers.near is None else secondary_bytes(units, peers.near)
 
     def plan(commits: Frequency) -> Plan:
@@ -94,11 +95,10 @@ def make_plan(
 def _with_commits(
     plan: Callable[[Frequency], Plan], config: SwapConfig, disks: Disks, *, trains: bool, resumes: bool
 ) -> Plan:
-    """The plan that commits as often as the disks have room for and costs little.
+    """Return the plan that commits as often as the disks have room for at little cost.
 
-    Args:
-        plan: places everything for a number of commits. The placement of a plan with commits is the same for any.
-        trains: something of the model is trained, be it on this rank or another.
+    `plan` places everything for a frequency of commits. The placement of a plan with commits is the same for any
+    frequency. `trains` says that a part of the model is trained, on this rank or another.
     """
     if not config.nvme.paths:
         if resumes:
@@ -185,8 +185,10 @@ def _plan(
 
 
 def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) -> Limits:
-    """The two budgets: those of the config, or a share of what is available now. What the ranks of a machine have
-    together is divided by their number."""
+    """Return the two budgets: those of the config, or a share of the memory that is available now.
+
+    Memory that the ranks of a machine have in common is divided by their number.
+    """
     in_place, ranks = device.type == "cpu", peers.on_machine
     if peers.memory is not None:
         return Limits(*peers.memory, in_place, peers.shares, ranks)
@@ -202,7 +204,7 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) ->
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Where everything rests, and the update's memory."""
+    """A placement of everything, and the update's memory."""
 
     problem: Problem
     staging: Staging
@@ -216,21 +218,27 @@ class _Chosen:
 
     @property
     def choice_bytes(self) -> int:
-        """What a step moves, as far as it decides. Where the planner is yet to decide how often to commit, commits are
-        left out: it makes them cost little, and the placement must not depend on their number."""
+        """Bytes that a step moves, as far as they decide the choice.
+
+        While the frequency of commits is still open, commits are left out. The planner makes commits cost little, and
+        the placement must not depend on their frequency.
+        """
         commits = 0 if self.problem.config.commit_every == "auto" else self.moved.commit_share_bytes
         return self.moved.read_bytes + self.moved.written_bytes + commits
 
     @property
     def shadow_bytes(self) -> int:
-        """What it leaves for updates of states in RAM to speculate with, as far as they want it."""
+        """Host memory left for shadows of states in RAM, up to the bytes that let all their updates speculate."""
         used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.problem.ranks_bytes
         return min(self.problem.limits.host - used, wanted_in_ram(self.problem, self.placed, self.gradients))
 
 
 def _place(problem: Problem, *, resumes: bool) -> _Chosen:
-    """The first placement of the gradients that fits, or where one pass per step is known, the one that moves the
-    fewest bytes, and of these the one that lets the most updates speculate."""
+    """Return the first placement of the gradients that fits.
+
+    If a step is known to have one pass, return the placement that moves the fewest bytes; among equals, the one that
+    lets the most updates speculate.
+    """
     fitting = _fitting(problem)
     first = next(fitting)
     if problem.told != 1 or problem.adds_up:
@@ -240,9 +248,12 @@ def _place(problem: Problem, *, resumes: bool) -> _Chosen:
 
 
 def _may_replace(first: _Chosen, other: _Chosen, *, resumes: bool) -> bool:
-    """Whether another placement costs nothing but room. Gradients must still add up where they did: a further pass may
-    come all the same, and one pass alone may bring a parameter several gradients (reentrant checkpoints that share it).
-    And the disks must have room for what the placement adds to the swap file."""
+    """Return whether another placement costs nothing but room.
+
+    Gradients must still add up if they did before. A further pass may come nevertheless, and one pass alone may bring a
+    parameter several gradients (reentrant checkpoints that use the same parameter). The disks must have room for
+    the bytes that the placement adds to the swap file.
+    """
     gradients, placed = other.gradients, other.placed
     if first.gradients.accumulates and not gradients.accumulates:
         return False
@@ -253,8 +264,9 @@ def _may_replace(first: _Chosen, other: _Chosen, *, resumes: bool) -> bool:
 
 
 def _fitting(problem: Problem) -> Iterator[_Chosen]:
-    """The placements of the gradients that fit beside what must be there, the best first, each with what fits of
-    weights and states. Fewer tiles for the update come before a worse placement.
+    """Yield the placements of the gradients that fit beside the necessary memory, the best first.
+
+    Each comes with the weights and states that fit. Fewer tiles for the update are preferred to a worse placement.
 
     Raises:
         PlanError: none fits.
@@ -264,7 +276,7 @@ def _fitting(problem: Problem) -> Iterator[_Chosen]:
     stagings = {
         spills: [
             plan_staging(problem, nbytes, gradients=spills)
-            for nbytes in (host, 0)  # what suits the budget, and the least
+            for nbytes in (host, 0)  # the one that suits the budget, and the least one
         ]
         for spills in (False, True)
     }
@@ -322,7 +334,7 @@ def _require_paths(problem: Problem, placed: Placed, gradients: GradientPlacemen
 
 
 def require_paths(config: SwapConfig) -> None:
-    """What is known of nvme.paths before the model is. Raises ConfigError."""
+    """Check nvme.paths as far as possible before the model is known. Raises ConfigError."""
     commit_every = 0 if config.commit_every == "auto" else config.commit_every
     _require_paths_for(config, commit_every, on_nvme="nvme" in (config.weights, config.optimizer))
 

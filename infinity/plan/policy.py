@@ -1,7 +1,8 @@
-"""Who comes, who goes, and when an update may begin: the engine runs these functions (units/, tiers/), and `infinity
-plan` walks through a step with them (plan/visits.py, plan/expected.py).
+"""Policy: which unit is fetched, which is evicted, and when an update may begin. The engine runs these functions
+(units/, tiers/), and `infinity plan` walks through a step with them (plan/visits.py, plan/expected.py).
 
-They follow from the trace and the budgets. No clock and no free memory is asked, so that every rank decides alike.
+The answers follow from the trace and the budgets. No function asks a clock or the free memory, so that every rank
+decides alike.
 """
 
 from __future__ import annotations
@@ -13,25 +14,27 @@ from operator import itemgetter
 from infinity.plan.placement import Overlap
 from infinity.plan.trace import Trace
 
-_WRONG_MAX = 0.3  # a wrong speculation moves the states once for nothing
-_SLOT_SHARE = 4  # of the memory for fetched weights, what speculative updates may keep from being used for others: 1/4
+_WRONG_MAX = 0.3  # a wrong speculation moves the states once in vain
+_SLOT_SHARE = 4  # speculative updates may keep 1/4 of the memory for fetched weights from other uses
 
-# -- who comes ---------------------------------------------------------------------------------------------------------
+# -- fetches -----------------------------------------------------------------------------------------------------------
 
 
 def to_prefetch(
     trace: Trace, nbytes: Callable[[int], int], room: int, there: Collection[int], is_released: Callable[[int], bool]
 ) -> Iterator[tuple[int, int]]:
-    """(visits from now, unit) of the units to fetch ahead, nearest first, up to the first that has no room beside the
-    units that are used before it.
+    """Yield (visits from now, unit) for the units to prefetch, nearest first.
 
-    Each of those has its room, be it on the device, on its way, or wanted by a unit whose update is still computed. So
-    which units follow does not depend on how far the updates are.
+    The first unit that has no room beside the units that are used before it ends the list. Each of those counts with
+    its bytes, whether it is on the device, in flight, or waiting for an update that is still being computed. So the
+    units that follow do not depend on how far the updates are.
 
     Args:
-        nbytes: what a unit takes of the room.
-        there: units that do not make room.
-        is_released: is asked when the turn of a unit has come.
+        trace: the visits of this iteration.
+        nbytes: function that gives the bytes that a unit takes of the room.
+        room: bytes of all slots together.
+        there: units that are not evicted.
+        is_released: function that is asked when the turn of a unit has come.
     """
     counted = set(there)
     room -= sum(map(nbytes, counted))
@@ -46,29 +49,32 @@ def to_prefetch(
 
 
 def long_from_top(room: int) -> Callable[[int], bool]:
-    """Which slots, by their bytes, come from the top of the room in host memory: those that are long, so that long and
-    short ones do not break up each other's space."""
+    """Return a test for slots that come from the top of the room in host memory, by their bytes.
+
+    These are the long ones, so that long and short slots do not break up each other's space.
+    """
     long_bytes = room // 4
     return lambda nbytes: nbytes > long_bytes
 
 
 def unusual_from_top(sizes: Iterable[int]) -> Callable[[int], bool]:
-    """Which slots, by their bytes, come from the top of the room on a device: those of another size than most have."""
+    """Return a test for slots that come from the top of the room on a device: those of an unusual size, in bytes."""
     counts = Counter(sizes)
     usual_bytes = max(counts, key=lambda nbytes: (counts[nbytes], nbytes), default=0)
     return lambda nbytes: nbytes != usual_bytes
 
 
-# -- who goes ----------------------------------------------------------------------------------------------------------
+# -- evictions ---------------------------------------------------------------------------------------------------------
 
 
 def victims(present: Iterable[int], trace: Trace, distance: int | None) -> Iterator[int]:
-    """Units that may make room, the one with the farthest next use first; of equals the first in `present`.
+    """Return the units that may be evicted, the one with the farthest next use first; of equals the first in `present`.
 
     Args:
         present: units on the device, by index.
-        distance: visits from now until the unit that needs room is used; only units that are used later make room, and
-            not the unit of the last visit. None: it is used now, and each may go.
+        trace: the visits of this iteration.
+        distance: visits from now until the unit that needs room is used. Only units that are used later are evicted,
+            and not the unit of the last visit. None: it is used now, and any unit may be evicted.
     """
     beyond, last = (-1, None) if distance is None else (distance, trace.last)
     later = [(use, index) for index in present if index != last and (use := trace.next_use(index)) > beyond]
@@ -79,34 +85,37 @@ def victims(present: Iterable[int], trace: Trace, distance: int | None) -> Itera
 
 
 def update_order(count: int, stays: Callable[[int], bool], trace: Trace) -> list[int]:
-    """All units by index, in the order in which the next training forward uses them: those that stay on the device
-    first, as they are brought when it begins."""
+    """Return all units by index, in the order in which the next training forward uses them.
+
+    Units that stay on the device come first, because they are fetched when the forward begins.
+    """
     return sorted(range(count), key=lambda index: (not stays(index), trace.first_use(index)))
 
 
 def worth_speculating(overlap: Overlap, wrong: float) -> bool:
-    """Whether updates are to begin before the step is decided.
+    """Return whether updates are to begin before the step is decided.
 
     Args:
-        wrong: the share of the last steps that decided otherwise than expected, as where they clip.
+        overlap: the setting of the swap config.
+        wrong: share of the last steps that were decided otherwise than expected, such as steps that clipped.
     """
     return overlap == "during_backward" or (overlap == "auto" and wrong <= _WRONG_MAX)
 
 
 def may_speculate(*, trained_whole: bool, weights_in_ram: bool, gradients_in_ram: bool) -> bool:
-    """Whether the update of a unit may begin before the step is decided, by where the unit's states rest.
+    """Return whether a unit's update may begin before the step is decided, by where the unit's states rest.
 
-    Gradients that spill would be waited for on their way to the store and back. New weights in RAM come to rest in
-    other memory than the old ones, and where a part of the unit is frozen nothing would bring that part there.
+    An update whose gradients spill would wait until they have gone to the store and back. New weights in RAM get other
+    memory than the old ones. If a part of the unit is frozen, nothing would copy that part there.
     """
     return gradients_in_ram and (trained_whole or not weights_in_ram)
 
 
 def may_keep_slot(nbytes: int, kept: int, room: int) -> bool:
-    """Whether a speculative update may read the slot of its unit, which does not make room then.
+    """Return whether a speculative update may read the slot of its unit, which then is not evicted.
 
     Args:
-        nbytes: of the slot.
+        nbytes: bytes of the slot.
         kept: bytes of the slots that other updates read.
         room: bytes of all slots together.
     """

@@ -1,7 +1,6 @@
-"""What the planner is given: the config, the limits, and the bytes that each unit's states take, whatever tier they
-are in.
+"""Input of the planner: the config, the limits, and the bytes that each unit's states take in any tier.
 
-Every size in a plan comes from `GroupBytes`, and every number of copies in the swap file from `Problem.copies`: the
+Every size in a plan comes from `GroupBytes`, and every number of copies in the swap file from `Problem.copies`. The
 search for a placement and the layout use the same two.
 """
 
@@ -19,7 +18,7 @@ from infinity.state.moments import Moment
 from infinity.state.shard import Cut
 from infinity.state.unit import Group, Unit
 
-_CHECKSUM_BYTES = 4  # of RAM for each page of the swap file
+_CHECKSUM_BYTES = 4  # RAM for each page of the swap file
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,10 @@ class Limits:
     Attributes:
         device: bytes for weights, activations and gradients in flight, on the device.
         host: bytes of RAM for everything that is kept or staged there.
-        in_place: the device has no memory of its own: both budgets are RAM.
-        shares: over how many ranks every unit is cut, whose weights are put together in a slot to be used; 0 where
-            none is cut.
-        ranks: that have the machine's budgets together; these are one rank's share.
+        in_place: whether the device has no memory of its own, so that both budgets are RAM.
+        shares: number of ranks over which every unit is cut. Its weights are put together in a slot for use. 0: no unit
+            is cut.
+        ranks: number of ranks that divide the machine's budgets; these limits are one rank's.
     """
 
     device: int
@@ -43,17 +42,17 @@ class Limits:
 
     @property
     def ram(self) -> int:
-        """Bytes of RAM of both."""
+        """Bytes of RAM in both budgets."""
         return self.host + self.device * self.in_place
 
     @property
     def for_each(self) -> str:
-        """Whose the budgets are, in messages."""
+        """Words for messages that say whose the budgets are."""
         return f" for each of the {self.ranks} ranks on this machine" if self.ranks > 1 else ""
 
     @property
     def used_at_home(self) -> bool:
-        """Weights that rest in RAM are used where they are."""
+        """Whether weights that rest in RAM are used in place."""
         return self.in_place and not self.shares
 
 
@@ -62,8 +61,8 @@ class GroupBytes:
     """Bytes of one group.
 
     Attributes:
-        states: of each state of the optimizer that the group has, by name; empty where the group is frozen.
-        gradient_native, gradient_fp32: of the gradients, as autograd gives them and while they add up; 0 where the
+        states: bytes of each optimizer state of the group, by name; empty if the group is frozen.
+        gradient_native, gradient_fp32: bytes of the gradients, as autograd gives them and while they add up; 0 if the
             group is frozen.
     """
 
@@ -74,21 +73,22 @@ class GroupBytes:
 
     @property
     def weight(self) -> int:
-        """At home."""
+        """Bytes of the weights at home."""
         return self.group.home_bytes
 
 
 @dataclass(frozen=True)
 class Peers:
-    """What a plan must know of the other ranks.
+    """Facts about the other ranks, for a plan.
 
     Attributes:
-        cut: which slice of every unit is this rank's.
-        on_machine: ranks on this machine, which have its RAM and its cores together.
-        together: weights are gathered and gradients exchanged, be it by one rank alone.
+        cut: the slice of every unit that is this rank's.
+        on_machine: number of ranks on this machine, which divide its RAM and its cores.
+        together: whether weights are gathered and gradients exchanged, even if there is only one rank.
         memory: bytes of the device and of RAM that each rank may take, as all ranks agreed; None: as the config says,
             or as is available here.
-        near: the slice of every unit that this rank keeps a copy of, for the ranks of G; None where G is all ranks.
+        near: the slice of every unit that this rank keeps a copy of, for the gather group G (sharded/slots.py); None:
+            G is all ranks.
     """
 
     cut: Cut
@@ -99,12 +99,12 @@ class Peers:
 
     @property
     def shares(self) -> int:
-        """As Limits.shares."""
+        """Number of ranks over which every unit is cut, as Limits.shares."""
         return self.cut.count if self.together else 0
 
     @property
     def facts(self) -> dict[str, int]:
-        """What a run that resumes states of this rank must agree on."""
+        """Values that must be the same in a run that resumes states of this rank."""
         cut = self.cut
         return {"rank": cut.index, "ranks": cut.count, "slice_numel": cut.numel} if self.together else {}
 
@@ -117,8 +117,8 @@ class UnitBytes:
     """Bytes of one unit; those of its groups together.
 
     Attributes:
-        unit: what this rank keeps of it: all, or its slice.
-        whole: the unit, as a slot holds it.
+        unit: the part of the unit that this rank keeps: all of it, or its slice.
+        whole: the whole unit, as in a slot.
     """
 
     unit: Unit
@@ -131,22 +131,22 @@ class UnitBytes:
 
     @property
     def weight(self) -> int:
-        """At home."""
+        """Bytes of the weights at home."""
         return self.unit.home_bytes
 
     @property
     def encoded(self) -> int:
-        """Of the weights at home, those that are decoded into a slot."""
+        """The part of the weights at home that is decoded into a slot, in bytes."""
         return self.unit.encoded_bytes
 
     @cached_property
     def trained_weight(self) -> int:
-        """Of the weights that the optimizer changes."""
+        """Bytes of the weights that the optimizer changes."""
         return sum(group.weight for group in self.groups if group.group.trainable)
 
     @cached_property
     def state(self) -> int:
-        """Of the optimizer's states: residual and moments. 0 where nothing of the unit is trained."""
+        """Bytes of the optimizer states, residual and moments; 0 if nothing of the unit is trained."""
         return sum(sum(group.states.values()) for group in self.groups)
 
     @cached_property
@@ -160,15 +160,16 @@ class UnitBytes:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be placed, and within which limits.
+    """Everything that is to be placed, and the limits.
 
     Attributes:
         units: in the order of their indices.
         stored: the moments that the optimizer keeps.
         told: backward passes before a step, as the caller said; None: not known.
-        commit_every: steps between durable generations; 0: none. Where the config leaves it open, this is what is
-            being tried.
-        secondary_bytes: host memory for copies of weights that this rank keeps for the ranks of G.
+        commit_every: steps between durable generations; 0: none. If the config leaves this open, it is the value that
+            is being tried.
+        secondary_bytes: host memory for copies of weights that this rank keeps for the gather group G
+            (sharded/slots.py).
     """
 
     config: SwapConfig
@@ -182,7 +183,7 @@ class Problem:
 
     @property
     def passes(self) -> int:
-        """Backward passes before a step that are counted."""
+        """Number of backward passes before a step that the plan counts."""
         return self.told or 1
 
     @cached_property
@@ -191,12 +192,12 @@ class Problem:
 
     @cached_property
     def slots(self) -> int:
-        """Bytes of all weights as slots have them."""
+        """Bytes of all weights in slots."""
         return sum(unit.whole.weight_bytes for unit in self.units)
 
     @cached_property
     def decoded(self) -> frozenset[int]:
-        """The units of which something is decoded each time it is fetched, by index."""
+        """Indices of the units that have weights to decode at each fetch."""
         return frozenset(unit.index for unit in self.units if unit.encoded)
 
     @cached_property
@@ -210,12 +211,12 @@ class Problem:
 
     @cached_property
     def every(self) -> frozenset[int]:
-        """All units, by index."""
+        """Indices of all units."""
         return frozenset(unit.index for unit in self.units)
 
     @cached_property
     def trained(self) -> frozenset[int]:
-        """The units that have optimizer states."""
+        """Indices of the units that have optimizer states."""
         return frozenset(unit.index for unit in self.units if unit.state)
 
     @property
@@ -224,8 +225,12 @@ class Problem:
 
     @cached_property
     def rings(self) -> tuple[int, int, int]:
-        """Device memory for the gradients of the largest unit, of the two largest, and, where those of micro-batches
-        come one right after the other, of these in fp32, so that they add up there; 0 where they need not move."""
+        """Device memory for gradients, in three sizes; 0 if gradients need not move.
+
+        The sizes are the gradients of the largest unit, those of the two largest units, and the latter in fp32. In the
+        third size gradients add up on the device if those of all micro-batches come one right after the other; without
+        vertical micro-batches it is the second size.
+        """
         if self.limits.in_place:
             return 0, 0, 0
         sizes = sorted(unit.whole.gradient_bytes for unit in self.units)
@@ -235,24 +240,26 @@ class Problem:
 
     @cached_property
     def exchange_bytes(self) -> int:
-        """Host memory for the gradients of the two largest units on their way to the ranks that own them, as they are
-        sent and as they come from all ranks, and of those that stay, which are sent last."""
+        """Host memory for gradients on their way to the ranks that own them.
+
+        It is for the gradients of the two largest units, as they are sent and as they arrive from all ranks. It is also
+        for those of the units that stay, which are sent last.
+        """
         if not self.limits.shares:
             return 0
         staying = sum(unit.whole.gradient_bytes for unit in self.units if unit.whole.stays)
-        # What comes is this rank's slice from each rank; slices are rounded up.
+        # Every rank sends its gradients of this rank's slice; slices are rounded up.
         boxes = [unit.whole.gradient_bytes + self.limits.shares * unit.unit.gradient_bytes for unit in self.units]
         return sum(sorted(boxes)[-2:]) + staying
 
     @property
     def ranks_bytes(self) -> int:
-        """Host memory that there is because of other ranks."""
+        """Host memory that is needed because of other ranks."""
         return self.exchange_bytes + self.secondary_bytes
 
     @property
     def adds_up(self) -> bool:
-        """Whether a parameter has several gradients before a step: of several passes, of several micro-batches in one,
-        or of several ranks."""
+        """Whether a parameter gets several gradients before a step: from several passes, micro-batches or ranks."""
         return self.passes > 1 or self.config.vertical or self.limits.shares > 0
 
     def weight_of(self, indices: Collection[int]) -> int:
@@ -262,14 +269,17 @@ class Problem:
         return sum(unit.state for unit in self.units if unit.index in indices)
 
     def copies(self, *, changes: bool, in_ram: bool) -> int:
-        """How many copies of a state the swap file has room for: one, or none of what rests in RAM. Where generations
-        are kept it has one of every state, and of what changes one more than generations stay and can be pinned."""
+        """Return the number of copies of a state in the swap file.
+
+        Without generations it is one, or none for a state that rests in RAM. With generations it is one for a state
+        that does not change. A state that changes has one copy more than generations are kept and can be pinned.
+        """
         if not self.commit_every:
             return 0 if in_ram else 1
         return self.config.keep + self.config.pins + 1 if changes else 1
 
     def swap_bytes(self, weights_in_ram: Collection[int], states_in_ram: Collection[int]) -> int:
-        """Size of the swap file without gradients."""
+        """Return the size of the swap file without gradients."""
         total = 0
         for unit in self.units:
             weights, states = unit.index in weights_in_ram, unit.index in states_in_ram
@@ -279,21 +289,19 @@ class Problem:
         return total
 
     def checksum_bytes(self, swap_bytes: int) -> int:
-        """RAM for the checksums of a swap file."""
+        """Return the RAM for the checksums of a swap file."""
         return swap_bytes // PAGE_BYTES * _CHECKSUM_BYTES if self.config.nvme.checksums else 0
 
     def cost(self, nbytes: int) -> int:
-        """RAM that it takes to have a state of `nbytes` rest there. A state that has no copy in the swap file any more
-        needs no checksums."""
+        """Return the RAM that it takes to let a state of `nbytes` rest in RAM.
+
+        A state that has no copy in the swap file any more needs no checksums.
+        """
         return nbytes if self.commit_every else nbytes - self.checksum_bytes(nbytes)
 
 
 def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBytes:
-    """The bytes of one group.
-
-    Args:
-        stored: the moments that the optimizer keeps.
-    """
+    """Count the bytes of one group, for an optimizer that keeps the moments `stored`."""
     if not group.trainable or not group.numel:
         return GroupBytes(group, {}, 0, 0)
     residual = group.state_bytes(residual_itemsize(master_format(group.dtype, config.master)))
@@ -306,17 +314,19 @@ def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBy
 
 
 def secondary_bytes(units: Iterable[Unit], near: Cut) -> int:
-    """Of the slices of the weights that a rank keeps a copy of for the ranks of G. Units that stay in their slots until
-    they are updated need none.
+    """Return the bytes of the weight slices that a rank keeps a copy of for the gather group G.
+
+    Units that stay in their slots until they are updated need no copy.
 
     Args:
-        units: whole.
+        units: the whole units.
+        near: the slice of each unit that the rank keeps a copy of.
     """
     return sum(near.of(unit).local.weight_bytes for unit in units if not unit.stays)
 
 
 def as_far_as(costs: Iterable[tuple[int, int]], room: int) -> frozenset[int]:
-    """Those (index, bytes) that fit `room` together: the first first, and what does not fit is passed over."""
+    """Return the indices of those (index, bytes) that fit `room` together. The first come first; others are skipped."""
     chosen = set()
     for index, nbytes in costs:
         if nbytes <= room:

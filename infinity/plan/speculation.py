@@ -1,15 +1,16 @@
-"""What updates need to speculate: of states on NVMe a second copy, of what rests in RAM a shadow for the new values.
-And the memory to read ahead for updates that do not speculate.
+"""Memory for speculative updates: a second copy of states on NVMe, a shadow for the new values of states in RAM. Also
+the memory to read ahead for updates that do not speculate.
 
-Where every step makes a generation, each state has a second copy anyway. Where generations are not kept, second copies
-are reserved as far as the disks reach, those of the model's last units first: their gradients come first.
+If every step makes a generation, each state has a second copy anyway. If generations are not kept, second copies are
+reserved as far as the disks reach. Those of the model's last units come first, because their gradients come first.
 
 [Note: speculation in RAM]
-An update whose states rest in RAM has no transfers to hide: it hides its own computing behind the backward pass, at the
-cost of memory for all that it changes. That is worth it where another processor computes the backward pass. Where the
-model computes in host memory the two share the cores, so such updates speculate there only if the config asks for
-during_backward. Their shadows get what nothing else wants: states on NVMe, which have more to gain, are never pushed
-out of RAM by them. Where these bytes are short, the units that get them lie evenly in the model (`spread_out`).
+An update whose states rest in RAM has no transfers to hide. It hides its computation behind the backward pass, at the
+cost of memory for all that it changes. This is worthwhile if another processor computes the backward pass. If the model
+computes in host memory, the two use the same cores; such updates then speculate only if the config asks for
+during_backward. Their shadows get memory that nothing else wants: states that could go to NVMe gain more from RAM, and
+shadows never push them out of it. If this memory is short, the units that get some are spread evenly over the model
+(`spread_out`).
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
 from infinity.plan.problem import Problem, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
-_SHADOW_SHARE = 0.5  # of the weights, where states would be cached in the rest
+_SHADOW_SHARE = 0.5  # of the weights, if states would be cached in the rest
 _AHEAD_SHARE = 1 / 2  # of the states: the rest streams in while these are updated and written
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """What is reserved for updates that speculate.
+    """Memory that is reserved for speculative updates.
 
     Attributes:
-        shadow_bytes: host memory for new weights, and new states of units whose states rest in RAM.
-        host_bytes: host memory for all this: the shadows, and the checksums of second copies.
+        shadow_bytes: host memory for new weights, and for new states of units whose states rest in RAM.
+        host_bytes: host memory in total: the shadows, and the checksums of second copies.
     """
 
     updates: UpdateTiming
@@ -41,10 +42,15 @@ class Reserved:
 
 
 def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room: int) -> Reserved:
-    """Reserve what updates need to speculate. Updates of units whose gradients spill do not speculate: they would wait
-    for the gradients' way to the store and back.
+    """Reserve the memory and the second copies that speculative updates need.
+
+    Updates of units whose gradients spill do not speculate: they would wait until the gradients have gone to the store
+    and back.
 
     Args:
+        problem: the input of the planner.
+        placed: where weights and states rest.
+        gradients: where gradients wait.
         room: bytes of host memory that nothing else wants.
     """
     config = problem.config
@@ -78,10 +84,13 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
 def reserve_in_ram(
     problem: Problem, placed: Placed, gradients: GradientPlacement, before: Reserved, room: int
 ) -> Reserved:
-    """Reserve what updates of units whose states rest in RAM need to speculate ([Note: speculation in RAM]).
+    """Reserve memory and second copies for units whose states rest in RAM ([Note: speculation in RAM]).
 
     Args:
-        before: what is reserved already.
+        problem: the input of the planner.
+        placed: where weights and states rest.
+        gradients: where gradients wait.
+        before: the memory that is reserved already.
         room: bytes of host memory that nothing else wants.
     """
     config = problem.config
@@ -109,11 +118,14 @@ def reserve_in_ram(
 
 
 def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
-    """Of (index, bytes) as many as fit `room`, spread evenly: so the processor has work during the whole backward, and
-    what it updates after the step lies between units that the next forward finds ready.
+    """Choose as many of (index, bytes) as fit `room`, spread evenly over the model.
+
+    Then the processor has work during the whole backward. The units that it updates after the step are between units
+    that the next forward finds ready.
 
     Args:
         costs: in the order of the model, or its reverse.
+        room: bytes for the chosen ones together.
     """
     total = sum(nbytes for _, nbytes in costs)
     chosen, share, due = set[int](), min(room / total, 1.0) if total else 0.0, 0.0
@@ -126,7 +138,7 @@ def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
 
 
 def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> list[UnitBytes]:
-    """The units whose states rest in RAM and whose updates are to speculate, those of the end of the model first."""
+    """Return the units whose states rest in RAM and whose updates are to speculate, the last of the model first."""
     overlap, limits = problem.config.overlap, problem.limits
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
         return []
@@ -135,12 +147,12 @@ def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> 
 
 
 def wanted_in_ram(problem: Problem, placed: Placed, gradients: GradientPlacement) -> int:
-    """Bytes of shadows with which all updates of states in RAM could speculate."""
+    """Return the bytes of shadows with which all updates of states in RAM could speculate."""
     return sum(_shadow_bytes(unit, placed) for unit in _resting(problem, placed, gradients))
 
 
 def may_speculate(unit: UnitBytes, weights_in_ram: Collection[int], gradients_in_ram: Collection[int]) -> bool:
-    """The policy's answer for a placement."""
+    """Return the policy's answer for a placement."""
     return policy.may_speculate(
         trained_whole=unit.unit.trained_whole,
         weights_in_ram=unit.index in weights_in_ram,
@@ -153,31 +165,31 @@ def _none(reason: str) -> Reserved:
 
 
 def _copy_bytes(unit: UnitBytes, placed: Placed) -> int:
-    """Of a second copy of what the update of a unit changes in the swap file."""
+    """Return the bytes of a second copy of everything that a unit's update changes in the swap file."""
     state = 0 if unit.index in placed.optimizer.in_ram else unit.state
     return state + (0 if unit.index in placed.weights.in_ram else unit.trained_weight)
 
 
 def _shadow_bytes(unit: UnitBytes, placed: Placed) -> int:
-    """Of the shadow of a unit whose states rest in RAM."""
+    """Return the bytes of the shadow of a unit whose states rest in RAM."""
     return unit.state + (unit.weight if unit.index in placed.weights.in_ram else 0)
 
 
 def _swap_bytes(problem: Problem, placed: Placed, gradients: GradientPlacement, reserved: Reserved) -> int:
-    """Of the swap file, with the second copies that are reserved."""
+    """Return the bytes of the swap file, with the second copies that are reserved."""
     spare = sum(_copy_bytes(unit, placed) for unit in problem.units if unit.index in reserved.updates.spare_units)
     return problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes + spare
 
 
 def _reach(problem: Problem, swap_bytes: int, room: int) -> int:
-    """How far a swap file of `swap_bytes` can grow on the disks, with its checksums in `room` bytes of RAM."""
+    """Return by how much a swap file can grow on the disks, with its checksums in `room` bytes of RAM."""
     free = problem.disks.room_bytes - swap_bytes
     per_byte = problem.checksum_bytes(1 << 30) / (1 << 30)
     return min(free, int(room / per_byte)) if per_byte else free
 
 
 def shadow_wanted(problem: Problem, placed: Placed) -> int:
-    """Host memory for shadows that comes before more states are cached there; 0 where the two do not compete."""
+    """Return the host memory for shadows that takes precedence over caching more states; 0 if they do not compete."""
     config = problem.config
     if not policy.worth_speculating(config.overlap, wrong=0):
         return 0
@@ -189,11 +201,14 @@ def shadow_wanted(problem: Problem, placed: Placed) -> int:
 
 
 def ahead_bytes(problem: Problem, placed: Placed, tile_bytes: int, room: int, shadow_bytes: int) -> int:
-    """Staging, in whole tiles, for states that are read ahead.
+    """Return the bytes of staging, in whole tiles, for states that are read ahead.
 
     Args:
+        problem: the input of the planner.
+        placed: where weights and states rest.
+        tile_bytes: bytes of a tile.
         room: bytes of host memory that nothing else wants.
-        shadow_bytes: that are lent to the staging while updates do not speculate.
+        shadow_bytes: bytes of shadows, which are lent to the staging while updates do not speculate.
     """
     if problem.config.overlap == "off":
         return 0
@@ -203,8 +218,11 @@ def ahead_bytes(problem: Problem, placed: Placed, tile_bytes: int, room: int, sh
 
 
 def _lent_bytes(problem: Problem, placed: Placed, tile_bytes: int, shadow_bytes: int) -> int:
-    """How many bytes of tiles the shadows hold. They are lent unit by unit, so only the whole tiles of each unit count:
-    nothing where its weights are smaller than one."""
+    """Return the bytes of tiles that the shadows have room for.
+
+    Shadows are lent unit by unit, so only the whole tiles of each unit count. A unit whose weights are smaller than a
+    tile lends nothing.
+    """
     lent = 0
     for unit in problem.units:
         lends = unit.index in placed.weights.in_ram and unit.unit.trained_whole
@@ -215,5 +233,5 @@ def _lent_bytes(problem: Problem, placed: Placed, tile_bytes: int, shadow_bytes:
 
 
 def _moved(problem: Problem, placed: Placed) -> list[UnitBytes]:
-    """The units whose states come from NVMe."""
+    """Return the units whose states come from NVMe."""
     return [unit for unit in problem.units if unit.state and unit.index not in placed.optimizer.in_ram]

@@ -1,5 +1,5 @@
-"""The bytes that a step moves between memory and NVMe, for a placement. The forecast and the choice of a placement
-count alike."""
+"""Bytes that a step moves between memory and NVMe, for a placement. The forecast and the choice of a placement use the
+same count."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from infinity.plan.problem import Problem, UnitBytes
 
 @dataclass(frozen=True)
 class Traffic:
-    """NVMe bytes while no slot outlives a pass (design §4, with the weights read once more where the update is a phase
-    of its own).
+    """NVMe bytes while no slot outlives a pass.
+
+    This is the count of design §4, with one more read of the weights if the update is a phase of its own.
 
     Attributes:
-        read_bytes, written_bytes: of one step, without commits.
-        commit_bytes: what a whole commit writes of the states in RAM; 0 where there are no commits.
-        commit_share_bytes: of those, what falls to one step.
+        read_bytes, written_bytes: bytes of one step, without commits.
+        commit_bytes: bytes of the states in RAM, which a commit writes; 0 if there are no commits.
+        commit_share_bytes: commit_bytes divided by the steps between commits.
     """
 
     read_bytes: int
@@ -27,14 +28,14 @@ class Traffic:
 
     @property
     def step_bytes(self) -> int:
-        """Both directions, with the share of a commit."""
+        """Bytes in both directions, with the share of a commit."""
         return self.read_bytes + self.written_bytes + self.commit_share_bytes
 
 
 def traffic(
     problem: Problem, weights_in_ram: Collection[int], states_in_ram: Collection[int], gradients_in_ram: Collection[int]
 ) -> Traffic:
-    """Count what a step moves. Each argument but the first names the units, by index, that have so much in RAM."""
+    """Count the bytes that a step moves. The collections are indices of the units that have these states in RAM."""
     passes, read, written, committed = problem.passes, 0, 0, 0
     for unit in problem.units:
         if unit.index in weights_in_ram:
@@ -56,8 +57,8 @@ def traffic(
 
 
 def gradient_traffic(problem: Problem, unit: UnitBytes) -> int:
-    """What a unit's gradients, which spill, move in one step, each way."""
-    # The first of several gradients comes from a device as autograd gives it; on the CPU in fp32, as the others.
+    """Return the bytes that a unit's gradients, which spill, move in one step, in each direction."""
+    # The first of several gradients comes from a device as autograd gives it; on the CPU it is in fp32 as the others.
     widens = not (problem.passes > 1 or problem.config.vertical) or not problem.limits.in_place
     first = unit.gradient_native if widens else unit.gradient_fp32
     return first + (problem.passes - 1) * unit.gradient_fp32

@@ -1,7 +1,7 @@
-"""A step, visit by visit: which units are fetched while it goes, and which have a slot at its end.
+"""A step, visit by visit: the units that are fetched during the step, and those that have a slot at its end.
 
-This is what units/room.py does, without its clock and with the same policy: at each visit the unit that is used comes,
-and then those that are used next, as far as there is room.
+This repeats units/room.py, without its clock and with the same policy. At each visit the unit in use is fetched, and
+then the units that are used next, as far as there is room.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from infinity.plan.trace import Trace
 from infinity.state.discover import HookSite
 
 _STEPS_MAX = 16
-"""Until a step is like the one before; where none is, the mean of the last half counts."""
+"""Most steps until a step is like the one before; if none is, the mean of the last half counts."""
 
 
 @dataclass
 class Fetched:
-    """Of one unit in one step.
+    """Fetches of one unit in one step.
 
     Attributes:
-        forwards, backwards: how often it is fetched for them.
-        at_end: it has a slot when the step's last pass is over; a share of the steps, where they are not alike.
+        forwards, backwards: number of fetches for forward and backward passes.
+        at_end: 1 if the unit has a slot when the step's last pass is over, 0 if not; a mean, if steps differ.
     """
 
     forwards: float = 0
@@ -33,10 +33,11 @@ class Fetched:
 
 
 def in_order(units: Sequence[int], sites: Sequence[HookSite]) -> list[int]:
-    """These units in the order in which a forward needs them: those with tied weights as often as they are needed.
+    """Return these units in the order in which a forward needs them; those with tied weights as often as needed.
 
     Args:
-        sites: which units each module needs, in the order of the forward.
+        units: indices of the units.
+        sites: the units that each module needs, in the order of the forward.
     """
     wanted = {*units}
     needed = [index for site in sites for index in site.units if index in wanted]
@@ -45,14 +46,15 @@ def in_order(units: Sequence[int], sites: Sequence[HookSite]) -> list[int]:
 
 
 class Walk:
-    """Steps of the same visits.
+    """Simulation of steps that have the same visits.
 
     Args:
-        visits: (unit, it is one of a forward), in order.
-        sizes: bytes of a slot, by unit.
+        visits: (unit, whether the visit is one of a forward), in order.
+        sizes: bytes of each unit's slot.
         room: bytes of all slots together.
-        from_top: which slots, by their bytes, come from the top of the room. Each slot is one piece of it: a large unit
-            may find room enough, and no piece that is long enough. None: bytes alone are counted, as several ranks do.
+        from_top: test for slots that come from the top of the room, by their bytes. Each slot is one piece of the room:
+            a large unit may find enough room in total, and no piece that is long enough. None: only bytes are counted,
+            as several ranks do.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Walk:
         self._fetched: dict[int, Fetched] = {}
 
     def steady(self, void: Collection[int]) -> dict[int, Fetched]:
-        """What a step fetches once it is like the one before. Args: void: units whose slots end with each step."""
+        """Return the fetches of a step that is like the one before. Slots of `void` units end with each step."""
         steps: list[dict[int, Fetched]] = []
         while len(steps) < _STEPS_MAX:
             fetched = self._step()
@@ -105,7 +107,7 @@ class Walk:
                 return
 
     def _fetch(self, index: int, *, forward: bool, distance: int | None) -> bool:
-        """Fetch a unit; what is used later than `distance` visits from now makes room (anything, when None)."""
+        """Fetch a unit, and evict units that are used later than `distance` visits from now (any unit, if None)."""
         slots = self._slots
         while not slots.try_enter(index, self._sizes[index]):
             victim = next(victims(slots.there, self._trace, distance), None)
@@ -124,7 +126,7 @@ def _mean(each: Sequence[Fetched]) -> Fetched:
 
 
 class _Slots:
-    """The memory that units are fetched into. Args: as of Walk. Attributes: there: the units that have a slot."""
+    """The memory that units are fetched into, with the arguments of Walk. `there` are the units that have a slot."""
 
     def __init__(self, nbytes: int, from_top: Callable[[int], bool] | None) -> None:
         self._space = None if from_top is None else Space(None, 0, nbytes)
