@@ -1,4 +1,4 @@
-"""The one pinned allocation and the leases carved from it."""
+"""The one pinned allocation, and the leases that are carved from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lease:
-    """A borrowed, 4 KiB-aligned piece of the arena. Life cycle: Space.lease() → release(), once."""
+    """Borrowed, 4 KiB-aligned piece of the arena. Life cycle: Space.lease() → release(), once."""
 
     def __init__(self, space: Space, offset: int, nbytes: int) -> None:
         self._space = space
@@ -31,41 +31,49 @@ class Lease:
         self.nbytes = nbytes
 
     def view(self, offset: int = 0, nbytes: int | None = None) -> memoryview:
-        """Bytes [offset, offset + nbytes) of the lease, writable."""
+        """Return bytes [offset, offset + nbytes) of the lease, writable."""
         nbytes = self.nbytes - offset if nbytes is None else nbytes
         if offset < 0 or offset + nbytes > self.nbytes:
             raise AssertionError(f"view [{offset}, {offset + nbytes}) outside a lease of {self.nbytes} bytes")
         return self._space.memory.view(self.offset + offset, nbytes)
 
     def tensor(self) -> torch.Tensor:
-        """uint8 [nbytes], sharing the lease's memory. Every call makes a new storage, so that its views can be
-        counted."""
+        """Return the lease's memory as a uint8 tensor of shape [nbytes], without copying.
+
+        Every call makes a new storage, so that the views of each tensor can be counted.
+        """
         return torch.frombuffer(self.view(), dtype=torch.uint8)
 
     def release(self) -> None:
         self._space.give_back(self)
 
     def split(self, sizes: Sequence[int]) -> list[Lease]:
-        """The lease as leases of these sizes, which lie one after the other; each is released by itself, instead of
-        this one. Each size is a multiple of 4 KiB, and together they are the lease's."""
+        """Split the lease into consecutive leases, each of which is released instead of this one.
+
+        Args:
+            sizes: bytes of each lease, multiples of 4 KiB; their sum is the size of this lease.
+        """
         if sum(sizes) != self.nbytes or any(nbytes % PAGE_BYTES for nbytes in sizes):
             raise AssertionError(f"a lease of {self.nbytes} bytes cannot be split into {list(sizes)}")
         ends = itertools.accumulate(sizes, initial=self.offset)
         return [Lease(self._space, begin, nbytes) for begin, nbytes in zip(ends, sizes, strict=False)]
 
     def space(self) -> Space:
-        """A space of the lease's bytes, to cut it into leases in turn."""
+        """Return a space over the lease's bytes, which can be cut into leases in turn."""
         return Space(self._space.memory, self.offset, self.nbytes)
 
 
 class Space:
-    """Bytes [offset, offset + nbytes) of the arena, cut into leases, first-fit where nothing else is asked for; free
-    neighbours merge.
+    """Bytes [offset, offset + nbytes) of the arena, cut into leases. Neighbouring free pieces merge.
+
+    The default placement is first-fit.
 
     Invariant: leases never overlap.
 
     Args:
-        native: None for memory of a device, whose leases have no views here.
+        native: the arena; None for device memory, whose leases have no views in host memory.
+        offset: bytes from the start of the arena.
+        nbytes: size of the space.
     """
 
     def __init__(self, native: _native.Arena | None, offset: int, nbytes: int) -> None:
@@ -81,11 +89,13 @@ class Space:
         return self._native
 
     def try_lease(self, nbytes: int, *, from_top: bool = False, tightest: bool = False) -> Lease | None:
-        """A lease of `nbytes` rounded up to 4 KiB, or None when no free piece is long enough.
+        """Return a lease of `nbytes` rounded up to 4 KiB, or None if no free piece is long enough.
 
         Args:
-            from_top: take it from the high end, so that long and short leases do not break up each other's space.
-            tightest: take it from the shortest piece that is long enough, so that long pieces stay.
+            nbytes: bytes to lease.
+            from_top: take the high end of the last free piece that fits, so that long and short leases do not fragment
+                each other's space.
+            tightest: take the shortest free piece that fits, so that long pieces stay available.
         """
         nbytes = round_up(nbytes, PAGE_BYTES)
         with self._lock:
@@ -101,10 +111,11 @@ class Space:
         return None
 
     def lease(self, nbytes: int, what: str) -> Lease:
-        """A lease for which the plan has counted the memory.
+        """Return a lease for which the plan has reserved the memory.
 
         Args:
-            what: the lease is for, in the error's words.
+            nbytes: bytes to lease.
+            what: the purpose of the lease, for the error message.
 
         Raises:
             PlanError: the arena is too small; names `what`.
@@ -130,7 +141,7 @@ class Space:
             self._free.insert(index, (start, end - start))
 
     def free_views(self) -> list[memoryview]:
-        """The pieces that are not leased now."""
+        """Return views of the pieces that are not leased now."""
         with self._lock:
             return [self.memory.view(offset, nbytes) for offset, nbytes in self._free]
 
@@ -140,14 +151,17 @@ class Space:
             return sum(size for _, size in self._free)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a free piece is long enough."""
+        """Return whether a free piece is long enough for `nbytes`."""
         with self._lock:
             return any(size >= nbytes for _, size in self._free)
 
 
 class PinnedArena(Space):
-    """One mapping of exactly the planned size. A page takes RAM when it is first used, so on a machine without a GPU
-    the memory that a plan reserves and a run does not use costs nothing."""
+    """One mapping of exactly the planned size.
+
+    A page takes RAM when it is first used. So on a machine without a GPU, memory that a plan reserves and a run does
+    not use costs nothing.
+    """
 
     def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
         nbytes = round_up(max(nbytes, PAGE_BYTES), PAGE_BYTES)
@@ -156,15 +170,19 @@ class PinnedArena(Space):
         self._unpin: Callable[[], object] = lambda: None
 
     def give_all_back(self) -> None:
-        """Nobody uses the memory any more, whoever may still refer to it."""
+        """Return the memory to the system. Nobody may use it afterwards, even if references to it remain."""
         self._unpin()
         self.memory.give_back()
 
     def pin(self, accelerator: Accelerator, pool: _native.ThreadPool | None = None) -> str:
-        """Pin the pages for copies. Returns '', or why the runtime refused: copies are then slower, and right.
+        """Pin the pages for copies to and from the device.
 
         Args:
-            pool: its threads make the pages resident first; None: the runtime does, in one thread.
+            accelerator: the device that copies.
+            pool: threads that first make the pages resident; None: the device's runtime does so, in one thread.
+
+        Returns:
+            '', or the reason why the runtime refused. Copies are then slower, but correct.
         """
         began = time.perf_counter()
         if pool is not None and accelerator.pins_resident:

@@ -1,4 +1,4 @@
-"""The swap directory: which run holds it, what files it has, and which of them may be deleted."""
+"""Swap directory: the run that locks it, its files, and which of these files may be deleted."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = "infinity.lock"
 _MADE = "made"
-"""The second line of the lock file where the directory was made by the run that the store began with."""
+"""Second line of the lock file if the first run of the store created the directory."""
 SWAP_NAME = "states.infinity-swap"
 HEADER_NAME = "store.infinity"
 FINISHED_NAME = "finished.infinity"
-"""A note about a finished run whose store was removed (cli/finished.py). The next run in the directory removes it."""
+"""Name of the note about a finished run whose store was removed (cli/finished.py); the next run removes it."""
 _GENERATION = re.compile(r"generation-([0-9]{12})\.infinity")
 
 
 class StoreDirectory:
-    """A directory of a store: the names of its files, and the lock that is held on it until close()."""
+    """Directory of a store: the names of its files, and the lock that is held until close()."""
 
     def __init__(self, path: Path) -> None:
         self.path = require_name(path.expanduser().absolute())
@@ -58,16 +58,16 @@ class StoreDirectory:
         return self.path / HEADER_NAME
 
     def generation_path(self, step: int) -> Path:
-        """The manifest of the generation after optimizer step `step`."""
+        """Return the path of the manifest of the generation after optimizer step `step`."""
         return self.path / f"generation-{step:012d}.infinity"
 
     def generations(self) -> dict[int, Path]:
-        """The manifests that are there, newest first."""
+        """Return the paths of existing manifests by step, newest first."""
         return generations_in(self.path)
 
     @property
     def numa_node(self) -> int:
-        """The NUMA node of the disk below; -1 where it has none."""
+        """NUMA node of the disk below the directory; -1 if it has none."""
         node = disk_under(self.path).numa_node
         return -1 if node is None else node
 
@@ -76,17 +76,17 @@ class StoreDirectory:
         return shutil.disk_usage(self.path).free
 
     def close(self, *, keep: bool = True) -> None:
-        """Let the directory go. Idempotent."""
+        """Release the lock. Idempotent."""
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close the lock's descriptor. A forked child's copy of it would hold the lock after its parent has ended."""
+        """Close the lock's descriptor, because a forked child's duplicate would hold the lock after the parent ends."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
     def _open_lock(self, access: int) -> int:
-        """Open the lock file. Raises ConfigError for a link and for anything but a regular file."""
+        """Open the lock file and return its descriptor. Raises ConfigError if the path is not a regular file."""
         path = self.path / LOCK_NAME
         try:
             descriptor = os.open(path, access | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -100,16 +100,16 @@ class StoreDirectory:
         return descriptor
 
     def _holder(self) -> str:
-        """The id of the process that holds the lock, as written in the lock file."""
+        """Return the id of the process that holds the lock, as written in the lock file."""
         written = next(iter(self._written()), "")
         return written if written.isascii() and written.isdigit() else "unknown"
 
     def _written(self) -> list[str]:
-        """The lines of the lock file."""
+        """Return the lines of the lock file."""
         return os.pread(self._lock_fd, 64, 0).decode(errors="replace").split()
 
     def _try_lock(self, kind: int) -> bool:
-        """Take the lock, without waiting. Returns whether it is free. Raises SwapIOError."""
+        """Take the lock without waiting, and return whether that succeeded. Raises SwapIOError."""
         try:
             fcntl.flock(self._lock_fd, kind | fcntl.LOCK_NB)
         except OSError as error:
@@ -121,17 +121,18 @@ class StoreDirectory:
 
 
 class ReadDirectory(StoreDirectory):
-    """A directory open for reading: nothing on disk is changed, and several processes may read the directory at once.
+    """Directory that is open for reading: nothing on disk is changed, and several processes may read it at once.
 
-    Readers share the lock, which keeps runs out. A directory without a lock file, such as a copy, is read without a
-    lock: should a run begin there meanwhile, the checksums show that what is read has changed.
+    Readers take a shared lock, which keeps out runs. A directory without a lock file, such as a copy, is read without a
+    lock. If a run begins in it meanwhile, the checksums reveal that the data have changed.
 
     Args:
-        shared: the run that holds the lock knows that the directory is read, and leaves alone what is.
+        path: the directory.
+        shared: the run that holds the lock knows of this reader, and does not change the data that it reads.
 
     Raises:
-        StoreLockedError: a run holds it.
-        ConfigError: the lock cannot be opened.
+        StoreLockedError: a run holds the lock.
+        ConfigError: the lock file cannot be opened.
     """
 
     def __init__(self, path: Path, *, shared: bool = False) -> None:
@@ -148,21 +149,22 @@ class ReadDirectory(StoreDirectory):
 
 
 class SwapDirectory(StoreDirectory):
-    """A directory held by one run, from construction to close().
+    """Directory locked by one run, from construction to close().
 
     Invariant: only files with infinity's names are deleted, only under the lock, and none before make_room() or
     take_over().
 
     Args:
+        path: the directory.
         create: make a missing directory; otherwise a missing directory is an error.
 
     Attributes:
-        new_in: the parents of the directories that were made now, from the inside out.
+        new_in: parents of the directories that the constructor made, innermost first.
 
     Raises:
-        StoreLockedError: another run holds it.
-        ConfigError: it cannot be created or written.
-        ResumeError: it is missing.
+        StoreLockedError: another run holds the lock.
+        ConfigError: the directory cannot be created or written.
+        ResumeError: the directory is missing, and `create` is false.
     """
 
     def __init__(self, path: Path, *, create: bool = True) -> None:
@@ -190,8 +192,11 @@ class SwapDirectory(StoreDirectory):
         self._warn_if_memory()
 
     def _lock_is_ours(self) -> bool:
-        """Whether the locked file still has the lock's name, and only that name. A file with a second name (a hard
-        link) may be somebody's: the lock's name is removed from it, so that a new file can be made."""
+        """Return whether the locked file still has the lock's name, and no other name.
+
+        A file with a second name (a hard link) may belong to somebody else. The lock's name is removed from such a
+        file, so that a new lock file can be made.
+        """
         path, mine = self.path / LOCK_NAME, os.fstat(self._lock_fd)
         try:
             if not os.path.samestat(os.stat(path, follow_symlinks=False), mine):
@@ -209,7 +214,7 @@ class SwapDirectory(StoreDirectory):
         self._lock_fd = self._open_lock(os.O_RDWR | os.O_CREAT)
         if self._try_lock(fcntl.LOCK_EX):
             return
-        is_read = self._try_lock(fcntl.LOCK_SH)  # readers share the lock, and do not write their process ids there
+        is_read = self._try_lock(fcntl.LOCK_SH)  # readers hold a shared lock, and do not write their process ids
         who = "being read by another process" if is_read else f"in use by another run (process {self._holder()})"
         self.close_in_child()
         raise StoreLockedError(
@@ -218,17 +223,16 @@ class SwapDirectory(StoreDirectory):
         )
 
     def take_over(self) -> None:
-        """The files in the directory belong to this run from now on, as if this run had made them."""
+        """Treat the files in the directory as this run's own from now on."""
         self._ours = True
         durable.remove(self.path / FINISHED_NAME)
 
     def require_replaceable(self) -> None:
-        """Check that no generation would be lost. To be called for all directories of a store before make_room() of
-        any.
+        """Check that no generation would be lost. Call this for all directories of a store before any make_room().
 
         Raises:
-            StoreNotEmptyError: there are generations here, or on the first path of the store that this directory is a
-                member of; or that path is missing or the header is damaged, so that there may be generations.
+            StoreNotEmptyError: there are generations in this directory, or on the first path of the store that it
+                belongs to. Or there may be, because that path is missing or the header is damaged.
         """
         kept = self._kept_by()
         if kept is not None:
@@ -250,7 +254,7 @@ class SwapDirectory(StoreDirectory):
             )
 
     def make_room(self) -> None:
-        """Remove the files that a run without generations left behind, durably."""
+        """Remove durably the files that a run without generations left behind."""
         if self.swap_path.exists():
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
         self._ours = True
@@ -261,7 +265,7 @@ class SwapDirectory(StoreDirectory):
             durable.sync_directory(self.path)
 
     def _kept_by(self) -> dict[int, Path] | None:
-        """The generations that need this directory's files; {} when they cannot be listed, None when there are none."""
+        """Return the generations that need this directory's files: {} if they cannot be listed, None if none exist."""
         found = self.generations()
         if found or pinned_in(self.path):
             return found
@@ -276,12 +280,15 @@ class SwapDirectory(StoreDirectory):
             same = read_header(first / HEADER_NAME).run == header.run
         except ResumeError:
             same = False
-        # The generations are with the first member, whose disk may not be mounted now.
+        # The generations are in the first member's directory, whose disk may not be mounted now.
         return (generations_in(first) or None) if same else {}
 
     def remove_all(self) -> None:
-        """Remove every file of a store. The manifests go first, because without their data they promise what is gone.
-        The header goes last, because it identifies the other files when an interrupted removal is done again."""
+        """Remove every file of a store.
+
+        Manifests are removed first, because a manifest without its data would promise a generation that is gone. The
+        header is removed last, because it identifies the other files if an interrupted removal is repeated.
+        """
         found = [*self.generations().values(), *pinned_in(self.path)]
         if os.path.lexists(self.path / PINS_NAME):
             found.append(self.path / PINS_NAME)
@@ -294,7 +301,7 @@ class SwapDirectory(StoreDirectory):
         self.remove_asides()
 
     def remove_asides(self) -> None:
-        """Remove half-written files that a crash left."""
+        """Remove partially written files that a crash left."""
         for entry in entries_of(self.path):
             name = entry.name.removesuffix(durable.ASIDE)
             ours = (
@@ -312,7 +319,7 @@ class SwapDirectory(StoreDirectory):
             )
 
     def close(self, *, keep: bool = False) -> None:
-        """Let the directory go; unless `keep`, remove this run's files first. Idempotent."""
+        """Release the lock; unless `keep`, remove this run's files first. Idempotent."""
         if self._lock_fd < 0:
             return
         if self._ours and not keep:
@@ -321,27 +328,29 @@ class SwapDirectory(StoreDirectory):
             (self.path / LOCK_NAME).unlink(missing_ok=True)
         super().close()
         if self._created:
-            with contextlib.suppress(OSError):  # it is not empty: somebody else has files there
+            with contextlib.suppress(OSError):  # it is not empty: it also has files of somebody else
                 self.path.rmdir()
 
 
 def remove_store(directories: Sequence[SwapDirectory]) -> dict[Path, int]:
-    """Remove a store whose directories are held, in the store's order. Returns the bytes that are freed in each."""
+    """Remove a store whose directories are locked and in the store's order. Return the bytes freed in each."""
     freed = {}
-    for directory in directories:  # before the manifests, which show which run a header belongs to
+    for directory in directories:  # before the manifests, because these show which run a header belongs to
         freed[directory.path] = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
         durable.remove(directory.swap_path)
-    for directory in reversed(directories):  # the first one has the manifests, and goes last
+    for directory in reversed(directories):  # the first one has the manifests, so it is the last
         directory.remove_all()
     return freed
 
 
 def remove_store_of(run: str, paths: Sequence[Path]) -> int:
-    """Remove the files of a run's store; returns the bytes that are freed. Directories without a store, and those that
-    hold one of another run by now, stay as they are.
+    """Remove the files of a run's store, and return the bytes freed.
+
+    Directories without a store, and directories that now hold the store of another run, stay unchanged.
 
     Args:
-        paths: in the store's order.
+        run: id of the run.
+        paths: directories, in the store's order.
 
     Raises:
         StoreLockedError: another process uses the store.
@@ -359,7 +368,7 @@ def remove_store_of(run: str, paths: Sequence[Path]) -> int:
 
 
 def require_name(path: Path) -> Path:
-    """Returns `path`. Raises ConfigError for a path that cannot name a directory, or cannot be written in a header."""
+    """Return `path` if it can name a directory and be written in a header. Raises ConfigError otherwise."""
     try:
         if "\0" not in str(path) and str(path).encode():
             return path
@@ -370,10 +379,10 @@ def require_name(path: Path) -> Path:
 
 
 def require_place(path: Path) -> None:
-    """Check that a swap directory is there and can be written, or can be made. Nothing is made.
+    """Check that a swap directory exists and is writable, or that it can be made. Nothing is made.
 
     Raises:
-        ConfigError: it cannot; says why.
+        ConfigError: the directory cannot be used; the message says why.
     """
     path = path.expanduser().absolute()
     try:
@@ -390,8 +399,11 @@ def require_place(path: Path) -> None:
 
 
 def _require_parent(path: Path) -> None:
-    """Raises ConfigError for a misspelled path, or one on a disk that is not mounted: the directory that it is to be
-    made in is missing."""
+    """Check that the parent of a path exists.
+
+    Raises:
+        ConfigError: it does not, because the path is misspelled or its disk is not mounted.
+    """
     if not path.parent.exists():
         raise ConfigError(
             f"nvme.paths: there is no directory {printable(path.parent)}, in which {printable(path)} is to be made. "
@@ -411,7 +423,7 @@ def _no_lock(path: Path) -> ConfigError:
 
 
 def entries_of(path: Path) -> list[Path]:
-    """The entries of a directory; [] without a directory. Raises SwapIOError when it exists and cannot be read."""
+    """Return the entries of a directory; [] without a directory. Raises SwapIOError if it cannot be read."""
     try:
         return list(path.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -421,22 +433,22 @@ def entries_of(path: Path) -> list[Path]:
 
 
 def generations_in(path: Path) -> dict[int, Path]:
-    """The manifests in a directory, newest first, by their step."""
+    """Return the manifests in a directory by their step, newest first."""
     found = {int(match[1]): entry for entry in entries_of(path) if (match := _GENERATION.fullmatch(entry.name))}
     return dict(sorted(found.items(), reverse=True))
 
 
 def pinned_in(path: Path) -> list[Path]:
-    """The manifests of pinned generations in a directory, those that no pin names any more among them."""
+    """Return the manifests of pinned generations in a directory, including those that no pin names any more."""
     return sorted(entry for entry in entries_of(path) if PINNED.fullmatch(entry.name))
 
 
 def ways_on(path: Path, *, folders: bool) -> str:
-    """How to go on from the generations in a directory, for messages.
+    """Describe for a message how to resume from the generations in a directory.
 
     Args:
         path: the directory as a user names it.
-        folders: checkpoint folders may name generations there; else none does.
+        folders: whether checkpoint folders may name the generations.
     """
     each = ", from one of the folders with folder=FOLDER or resume=FOLDER" if folders else ""
     ways = (
@@ -454,8 +466,10 @@ def ways_on(path: Path, *, folders: bool) -> str:
 
 
 def parts_said(path: Path) -> str:
-    """The directories of the store that `path` is a part of, as the command that removes the store needs them, for
-    messages; `path` alone where no header there says them."""
+    """Return the directories of the store that `path` belongs to, as arguments of the command that removes the store.
+
+    The result is `path` alone if no header in it names the directories.
+    """
     try:
         members = read_header(path / HEADER_NAME).members
     except ResumeError:
@@ -464,7 +478,7 @@ def parts_said(path: Path) -> str:
 
 
 def _pinned_for_messages(path: Path) -> str:
-    """The folders that pin generations in a directory, or why they are not known; "" when there are none."""
+    """Return the folders that pin generations in a directory, or why they are not known; "" if there are none."""
     try:
         return said(read_pins(path))
     except ManifestError as error:

@@ -1,6 +1,6 @@
-"""The disk under a directory: the mount that holds the directory, the devices below it and their NUMA node.
+"""Disk under a directory: the mount that holds the directory, the devices below it and their NUMA node.
 
-A fact that the system does not tell is None or ''. The only error is a path that does not exist.
+A fact that the system does not provide is None or ''. The only error is a path that does not exist.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Disk:
-    """The disk under a directory. Devices are their directories in /sys, with all links resolved.
+    """Disk under a directory. Devices are represented by their directories in /sys, with all links resolved.
 
     Attributes:
-        mount_point, filesystem, mount_options: of the innermost mount that holds the directory.
-        block: the whole disk; None where the file system has no block device.
-        members: the disks below a device-mapper or md device; else the whole disk itself.
+        mount_point, filesystem, mount_options: facts about the innermost mount that holds the directory.
+        block: the disk itself, never a partition; None if the file system has no block device.
+        members: the disks below a device-mapper or md device; otherwise only `block`.
     """
 
     mount_point: str
@@ -35,28 +35,29 @@ class Disk:
 
     @property
     def device(self) -> str:
-        """The kernel's name of the whole disk ('nvme0n1'); '' where there is none."""
+        """Kernel name of the disk ('nvme0n1'); '' if there is none."""
         return "" if self.block is None else self.block.name
 
     @property
     def numa_node(self) -> int | None:
-        """The NUMA node of all members; None where they are on several nodes, or on none."""
+        """NUMA node of all members; None if they are on several nodes, or on none."""
         nodes = {_numa_node(member) for member in self.members}
         return nodes.pop() if len(nodes) == 1 else None
 
 
 def disk_under(path: Path, root: Path = _ROOT) -> Disk:
-    """The disk that holds `path`.
+    """Return the disk that holds `path`.
 
     Args:
-        root: of /sys, for tests.
+        path: a path that exists.
+        root: directory that contains sys/; tests pass another one than /.
 
     Raises:
         OSError: `path` does not exist.
     """
     number, real = os.stat(path).st_dev, Path(os.path.realpath(path))
     holding = [each for each in psutil.disk_partitions(all=True) if real.is_relative_to(each.mountpoint)]
-    mount = max(reversed(holding), key=lambda each: len(each.mountpoint), default=None)  # the last one hides the others
+    mount = max(reversed(holding), key=lambda each: len(each.mountpoint), default=None)  # the last hides earlier ones
     source = "" if mount is None else mount.device
     block = _whole_disk(_block_device(number, root) or _block_device_named(source, root))
     members = tuple(_members(block))
@@ -66,7 +67,7 @@ def disk_under(path: Path, root: Path = _ROOT) -> Disk:
 
 
 def disk_key(path: Path) -> str:
-    """A name of the file system that holds `path`: the same for all its directories, and after a reboot."""
+    """Return a name of the file system that holds `path`: the same for all directories, and after a reboot."""
     disk = disk_under(path)
     return f"{disk.filesystem}:{os.statvfs(path).f_fsid:x}:{disk.device}"
 
@@ -77,8 +78,10 @@ def _block_device(number: int, root: Path) -> Path | None:
 
 
 def _block_device_named(source: str, root: Path) -> Path | None:
-    """The device of a file system such as btrfs, whose st_dev is not the number of a device; of several devices, the
-    one that was mounted."""
+    """Return the block device of a file system such as btrfs, whose st_dev is not a device number.
+
+    If the file system has several devices, return the device that was mounted.
+    """
     if not source.startswith("/dev/"):
         return None
     names = (Path(source).name, Path(os.path.realpath(source)).name)  # /dev/mapper/x is a link to /dev/dm-0
@@ -93,7 +96,7 @@ def _whole_disk(block: Path | None) -> Path | None:
 
 
 def _members(disk: Path | None) -> list[Path]:
-    """The disks at the bottom of a stack of device mappers and md arrays."""
+    """Return the disks at the bottom of a stack of device-mapper and md devices."""
     if disk is None:
         return []
     slaves = sorted((disk / "slaves").iterdir()) if (disk / "slaves").is_dir() else []
@@ -102,9 +105,9 @@ def _members(disk: Path | None) -> list[Path]:
 
 
 def _numa_node(disk: Path) -> int | None:
-    """The nearest `numa_node` above the disk; -1 means that there is none.
+    """Return the nearest `numa_node` above the disk; None if there is none.
 
-    A namespace of multipath NVMe is below a virtual subsystem without a node; the controllers linked there have it.
+    A namespace of multipath NVMe is below a virtual subsystem without a node; the controllers linked there have nodes.
     """
     real = (disk / "device").resolve() if (disk / "device").exists() else disk
     if real.name.startswith("nvme-subsys"):

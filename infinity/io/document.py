@@ -6,11 +6,13 @@
     J bytes of JSON: the value
     D bytes: the data of the tensors, arrays and bytes in the value
 
-DIGEST covers everything after the first line, personalized with V from version 2 on. The first line is compared byte
-for byte with the line that its numbers give. So all damage is found, and none is taken for a newer version. Each kind
-has versions of its own; its reader is told the newest version it knows, and reads older ones too. Values are those of
-JSON and, as objects with the key "$": tensors, numpy arrays and scalars, bytes, tuples, dicts with keys that are not
-strings, Counter, numbers that are not finite, dtypes and devices.
+DIGEST covers everything after the first line; from version 2 on, V is its personalization. A reader formats the first
+line again from the numbers in it, and the result must be equal byte for byte. So all damage is found, and no damaged
+file is taken for one of a newer version. Each kind has its own version numbers. A reader is told the newest version
+that it knows, and reads older ones too.
+
+A value consists of JSON values and of objects with the key "$". These objects represent tensors, numpy arrays and
+scalars, bytes, tuples, dicts with keys that are not strings, Counter, numbers that are not finite, dtypes and devices.
 """
 
 from __future__ import annotations
@@ -40,8 +42,10 @@ _JSON_BYTES_MAX = 256 << 20
 _DATA_BYTES_MAX = 4 << 30
 _OBJECTS_MAX = 1_000_000
 _LISTS_MAX = 4_000_000
-"""Lists in the JSON of a document. Larger documents are neither written nor read: parsed, they take many times their
-size."""
+"""Most lists that the JSON of a document may have.
+
+Larger documents are neither written nor read, because the parsed value takes many times the size of its JSON.
+"""
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -63,11 +67,16 @@ _TORCH_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 
 def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
-    """The bytes of a document.
+    """Return the bytes of a document, in parts.
+
+    Args:
+        kind: name of the kind of document.
+        value: the value to write.
+        version: version of the kind.
 
     Raises:
-        TypeError: the value is too large or nested too deeply, or has a part that a document cannot hold; names its
-            place.
+        TypeError: the value is too large or nested too deeply, or has a part that a document cannot hold. The message
+            says where the part is.
     """
     packer = _Packer()
     text = packer.dump(value).encode()
@@ -83,18 +92,23 @@ def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
 
 
 def copy_of(value: Any) -> Any:
-    """The value that write() and then read() would give; it shares nothing with `value`. Raises TypeError as
-    write()."""
+    """Return the value that write() and then read() would give, without memory in common with `value`.
+
+    Raises TypeError like write().
+    """
     packer = _Packer()
     text = packer.dump(value)
     return _Unpacker(memoryview(b"".join(packer.blobs))).parse(text)
 
 
 def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> Any:
-    """The value of a document of this version or an older one.
+    """Return the value of a document of this version or an older one.
 
     Args:
-        follow: read the file that a symbolic link names.
+        path: path of the file.
+        kind: the kind that the document must have.
+        version: newest version that the caller knows.
+        follow: if `path` is a symbolic link, read the file that it names.
 
     Raises:
         DamagedFileError: the file is missing, damaged, of another kind or not a regular file.
@@ -105,14 +119,14 @@ def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> An
 
 
 def checked_bytes(path: Path, kind: str, version: int = 1) -> bytes:
-    """All bytes of a document. Raises the errors of read(), except those of the value, which is not parsed."""
+    """Return all bytes of a document. Raises the errors of read(), except those of the value, which is not parsed."""
     data = _bytes_of(path, kind)
     _checked(data, path, kind, version)
     return data
 
 
 def _bytes_of(path: Path, kind: str, *, follow: bool = False) -> bytes:
-    """All of a file. If its size is not the one that the first line gives, only the first line is read."""
+    """Return all bytes of a file. If its size differs from that in the first line, only the first line is read."""
     try:
         with files.opened(path, follow=follow) as (descriptor, nbytes):
             end, sizes = _first_line(files.read(descriptor, _HEADER_BYTES_MAX), path, kind)
@@ -129,7 +143,7 @@ def _bytes_of(path: Path, kind: str, *, follow: bool = False) -> bytes:
 
 
 def _too_large(json_bytes: int, data_bytes: int) -> str:
-    """Which part is too large; "" for a document that can be written and read."""
+    """Describe which part is too large; "" for a document that can be written and read."""
     for what, nbytes, most in (("JSON", json_bytes, _JSON_BYTES_MAX), ("data", data_bytes, _DATA_BYTES_MAX)):
         if nbytes > most:
             return f"has {format_bytes(nbytes)} of {what}, and {format_bytes(most)} at most are read"
@@ -137,7 +151,7 @@ def _too_large(json_bytes: int, data_bytes: int) -> str:
 
 
 def _too_many(data: bytes, begin: int, end: int) -> str:
-    """Whether the JSON in data[begin:end] has too many objects or lists, as _too_large."""
+    """Describe what the JSON in data[begin:end] has too many of, objects or lists; "" if neither."""
     for what, sign, most in (("objects", b"{", _OBJECTS_MAX), ("lists", b"[", _LISTS_MAX)):
         found = data.count(sign, begin, end)
         if found > most:
@@ -146,13 +160,13 @@ def _too_many(data: bytes, begin: int, end: int) -> str:
 
 
 def parse(data: bytes, path: Path, kind: str, version: int = 1) -> Any:
-    """The value of a document in memory, which came from `path`. Raises the errors of read()."""
+    """Return the value of a document in memory that came from `path`. Raises the errors of read()."""
     begin, end = _checked(data, path, kind, version)
     return _value(data[begin:end], memoryview(data)[end:], path)
 
 
 def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int]:
-    """Where the JSON of a document that is not damaged begins and ends."""
+    """Check that a document is undamaged, and return where its JSON begins and ends. Raises the errors of read()."""
     end, (written, json_bytes, data_bytes) = _first_line(data, path, kind)
     if data[:end] != _header(kind, written, json_bytes, data_bytes, _digest(written, memoryview(data)[end:])):
         raise DamagedFileError(path, f"is damaged: {len(data)} bytes do not have the checksum they were written with")
@@ -171,7 +185,7 @@ def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int
 
 
 def _first_line(data: bytes, path: Path, kind: str) -> tuple[int, tuple[int, int, int]]:
-    """The length of the first line, and the numbers in it: version, json_bytes, data_bytes. Raises DamagedFileError."""
+    """Return the length of the first line and its version, json_bytes and data_bytes. Raises DamagedFileError."""
     line = _HEADER.match(data)
     if line is None or line[1] != kind.encode():
         raise DamagedFileError(path, f"is no {kind} of infinity, or its first line is damaged")
@@ -197,7 +211,7 @@ def _header(kind: str, version: int, json_bytes: int, data_bytes: int, digest: s
 
 
 def _value(text: bytes, data: memoryview, path: Path) -> Any:
-    """Raises ManifestError."""
+    """Parse the JSON and the data of a document. Raises ManifestError."""
     try:
         return _Unpacker(data).parse(text)
     except (json.JSONDecodeError, RecursionError) as error:
@@ -207,14 +221,14 @@ def _value(text: bytes, data: memoryview, path: Path) -> Any:
 
 
 class _Packer:
-    """Values to JSON, and the data beside it."""
+    """Conversion of values to JSON and to the data beside it."""
 
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
         self._at = 0
 
     def dump(self, value: Any) -> str:
-        """The JSON. Raises TypeError."""
+        """Return the JSON of a value. Raises TypeError."""
         try:
             return json.dumps(self.pack(value, ""), allow_nan=False, separators=(",", ":"))
         except RecursionError:
@@ -276,8 +290,10 @@ class _Packer:
 
 
 class _Unpacker:
-    """JSON and data to values, in one pass: an object is turned into its value before the object around it is. Every
-    size is checked before memory is allocated for it."""
+    """Conversion of JSON and data to values in one pass: an object becomes its value before the object around it does.
+
+    Every size is checked before memory is allocated for it.
+    """
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -294,7 +310,7 @@ class _Unpacker:
             "dtype": (("name",), lambda tagged: _TORCH_DTYPES[tagged["name"]]),
             "device": (("name",), lambda tagged: torch.device(str(tagged["name"]))),
         }
-        """The keys of each form beside "$", and what makes the value of them."""
+        """For each form, the keys besides "$", and the function that makes the value."""
 
     def parse(self, text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=self._unpack, parse_constant=self._refuse)

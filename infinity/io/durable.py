@@ -1,8 +1,8 @@
-"""Small files that exist whole or not at all, even after a crash: they are written to another name, fsynced and
-renamed, and then the directory is fsynced.
+"""Small files that exist completely or not at all, even after a crash.
 
-A failed fsync is never repeated: the kernel may have dropped the pages that it could not write (Rebello et al., USENIX
-ATC 2020). The file is given up and the error is raised.
+A file is written under another name, fsynced and renamed, and then the directory is fsynced. A failed fsync is never
+repeated: the kernel may have dropped the pages that it could not write (Rebello et al., USENIX ATC 2020). The file is
+given up and the error is raised.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from infinity.errors import SwapIOError
 ASIDE = ".aside"
 
 Observer = Callable[[str, Path, Path | None, bytes], None]
-"""Called for tests before every act begins and after it has ended, with "begin fsync", "end rename" and the like, the
-path, the new path of a rename, and the data of a write. A test kills the process there, or keeps a journal."""
+"""Function that tests install. It is called before and after every act.
+
+Its arguments are a name ("begin fsync", "end rename" and the like), the path, the new path of a rename, and the data of
+a write. A test kills the process in the call, or keeps a journal.
+"""
 
 _observers: list[Observer] = []
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Tell `observer` of every act in the block."""
+    """Call `observer` for every act in the block."""
     _observers.append(observer)
     try:
         yield
@@ -36,7 +39,7 @@ def observed(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def act(name: str, path: Path, target: Path | None = None, data: bytes = b"") -> Iterator[None]:
-    """One step of making something durable. An OSError becomes a SwapIOError that names the step and the path."""
+    """Wrap one act that makes something durable. An OSError becomes a SwapIOError that names the act and the path."""
     for observer in _observers:
         observer(f"begin {name}", path, target, data)
     try:
@@ -48,11 +51,12 @@ def act(name: str, path: Path, target: Path | None = None, data: bytes = b"") ->
 
 
 def write_file(path: Path, parts: Iterable[bytes]) -> None:
-    """Write `parts`, one after the other, as the file `path`, mode 0600. An older file of that name stays until the new
-    one replaces it.
+    """Write `parts`, one after the other, as the file `path`, mode 0600.
+
+    An older file of that name stays until the new one replaces it.
 
     Raises:
-        SwapIOError: `path` is as it was; after a failed fsync of the directory it may be the old file or the new one.
+        SwapIOError: `path` is unchanged; after a failed fsync of the directory it may be the old file or the new one.
     """
     aside = path.with_name(path.name + ASIDE)
     data = b"".join(parts)
@@ -69,8 +73,10 @@ def write_file(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def _create(aside: Path) -> int:
-    """Open a new file. A file that a crash left under that name is removed and never written to: it may be a link to
-    another file."""
+    """Open a new file.
+
+    A file that a crash left under that name may be a link to another file: it is removed and never written to.
+    """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     if os.path.lexists(aside):
         remove(aside)
@@ -84,13 +90,13 @@ def _rename(aside: Path, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make what was created, renamed and removed in a directory durable. Raises SwapIOError."""
+    """Make the files created, renamed and removed in a directory durable. Raises SwapIOError."""
     with act("fsync directory", path):
         fsync(path)
 
 
 def fsync(path: Path) -> None:
-    """fsync a file or directory. Raises OSError."""
+    """Flush a file or directory to disk with fsync. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -99,6 +105,6 @@ def fsync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there. Not durable by itself. Raises SwapIOError."""
+    """Remove a file if it exists. The removal is not durable by itself. Raises SwapIOError."""
     with act("unlink", path):
         path.unlink(missing_ok=True)

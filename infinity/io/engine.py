@@ -1,5 +1,7 @@
-"""The I/O engine as the rest of infinity uses it: it is opened from the config, and its futures become transfers whose
-errors name the unit, the state and the step."""
+"""I/O engine: it is opened from the config, and its futures become transfers.
+
+Errors of a transfer name the unit, the state and the step.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,12 @@ _WARN_AFTER_S = 30.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """One request under way, and the unit, state and step it is for. The request's memory must not be touched before
-    result() has returned.
+    """Request in flight, with its unit, state and step. Its memory must not be touched before result() has returned.
 
     Attributes:
-        state_of: gives the name of the state that failed, for a request that moves several.
+        future: the native request.
+        unit, state, step: what the request moves, for errors.
+        state_of: function that returns the name of the failed state, for a request that moves several states.
     """
 
     future: _native.IOFuture
@@ -38,13 +41,13 @@ class Transfer:
         return self.future.done()
 
     def result(self) -> None:
-        """Wait for the end.
+        """Wait until the request is done, and raise its error.
 
         Raises:
             SwapIOError: the device failed.
             SwapCorruptionError: the device returned other data than was written.
             SwapTimeoutError: the device was given up. It may still use the memory, which must never be reused.
-            DeviceCopyError: the runtime of the device that computes failed.
+            DeviceCopyError: the runtime of the compute device failed.
         """
         self.wait()
         failure = self.future.failure()
@@ -60,7 +63,7 @@ class Transfer:
 
 
 def _error_of(failure: _native.Failure, unit: str, state: str, step: int) -> SwapIOError:
-    """The exception for a failed request."""
+    """Return the exception for a failed request."""
     kinds = {"corruption": SwapCorruptionError, "timeout": SwapTimeoutError, "device": DeviceCopyError}
     return kinds.get(failure.kind, SwapIOError)(
         failure.operation,
@@ -76,11 +79,16 @@ def _error_of(failure: _native.Failure, unit: str, state: str, step: int) -> Swa
 
 
 def open_engine(config: NvmeConfig, faults: Sequence[_native.Fault] = ()) -> _native.IOEngine:
-    """Start the engine that the config asks for, and log which one and why. Values that the config omits come from the
-    profile of the disks.
+    """Start the engine that the config asks for, and log which engine and why.
+
+    Values that the config omits come from the profile of the disks.
+
+    Args:
+        config: the `nvme` part of the config.
+        faults: faults to inject, for tests.
 
     Raises:
-        ConfigError: `engine: io_uring` where the kernel refuses it; says why.
+        ConfigError: the config asks for `engine: io_uring` and the kernel refuses it; says why. Or a value is invalid.
     """
     profiles = [profile for profile in map(profile_of, config.paths) if profile is not None]
     block = config.block or max((profile.block_bytes for profile in profiles), default=BLOCK_BYTES)

@@ -1,5 +1,4 @@
-"""The events that the native core records for a trace, as numpy arrays: requests of the engine, tiles of the update
-pipeline.
+"""Events that the native core records for a trace, as numpy arrays: engine requests, and tiles of the update pipeline.
 
 Times are nanoseconds of the clock of time.perf_counter_ns.
 """
@@ -20,13 +19,13 @@ IO_CLASSES: tuple[_native.IOClassName, ...] = ("weights", "activations", "states
 IO_EVENT = np.dtype(
     [
         ("begin_ns", np.uint64),  # submitted
-        ("start_ns", np.uint64),  # its first block was given to the device; 0: it failed before that
+        ("start_ns", np.uint64),  # when its first block was given to the device; 0 if it failed before that
         ("end_ns", np.uint64),
         ("offset", np.uint64),  # bytes, in the swap file
-        ("nbytes", np.uint64),  # moved; 0 for a sync and for a failed request
-        ("tag", np.uint64),  # of the update that the request belongs to; 0: it belongs to none
-        ("operation", np.uint8),  # an index of OPERATIONS
-        ("io_class", np.uint8),  # of IO_CLASSES
+        ("nbytes", np.uint64),  # bytes moved; 0 for a sync and for a failed request
+        ("tag", np.uint64),  # tag of the update that the request belongs to; 0 if it belongs to none
+        ("operation", np.uint8),  # an index into OPERATIONS
+        ("io_class", np.uint8),  # an index into IO_CLASSES
         ("failed", np.bool_),
         ("unused", np.uint8, 5),
     ]
@@ -35,7 +34,7 @@ TILE_EVENT = np.dtype(
     [
         ("begin_ns", np.uint64),
         ("end_ns", np.uint64),
-        ("first", np.uint64),  # element of the job
+        ("first", np.uint64),  # index of the tile's first element in the job
         ("numel", np.uint64),
         ("tag", np.uint64),
     ]
@@ -44,14 +43,14 @@ TILE_EVENT = np.dtype(
 
 @dataclass(frozen=True)
 class Recorded:
-    """Events, and how many were dropped because the log was full."""
+    """Recorded events, and the number of events dropped because the log was full."""
 
     events: NDArray[Any]
     dropped: int
 
 
 def take(log: _native.IOEngine | _native.UpdatePipeline) -> Recorded:
-    """The events that a log recorded since the last call."""
+    """Return the events that a log recorded since the last call."""
     packed, dropped = log.take_trace()
     dtype = IO_EVENT if isinstance(log, _native.IOEngine) else TILE_EVENT
     return Recorded(np.frombuffer(packed, dtype), dropped)

@@ -1,25 +1,26 @@
-"""Generations. A generation is all states after the same step; its manifest names the copy of each. This module makes a
-generation durable, pins it for a checkpoint folder, and goes on from one that is whole (whole.py).
+"""Generations of a store. A generation is all states after the same step; its manifest names the copy of each state.
+
+This module makes a generation durable, pins it for a checkpoint folder, and resumes from an undamaged one (whole.py).
 
 [Note: why no crash loses a generation]
-1. A copy that a kept manifest or a pinned one names is never written (`Generations.destination`).
-2. A manifest is written only after an fdatasync of the swap files, which begins when all data of the generation have
-   been written.
-3. A manifest gets its name only when it is whole: it is written to another name, fsynced and renamed; then the
+1. A copy that a kept or pinned manifest names is never written (`Generations.destination`).
+2. A manifest is written only after an fdatasync of the swap files. The fdatasync begins when all data of the generation
+   have been written.
+3. A manifest gets its name only when it is complete: it is written under another name, fsynced and renamed; then the
    directory is fsynced.
-4. Only then are older manifests removed, and only then may the next step write (Commits). Where several ranks train,
-   each in a store of its own, a generation exists only once every rank has its manifest: older manifests are removed
-   when all ranks have said so (`prepare`, `retire`), and the next step writes after that.
-5. A resumed run fsyncs the directory before it goes on from a manifest. Before it writes anything, it removes the
-   manifests that it does not go on from, and fsyncs the directory again.
-6. A pinned generation has a manifest of its own (pins.py), which none of the above touches. A pin is durable before
-   hold() returns, so the kept manifest may go; that there is no pin any more is durable before a copy that the pinned
-   manifest names may be written. A resume keeps the pinned generations that are older than its own and those that are
-   newer, even when the run makes a generation of the same step again.
-7. There are more copies of each state that changes than generations that can be kept and pinned at once. Where there
-   are not, nothing is written and an error says so (`Generations.require_room`).
-A power cut may bring back a manifest that was removed, and whose copies have been written since. Such a manifest is
-older than one that is whole, and the next resume removes it.
+4. Only then are older manifests removed, and only then may the next step write (Commits). If several ranks train, each
+   has its own store, and a generation exists only once every rank has its manifest. Older manifests are removed when
+   all ranks have confirmed that (`prepare`, `retire`), and the next step writes after the removal.
+5. A resumed run fsyncs the directory before it continues from a manifest. Before it writes anything, it removes the
+   manifests that it does not continue from, and fsyncs the directory again.
+6. A pinned generation has its own manifest (pins.py), which none of the above touches. A pin is durable before hold()
+   returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before a copy that the
+   pinned manifest names may be written. A resume keeps all pinned generations, older or newer than its own, even if the
+   run makes a generation of the same step again.
+7. Each state that changes has more copies than the number of generations that can be kept and pinned at once. If it
+   has not, nothing is written and an error says so (`Generations.require_room`).
+A power cut may restore a removed manifest whose copies have been overwritten. Such a manifest is older than an
+undamaged one, and the next resume removes it.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ logger = logging.getLogger(__name__)
 
 
 class Generations:
-    """The generations of a store: which are kept, and which copies they name.
+    """Generations of a store: which are kept, and which copies they name.
 
     Args:
-        extents: of all states, in layout order.
-        keep: how many generations stay.
-        pins: how many more may be pinned. Each extent has keep + pins + 1 copies, or one if its state never changes.
-        rank, ranks: whose store it is, of how many.
-        life: of the ranks that make generations together (Manifest.life).
+        extents: extents of all states, in layout order.
+        keep: number of generations to keep.
+        pins: number of further generations that may be pinned. Each extent has keep + pins + 1 copies, or one if its
+            state never changes.
+        rank, ranks: rank that owns the store, and the number of ranks.
+        life: id of the ranks that make generations together (Manifest.life).
     """
 
     def __init__(
@@ -69,21 +71,21 @@ class Generations:
         self._extents = list(extents)
         self._index = {id(extent): index for index, extent in enumerate(self._extents)}
         self._keep = keep
-        self._kept: dict[int, list[int]] = {}  # by step, oldest first: the copy of each extent
+        self._kept: dict[int, list[int]] = {}  # by step, oldest first: the index of the copy of each extent
         self._pins_max = pins
         self._pins = Pins([directory.path for directory in store.directories], store.run, rank, ranks)
-        self._pinned: dict[str, list[int]] = {}  # by digest, pinned or perhaps pinned: the copy of each extent
-        self._given_up: dict[Path, str] = {}  # manifests that settle() removes, and why
-        self._retires = False  # whether retire() is due
+        self._pinned: dict[str, list[int]] = {}  # by digest, certainly or possibly pinned: the copy of each extent
+        self._given_up: dict[Path, str] = {}  # manifests that settle() removes, and the reason for each
+        self._retires = False  # whether retire() must still be called
         self._unsettled: _Unsettled | None = None
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest generation; None before the first."""
+        """Step of the newest generation; None before the first."""
         return max(self._kept, default=None)
 
     def destination(self, extent: Extent) -> int:
-        """The copy to write new values of a state to; never one that a generation names."""
+        """Return the copy to write new values of a state to; no generation names it."""
         if extent.copy not in self._named(extent):
             return extent.copy
         free = self.spare(extent)
@@ -92,7 +94,7 @@ class Generations:
         return free
 
     def spare(self, extent: Extent) -> int | None:
-        """A copy that no generation names and that does not hold the newest values; None if there is none."""
+        """Return a copy that no generation names and that does not hold the newest values; None if none exists."""
         taken = self._named(extent) | {extent.copy}
         return next((copy for copy in range(len(extent.offsets)) if copy not in taken), None)
 
@@ -101,7 +103,7 @@ class Generations:
         return {copies[index] for named in (self._kept, self._pinned) for copies in named.values()}
 
     def require_room(self) -> None:
-        """Check that what is written next has a place. To be called before anything is written.
+        """Check that the next write has a copy to write to. Call this before anything is written.
 
         Raises:
             PlanError: generations name all copies of a state.
@@ -125,35 +127,36 @@ class Generations:
 
     @property
     def _directory(self) -> StoreDirectory:
-        """The first, which holds manifests and pins."""
+        """First directory of the store, which holds manifests and pins."""
         return self._store.directories[0]
 
     @property
     def _place(self) -> Path:
-        """What the commands are given."""
+        """Path that commands of the command line take for this store."""
         return place_of(self._directory.path)
 
     @property
     def steps(self) -> list[int]:
-        """Of the generations that are kept, the oldest first."""
+        """Steps of the kept generations, oldest first."""
         return sorted(self._kept)
 
     def ways(self, step: int | None) -> list[Way]:
-        """What recover() may go on from, as `ways` of whole.py."""
+        """Return the generations that recover() may resume from, like `ways` of whole.py."""
         return ways(self._directory, self._store.run, step)
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
-        """Make generation `step` of a process that trains alone. As prepare()."""
+        """Make generation `step` durable in a process that trains alone. Args and Raises: see prepare()."""
         path = self.prepare(step, facts, body)
         self.retire(self.steps)
         return path
 
     def prepare(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
-        """Write the manifest of the newest values as generation `step`. The values must be durable already. Nothing may
-        be written before retire().
+        """Write the manifest of the newest values as generation `step`.
+
+        The values must be durable already. Nothing may be written before retire().
 
         Raises:
-            SwapIOError: the generation was not made; the older ones are there.
+            SwapIOError: the generation was not made; the older ones still exist.
             TypeError: `body` holds a value that a document cannot hold.
         """
         file = self._store.file
@@ -187,7 +190,7 @@ class Generations:
         return path
 
     def retire(self, whole: Collection[int]) -> None:
-        """Let generations go: the older ones beyond `keep`, and those that not every rank has made.
+        """Remove generations: the older ones beyond `keep`, and those that not every rank has made.
 
         Args:
             whole: the steps of the generations that every rank has made.
@@ -199,7 +202,7 @@ class Generations:
             del self._kept[step]
             try:
                 durable.remove(self._directory.generation_path(step))
-            except SwapIOError as error:  # the newest generation is durable; an old manifest does no harm
+            except SwapIOError as error:  # the newest generation is durable, and an old manifest does no harm
                 logger.warning("%s", error)
         self._retires = False
 
@@ -211,31 +214,31 @@ class Generations:
         digest: str | None = None,
         eligible: Eligible = ANY,
     ) -> Manifest:
-        """Find the newest generation that is whole, and make its values the newest values of the extents.
+        """Find the newest undamaged generation, and make its values the newest values of the extents.
 
         Every byte of the generation is read once, and the store remembers its checksums. Newer generations that are
         damaged are reported in the log; settle() removes their manifests.
 
         Args:
-            memory: 4 KiB-aligned, for reading.
+            memory: 4 KiB-aligned buffer for reading.
             step: take the generation of this step instead of the newest.
             check: raises ManifestError for a manifest that cannot be used.
-            digest: take the pinned generation of this digest.
-            eligible: what the run may go on from.
+            digest: take the pinned generation with this digest.
+            eligible: generations that the run may resume from.
 
         Raises:
-            NewerVersionError: a newer infinity wrote one of the manifests, even one that is not asked for.
-            ResumeError: no generation is whole, or there is none of `step`; says what is wrong with each. Or the
-                generation does not prove a header that was rebuilt. Or a swap file has a second name.
+            NewerVersionError: a newer infinity wrote one of the manifests, even one that was not asked for.
+            ResumeError: every generation is damaged, or `step` has none; the message names the problem of each. Or the
+                generation does not prove a rebuilt header. Or a swap file has a second name.
             SwapIOError: a part of a generation cannot be read, or a rebuilt header cannot be written. The extents are
-                as before, and the disk as well except for headers: try again, or give `step`.
+                unchanged, and so is the disk except for headers: try again, or give `step`.
         """
         directory = self._directory
         self._store.require_sole_names()
-        # A killed run may have left its last rename in the page cache only: make it durable before going on from it.
+        # A killed run may have left its last rename only in the page cache: make the rename durable before resuming.
         durable.sync_directory(directory.path)
         found = directory.generations()
-        # settle() would remove those that this run does not go on from
+        # settle() would remove manifests that this run does not resume from
         require_known([*found.values(), *pinned_in(directory.path)])
 
         def point_to(manifest: Manifest, path: Path) -> tuple[tuple[Manifest, Path], list[Extent]]:
@@ -266,7 +269,7 @@ class Generations:
         return manifest
 
     def _staying_pins(self, eligible: Eligible) -> tuple[list[Pin], dict[str, list[int]]]:
-        """The pins that a resumed run keeps, and the copies that they name.
+        """Return the pins that a resumed run keeps, and the copies that their generations name.
 
         Raises:
             ResumeError: there are more than `pins`, or a manifest cannot be read now.
@@ -299,7 +302,7 @@ class Generations:
         return staying, pinned
 
     def _require_fitting(self, manifest: Manifest, path: Path) -> None:
-        """Raises ManifestError for a manifest that does not fit this store's layout."""
+        """Check that a manifest fits this store's layout. Raises ManifestError."""
         if len(manifest.extents) != len(self._extents):
             raise ManifestError(path, f"names {len(manifest.extents)} extents, the model has {len(self._extents)}")
         for extent, record in zip(self._extents, manifest.extents, strict=True):
@@ -315,8 +318,17 @@ class Generations:
                 raise ManifestError(path, problem)
 
     def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], eligible: Eligible, newer: str) -> None:
-        """Keep the resumed generation and older ones. Newer ones, and older ones beyond `keep` or that another rank
-        lacks, which a crash may have left, are given up. Args: newer: why newer ones are."""
+        """Keep the resumed generation and older ones, and give up the others.
+
+        Given up are the newer ones, and the older ones that are beyond `keep` or that another rank lacks, both of which
+        a crash may have left.
+
+        Args:
+            chosen: the manifest that the run resumes from.
+            found: all kept manifests in the directory, by step.
+            eligible: the generations that all ranks have.
+            newer: the reason for giving up newer ones.
+        """
         self._kept = {chosen.step: [extent.copy for extent in self._extents]}
         self._given_up = {path: newer for number, path in found.items() if number > chosen.step}
         older = {number: path for number, path in found.items() if number < chosen.step}
@@ -332,20 +344,21 @@ class Generations:
                 require_readable(error)
                 logger.warning("%s", error)
                 why = "is damaged"
-            self._given_up[path] = why  # its copies were written since, or will be
+            self._given_up[path] = why  # its copies have been overwritten, or will be
         self._kept = dict(sorted(self._kept.items()))
 
     def settle(self) -> None:
-        """Make durable what recover() decided: remove the manifests that it gave up, and let the pins go that are over.
-        To be called before anything is written.
+        """Make the decisions of recover() durable: remove the manifests it gave up and the pins it dropped.
+
+        Call this before anything is written.
 
         Raises:
             SwapIOError: a manifest cannot be written or removed.
-            PlanError: as require_room.
+            PlanError: see require_room.
         """
         if self._unsettled is not None:
             if self._unsettled.manifest is not None and self.newest is not None:
-                # From here on the pinned generation is the newest of the run, too, and must be found without its pin.
+                # From now on the pinned generation is also the newest of the run, and must be found without its pin.
                 durable.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])
             over = [pin for pin in self._pins.entries if pin not in self._unsettled.pins]
             if over:
@@ -366,21 +379,21 @@ class Generations:
 
     @property
     def pins(self) -> dict[Path, int]:
-        """The steps of the pinned generations by the folders that pin them, the oldest pin first."""
+        """Steps of the pinned generations, by the folder that pins each, oldest pin first."""
         return {Path(pin.folder): pin.step for pin in self.pin_list}
 
     @property
     def pin_list(self) -> list[Pin]:
-        """The pins, the oldest first; without those that settle() will let go."""
+        """Pins, oldest first, without the pins that settle() will remove."""
         return list(self._pins.entries if self._unsettled is None else self._unsettled.pins)
 
     def has_free_pin(self, folder: Path) -> bool:
-        """Whether a folder can pin a generation."""
+        """Return whether a folder can pin a generation."""
         others = {pin.digest for pin in self.pin_list if pin.folder != str(folder)}
         return len(others & self._pinned.keys()) < self._pins_max
 
     def require_free_pin(self, folder: Path) -> None:
-        """Raises PlanError where `folder` cannot pin a generation, because the others take all of `pins`."""
+        """Check that `folder` can pin a generation. Raises PlanError if other folders use all of `pins`."""
         if self.has_free_pin(folder):
             return
         taken = f"are taken by {said(self.pin_list)}" if self._pins_max else "(the default) are none"
@@ -391,15 +404,17 @@ class Generations:
         )
 
     def hold(self, step: int, folder: Path) -> str:
-        """Have a folder pin generation `step`, durably. The folder has no marker (begin_folder). Returns the digest of
-        the generation.
+        """Pin generation `step` for a folder, durably, and return the digest of the generation.
+
+        The folder has no marker yet (begin_folder).
 
         Args:
-            folder: absolute, links resolved (folder_path).
+            step: step of a kept generation.
+            folder: absolute path, links resolved (folder_path).
 
         Raises:
-            ResumeError: there is no such generation.
-            SwapIOError: the folder is pinned or not: unpin it.
+            ResumeError: the store keeps no such generation.
+            SwapIOError: the pin may or may not be durable: unpin the folder.
         """
         self.settle()
         self._require_kept(step)
@@ -407,7 +422,7 @@ class Generations:
         new = Pin(folder=str(folder), step=step, digest=digest_of(manifest), finished=False)
         if new.digest not in self._pinned:
             durable.write_file(self._directory.path / new.manifest_name, [manifest])
-        self._pinned[new.digest] = self._kept[step]  # also where writing the pins fails: they may have been written
+        self._pinned[new.digest] = self._kept[step]  # even if writing the pins fails: they may be on disk all the same
         self._write_pins([*(pin for pin in self._pins.entries if pin.folder != new.folder), new])
         return new.digest
 
@@ -416,27 +431,32 @@ class Generations:
             raise ResumeError(f"{self._directory.path} has no generation {step} to pin")
 
     def mark(self, folder: Path, into: Path | None, digests: Sequence[str]) -> None:
-        """Write the marker of a folder that holds a generation. Args: digests: of all ranks' generations. Raises
-        SwapIOError."""
+        """Write the marker of a folder that pins a generation. Raises SwapIOError.
+
+        Args:
+            folder: the folder, as it was pinned.
+            into: directory where the folder's files are written, if it gets its name later.
+            digests: digests of all ranks' generations.
+        """
         self._pins.mark(self.pin_of(folder), into or folder, digests)
 
     def finish(self, folder: Path) -> None:
-        """Remember that a folder has its marker. Raises SwapIOError."""
+        """Record that a folder has its marker. Raises SwapIOError."""
         self._write_pins(self._pins.entries)
 
     def keep_pins(self, folders: Collection[str]) -> None:
-        """Let the generations of all other folders go: another rank has let them go. Raises SwapIOError."""
+        """Unpin the generations of all other folders, because another rank has unpinned them. Raises SwapIOError."""
         if any(pin.folder not in folders for pin in self.pin_list):
             self.settle()
             self._write_pins([pin for pin in self._pins.entries if pin.folder in folders])
 
     def pins_found(self) -> list[str]:
-        """The folders that the file of the pins names, before recover(). Raises ManifestError."""
+        """Read the pins before recover(), and return the folders that they name. Raises ManifestError."""
         self._pins.load()
         return [pin.folder for pin in self._pins.entries]
 
     def is_over(self, pin: Pin) -> bool:
-        """Whether the folder of a pin can do without it, as Pins.over."""
+        """Return whether a pin's folder no longer needs its generation, see Pins.over."""
         return self._pins.over(pin)
 
     def pin_of(self, folder: Path) -> Pin:
@@ -446,7 +466,7 @@ class Generations:
         return pin
 
     def unpin(self, folder: Path) -> bool:
-        """Let a folder's generation go, durably: its copies may be written again. Returns whether it had one.
+        """Unpin a folder's generation durably, so that its copies may be written again. Return whether it had one.
 
         Raises:
             SwapIOError: the generation stays pinned; the folder may have lost its marker. Try again.
@@ -460,15 +480,17 @@ class Generations:
         return True
 
     def mark_portable(self, folder: Path, name: str) -> None:
-        """A pinned folder holds a portable copy now, in the folder `name`, and needs its generation no more. Where it
-        has lost its marker it stays without: what else is in it may be of another step."""
+        """Record that a pinned folder now holds a portable copy in its subfolder `name`, and unpin its generation.
+
+        A folder that has lost its marker gets no new one, because its other files may belong to another step.
+        """
         pin = self.pin_of(folder)
         if self._pins.holds(pin):
             self._pins.mark(pin, folder, [], name)
         self.unpin(folder)
 
     def _write_pins(self, pins: Iterable[Pin]) -> None:
-        # Invariant: until this has returned, what was pinned before is protected as well as what is pinned now.
+        # Invariant: until this has returned, old and new pins both protect their generations.
         self._pins.write(pins)
         named = {pin.digest for pin in self._pins.entries}
         self._pinned = {digest: copies for digest, copies in self._pinned.items() if digest in named}
@@ -476,11 +498,11 @@ class Generations:
 
 @dataclass(frozen=True)
 class _Unsettled:
-    """What settle() has to do beside removing.
+    """Work of settle() besides removing manifests.
 
     Attributes:
-        pins: those that stay.
-        manifest: of the pinned generation that the run goes on from; None where it goes on from a kept one.
+        pins: the pins that stay.
+        manifest: the bytes of the pinned manifest that the run resumes from; None if it resumes from a kept one.
     """
 
     pins: list[Pin]

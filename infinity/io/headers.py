@@ -1,11 +1,11 @@
-"""The headers of a store's members: as they were written, or rebuilt where one is damaged or missing.
+"""Headers of a store's members: as they were written, or rebuilt if they are damaged or missing.
 
 [Note: what a header is rebuilt from]
 A header is rebuilt from the header of another member, or else from the newest manifest that can be read: both hold all
-that a header holds. A header of another run than the generations was put there by somebody, and is rebuilt like a
-damaged one. A rebuilt header does not prove that the swap file beside it belongs to the run; the bytes in the swap file
-do. So a rebuilt header stays in memory until all of a generation has been read and had its checksums
-(Generations.recover). It is written then, if some of the generation's bytes lie in that swap file. Generations without
+data of a header. If a header names another run than the generations do, somebody else put it there, and it is rebuilt
+like a damaged one. A rebuilt header does not prove that the swap file beside it belongs to the run; the bytes in the
+swap file do. So a rebuilt header stays in memory until all of a generation has been read and its checksums were right
+(Generations.recover). It is written then, if some of the generation's bytes are in that swap file. Generations without
 checksums are refused. A store that is updated in place has no manifests, so its header is never rebuilt as the header
 of a store that can be resumed.
 """
@@ -26,10 +26,11 @@ _INSTEAD = "a resumed run writes it again, rebuilt from"
 
 @dataclass(frozen=True)
 class FoundHeader:
-    """A member's header, read or rebuilt.
+    """Header of a member, read or rebuilt.
 
     Attributes:
-        rebuilt: what is wrong with the header on disk, and what this one was rebuilt from; "" if it was read.
+        header: the header.
+        rebuilt: the problem of the header on disk, and the source of the rebuilt one; "" if the header was read.
     """
 
     header: Header
@@ -37,24 +38,24 @@ class FoundHeader:
 
 
 def header_in(path: Path) -> FoundHeader:
-    """The header in one directory of a store, which need not be locked.
+    """Return the header in one directory of a store, which need not be locked.
 
     Raises:
         ResumeError: there is no store.
         DamagedFileError: the header is damaged and cannot be rebuilt.
-        ManifestError: it, or the manifest it would be rebuilt from, cannot be read or understood.
+        ManifestError: the header, or the manifest to rebuild it from, cannot be read or understood.
     """
     (found,) = _read_or_rebuilt([path])
     return found
 
 
 def members_of(path: Path) -> list[Path]:
-    """All directories of the store that `path` is a part of, in the store's order.
+    """Return all directories of the store that `path` is a part of, in the store's order.
 
     Raises:
         ResumeError: there is no store; or the store was copied or moved, so that the directories which the header names
             are not parts of this copy.
-        ManifestError: as header_in.
+        ManifestError: see header_in.
     """
     header = header_in(path).header
     named = [Path(name) for name in header.members]
@@ -72,12 +73,12 @@ def members_of(path: Path) -> list[Path]:
 
 
 def is_there(header: Header, path: Path) -> bool:
-    """Whether `path` is the directory that its header says it was when the store was made."""
+    """Return whether `path` is the directory that its header named when the store was made."""
     return os.path.realpath(header.members[header.member]) == os.path.realpath(path)
 
 
 def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
-    """The headers of a store's members, in their order.
+    """Return the headers of a store's members, in their order.
 
     Raises:
         ResumeError: a header belongs to another run, is damaged and cannot be rebuilt, or cannot be read or understood;
@@ -100,8 +101,10 @@ def _read_or_rebuilt(paths: Sequence[Path]) -> list[FoundHeader]:
 
 
 def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
-    """_read() of all parts of a store, whose generations are in the first part. A header of another run than the
-    generations counts as damaged."""
+    """Read the headers of all parts of a store whose generations are in the first part.
+
+    A header of another run than that of the generations counts as damaged.
+    """
     read = [_read(path) for path in paths]
     runs = _runs_in(paths[0], {each.run for each in read if isinstance(each, Header) and each.mode == "generations"})
     for index, (path, each) in enumerate(zip(paths, read, strict=True)):
@@ -113,7 +116,7 @@ def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
 
 
 def _runs_in(path: Path, wanted: set[str]) -> set[str]:
-    """The runs of the generations in a directory. Reading ends when all wanted runs were found."""
+    """Return the runs of the generations in a directory. Reading ends once all wanted runs are found."""
     runs: set[str] = set()
     for _, manifest in read_kept(generations_in(path)) if wanted else ():
         if isinstance(manifest, Manifest):
@@ -124,10 +127,12 @@ def _runs_in(path: Path, wanted: set[str]) -> set[str]:
 
 
 def _read(path: Path) -> Header | DamagedFileError:
-    """The header, or how it is damaged.
+    """Return the header of a directory, or how it is damaged.
 
-    Raises ManifestError for a header that cannot be read now, or that this version does not understand: another attempt
-    or another version may read it, so the header must stay.
+    Raises:
+        NoStoreError: the directory holds neither a header nor a swap file.
+        ManifestError: the header cannot be read now, or this version does not understand it. Another attempt or another
+            version may be able to read it, so the header must stay.
     """
     try:
         return read_header(path / HEADER_NAME)
@@ -138,12 +143,12 @@ def _read(path: Path) -> Header | DamagedFileError:
 
 
 def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header | None) -> FoundHeader:
-    """Rebuild a damaged header. Raises DamagedFileError when there is nothing to rebuild it from."""
+    """Rebuild a damaged header. Raises DamagedFileError if there is nothing to rebuild it from."""
     if source is not None:
         header = source.model_copy(update={"member": member})
         return FoundHeader(header, f"{damage}; {_INSTEAD} the header of another part of the store")
     require_known(generations_in(path).values())
-    reason = ""  # of the newest generation
+    reason = ""  # why the newest generation is no source
     for number, manifest in read_kept(generations_in(path)):
         if isinstance(manifest, Manifest) and manifest.store is not None:
             header = Header(**dict(manifest.store), run=manifest.run, mode="generations", member=member)

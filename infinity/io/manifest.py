@@ -1,4 +1,4 @@
-"""The small files of a store: the header of each swap file, and the manifest of each generation.
+"""Small files of a store: the header of each swap file, and the manifest of each generation.
 
 Both come from disk, so they are parsed strictly before they are used: every field is typed and bounded.
 """
@@ -21,16 +21,16 @@ SUM_BLOCK_BYTES = 256 << 10
 """Bytes of an extent that one checksum of a manifest covers."""
 SUM_BYTES = 8
 _VERSION = 2
-"""The version of manifests. Version 1 has the extents in rows or in columns, and may lack `store`."""
+"""Version of manifests. Version 1 has the extents in rows or in columns, and may lack `store`."""
 _EXTENTS_MAX = 1 << 20
 
 
 class StoreRecord(Record):
-    """The layout of a store on its disks.
+    """Layout of a store on its disks.
 
     Attributes:
-        created: when the store was made.
-        members: the directories of all parts of the store, as nvme.paths named them.
+        created: time when the store was made.
+        members: directories of all parts of the store, as nvme.paths named them.
         shares, stripe_bytes: how bytes are striped over the members.
         nbytes: size of the store, all members together.
     """
@@ -43,10 +43,10 @@ class StoreRecord(Record):
 
 
 class Header(StoreRecord):
-    """The header of a swap file: which store and run it is a part of.
+    """Header of a swap file: the store and run that it belongs to.
 
     Attributes:
-        run: the run's id, the same for all members of a store.
+        run: id of the run, the same for all members of a store.
         mode: "generations"; or "in place" for a store that can never be resumed.
         member: index of this member.
     """
@@ -57,14 +57,14 @@ class Header(StoreRecord):
 
     @property
     def store(self) -> StoreRecord:
-        """The fields that all members have in common."""
+        """Fields that are the same in the headers of all members."""
         return StoreRecord(**{name: getattr(self, name) for name in StoreRecord.model_fields})
 
 
 class ExtentRecord(NamedTuple):
     """One state of one group of parameters, and its place in this generation.
 
-    The fields have the names of the file format, where the index of the extent's copy is its `slot`.
+    The fields have the names of the file format, which calls the index of the extent's copy `slot`.
     """
 
     unit: str
@@ -81,7 +81,7 @@ _Names = Annotated[list[Name], Field(max_length=_EXTENTS_MAX)]
 
 
 class _Columns(Record):
-    """All extents of a manifest, field by field: a manifest may have very many extents."""
+    """All extents of a manifest, field by field, because a manifest may have very many extents."""
 
     unit: _Names
     group: _Counts
@@ -92,7 +92,7 @@ class _Columns(Record):
 
 
 def _extents(value: Any) -> list[ExtentRecord]:
-    """The records, from columns or from rows, as the first manifests have them. Raises ValueError."""
+    """Return the records, from columns or from the rows of the first manifests. Raises ValueError."""
     names = ExtentRecord._fields
     if isinstance(value, list):
         if all(isinstance(row, ExtentRecord) for row in value):
@@ -112,7 +112,7 @@ def _extents(value: Any) -> list[ExtentRecord]:
 
 
 def _require_apart(offsets: list[int], sizes: list[int]) -> None:
-    """Raises ValueError where two extents have a byte in common."""
+    """Raise ValueError if two extents overlap."""
     begin, nbytes = np.array(offsets, dtype=np.int64), np.array(sizes, dtype=np.int64)
     begin, nbytes = begin[nbytes > 0], nbytes[nbytes > 0]
     order = np.argsort(begin, kind="stable")
@@ -126,7 +126,7 @@ _FACTS_MAX = 64
 
 
 def _facts(value: Any) -> dict[str, Any]:
-    """Facts that can be compared by `==`: strings, numbers, and lists of these. Raises ValueError."""
+    """Check that all facts can be compared by `==`: strings, numbers, and lists of these. Raises ValueError."""
     plain = str | int | float | None
     if not isinstance(value, dict) or len(value) > _FACTS_MAX:
         raise ValueError("no dict of a few facts")
@@ -138,18 +138,20 @@ def _facts(value: Any) -> dict[str, Any]:
 
 
 class Manifest(Record):
-    """A generation: all states after the same optimizer step.
+    """Generation: all states after the same optimizer step.
 
     Attributes:
+        run: id of the run.
         step: optimizer steps done, skipped ones included.
-        store: the store's layout, as in the headers; None in manifests of older versions and in portable copies.
-        extents: in the order of the store's layout.
+        created: time when the generation was made.
+        extents: extents in the order of the store's layout.
         sums: an XXH3-64 for each 256 KiB of each extent, in the order of the extents; None without checksums.
-        facts: the format of the states, which a run that uses them must share.
+        facts: the format of the states; a run that uses the states must have the same format.
         body: data of the layers above: optimizer, schedulers, random numbers.
-        life: an id that several ranks had in common from their start to their end, when they made the generation; None
-            of one process, and in manifests of older versions. Manifests of two ranks are of one generation where
-            their `step` and `life` are the same.
+        store: the store's layout, as in the headers; None in manifests of older versions and in portable copies.
+        life: id that the ranks of a run had in common, from their start to their end, when they made the generation.
+            None if one process trained, and in manifests of older versions. Manifests of two ranks belong to the same
+            generation if their `step` and `life` are equal.
     """
 
     run: Name
@@ -163,7 +165,7 @@ class Manifest(Record):
     life: Name | None = None
 
     def sums_by_extent(self) -> list[bytes | None]:
-        """The part of `sums` that belongs to each extent."""
+        """Return the part of `sums` that belongs to each extent."""
         result: list[bytes | None] = []
         at = 0
         for extent in self.extents:
@@ -174,23 +176,23 @@ class Manifest(Record):
 
 
 def sum_bytes(nbytes: int) -> int:
-    """Bytes of the checksums of an extent of `nbytes`."""
+    """Return the bytes of the checksums of an extent of `nbytes`."""
     return -(-nbytes // SUM_BLOCK_BYTES) * SUM_BYTES
 
 
 def require_known(found: Iterable[Path]) -> None:
-    """Raises NewerVersionError for a manifest that a newer infinity wrote."""
+    """Raise NewerVersionError if a newer infinity wrote one of these manifests."""
     for path in found:
         try:
             manifest_bytes(path)
         except NewerVersionError:
             raise
         except ManifestError:
-            continue  # the error is raised when the manifest is read
+            continue  # this error is raised when the manifest is read
 
 
 def read_header(path: Path) -> Header:
-    """Raises ManifestError; DamagedFileError for a header that is missing or damaged, and may be rebuilt."""
+    """Read a header. Raises ManifestError; DamagedFileError if it is missing or damaged, so that it may be rebuilt."""
     header = validated(Header, document.read(path, "store"), path)
     _require_sound(header, path)
     if header.member >= len(header.members):
@@ -208,8 +210,13 @@ def write_header(header: Header) -> list[bytes]:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Raises ManifestError; NewerVersionError if a newer infinity wrote the manifest, DamagedFileError if it is
-    damaged."""
+    """Read a manifest.
+
+    Raises:
+        ManifestError: the manifest cannot be read or understood.
+        NewerVersionError: a newer infinity wrote the manifest.
+        DamagedFileError: the manifest is missing or damaged.
+    """
     manifest = validated(Manifest, document.read(path, "generation", _VERSION), path)
     expected = sum(sum_bytes(extent.nbytes) for extent in manifest.extents)
     if manifest.sums is not None and len(manifest.sums) != expected:
@@ -223,12 +230,13 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def manifest_bytes(path: Path) -> bytes:
-    """All bytes of a manifest. Raises the errors of read_manifest, except those of the value, which is not parsed."""
+    """Return all bytes of a manifest. Raises the errors of read_manifest, except those of the value, which is not
+    read."""
     return document.checked_bytes(path, "generation", _VERSION)
 
 
 def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tuple[int, Manifest | ManifestError]]:
-    """Each manifest in `found` (by step), or the error of read_own."""
+    """Yield each manifest in `found` with its step, or the error of read_own."""
     for number, path in found.items():
         try:
             yield number, read_own(path, number, run)
@@ -237,8 +245,11 @@ def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tup
 
 
 def read_own(path: Path, step: int, run: str | None) -> Manifest:
-    """Raises the errors of read_manifest, and ManifestError for a manifest of another step, or of another run unless
-    `run` is None."""
+    """Read a manifest and check which generation it describes.
+
+    Raises:
+        ManifestError: those of read_manifest; or the manifest is of another step, or of a run other than `run`.
+    """
     manifest = read_manifest(path)
     if manifest.step != step or run not in (None, manifest.run):
         raise ManifestError(path, "belongs to another run or step")
@@ -246,7 +257,7 @@ def read_own(path: Path, step: int, run: str | None) -> Manifest:
 
 
 def write_manifest(manifest: Manifest) -> list[bytes]:
-    """The bytes of a manifest. Raises TypeError for a value that `facts` or `body` cannot hold."""
+    """Return the bytes of a manifest, in parts. Raises TypeError for a value that `facts` or `body` cannot hold."""
     columns = [list(column) for column in zip(*manifest.extents, strict=True)] or [[] for _ in ExtentRecord._fields]
     plain = {
         "extents": dict(zip(ExtentRecord._fields, columns, strict=True)),

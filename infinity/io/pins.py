@@ -1,28 +1,29 @@
-"""Which checkpoint folders pin which generations: the file of the pins, the manifests that pinned generations have for
-themselves, and the marker in each folder.
+"""Pins of checkpoint folders: which folder pins which generation.
+
+Three kinds of files hold this: the file of the pins, one manifest per pinned generation, and the marker in each folder.
 
 [Note: a checkpoint folder and its generation]
-A folder that holds exported weights holds no optimizer states: these stay in the store, in a generation that the folder
-pins. Three small files say so, each written aside, fsynced and renamed:
+A folder of exported weights holds no optimizer states: these stay in the store, in a generation that the folder pins.
+Three small files record the pin. Each is written under another name, fsynced and renamed:
 
 pinned-STEP-DIGEST.infinity   in the first swap directory: the manifest of a pinned generation, byte for byte. It has a
-                              name of its own because a run that goes back may make a generation of the same step again;
-                              DIGEST is of its bytes
+                              separate name because a run that resumes from an earlier step may make a generation of
+                              the same step again; DIGEST is the digest of its bytes
 pins.infinity                 in the first swap directory: the folders, each with the step and the digest that it pins
 infinity.json                 the marker in the folder: run, step, digest and swap directories; or, once the folder
                               holds a portable copy, where in the folder that is
 
-A folder is pinned in this order: an older marker in it goes; the manifest gets its second name; the pin is written; the
-marker is written. It is unpinned in this order: the marker goes; the pin goes; the manifest goes. So a folder that has
-a marker has its pin, and a crash leaves at most a pin whose folder has no marker. The next resume lets such a pin go
-(`Pins.over`). A folder that is not there at all may be on a disk that is not mounted: its pin stays, unless the folder
-was never finished.
+A folder is pinned in this order: an older marker in it is removed; the manifest gets its second name; the pin is
+written; the marker is written. It is unpinned in this order: the marker is removed, then the pin, then the manifest.
+So a folder that has a marker has its pin, and a crash leaves at most a pin whose folder has no marker. The next resume
+removes such a pin (`Pins.over`). If a folder does not exist, it may be on a disk that is not mounted: its pin stays,
+unless the folder was never finished.
 
 [Note: a checkpoint folder of several ranks]
-Each rank pins a generation of its own store, with the first two files in its own directory; the folder has one marker,
-with the digests of all of them, which rank 0 writes once every rank has its pin. So a folder pins a generation iff
-every rank has the pin. Whichever rank unpins a folder removes the marker; the others let their pins go when the ranks
-next agree, which is before the next pin and on resume (access/pinning.py).
+Each rank pins a generation of its own store, with the first two files in its own directory. The folder has one marker
+with the digests of all these generations, which rank 0 writes once every rank has its pin. So a folder pins a
+generation iff every rank has the pin. Any rank may unpin a folder, and that rank removes the marker. The others remove
+their pins when the ranks next agree, which is before the next pin and on resume (access/pinning.py).
 """
 
 from __future__ import annotations
@@ -63,12 +64,12 @@ Digest = Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
 
 
 class Pin(Record):
-    """A checkpoint folder and the generation that it pins.
+    """Pin of a generation by a checkpoint folder.
 
     Attributes:
         folder: absolute path of the folder, links resolved.
-        step, digest: of the generation. Two generations may have the same step.
-        finished: the folder was seen with its marker.
+        step, digest: those of the generation. Two generations may have the same step.
+        finished: whether the folder was seen with its marker.
     """
 
     folder: AbsolutePath
@@ -78,7 +79,7 @@ class Pin(Record):
 
     @property
     def manifest_name(self) -> str:
-        """The name of the generation's manifest in the first swap directory."""
+        """Name of the generation's manifest in the first swap directory."""
         return f"pinned-{self.step:012d}-{self.digest}.infinity"
 
     def __str__(self) -> str:
@@ -86,22 +87,22 @@ class Pin(Record):
 
 
 class _PinsFile(Record):
-    """Attributes: pins: the oldest first."""
+    """Content of the file of the pins; `pins` has the oldest first."""
 
     run: Name
     pins: Annotated[list[Pin], Field(max_length=1 << 12), AfterValidator(_apart)]
 
 
 class Marker(Record):
-    """What a checkpoint folder says of its states.
+    """Content of the marker in a checkpoint folder: where its states are.
 
     Attributes:
         run: id of the run that wrote the folder.
-        step: optimizer steps done.
-        digest: of the generation that the folder pins; None where it holds a portable copy. Of rank 0, where several
-            ranks trained.
-        digests: of all ranks' generations, where several ranks trained; [] where the folder holds a portable copy.
-        portable: the folder in it that holds the portable copy; None where it pins a generation.
+        step: number of optimizer steps done.
+        digest: digest of the generation that the folder pins; None if the folder holds a portable copy. If several
+            ranks trained, that of rank 0.
+        digests: digests of all ranks' generations if several ranks trained; [] if the folder holds a portable copy.
+        portable: name of the subfolder that holds the portable copy; None if the folder pins a generation.
         directories: the swap directories of the run, in their order.
     """
 
@@ -116,19 +117,27 @@ class Marker(Record):
 
     @property
     def ranks(self) -> int:
-        """How many ranks have the generation that the folder pins."""
+        """Number of ranks that have the generation that the folder pins."""
         return len(self.digests) or 1
 
     def digest_of(self, rank: int, ranks: int) -> str | None:
-        """Of the generation that the folder pins in the store of one of `ranks` ranks; None where it pins none."""
+        """Return the digest of the generation that is pinned in the store of a rank; None if none is.
+
+        Args:
+            rank: index of the rank.
+            ranks: number of ranks of the run that asks. A folder of another number of ranks pins nothing for it.
+        """
         if ranks != self.ranks:
             return None
         return self.digests[rank] if self.digests else self.digest
 
 
 def folder_path(folder: str | Path) -> Path:
-    """The path under which a folder is pinned: absolute, links resolved. Raises ConfigError for a path that cannot be
-    written to a file."""
+    """Return the path under which a folder is pinned: absolute, links resolved.
+
+    Raises:
+        ConfigError: the path cannot be written to a file.
+    """
     path = Path(os.path.realpath(Path(folder).expanduser()))
     try:
         if "\0" not in str(path) and len(str(path).encode()) <= 4096:
@@ -139,7 +148,7 @@ def folder_path(folder: str | Path) -> Path:
 
 
 def digest_of(manifest: bytes) -> str:
-    """What names a generation among all of a run: a digest of its manifest."""
+    """Return the digest of a manifest, which identifies a generation among all of a run."""
     return hashlib.blake2b(manifest, digest_size=16).hexdigest()
 
 
@@ -147,7 +156,7 @@ def digest_of(manifest: bytes) -> str:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """The marker of a folder; None where there is none. Raises ManifestError."""
+    """Return the marker of a folder; None if it has none. Raises ManifestError."""
     path = folder / MARKER_NAME
     try:
         value = parse_json(files.read_regular(path, _MARKER_BYTES_MAX).decode())
@@ -161,26 +170,27 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Raises SwapIOError: the folder has the marker that it had, or none."""
+    """Write the marker of a folder durably. Raises SwapIOError: the folder then has its old marker, or none."""
     text = json.dumps(marker.model_dump(exclude_none=True), indent=1)
     durable.write_file(folder / MARKER_NAME, [text.encode()])
 
 
 def remove_marker(folder: Path) -> None:
-    """Remove the marker of a folder, durably: it does not look resumable any more. Raises SwapIOError."""
+    """Remove the marker of a folder durably, so that the folder no longer looks resumable. Raises SwapIOError."""
     if os.path.lexists(folder / MARKER_NAME):
         durable.remove(folder / MARKER_NAME)
         durable.sync_directory(folder)
 
 
 def begin_folder(folder: Path, into: Path | None = None) -> None:
-    """Before a folder pins a generation: an older marker in it goes. It is made, durably, unless it is there.
+    """Prepare a folder to pin a generation: remove its older marker, and make the folder durably if it is missing.
 
     Args:
-        into: where its files are written, if it gets its name later.
+        folder: the checkpoint folder.
+        into: directory where the folder's files are written, if it gets its name later.
 
     Raises:
-        InfinityError, SwapIOError: it cannot be made; its marker cannot be removed.
+        InfinityError, SwapIOError: the folder cannot be made, or its marker cannot be removed.
     """
     made = into or folder
     if not made.is_dir():
@@ -196,13 +206,14 @@ def begin_folder(folder: Path, into: Path | None = None) -> None:
 
 
 def read_pins(directory: Path, run: str | None = None) -> list[Pin]:
-    """The pins in a swap directory, the oldest first; [] where there is no file.
+    """Return the pins in a swap directory, oldest first; [] if there is no file of pins.
 
     Args:
-        run: whose pins they must be.
+        directory: the first swap directory of a store.
+        run: id of the run that the pins must belong to; None: any run.
 
     Raises:
-        ManifestError: the file is damaged, cannot be read, or is of another run.
+        ManifestError: the file is damaged, cannot be read, or belongs to another run.
     """
     path = directory / PINS_NAME
     if not os.path.lexists(path):
@@ -222,14 +233,15 @@ def read_pins(directory: Path, run: str | None = None) -> list[Pin]:
 
 
 class Pins:
-    """The pins of an open store.
+    """Pins of an open store.
 
     Args:
         directories: all swap directories of the store.
-        rank, ranks: whose store it is, of how many.
+        run: id of the store's run.
+        rank, ranks: rank that owns the store, and the number of ranks.
 
     Attributes:
-        entries: what the file says, the oldest first.
+        entries: the pins in the file, oldest first.
     """
 
     def __init__(self, directories: Sequence[Path], run: str, rank: int = 0, ranks: int = 1) -> None:
@@ -243,18 +255,18 @@ class Pins:
         return self._directories[0]
 
     def load(self) -> None:
-        """Raises ManifestError as read_pins."""
+        """Read the pins from the file. Raises ManifestError like read_pins."""
         self.entries = read_pins(self.directory, self._run)
 
     def of(self, folder: Path) -> Pin | None:
-        """What a folder pins."""
+        """Return the pin of a folder; None if the folder has none."""
         return next((pin for pin in self.entries if pin.folder == str(folder)), None)
 
     def write(self, entries: Iterable[Pin]) -> None:
-        """These are the pins from now on, durably. The manifests of generations that none names any more go.
+        """Replace the pins durably, and remove the manifests of generations that no pin names any more.
 
         Raises:
-            SwapIOError: the pins are as they were; after a failed fsync of the directory they may be the old or the
+            SwapIOError: the pins are unchanged; after a failed fsync of the directory the file may have the old or the
                 new ones.
         """
         entries = [self._seen(pin) for pin in entries]
@@ -265,7 +277,7 @@ class Pins:
         for name in {pin.manifest_name for pin in before} - named:
             try:
                 durable.remove(self.directory / name)
-            except SwapIOError as error:  # no pin names it: it does no harm, and the next resume removes it
+            except SwapIOError as error:  # no pin names the manifest: it does no harm, and the next resume removes it
                 logger.warning("%s", error)
 
     def _seen(self, pin: Pin) -> Pin:
@@ -275,11 +287,13 @@ class Pins:
         """Write the marker of a pin into a folder.
 
         Args:
-            digests: of all ranks' generations; [] where the folder holds a portable copy.
-            portable: the folder in it that holds that.
+            pin: the pin.
+            folder: directory to write the marker to.
+            digests: digests of all ranks' generations; [] if the folder holds a portable copy.
+            portable: name of the subfolder that holds the portable copy.
 
         Raises:
-            SwapIOError: the folder has the marker that it had, or none.
+            SwapIOError: the folder has its old marker, or none.
         """
         of_rank = rank_name(self._rank, self._ranks)
         own = [path.parent if path.name == of_rank else path for path in self._directories]
@@ -294,12 +308,12 @@ class Pins:
         write_marker(folder, marker)
 
     def unmark(self, pin: Pin) -> None:
-        """Remove the marker of a pin's folder, unless it is of something else. Raises SwapIOError."""
+        """Remove the marker of a pin's folder, unless the marker belongs to another pin. Raises SwapIOError."""
         if self.holds(pin):
             remove_marker(Path(pin.folder))
 
     def holds(self, pin: Pin) -> bool:
-        """Whether the pin's folder has the pin's marker."""
+        """Return whether the pin's folder has the pin's marker."""
         try:
             marker = read_marker(Path(pin.folder))
         except ManifestError:
@@ -310,8 +324,11 @@ class Pins:
         return (marker.run, marker.digest_of(self._rank, self._ranks)) == (self._run, pin.digest)
 
     def over(self, pin: Pin) -> bool:
-        """Whether a pin's folder can do without it: a crash left the folder without the marker, or it holds something
-        else by now. A folder that is not there can not, unless it was never finished."""
+        """Return whether a pin's folder no longer needs its generation.
+
+        That is so if a crash left the folder without the marker, or if the folder now holds another checkpoint. A
+        folder that does not exist still needs the generation, unless the folder was never finished.
+        """
         folder = Path(pin.folder)
         if not os.path.lexists(folder):
             return not pin.finished and folder.parent.is_dir()
@@ -324,20 +341,20 @@ class Pins:
 
 
 def is_gone(pin: Pin) -> bool:
-    """Whether a pin's folder is not there."""
+    """Return whether a pin's folder does not exist."""
     return not os.path.lexists(pin.folder)
 
 
 def said(pins: Collection[Pin]) -> str:
-    """The pins, for messages: each folder, its step, and whether the folder is gone."""
+    """List the pins for messages: each folder, its step, and whether the folder is gone."""
     return ", ".join(f"{pin}{', which is gone' if is_gone(pin) else ''}" for pin in pins)
 
 
 def require_marker(folder: Path) -> Marker:
-    """The marker of a checkpoint folder.
+    """Return the marker of a checkpoint folder.
 
     Raises:
-        ResumeError: there is none, or it cannot be read.
+        ResumeError: the folder has no marker, or the marker cannot be read.
     """
     marker = read_marker(folder)
     if marker is None:

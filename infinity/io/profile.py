@@ -1,8 +1,7 @@
-"""The profile of this machine's disks, as infinity-bench measured them. The engine takes its block size from it, the
-store its stripes, and the planner its predictions.
+"""Profile of this machine's disks, as infinity-bench measured them.
 
-The profile is one JSON file per user, and only a cache: a file that cannot be read is ignored with a warning, and
-infinity works without one.
+The engine takes its block size from it, the store its stripes, and the planner its predictions. The profile is one JSON
+file per user. It is only a cache: a file that cannot be read is ignored with a warning, and infinity works without one.
 """
 
 from __future__ import annotations
@@ -31,13 +30,16 @@ _Rate = Annotated[float, Field(gt=0, lt=_RATE_MAX, allow_inf_nan=False)]
 
 
 class DiskProfile(BaseModel):
-    """One file system's figures. Rates are bytes per second of `block_bytes` blocks.
+    """Figures of one file system. Rates are in bytes per second, for blocks of `block_bytes`.
 
     Attributes:
-        in_flight_bytes: the fewest bytes in flight that reach these rates; 8 MiB at least.
-        mixed_rate: of reads and writes in equal parts, added up, as in a training step.
-        path: the directory that was measured.
-        measured: date, ISO 8601.
+        read_rate, overwrite_rate: of reads alone, and of writes to existing blocks alone.
+        mixed_rate: sum of the rates of reads and writes in equal parts, as in a training step.
+        block_bytes: block size that was measured.
+        in_flight_bytes: the fewest bytes in flight that reach these rates; at least 8 MiB.
+        engine: name of the I/O engine that was measured.
+        path: directory that was measured.
+        measured: date of the measurement, ISO 8601.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -60,19 +62,19 @@ class _Profiles(BaseModel):
 
 
 def profile_path() -> Path:
-    """$XDG_CACHE_HOME/infinity/disks.json, by default in ~/.cache. Raises OSError where no home is known."""
+    """Return $XDG_CACHE_HOME/infinity/disks.json, by default in ~/.cache. Raises OSError if no home is known."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(cache).expanduser() / "infinity" / "disks.json"
-    except RuntimeError as error:  # a user without an entry in passwd, as containers have them
+    except RuntimeError as error:  # the user has no entry in passwd, as in some containers
         raise OSError(errno.ENOENT, "no home directory is known: set HOME or XDG_CACHE_HOME", cache) from error
 
 
 def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
-    """All disks measured so far, by `disk_key`; empty without a profile that this version can read."""
+    """Return all disks measured so far, by `disk_key`; empty without a profile that this version can read."""
     try:
         path = path or profile_path()
-    except OSError:  # without a home directory no profile was ever saved
+    except OSError:  # without a home directory, no profile was ever saved
         return {}
     try:
         profiles = _Profiles.model_validate_json(files.read_regular(path, _BYTES_MAX, follow=True))
@@ -88,8 +90,7 @@ def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
 
 
 def profile_of(directory: Path, path: Path | None = None) -> DiskProfile | None:
-    """The profile of the disk that holds `directory`, or its nearest ancestor that exists; None if it was not
-    measured."""
+    """Return the profile of the disk that holds `directory` or its nearest existing ancestor; None if not measured."""
     profiles = load_profiles(path)
     if not profiles:
         return None
@@ -97,7 +98,12 @@ def profile_of(directory: Path, path: Path | None = None) -> DiskProfile | None:
 
 
 def save_profile(directory: Path, profile: DiskProfile, path: Path | None = None) -> Path:
-    """Add a disk to the profile, or replace its figures. Returns the profile's path.
+    """Add a disk to the profile, or replace its figures. Return the profile's path.
+
+    Args:
+        directory: a directory on the disk.
+        profile: figures of the disk.
+        path: the profile file; None: the user's.
 
     Raises:
         OSError: the file cannot be written.

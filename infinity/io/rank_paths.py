@@ -1,4 +1,4 @@
-"""How the directories of several ranks are named: each rank has one in each of nvme.paths."""
+"""Names of the directories of several ranks: each rank has one directory in each of nvme.paths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NAME = re.compile(r"rank-([0-9]{5})-of-([0-9]{5})")
 
 
 def rank_name(rank: int, count: int) -> str:
-    """The name of the directory of one of `count` ranks."""
+    """Return the name of the directory of one of `count` ranks."""
     return f"rank-{rank:05}-of-{count:05}"
 
 
@@ -18,11 +18,11 @@ def is_rank_path(path: Path) -> bool:
 
 
 def place_of(path: Path) -> Path:
-    """What the commands are given for a store's directory: of nvme.paths the one that it is, or is in."""
+    """Return the directory of nvme.paths that a store's directory is, or is in: the argument of the commands."""
     return path.parent if is_rank_path(path) else path
 
 
 def rank_of(path: Path) -> tuple[int, int]:
-    """Which rank of how many has its store in a directory; (0, 1) where it is no directory of a rank."""
+    """Return the rank that has its store in a directory, and the number of ranks; (0, 1) if it is no rank's."""
     found = NAME.fullmatch(path.name)
     return (int(found[1]), int(found[2])) if found else (0, 1)

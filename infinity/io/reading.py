@@ -1,4 +1,4 @@
-"""Reading extents: a part of one, or many one after the other, with many reads in flight."""
+"""Reads of extents: a part of one, or many one after the other, with many reads in flight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.sizes import PAGE_BYTES, round_up
 
 
 def read_part(store: SwapStore, extent: Extent, begin: int, nbytes: int) -> torch.Tensor:
-    """Bytes [begin, begin + nbytes) of an extent, uint8. Raises SwapIOError."""
+    """Return bytes [begin, begin + nbytes) of an extent as a uint8 tensor. Raises SwapIOError."""
     start = begin // PAGE_BYTES * PAGE_BYTES
     end = max(round_up(begin + nbytes, PAGE_BYTES), start + PAGE_BYTES)
     memory = _native.Arena(end - start, huge_pages=False).view(0, end - start)
@@ -25,15 +25,16 @@ def read_part(store: SwapStore, extent: Extent, begin: int, nbytes: int) -> torc
 
 
 _PIECES = 32
-"""How many reads are in flight, each into a piece of the memory; fewer where the memory has fewer pages."""
+"""Reads in flight, each into a piece of the memory; fewer if the memory has fewer pages."""
 
 
 def read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -> Iterator[SwapIOError | None]:
-    """Read extents of any size one after the other, and have the store remember the checksums of what was read. Yields
-    for each extent its first failure, or None.
+    """Read extents of any size one after the other, and make the store remember the checksums of the bytes read.
+
+    Yields for each extent its first failure, or None.
 
     Raises:
-        SwapTimeoutError: the device was given up; the memory is lost.
+        SwapTimeoutError: the device was given up; the memory must never be used again.
     """
     longest = max(len(memory) // _PIECES // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
     free = deque(memory[at : at + longest] for at in range(0, len(memory) - longest + 1, longest))
@@ -69,6 +70,6 @@ def read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) ->
             if at + nbytes == extent.nbytes:
                 yield failure
                 failure = None
-    finally:  # a caller that stops in the middle may use the memory for something else
+    finally:  # a caller that stops early may use the memory for something else
         with contextlib.suppress(SwapIOError):
             wait_all(transfer for *_, transfer in reading if transfer is not None)

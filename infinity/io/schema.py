@@ -1,5 +1,7 @@
-"""Schemas of small files: every field is typed and bounded, unknown fields are errors, values are never converted. An
-error says in one line what is wrong."""
+"""Schemas of small files: every field is typed and bounded, unknown fields are errors, values are never converted.
+
+An error describes the first problem in one line.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,11 @@ def _as_files_have_it(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_as_files_have_it)]
-"""Text that can be written to a file. Half of a surrogate pair, which JSON can express, cannot."""
+"""Text that can be encoded as UTF-8. Half of a surrogate pair, which JSON can express, cannot."""
 
 
 class Record(BaseModel):
-    """Data from disk: every field typed, none unknown, nothing converted."""
+    """Data from disk: every field is typed, none is unknown, and no value is converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -48,7 +50,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(model: type[_Model], value: Any, source: object) -> _Model:
-    """Raises ManifestError that names `source` and the field."""
+    """Return the value as a validated model. Raises ManifestError that names `source` and the field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -56,7 +58,7 @@ def validated(model: type[_Model], value: Any, source: object) -> _Model:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first mistake: where it is and what is wrong."""
+    """Describe the first problem of a validation: the field and what is wrong with it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     what = first["msg"].removeprefix("Value error, ")
@@ -64,7 +66,7 @@ def first_problem(error: ValidationError) -> str:
 
 
 def require_unique(names: Iterable[Any], what: str) -> None:
-    """Raises ValueError for a name that occurs twice."""
+    """Raise ValueError if a name occurs twice."""
     seen: set[Any] = set()
     for name in names:
         if name in seen:

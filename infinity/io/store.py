@@ -1,4 +1,4 @@
-"""The store: one preallocated swap file per path, striped into one range of bytes, cut into extents."""
+"""Store of a run: one preallocated swap file per path, striped into one range of bytes that is divided into extents."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from infinity.sizes import format_bytes
 logger = logging.getLogger(__name__)
 
 STRIPE_BYTES = 1 << 20
-_SHARES_SUM = 32  # stripes in a cycle: shares are right to a few percent
+_SHARES_SUM = 32  # stripes per cycle, enough to make the shares accurate to a few percent
 _PROBE_BYTES = 64 << 20
 
 
 @dataclass(eq=False)
 class Extent:
-    """The range of the swap file that holds one state of one group of a unit's parameters. It has one or more places
-    there, called copies, so that new values do not overwrite those of a generation.
+    """Range of the swap file that holds one state of one group of a unit's parameters.
+
+    An extent has one or more copies in the file, so that new values do not overwrite the values of a generation.
 
     Attributes:
-        unit, group, state: what the extent holds; `group` is an index.
+        unit, group, state: the state that the extent holds; `group` is an index.
         offsets: bytes from the start of the file, one per copy, each 4 KiB-aligned.
-        nbytes: room in each copy, a multiple of 4 KiB.
-        copy: the copy that holds the newest values.
+        nbytes: size of each copy, a multiple of 4 KiB.
+        copy: index of the copy that holds the newest values.
     """
 
     unit: str
@@ -56,7 +57,7 @@ class Extent:
         return self.offsets[self.copy]
 
     def turn_to(self, copy: int) -> None:
-        """This copy holds the newest values from now on."""
+        """Make `copy` the copy that holds the newest values."""
         self.copy = copy
 
 
@@ -64,27 +65,27 @@ Mode = Literal["in place", "generations", "resume", "read", "share"]
 
 
 class SwapStore:
-    """The open swap file of a run, striped over its paths. Bytes that were never written read as zeros.
+    """Open swap file of a run, striped over its paths. Bytes that were never written read as zeros.
 
     Args:
         paths: directories; at least one.
         nbytes: size of all extents, over all paths.
-        scratch_bytes: room behind the extents for data that belongs to no generation; it may differ when a run is
+        scratch_bytes: room after the extents for data that belongs to no generation; it may differ when a run is
             resumed.
-        checksums: check every page read against what was written.
-        mode: "in place" removes the files at the end; "generations" keeps them once there is a generation; "resume"
-            opens those that are there, to go on with them; "read" opens them and changes nothing on disk, and "share"
-            does so while a run that knows it holds them.
-        spare_bytes: must be free on the first path besides the swap file, for manifests.
-        run: the id of the run that a new store is of; "": a new one.
+        checksums: compare every page that is read with the checksum of the page that was written.
+        mode: "in place" removes the files at the end. "generations" keeps them once a generation exists. "resume" opens
+            existing files to continue their run. "read" opens existing files and changes nothing on disk. "share" does
+            the same as "read" while a run that knows of this reader has the files open.
+        spare_bytes: bytes for manifests that must be free on the first path besides the swap file.
+        run: id of the run that a new store belongs to; "" to make a new id.
 
     Attributes:
-        rebuilt: for each header that was rebuilt, what was wrong with it.
+        rebuilt: for each rebuilt header, the problem with the header on disk.
 
     Raises:
         SwapIOError: a file cannot be created or a disk is too full; nothing is left behind.
         StoreLockedError, StoreNotEmptyError, ConfigError: see SwapDirectory.
-        ResumeError: the directories do not hold the whole store of one run, or the store was updated in place.
+        ResumeError: the directories do not hold all parts of one run's store, or the store was updated in place.
     """
 
     def __init__(
@@ -140,7 +141,8 @@ class SwapStore:
     def _create(self, held: Sequence[SwapDirectory], mode: Literal["in place", "generations"]) -> None:
         for directory in held:
             directory.require_replaceable()
-        for directory in reversed(held):  # the first one shows whether the others belong to a generation: it goes last
+        # The first directory shows whether the others belong to a generation, so it is cleared last.
+        for directory in reversed(held):
             directory.make_room()
         self._members = [_open(directory, create=True) for directory in self.directories]
         shares = self._measure_shares()
@@ -193,18 +195,18 @@ class SwapStore:
 
     @property
     def proven(self) -> bool:
-        """Whether the headers on disk show that all swap files belong to this run. Without a rebuilt one they do."""
+        """Whether the headers on disk show that all swap files belong to this run: no header had to be rebuilt."""
         return not self._unwritten
 
     def write_rebuilt_headers(self, whole: Iterable[Extent]) -> None:
-        """Write the headers that were rebuilt. Each needs a proof that the swap file beside it belongs to this run.
+        """Write the rebuilt headers. Each needs proof that the swap file beside it belongs to this run.
 
         Args:
-            whole: the proof: extents whose newest values all had the checksums of a generation.
+            whole: extents whose newest values all had the checksums of a generation; they are the proof.
 
         Raises:
             ResumeError: none of these extents has a byte in the swap file beside a header; no header was written.
-            SwapIOError: a header cannot be written; those written before it are right, and stay.
+            SwapIOError: a header cannot be written; the headers written before it are correct and stay.
         """
         unproven = {str(self.directories[header.member].swap_path) for header in self._unwritten}
         for extent in whole:
@@ -234,7 +236,8 @@ class SwapStore:
             self.file = _native.File.striped(self._members, shares, stripe_bytes)
 
     def _measure_shares(self) -> list[int]:
-        """How many stripes of a cycle each path holds: in proportion to its bandwidth, from its profile or a probe."""
+        """Return how many stripes of a cycle each path holds, in proportion to the bandwidth in its profile or a
+        probe."""
         if len(self._members) == 1:
             return [1]
         rates = []
@@ -247,7 +250,7 @@ class SwapStore:
         return shares
 
     def _reserve(self) -> None:
-        needed: dict[int, int] = {}  # by file system: two paths may share one
+        needed: dict[int, int] = {}  # by file system, because two paths may be on the same one
         for index, directory in enumerate(self.directories):
             device = os.stat(directory.path).st_dev
             spare = self._spare_bytes if index == 0 else 0
@@ -263,14 +266,14 @@ class SwapStore:
             raise _no_room(self._named(error), self._file_bytes, error) from error
 
     def _named(self, error: OSError) -> StoreDirectory:
-        """The directory whose swap file an error names; the first directory when it names none."""
+        """Return the directory whose swap file an error names, or the first directory if it names none."""
         for directory in self.directories:
             if str(directory.swap_path) in str(error.strerror):
                 return directory
         return self.directories[0]
 
     def is_scratch(self, path: str, offset: int) -> bool:
-        """Whether a byte of a swap file lies behind the extents, in scratch room that belongs to no generation."""
+        """Return whether a byte of a swap file is after the extents, in scratch room that belongs to no generation."""
         for index, directory in enumerate(self.directories):
             if str(directory.swap_path) == path:
                 return offset >= self.file.member_bytes(index, self.nbytes)
@@ -278,12 +281,12 @@ class SwapStore:
 
     @property
     def numa_node(self) -> int:
-        """The NUMA node of all disks; -1 where they are on several nodes, or on none."""
+        """NUMA node of all disks; -1 if they are on several nodes or on none."""
         nodes = {directory.numa_node for directory in self.directories}
         return nodes.pop() if len(nodes) == 1 else -1
 
     def begin_step(self, step: int) -> None:
-        """Have errors of the transfers that are started from now on name this step."""
+        """Make errors of the transfers that are started from now on name this step."""
         self._step = step
 
     def read(
@@ -300,10 +303,13 @@ class SwapStore:
         """Start reading bytes [at, at + len(into)) of an extent's newest values.
 
         Args:
+            extent: the extent to read.
             into: 4 KiB-aligned memory, a multiple of 4 KiB; must not be touched until the transfer is done.
+            at: bytes from the start of the copy.
+            io_class: priority class of the request.
             verify: compare every page with the checksum of what was written there.
-            copy: read this copy instead of the newest values.
-            after: begin when this transfer is done; fail with its error if it fails.
+            copy: index of the copy to read instead of the newest values.
+            after: start when this transfer is done; if it fails, fail with its error.
 
         Raises (from `Transfer.result`):
             SwapIOError: the device failed; carries path, offset, length, errno, unit and state.
@@ -327,24 +333,31 @@ class SwapStore:
         """Start writing into `copy`, by default over the newest values. Arguments and errors are those of `read`.
 
         Args:
-            after: begin when this is done, with what `data` holds then; fail with its error if it fails.
+            extent: the extent to write to.
+            data: 4 KiB-aligned memory, a multiple of 4 KiB; must not be changed until the transfer is done.
+            at: bytes from the start of the copy.
+            io_class: priority class of the request.
+            copy: index of the copy to write; None: the copy that holds the newest values.
+            after: start when this request is done, and write the data that `data` holds then. If the request fails,
+                fail with its error.
         """
         file, offset = self.place(extent, copy)
         return self.transfer(self.engine.write(file, offset + at, data, io_class, after=after), extent)
 
     def place(self, extent: Extent, copy: int | None) -> tuple[_native.File, int]:
-        """Where a copy of an extent begins, for native code that reads or writes it; None: its newest values."""
+        """Return the file and the offset of a copy of an extent, for native code; None is the copy of newest values."""
         return self.file, extent.offset if copy is None else extent.offsets[copy]
 
     def transfer(self, future: _native.IOFuture, extent: Extent) -> Transfer:
-        """What native code moves of an extent, with errors that name it."""
+        """Wrap a request of native code as a transfer whose errors name the extent."""
         return Transfer(future, extent.unit, extent.state, self._step)
 
     def require_sole_names(self) -> None:
-        """Check, before a run writes to swap files that it did not make, that no other name would see the changes.
+        """Check that no other name of the swap files exists, before a run writes to files that it did not create.
 
         Raises:
-            ResumeError: a file has another name (hard link), such as in a copy of the directory.
+            ResumeError: a file has another name (hard link), such as in a copy of the directory. Writing would change
+                the file under that name, too.
         """
         for directory in self.directories:
             names = directory.swap_path.stat().st_nlink
@@ -355,7 +368,7 @@ class SwapStore:
                 )
 
     def sync(self) -> Transfer:
-        """Start making all writes that are complete durable."""
+        """Start making all completed writes durable."""
         return Transfer(self.engine.sync(self.file), step=self._step)
 
     @property
@@ -366,7 +379,7 @@ class SwapStore:
         if self._mode in ("resume", "read", "share"):
             return bool(self._members)
         if self._of_ranks:
-            return True  # other ranks may have begun a generation: the header shows that it is of the same run
+            return True  # other ranks may have begun a generation; the header shows that the file is of the same run
         try:
             return bool(self.directories[0].generations())
         except SwapIOError as error:
@@ -374,8 +387,10 @@ class SwapStore:
             return True
 
     def close(self, *, discard: bool = False) -> None:
-        """Let the directories go. The files are removed when there is no generation to keep, and with `discard` always.
-        The engine must be idle. Idempotent."""
+        """Unlock the directories. Remove the files if there is no generation to keep, or if `discard` is true.
+
+        The engine must be idle. Idempotent.
+        """
         self.file.close()
         self._close_members(discard=discard)
 
@@ -388,17 +403,17 @@ class SwapStore:
 
 
 def new_run() -> str:
-    """The id of a run."""
+    """Return a new, unique run id."""
     return uuid.uuid4().hex
 
 
 def now() -> str:
-    """The time, in the form that headers and manifests use."""
+    """Return the current UTC time in the form that headers and manifests use."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def shares_of(rates: Sequence[float]) -> list[int]:
-    """Small integers in proportion to `rates`, none zero."""
+    """Return small integers in proportion to `rates`, none of them zero."""
     parts = [max(round(rate / sum(rates) * _SHARES_SUM), 1) for rate in rates]
     divisor = math.gcd(*parts)
     return [part // divisor for part in parts]
@@ -435,7 +450,7 @@ def _no_room(directory: StoreDirectory, nbytes: int, error: OSError) -> SwapIOEr
 
 
 def _probe(engine: _native.IOEngine, file: _native.File) -> float:
-    """Bytes per second of overwriting and reading the start of a fresh file, which is empty again afterwards.
+    """Return the bytes per second of overwriting and reading the start of a new file, and empty the file again.
 
     Raises:
         SwapIOError: the device failed, or has no room for 64 MiB.
@@ -457,10 +472,12 @@ def _probe(engine: _native.IOEngine, file: _native.File) -> float:
 
 
 def wait_all(transfers: Iterable[Transfer]) -> None:
-    """Wait for every transfer, then raise the first failure. Afterwards no transfer uses its memory any more, unless
-    the failure is a SwapTimeoutError."""
+    """Wait for every transfer, then raise the first failure.
+
+    Afterwards no transfer uses its memory, unless the failure is a SwapTimeoutError.
+    """
     failure: SwapIOError | None = None
-    for transfer in reversed(list(transfers)):  # the last first: one long wait instead of a wake-up for each
+    for transfer in reversed(list(transfers)):  # waiting for the last first makes one long wait instead of many short
         try:
             transfer.result()
         except SwapIOError as error:
@@ -471,7 +488,7 @@ def wait_all(transfers: Iterable[Transfer]) -> None:
 
 
 def require_paths(paths: Sequence[Path]) -> None:
-    """Raises ConfigError for a path that cannot name a directory, and when two paths are the same directory."""
+    """Check the directories of nvme.paths. Raises ConfigError if a path cannot name a directory or two are the same."""
     for path in paths:
         require_name(path)
     try:

@@ -1,4 +1,4 @@
-"""Finding a generation that is whole: every byte of it is read and compared with its checksums."""
+"""Search for an undamaged generation: every byte of it is read and compared with its checksums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Used = TypeVar("Used")
 
 Name = tuple[int, str]
-"""What names a generation on all ranks: its step, and the life of the ranks that made it (Manifest.life)."""
+"""Name of a generation on all ranks: its step, and the life of the ranks that made it (Manifest.life)."""
 
 
 def name_of(manifest: Manifest) -> Name:
@@ -29,12 +29,12 @@ def name_of(manifest: Manifest) -> Name:
 
 @dataclass(frozen=True)
 class Way:
-    """A generation that a run may go on from, in one rank's store.
+    """Generation in one rank's store that a run may resume from.
 
     Attributes:
-        name: of the generation.
-        kept: the run keeps it; otherwise checkpoint folders alone do.
-        path: of its manifest.
+        name: name of the generation.
+        kept: whether the run keeps the generation; otherwise only checkpoint folders pin it.
+        path: path of its manifest.
     """
 
     name: Name
@@ -48,13 +48,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Damage:
-    """A piece of a generation that does not hold what was written there.
+    """Piece of a generation that does not hold the bytes that were written there.
 
     Attributes:
-        extent: that the piece is of.
-        step: of the generation.
+        extent: the extent that the piece belongs to.
+        step: step of the generation.
         path, offset, nbytes: bytes [offset, offset + nbytes) of the file `path`.
-        cause: what is wrong, in words.
+        cause: the problem, in words.
         error: the failure, if the piece could not be read.
     """
 
@@ -75,7 +75,7 @@ class Damage:
 
 
 class _All:
-    """Whatever there is."""
+    """Container that contains everything."""
 
     def __contains__(self, one: object) -> bool:
         return True
@@ -83,12 +83,12 @@ class _All:
 
 @dataclass(frozen=True)
 class Eligible:
-    """What one may go on from: by default, whatever is there.
+    """Generations that a run may resume from; by default, all that exist.
 
     Attributes:
-        names: the generations.
-        folders: those whose pins count; other pins are let go.
-        way: to the generation to go on from; None where that is the newest, or a checkpoint folder says which.
+        names: names of the generations.
+        folders: checkpoint folders whose pins count; other pins are dropped.
+        way: the generation to resume from; None for the newest, or for the one that a checkpoint folder names.
     """
 
     names: Container[Name] = _All()
@@ -108,18 +108,23 @@ def newest_whole(
     digest: str | None = None,
     only: Way | None = None,
 ) -> Used:
-    """What `use` makes of the newest generation that is whole, of that of `step`, of the pinned one of `digest`, or of
-    `only`. Every byte of it is read.
+    """Find an undamaged generation, and return the result of `use` for it. Every byte of the generation is read.
+
+    The generation is the newest one unless `step`, `digest` or `only` names another.
 
     Args:
-        memory: 4 KiB-aligned, for reading.
-        use: is given a manifest and its path; returns its result and the extents to read, each in the copy that the
-            manifest names; raises ResumeError for a manifest that it cannot use.
+        store: the store to search.
+        memory: 4 KiB-aligned buffer for reading.
+        step: take the generation of this step.
+        use: called with a manifest and its path. Returns its result and the extents to read, each in the copy that the
+            manifest names. Raises ResumeError for a manifest that it cannot use.
         doing: "resume" or "export", for messages.
+        digest: take the pinned generation with this digest.
+        only: take this generation.
 
     Raises:
-        ResumeError: there is none that is whole; says what is wrong with each.
-        SwapIOError: a part of one cannot be read now. It may be whole: try again, or give `step`.
+        ResumeError: all candidates are damaged, or there is none; the message names the problem of each.
+        SwapIOError: a part of a candidate cannot be read now. It may be undamaged: try again, or give `step`.
     """
     directory = store.directories[0]
     problems: list[str] = []
@@ -142,11 +147,12 @@ def newest_whole(
 
 
 def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: str | None) -> list[tuple[int, Path]]:
-    """The manifests to try, by their steps: the kept ones, the newest first, and then those that are pinned and not
-    newer; or the one that is asked for.
+    """Return the manifests to try, each with its step.
+
+    These are the kept ones, newest first, and then the pinned ones that are not newer; or the one that is asked for.
 
     Raises:
-        ResumeError: there is none that is asked for, or more than one.
+        ResumeError: the requested generation does not exist, or several match.
     """
     kept, pins, pinned = _there(directory, run)
     if digest is not None:
@@ -163,7 +169,7 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
         try:
             found[digest_of(manifest_bytes(kept[step]))] = kept[step]
         except ManifestError:
-            found = found or {"": kept[step]}  # a pinned one of that step is likely to be the same, and whole
+            found = found or {"": kept[step]}  # a pinned generation of that step is probably the same one, undamaged
     if not found:
         there = ", ".join(map(str, kept)) or "none"
         there += f"; pinned: {said(pins)}" if pins else ""
@@ -177,8 +183,12 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
 
 
 def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[Pin], dict[str, tuple[int, Path]]]:
-    """The manifests of the kept generations by their steps, the newest first; the pins; and by digest the step and the
-    manifest of each pinned generation, the newest first."""
+    """Return the manifests, pins and pinned generations in a store.
+
+    Returns:
+        The manifests of kept generations by step, newest first; the pins; and by digest the step and the manifest of
+        each pinned generation, newest first.
+    """
     pins = read_pins(directory.path, run)
     pinned = {pin.digest: (pin.step, directory.path / pin.manifest_name) for pin in pins}
     newest_first = sorted(pinned.items(), key=lambda item: -item[1][0])
@@ -186,14 +196,15 @@ def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[P
 
 
 def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """The pinned generations that a run goes on from where it can from none that it keeps."""
+    """Return the pinned generations to try when no kept one is usable: those not newer than the newest kept one."""
     newest = max(kept, default=None)
     return [each for each in pinned.values() if newest is None or each[0] <= newest]
 
 
 def ways(directory: StoreDirectory, run: str, step: int | None) -> list[Way]:
-    """What a rank may go on from: the generations of its store, or those of `step`, each once. One whose manifest is
-    damaged is left out, with a warning.
+    """Return the generations that a rank may resume from: all of its store, or those of `step`, each once.
+
+    A generation whose manifest is damaged is left out, with a warning.
 
     Raises:
         ResumeError: a manifest cannot be read now.
@@ -215,11 +226,12 @@ def ways(directory: StoreDirectory, run: str, step: int | None) -> list[Way]:
 
 
 def common(told: Sequence[Iterable[tuple[Name, bool]]]) -> list[Name]:
-    """The generations that all ranks have, what a run goes on from first comes first: those that all keep, then the
-    others, the newest first of each.
+    """Return the generations that all ranks have, in the order in which a run should try them.
+
+    First come those that all ranks keep, then the others, each group newest first.
 
     Args:
-        told: of each rank, which generations it has, and whether it keeps them.
+        told: for each rank, the generations that it has, each with whether the rank keeps it.
     """
     every = [dict(each) for each in told]
     names = set.intersection(*(set(each) for each in every))
@@ -227,7 +239,7 @@ def common(told: Sequence[Iterable[tuple[Name, bool]]]) -> list[Name]:
 
 
 def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
-    """Raises ResumeError where a step is asked for of which the ranks have several generations."""
+    """Raise ResumeError if a step was requested and the ranks have several generations of it."""
     if step is not None and len(names) > 1:
         raise ResumeError(
             f"{place} has {len(names)} generations {step}, because a run went back and came to step {step} again. Say "
@@ -236,8 +248,10 @@ def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
 
 
 def require_readable(error: ResumeError) -> None:
-    """Raises ResumeError where the error is that a manifest exists and cannot be read now: the generation may be whole,
-    and must not be given up."""
+    """Raise ResumeError if the error says that an existing manifest cannot be read now.
+
+    Its generation may be undamaged, so the generation must not be given up.
+    """
     if isinstance(error, ManifestError) and isinstance(error.__cause__, OSError):
         if isinstance(error, DamagedFileError):
             return  # the file is gone
@@ -247,7 +261,7 @@ def require_readable(error: ResumeError) -> None:
 
 
 def _require_of(store: SwapStore, manifest: Manifest) -> None:
-    """Raises ManifestError where a manifest and the headers describe the store differently."""
+    """Raise ManifestError if a manifest and the headers describe the store differently."""
     mine, its = (
         each and each.model_copy(update={"created": "", "members": []}) for each in (store.record, manifest.store)
     )
@@ -257,7 +271,7 @@ def _require_of(store: SwapStore, manifest: Manifest) -> None:
 
 
 def _require_provable(store: SwapStore, manifest: Manifest) -> None:
-    """Raises ResumeError where a header was rebuilt and no checksums can show that the swap files belong to the run."""
+    """Raise ResumeError if a header was rebuilt and no checksums can show that the swap files belong to the run."""
     if store.proven or (manifest.sums is not None and store.checksums):
         return
     if manifest.sums is None:
@@ -268,7 +282,7 @@ def _require_provable(store: SwapStore, manifest: Manifest) -> None:
 
 
 def _require_undamaged(damage: Sequence[Damage]) -> None:
-    """Raises ResumeError that names the damage; where a part could not be read, the SwapIOError of the reading."""
+    """Raise ResumeError that names the damage, or the SwapIOError of a part that could not be read."""
     for each in damage:
         if each.error is not None:
             raise each.error
@@ -278,12 +292,15 @@ def _require_undamaged(damage: Sequence[Damage]) -> None:
 
 
 def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
-    """Read all of a generation and yield each piece that is damaged. Without checksums only pieces that cannot be read
-    are found.
+    """Read all of a generation and yield each damaged piece.
+
+    Without checksums, only pieces that cannot be read are found.
 
     Args:
-        extents: those of the manifest, each in the copy that the manifest names.
-        memory: 4 KiB-aligned; several pieces are read into it at the same time.
+        store: the store of the generation.
+        extents: extents of the manifest, each in the copy that the manifest names.
+        manifest: manifest of the generation.
+        memory: 4 KiB-aligned buffer; several pieces are read into it at the same time.
     """
     for extent, sums, error in zip(extents, manifest.sums_by_extent(), read_all(store, extents, memory), strict=True):
         if error is not None:
@@ -303,7 +320,7 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
 
 
 def extents_of(manifest: Manifest) -> list[Extent]:
-    """The extents of a manifest, each with only the copy that the manifest names."""
+    """Return the extents of a manifest, each with only the copy that the manifest names."""
     return [
         Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
     ]
