@@ -1,1 +1,1 @@
-"""What every layer may use: Ctrl-C between transitions, and the clock of a run."""
+"""Tools for every layer: Ctrl-C between transitions, the device seam, facts about the machine, the clock of a run."""

@@ -1,13 +1,13 @@
-"""The seam to a device with memory of its own: streams, events, copies, pinning. No other file names a vendor.
+"""Seam to a device with its own memory: streams, events, copies, pinning. No other file names a vendor.
 
-[Note: streams and events] A stream is a queue of work on the device; the host runs ahead of it. An event is a place in
-a stream. Work on another stream is ordered behind the event by `wait`; the host is by `synchronize`, which sleeps: its
-cores belong to the update. Whoever writes to memory must be ordered behind everybody who used it before, and whoever
-reads it behind the one who wrote it. Nothing is ordered by itself: `copy` runs behind what is queued on its own stream
-and behind the events it is given, and the memory of a copy must stay as it is until the copy's event.
+[Note: streams and events] A stream is a queue of work on the device; the host runs ahead of it. An event is a position
+in a stream. `wait` orders the work of another stream after an event. `synchronize` orders the host after an event, and
+sleeps, because its cores belong to the update. Before memory is written, all earlier uses of the memory must have
+ended; before it is read, the write must have ended. No order is implicit: `copy` runs after the work that is queued on
+its own stream and after the events it is given. The memory of a copy must not change before the copy's event.
 
-tests/sim has another Accelerator, whose copies run as late, as early or as randomly as their events allow, and which
-checks that each two uses of the same bytes are ordered.
+tests/sim has another Accelerator. Its copies run as late, as early or as randomly as their events allow, and it checks
+that any two uses of the same bytes are ordered.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from infinity.errors import ConfigError
 from infinity.sizes import format_bytes
 
 Stream: TypeAlias = Any
-"""A queue of work on a device, as its accelerator made it."""
+"""Queue of work on a device; the type is the accelerator's own."""
 Event: TypeAlias = Any
-"""A place in a stream, as its accelerator made it."""
+"""Position in a stream; the type is the accelerator's own."""
 
 
 @dataclass(frozen=True)
 class GateTable:
-    """Addresses of C functions for the native core, which copies and waits without Python. Their signatures are those
-    of cudart; each returns 0 or an error code.
+    """Addresses of C functions for the native core, which copies and waits without Python.
+
+    Their signatures are those of cudart; each returns 0 or an error code.
 
     Attributes:
-        enter: cudaSetDevice(int), called by each native thread; 0: nothing is to be called.
+        enter: cudaSetDevice(int), called by each native thread; 0 if no call is needed.
         copy: cudaMemcpyAsync(to, from, nbytes, kind, stream).
         record: cudaEventRecord(event, stream).
         wait: cudaStreamWaitEvent(stream, event, flags).
         synchronize: cudaEventSynchronize(event).
-        keep: what must live as long as the addresses are used.
+        keep: object that must live as long as the addresses are used.
     """
 
     enter: int
@@ -52,12 +53,14 @@ class GateTable:
 
 
 class Accelerator(Protocol):
-    """A device with memory of its own ([Note: streams and events]). Any thread may call it.
+    """Device with its own memory ([Note: streams and events]). Any thread may call the methods.
 
     Attributes:
-        device: with its index.
-        pins_resident: pinning makes all pages resident, in one thread: they are better touched by all threads before.
-        nice: by how much the threads that compute updates yield to those that feed the device (_native.ThreadPool).
+        device: the torch device, with its index.
+        pins_resident: whether pinning makes all pages resident in one thread. If so, it is faster to touch the pages
+            from all threads first.
+        nice: niceness of the threads that compute updates, which yield to those that feed the device
+            (_native.ThreadPool).
     """
 
     pins_resident: bool
@@ -68,78 +71,81 @@ class Accelerator(Protocol):
 
     @property
     def numa_node(self) -> int:
-        """The NUMA node that the device is at; -1 where it has none or the system does not tell."""
+        """NUMA node that the device is attached to; -1 if it has none or the system does not report it."""
 
     def stream(self) -> Stream:
-        """A new stream."""
+        """Make a new stream."""
 
     def current(self) -> Stream:
-        """The stream that this thread's kernels are queued on."""
+        """Return the stream that this thread's kernels are queued on."""
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """In this context this thread's kernels are queued on the stream."""
+        """Return a context manager in which this thread's kernels are queued on the stream."""
 
     def record(self, on: Stream, *, timed: bool = False) -> Event:
-        """An event behind everything that is queued on the stream now.
+        """Record and return an event after everything that is queued on the stream now.
 
         Args:
-            timed: for `seconds`.
+            on: the stream.
+            timed: whether `seconds` may be called with the event.
         """
 
     def wait(self, on: Stream, event: Event) -> None:
-        """What is queued on the stream from now on runs after the event."""
+        """Make work that is queued on the stream from now on run after the event."""
 
     def reached(self, event: Event) -> bool:
-        """Whether the event has happened. The host is not kept."""
+        """Return whether the event has happened, without waiting."""
 
     def synchronize(self, event: Event) -> None:
         """Sleep until the event has happened."""
 
     def synchronize_all(self) -> None:
-        """Sleep until everything that this process has queued on the device has happened, on whatever stream."""
+        """Sleep until all work that this process has queued on the device, on any stream, is done."""
 
     def seconds(self, began: Event, ended: Event) -> float:
-        """Between two timed events that were reached, by the device's clock."""
+        """Return the seconds between two timed events that have happened, by the device's clock."""
 
     def slab(self, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] of device memory, aligned to 4 KiB. Raises torch.OutOfMemoryError."""
+        """Return device memory as a uint8 tensor [nbytes], aligned to 4 KiB. Raises torch.OutOfMemoryError."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, *, on: Stream, after: Sequence[Event] = ()) -> Event:
-        """Queue a copy between the host's pinned memory and the device, and return the event behind it.
+        """Queue a copy between the host's pinned memory and the device, and return the event after it.
 
         Args:
-            into, source: uint8 or of one dtype, contiguous, of equal size. They must stay until the event.
-            after: events that the copy, and whatever is queued on the stream later, waits for.
+            into: destination, contiguous; of the same size as `source`, and uint8 or of the same dtype.
+            source: contiguous; neither tensor may be changed or freed before the event has happened.
+            on: the stream to queue the copy on.
+            after: events that the copy, and all work queued on the stream later, waits for.
         """
 
     def pin(self, address: int, nbytes: int) -> str:
-        """Pin host memory for copies. Returns '', or why the runtime refused: copies are then slower, and right."""
+        """Pin host memory for copies. Return '', or why the runtime refused; copies are then slower, but correct."""
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`."""
+        """Unpin memory that `pin` pinned."""
 
     def event(self) -> Event:
-        """An event for native code to record: it may be waited for once the native code has recorded it."""
+        """Make an event for native code to record. It may be waited for once native code has recorded it."""
 
     def handle(self, of: Stream | Event) -> int:
-        """A stream or an event as native code takes it."""
+        """Return a stream or an event as an integer handle for native code."""
 
     def gate(self) -> GateTable:
-        """The entry points for native code."""
+        """Return the entry points for native code."""
 
 
 _ALIGNMENT = 4096
-_SUPPORTED = ("cuda",)  # torch calls ROCm's devices so, too. XPU's runtime has no C functions for a GateTable.
+_SUPPORTED = ("cuda",)  # torch uses this name for ROCm, too. XPU's runtime has no C functions for a GateTable.
 _BLOCKING = {"cuda": {"blocking": True}}
-"""Arguments of an event that the host waits for asleep. (torch.Event takes `blocking`, and ignores it.)"""
+"""Arguments that make the host sleep while it waits for an event. (torch.Event takes `blocking`, and ignores it.)"""
 _FUNCTIONS = ("SetDevice", "MemcpyAsync", "EventRecord", "StreamWaitEvent", "EventSynchronize")
 
 
 class TorchAccelerator:
-    """A device of torch: CUDA or ROCm, which torch has as one module.
+    """Device of torch: CUDA or ROCm, for which torch has one module.
 
     Args:
-        device: with its index: without it the runtime would open a context on the first one.
+        device: with its index; without it the runtime would open a context on the first device.
     """
 
     pins_resident = True
@@ -211,13 +217,17 @@ class TorchAccelerator:
                 c_runtime.forget_error(self.device)
 
     def event(self) -> Event:
-        return self.record(self.current())  # torch makes the runtime's event when it is recorded first
+        return self.record(self.current())  # torch creates the runtime's event at the first recording
 
     def handle(self, of: Stream | Event) -> int:
         return int(of.cuda_event if hasattr(of, "cuda_event") else of.cuda_stream)
 
     def gate(self) -> GateTable:
-        """Raises ConfigError: the entry points are not found; says why."""
+        """Return the addresses of the runtime's C functions.
+
+        Raises:
+            ConfigError: the entry points are not found; says why.
+        """
         found = c_runtime.addresses(_FUNCTIONS)
         if found is None:
             raise ConfigError(
@@ -229,23 +239,22 @@ class TorchAccelerator:
 
 
 def open_accelerator(device: torch.device) -> Accelerator | None:
-    """The device that models compute on; None for the CPU, whose memory is the host's."""
+    """Return the device that models compute on; None for the CPU, whose memory is the host's."""
     return None if device.type == "cpu" else TorchAccelerator(device)
 
 
 def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device, for this thread's kernels. The host does not wait for the copy."""
+    """Copy a host tensor to a device for this thread's kernels. The host does not wait for the copy."""
     if tensor.device == device or device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# -- what there is -----------------------------------------------------------------------------------------------------
+# -- available devices -------------------------------------------------------------------------------------------------
 
 
 def current_device() -> torch.device:
-    """The device that torch computes on where none is named: the accelerator that is current now, with its index, or
-    the CPU."""
+    """Return torch's default device: the current accelerator, with its index, or the CPU."""
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     kind = torch.accelerator.current_accelerator()
@@ -255,13 +264,16 @@ def current_device() -> torch.device:
 
 
 def resolve(device: torch.device | str | None) -> torch.device:
-    """With its index: "cuda" is the GPU that is current now, whichever is current later.
+    """Return the device with its index: "cuda" becomes the GPU that is current now, even if another is current later.
+
+    Args:
+        device: a device or its name; None for the current device.
 
     Raises:
-        ConfigError: torch finds no such device, or it is none that infinity can use.
+        ConfigError: torch finds no such device, or infinity cannot use it.
     """
     if device is not None and torch.device(device).type == "cpu":
-        return torch.device("cpu")  # cpu:0 is the same one; no context is opened on a GPU
+        return torch.device("cpu")  # cpu:0 is the same device; no context is opened on a GPU
     current = current_device()
     resolved = current if device is None else torch.device(device)
     if resolved.type != current.type:
@@ -274,11 +286,11 @@ def resolve(device: torch.device | str | None) -> torch.device:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What its runtime says of a device.
+    """Facts that a device's runtime reports.
 
     Attributes:
-        architecture: 'compute capability 9.0', or ROCm's name of it.
-        address: on the PCI bus ('0000:65:00.0'); '' where its runtime does not tell.
+        architecture: 'compute capability 9.0', or ROCm's name of the architecture.
+        address: address on the PCI bus ('0000:65:00.0'); '' if the runtime does not report it.
     """
 
     name: str
@@ -289,19 +301,19 @@ class DeviceFacts:
 
 
 def torch_build() -> str:
-    """What this torch was built for, in words."""
+    """Describe in words what this torch was built for."""
     if torch.version.hip is not None:
         return f"for ROCm {torch.version.hip}"
     return "for the CPU only" if torch.version.cuda is None else f"for CUDA {torch.version.cuda}"
 
 
 def has_runtime() -> bool:
-    """Whether this torch was built for devices that infinity can use."""
+    """Return whether this torch was built for devices that infinity can use."""
     return torch.version.hip is not None or torch.version.cuda is not None
 
 
 def devices() -> list[torch.device]:
-    """All that infinity can use, but the CPU."""
+    """Return all devices that infinity can use, except the CPU."""
     kind = current_device().type
     if kind == "cpu":
         return []
@@ -309,7 +321,7 @@ def devices() -> list[torch.device]:
 
 
 def why_no_device() -> str:
-    """What the runtime says where it finds no device; '' where it finds one, and without a runtime."""
+    """Return the runtime's reason for finding no device; '' if it finds one, or if torch has no runtime."""
     if not has_runtime():
         return ""
     try:
@@ -320,7 +332,7 @@ def why_no_device() -> str:
 
 
 def describe(device: torch.device) -> DeviceFacts:
-    """Opens a context on the device."""
+    """Return facts about a device. Opens a context on it."""
     module = torch.get_device_module(device)
     facts, (free, total) = module.get_device_properties(device), module.mem_get_info(device)
     architecture = getattr(facts, "gcnArchName", "") if torch.version.hip is not None else ""
@@ -334,7 +346,7 @@ def describe(device: torch.device) -> DeviceFacts:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of an accelerator, with what torch's allocator could give back."""
+    """Return the free bytes of an accelerator, including unused memory that torch's allocator could give back."""
     module = torch.get_device_module(device)
     kept = int(module.memory_reserved(device)) - int(module.memory_allocated(device))
     kept -= int(module.memory_stats(device).get("inactive_split_bytes.all.current", 0))
@@ -342,14 +354,16 @@ def free_bytes(device: torch.device) -> int:
 
 
 def random_states() -> list[torch.Tensor]:
-    """Of the generators of all accelerators, without drawing a number. Empty where none was used yet: its generator
-    begins with torch's seed."""
+    """Return the generator states of all accelerators, without drawing a number.
+
+    The list is empty if no accelerator was used yet: their generators start with torch's seed.
+    """
     module = _module_in_use()
     return [] if module is None else list(module.get_rng_state_all())
 
 
 def set_random_states(states: Sequence[torch.Tensor]) -> int:
-    """Put back what `random_states` gave, as far as there are so many accelerators. Returns how many there are."""
+    """Restore states from `random_states`, on at most as many accelerators as exist. Return how many exist."""
     device = current_device()
     if device.type == "cpu":
         return 0

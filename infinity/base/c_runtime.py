@@ -1,8 +1,8 @@
-"""The device's runtime as C functions, found in the library that torch has loaded: torch has no binding of some.
+"""C functions of the device's runtime that torch has no binding for, found in the library that torch has loaded.
 
 A runtime call that fails returns its error and also leaves the error pending: the launch check of the next kernel finds
-it and blames the kernel. torch's binding of `cudaHostRegister` leaves the error pending, and torch has no binding of
-`cudaGetLastError`, which clears it.
+the error and blames the kernel. torch's binding of `cudaHostRegister` leaves the error pending, and torch has no
+binding of `cudaGetLastError`, which clears it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from infinity.errors import ConfigError
 
 _PREFIXES = {"libcudart": "cuda", "libamdhip64": "hip"}
-"""What the runtime's functions begin with, by the beginning of its file name."""
+"""Prefixes of the runtime's function names, by the beginning of its file name."""
 _DELETED = " (deleted)"
-"""What Linux puts behind a file that was replaced since it was loaded, as an upgrade of its package does."""
+"""Suffix that Linux adds to the path of a loaded file that was replaced since, for example by a package upgrade."""
 _MAPS = Path("/proc/self/maps")
 _ADDRESS_BYTES = 32
 
 
 def _loaded(maps: Path) -> list[tuple[Path, str]]:
-    """The runtimes in this process, and what their functions begin with."""
+    """Return the paths of the runtimes in this process, each with the prefix of its functions."""
     files = {Path(line.split(maxsplit=5)[-1]) for line in maps.read_text().splitlines()}
     return [
         (file, prefix)
@@ -36,8 +36,11 @@ def _loaded(maps: Path) -> list[tuple[Path, str]]:
 
 
 def _open(path: Path) -> ctypes.CDLL | None:
-    """A loaded library; None where its file was replaced since, and the linker does not know the library by its name
-    either. (What has its path now would be a second runtime.)"""
+    """Open a loaded library.
+
+    Returns None if the library's file was replaced and the linker does not know the library by name either. Opening the
+    file that has its path now would load a second runtime.
+    """
     if not path.name.endswith(_DELETED):
         return ctypes.CDLL(str(path))
     path = path.with_name(path.name.removesuffix(_DELETED))
@@ -55,11 +58,11 @@ def _open(path: Path) -> ctypes.CDLL | None:
 def forget_error(device: torch.device, maps: Path = _MAPS) -> None:
     """Clear the pending error of this thread, which the caller has reported.
 
-    Each loaded runtime has a pending error of its own, and torch does not say which runtime it uses: all are cleared.
+    Each loaded runtime has its own pending error, and torch does not say which runtime it uses, so all are cleared.
 
     Args:
         device: the GPU that is used.
-        maps: what is loaded into this process, as Linux lists it.
+        maps: Linux's list of the files mapped into this process.
     """
     opened = [(_open(path), prefix) for path, prefix in _loaded(maps)]
     for library, prefix in opened:
@@ -70,7 +73,7 @@ def forget_error(device: torch.device, maps: Path = _MAPS) -> None:
 
 
 def _provoke(device: torch.device) -> None:
-    """Clear the error where the runtime is linked into torch's own library: the launch check of a kernel raises it."""
+    """Clear the error if the runtime is linked into torch's own library: the launch check of a kernel raises it."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError:
@@ -78,13 +81,17 @@ def _provoke(device: torch.device) -> None:
 
 
 def addresses(names: Sequence[str], maps: Path = _MAPS) -> list[int] | None:
-    """The addresses of functions of the loaded runtime, by their names without the prefix ("EventRecord").
+    """Return the addresses of functions of the loaded runtime.
 
-    None where the runtime is linked into torch's own library. Of several CUDA runtimes any one will do: streams and
-    events are the driver's.
+    The result is None if the runtime is linked into torch's own library. If there are several CUDA runtimes, any one
+    will do, because streams and events belong to the driver.
+
+    Args:
+        names: names of the functions without their prefix ("EventRecord").
+        maps: Linux's list of the files mapped into this process.
 
     Raises:
-        ConfigError: the runtime's file was replaced since it was loaded, and its functions cannot be found any more.
+        ConfigError: the runtime's file was replaced since it was loaded, and its functions can no longer be found.
     """
     prefix = "cuda" if torch.version.hip is None else "hip"
     runtimes = [path for path, of in _loaded(maps) if of == prefix]
@@ -101,7 +108,7 @@ def addresses(names: Sequence[str], maps: Path = _MAPS) -> list[int] | None:
 
 
 def pci_address(index: int) -> str:
-    """Where a device is on the PCI bus, as /sys writes it ('0000:65:00.0'); '' where the runtime does not tell."""
+    """Return a device's address on the PCI bus, as /sys writes it ('0000:65:00.0'); '' if the runtime does not say."""
     found = addresses(("DeviceGetPCIBusId",))
     if not found:
         return ""

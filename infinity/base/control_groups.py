@@ -1,4 +1,4 @@
-"""The control groups that this process is in: its own, and those above it, whose limits hold as well."""
+"""Control groups of this process: its own group, and the groups above it, whose limits also apply."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _ROOT = Path("/")
 
 
 def groups(controller: str, root: Path = _ROOT) -> list[Path]:
-    """The directories of the groups, innermost first, of both versions where the system has both.
+    """Return the directories of the groups, innermost first, of both cgroup versions if the system has both.
 
     Args:
-        controller: as version 1 calls it: 'memory', 'cpu', 'io'.
-        root: of /sys and /proc, for tests.
+        controller: the controller's name in version 1: 'memory', 'cpu', 'io'.
+        root: directory that contains sys/ and proc/; tests pass another one than /.
     """
     mounts = root / "sys/fs/cgroup"
     found: list[Path] = []
@@ -23,20 +23,20 @@ def groups(controller: str, root: Path = _ROOT) -> list[Path]:
         if len(parts) < 3:
             continue
         if parts[:2] == ["0", ""]:
-            tops = [mounts, mounts / "unified"]  # the second beside version 1
+            tops = [mounts, mounts / "unified"]  # "unified" if the system has version 1, too
         elif controller in parts[1].split(","):
             tops = [mounts / parts[1], mounts / controller]
         else:
             continue
         group = Path(parts[2].lstrip("/"))
-        if ".." in group.parts:  # the group is outside the container, which cannot see it
+        if ".." in group.parts:  # the group is outside the container, where it is not visible
             group = Path()
         found += [top / place for top in tops for place in (group, *group.parents)]
     return list(dict.fromkeys(found or [mounts, mounts / controller]))
 
 
 def memory_limits(root: Path = _ROOT) -> list[tuple[int, int]]:
-    """(bytes allowed, bytes used) of each group that has a limit."""
+    """Return (bytes allowed, bytes used) of each group that has a limit."""
     found = []
     for group in groups("memory", root):
         for limit_name, usage_name in (
@@ -50,7 +50,7 @@ def memory_limits(root: Path = _ROOT) -> list[tuple[int, int]]:
 
 
 def processors_allowed(root: Path = _ROOT) -> float | None:
-    """How many processors the groups' quota is worth; None without a quota."""
+    """Return the number of processors that the groups' quotas allow; None without a quota."""
     quotas = []
     for group in groups("cpu", root):
         quota, period = [*text_of(group / "cpu.max").split(), "", ""][:2]

@@ -1,7 +1,7 @@
-"""Forked children (DataLoader workers): using infinity there raises, and locks are closed there.
+"""Handling of forked children (DataLoader workers): using infinity in them raises, and locks are closed in them.
 
 The engine's threads and the arena's pages do not exist in a forked child. File descriptors do: a child that kept the
-descriptor of a lock would hold the swap directory after its parent was killed.
+descriptor of a lock would keep the swap directory locked after its parent was killed.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ _holders: weakref.WeakSet[_ClosesInChild] = weakref.WeakSet()
 
 
 def close_in_children(holder: _ClosesInChild) -> None:
-    """Have `holder.close_in_child()` called in every forked child."""
+    """Make every forked child call `holder.close_in_child()`."""
     use()
     _holders.add(holder)
 
 
 def use() -> None:
-    """Note that infinity is used in this process: children that are forked from now on must not use it."""
+    """Record that this process uses infinity, so that children forked from now on must not use it."""
     global _used
     _used = True
 
 
 def in_this_process(function: Callable[[], object]) -> Callable[[], None]:
-    """A function that does nothing in forked children, where a finalizer runs again: what it ends is the parent's."""
+    """Wrap a function so that it does nothing in forked children.
+
+    A finalizer runs in children again, but the resource that it frees belongs to the parent.
+    """
     process = os.getpid()
 
     def call() -> None:
@@ -51,7 +54,7 @@ def in_forked_child() -> bool:
 
 
 def refuse_in_forked_child() -> None:
-    """Raises ForkError in a process that was forked after infinity had been imported and used."""
+    """Raise ForkError in a process that was forked after its parent had imported and used infinity."""
     if _in_child:
         raise ForkError(
             "an offloaded model cannot be used in a forked child process (a DataLoader worker?): its threads and "

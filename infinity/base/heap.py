@@ -1,8 +1,8 @@
-"""Freed memory goes back to the system while a model runs.
+"""Return of freed heap memory to the system while a model runs.
 
-Without a GPU torch's tensors lie in glibc's heap. The heap keeps the largest size that it ever had, because the holes
-that activations and gradients leave lie between tensors in use. glibc's own remedy is a low threshold for mapping
-tensors one by one: every such tensor then faults its pages anew.
+Without a GPU, torch's tensors are in glibc's heap. The heap keeps the largest size that it ever had, because the holes
+that activations and gradients leave are between tensors in use. glibc's own remedy is a low threshold for mapping
+tensors one by one, but then every tensor above it page-faults all its pages again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 _LIBC = ctypes.CDLL(None)
 _SHARE = 8
-"""Freed memory may be as large as one part in so many of the budgets."""
+"""Divisor of the budget: unused memory in the heap may be this fraction of it."""
 
 
 class _MallInfo(ctypes.Structure):
@@ -22,13 +22,15 @@ class _MallInfo(ctypes.Structure):
 
 
 class Heap:
-    """The heap of this process, which is looked at after every `budget` / 8 bytes of weights that were used. Once its
-    holes are larger than that, they are given back each time: glibc does not tell which of them still have pages.
+    """Heap of this process, which is checked whenever `budget` / 8 bytes of weights have been used.
 
-    Nothing happens where the C library is another one, or a glibc before 2.33.
+    If its holes are larger than that at a check, they are returned to the system. glibc does not tell which holes still
+    have pages, so each check with large holes does this again.
+
+    Nothing happens if the C library is not glibc, or is glibc before 2.33.
 
     Args:
-        budget: bytes of RAM that the process is to stay within.
+        budget: bytes of RAM that the process should stay within.
     """
 
     def __init__(self, budget: int) -> None:
@@ -39,7 +41,7 @@ class Heap:
             _LIBC.mallinfo2.restype = _MallInfo
 
     def used(self, nbytes: int) -> None:
-        """Weights of `nbytes` are about to be used."""
+        """Count weights of `nbytes` that are about to be used, and check the heap if it is time."""
         self._used += nbytes
         if self._used < self._keeps:
             return

@@ -1,29 +1,31 @@
-"""Ctrl-C and SIGTERM come between transitions, never in the middle of one.
+"""Deferral of Ctrl-C and SIGTERM: they are delivered between transitions, never in the middle of one.
 
 [Note: where Ctrl-C may come]
-Python runs a signal's handler between any two instructions of the main thread, and what it raises leaves half of what
-was being done: a lease that nobody knows, some parameters shown and others not. So whatever changes more than one thing
-is `whole`: of the signals that come meanwhile the first is delivered when it is over, and no other. Where it waits long
-and nothing is half done (Weights.finish_fetch, OffloadedUnit._await), `interruptible` lets them in. Its other waits,
-such as those for a commit or for the window of spilled gradients, let none in; nor does a step before its end
+Python runs a signal handler between any two instructions of the main thread. If the handler raises, the interrupted
+work is left half done: for example a lease without an owner, or only some parameters of a unit shown. So every function
+that changes more than one thing is decorated with `whole`. If signals arrive while it runs, the first is delivered when
+the function ends, and the others are dropped. Where such a function waits long and nothing is half done
+(Weights.finish_fetch, OffloadedUnit._await), `interruptible` lets signals in. No signal is let in during its other
+waits, such as those for a commit or for the window of spilled gradients, nor during a step before its end
 (`interrupts_deferred`).
 
-Only the main thread gets signals. Autograd on a GPU runs hooks on another one. What was deferred before a fork is the
-parent's; a forked child begins with nothing deferred, and may be stopped as any process.
+Only the main thread receives signals. Autograd on a GPU runs hooks on another thread. Signals that were deferred before
+a fork belong to the parent: a forked child starts with nothing deferred, and may be stopped like any process.
 
 [Note: whose handler it is]
-A handler is wrapped when something whole begins, and stays wrapped: a step has hundreds of transitions, and installing
-a handler costs more than most of them. The wrapper calls the handler, at once or when what is whole is over. A handler
-that is not a function (SIG_DFL, SIG_IGN, or one not installed from Python) raises nothing and is left alone.
+A handler is wrapped when a `whole` function begins, and stays wrapped: a step has hundreds of transitions, and
+installing a handler costs more than most of them. The wrapper calls the handler at once, or when the `whole` function
+ends. A handler that is not a function (SIG_DFL, SIG_IGN, or one not installed from Python) raises nothing and is not
+wrapped.
 
-The user may install another handler at any time; the next transition finds that it is not wrapped, and wraps it. It
-looks with `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` makes enums and takes a hundred times as
-long. A new wrapper calls the handler that it found and no other, so handlers that call the one before them, ours among
-them, never go in circles. A wrapper that the user saved and puts back is as good as new.
+The user may install another handler at any time; the next transition finds that it is not wrapped, and wraps it. The
+check uses `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` makes enums and takes a hundred times as
+long. A new wrapper calls only the handler that it found. So handlers that call their predecessor, which may be a
+wrapper, never call each other in a cycle. A wrapper that the user saved and installs again works like a new one.
 
-`give_back`, when the last model is closed or collected, unwraps. Until then code that asks whose the handler is finds
-the wrapper: asyncio.run leaves Ctrl-C to KeyboardInterrupt, as it did before Python 3.11; and one that has begun before
-the model was offloaded, and ends before the model, leaves its handler behind.
+`give_back` unwraps the handlers when the last model is closed or collected. Until then, code that asks for the handler
+finds the wrapper. Therefore asyncio.run leaves Ctrl-C to KeyboardInterrupt, as before Python 3.11. And if asyncio.run
+begins before the model is offloaded and ends before the model does, its handler stays installed.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _NUMBERS = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
 class _Wrapper:
-    """The handler of a signal, which waits while something whole runs."""
+    """Handler of a signal that defers the wrapped handler while a `whole` function runs."""
 
     __slots__ = ("handler",)
 
@@ -61,14 +63,15 @@ class _Wrapper:
 
 
 class _Signals:
-    """What the main thread defers.
+    """Deferral state of the main thread.
 
     Invariant: while `deferred`, handlers that are functions are wrapped, unless the user replaced one meanwhile.
 
     Attributes:
-        deferred: something whole runs, and does not wait.
-        strict: where it waits, too, no signal is let in.
-        main: the only thread that may defer; 0 where Python does not say which one gets signals.
+        deferred: whether a `whole` function runs, and is not in an interruptible wait.
+        strict: whether no signal is let in during its waits either.
+        came: handlers to call, with their arguments, in the order in which the signals arrived.
+        main: id of the only thread that may defer; 0 if Python does not say which thread gets signals.
     """
 
     def __init__(self) -> None:
@@ -95,13 +98,13 @@ class _Signals:
             self.deliver()
 
     def deliver(self) -> None:
-        """Call the handler of the first signal that came: what a second one raised would hide what the first raised."""
+        """Call the handler of the first signal only: an exception of a second one would hide that of the first."""
         came, self.came = self.came, []
         for handler, number, frame in came[:1]:
             handler(number, frame)
 
     def forget(self) -> None:
-        """In a forked child, whose main thread is the one that forked."""
+        """Reset the state in a forked child, whose main thread is the thread that forked."""
         self.deferred = self.strict = False
         self.came = []
         self.main = threading.get_ident()
@@ -112,12 +115,12 @@ os.register_at_fork(after_in_child=_signals.forget)
 
 
 def _may_defer() -> bool:
-    """Whether signals come to this thread, and are not deferred."""
+    """Return whether this thread receives signals and they are not deferred."""
     return not _signals.deferred and threading.get_ident() == _signals.main
 
 
 def give_back() -> None:
-    """Unwrap the handlers that are in place: nothing will be whole for now."""
+    """Unwrap the installed handlers, because no model is left that needs them."""
     if not _may_defer():
         return
     for number in _NUMBERS:
@@ -127,7 +130,7 @@ def give_back() -> None:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Run the block to its end and deliver signals that came meanwhile afterwards; waits in it let none in."""
+    """Run the block to its end, and deliver signals that arrived meanwhile afterwards; its waits let none in."""
     if threading.get_ident() != _signals.main:
         yield
         return
@@ -144,7 +147,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 def whole(function: Callable[P, R]) -> Callable[P, R]:
-    """A function in which signals come only where it is `interruptible`."""
+    """Decorate a function so that signals are delivered in it only where it is `interruptible`."""
     signals, get_ident = _signals, threading.get_ident
 
     @functools.wraps(function)
@@ -162,12 +165,12 @@ def whole(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """A wait within something whole: nothing is half done here."""
+    """Let signals in during a wait within a `whole` function. Nothing may be half done at this point."""
     if not _signals.deferred or _signals.strict or threading.get_ident() != _signals.main:
         yield
         return
     try:
-        _signals.let_go()  # may raise what came before: what follows is whole all the same
+        _signals.let_go()  # may raise what a signal raised before: the rest is not interrupted either way
         yield
     finally:
         _signals.defer()

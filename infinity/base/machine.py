@@ -1,4 +1,4 @@
-"""What this machine lets us use: RAM (control groups included) and cores."""
+"""Resources of this machine that the process may use: RAM (control groups included) and cores."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ _ROOT = Path("/")
 
 
 def available_host_bytes(root: Path = _ROOT) -> int:
-    """RAM that can be taken now: the system's, or what the control groups leave, whichever is less.
+    """Return the bytes of RAM that can be allocated now: the system's or the control groups' rest, whichever is less.
 
     Args:
-        root: of /sys and /proc where the groups are, for tests.
+        root: directory that contains sys/ and proc/ of the groups; tests pass another one than /.
     """
     left = [max(limit - usage, 0) for limit, usage in memory_limits(root)]
     return min([int(psutil.virtual_memory().available), *left])
 
 
 def budgets_in_ram(left: int) -> dict[str, str]:
-    """memory.host and memory.device that fit together, where the CPU computes. Args: left: RAM that can be taken."""
+    """Return values of memory.host and memory.device that fit together, for a machine whose CPU computes.
+
+    Args:
+        left: bytes of RAM that can be allocated.
+    """
     return {"host": f"{left // 2 >> 20}MiB", "device": f"{left // 4 >> 20}MiB"}
 
 

@@ -1,4 +1,4 @@
-"""Files that are mapped into memory, as safetensors gives a checkpoint's tensors."""
+"""Files that are mapped into memory, such as the tensors of a checkpoint that safetensors opened."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def read_ahead(value: torch.Tensor) -> None:
-    """Have the kernel read a tensor, and what follows it in its file, while something else is done. Only advice: a
-    kernel that does not take it costs time alone. Of memory that is no file's, pages that were swapped out come back.
+    """Make the kernel read a tensor, and the next 64 MiB of its file, in the background.
+
+    The call is only advice: a kernel that ignores it costs time alone. If the memory belongs to no file, pages that
+    were swapped out are read back.
 
     Args:
-        value: contiguous, on the CPU.
+        value: contiguous tensor on the CPU.
     """
     if value.nbytes < _WORTHWHILE_BYTES or not hasattr(mmap, "MADV_WILLNEED"):
         return

@@ -1,4 +1,4 @@
-"""GPUs and their links as /sys lists them: also those that no driver and no torch knows."""
+"""GPUs and their links as /sys lists them, including GPUs that no driver and no torch knows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from infinity.base.small_files import number_in, number_of, text_of
 _ROOT = Path("/")
 _VENDORS = {0x10DE: "NVIDIA", 0x1002: "AMD"}
 _DISPLAY, _ACCELERATOR = 0x03, 0x12
-"""PCI's base classes of what may compute."""
+"""PCI base classes of devices that may compute."""
 _LANES_MAX = 32
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
-"""By the transfers per second of a lane, in GT/s."""
+"""PCIe generations, by transfers per second of a lane in GT/s."""
 _LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Bytes per second of a lane each way, by generation, without the line code."""
+"""Bytes per second of a lane in each direction, by generation, without the line code."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A PCIe link, now or at most.
+    """PCIe link of a device, as it is now or at most.
 
     Attributes:
-        generation: 1 to 6; lower while the device is idle, which saves power.
+        generation: 1 to 6; lower while the device is idle, to save power.
         lanes: 1 to 32.
     """
 
@@ -33,7 +33,7 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes per second each way, before the headers of packets."""
+        """Bytes per second in each direction, counting packet headers as data."""
         return _LANE_RATES[self.generation] * self.lanes
 
     def __str__(self) -> str:
@@ -42,11 +42,12 @@ class Link:
 
 @dataclass(frozen=True)
 class PciGpu:
-    """A GPU by its PCI address ('0000:65:00.0').
+    """GPU, by its PCI address ('0000:65:00.0').
 
     Attributes:
+        address: PCI address.
         vendor: 'NVIDIA' or 'AMD'.
-        numa_node: None where there is none.
+        numa_node: None if there is none.
     """
 
     address: str
@@ -55,7 +56,7 @@ class PciGpu:
 
 
 def gpus(root: Path = _ROOT) -> list[PciGpu]:
-    """GPUs of the vendors whose runtime infinity can use, by address."""
+    """Return the GPUs of vendors whose runtime infinity can use, by address."""
     place = root / "sys/bus/pci/devices"
     found = []
     for device in sorted(place.iterdir()) if place.is_dir() else []:
@@ -67,16 +68,23 @@ def gpus(root: Path = _ROOT) -> list[PciGpu]:
 
 
 def numa_node(address: str, root: Path = _ROOT) -> int:
-    """Of a device; -1 where there is none, or the system does not tell. Args: address: "" where it is not known."""
+    """Return the NUMA node of a device; -1 if it has none, or if the system does not report it.
+
+    Args:
+        address: PCI address; "" if it is not known.
+        root: directory that contains sys/; tests pass another one than /.
+    """
     found = number_of(root / "sys/bus/pci/devices" / address / "numa_node") if address else None
     return -1 if found is None else found
 
 
 def link(address: str, which: str, root: Path = _ROOT) -> Link | None:
-    """The link of a device; None where the system does not tell, as in virtual machines.
+    """Return the link of a device; None if the system does not report it, as in virtual machines.
 
     Args:
+        address: PCI address.
         which: 'current' or 'max'.
+        root: directory that contains sys/; tests pass another one than /.
     """
     device = root / "sys/bus/pci/devices" / address
     speed = re.match(r"(\d+(?:\.\d+)?) ?GT/s", text_of(device / f"{which}_link_speed"))

@@ -1,4 +1,4 @@
-"""Ranges for torch.profiler, nsys (`torch.autograd.profiler.emit_nvtx`) and the like: one per phase of the engine."""
+"""Ranges for profilers such as torch.profiler and nsys (`torch.autograd.profiler.emit_nvtx`): one per engine phase."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ _NOTHING = nullcontext()
 
 
 def profiled(phase: str, unit: str = "") -> AbstractContextManager[object]:
-    """A context manager: a profiler shows what runs in it as `infinity::phase`. Without a profiler it does nothing.
+    """Return a context manager that a profiler shows as the range `infinity::phase`. Without a profiler it does
+    nothing.
 
     Args:
-        unit: name of the unit that the phase is of, which profilers show as the range's argument; "" without one.
+        phase: name of the phase.
+        unit: name of the phase's unit, which profilers show as the range's argument; "" without one.
     """
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING

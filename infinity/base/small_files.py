@@ -1,4 +1,4 @@
-"""The small files of /sys and /proc, which may be missing, unreadable or odd: what they do not tell is None or ''."""
+"""Small files of /sys and /proc. They may be missing, unreadable or odd: an unknown value is None or ''."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 from pathlib import Path
 
 _BYTES_MAX = 8 << 20
-"""More than any of these files has."""
+"""Size that none of these files exceeds."""
 
 
 def text_of(path: Path) -> str:
-    """What the file says, without blanks around it."""
+    """Return the content of a file without surrounding whitespace; '' if it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         with open(descriptor, "rb") as file:
             return file.read(_BYTES_MAX).decode(errors="replace").strip()
-    except (OSError, ValueError):  # a ValueError: a NUL in the path
+    except (OSError, ValueError):  # a ValueError means a NUL in the path
         return ""
 
 
 def number_in(value: object, base: int = 10) -> int | None:
-    """None for what is not a whole number."""
+    """Convert a string or an integer to an integer; None if it is not one."""
     try:
         return int(value, base) if isinstance(value, str) else int(value) if isinstance(value, int) else None
     except ValueError:
@@ -28,7 +28,7 @@ def number_in(value: object, base: int = 10) -> int | None:
 
 
 def number_of(path: Path, unit: int = 1) -> int | None:
-    """The number in a file, times `unit`; None where it says none, or a negative one."""
+    """Return the number in a file, times `unit`; None if it has none, or a negative one."""
     number = number_in(text_of(path))
     return None if number is None or number < 0 else number * unit
 
@@ -39,12 +39,12 @@ def flag_of(path: Path) -> bool | None:
 
 
 def chosen(text: str) -> str:
-    """'always [madvise] never' → 'madvise'."""
+    """Return the chosen word: 'always [madvise] never' → 'madvise'."""
     _, bracket, rest = text.partition("[")
     return rest.partition("]")[0] if bracket else text
 
 
 def fields(text: str) -> list[tuple[str, str]]:
-    """'name: value' lines."""
+    """Parse 'name: value' lines."""
     pairs = (line.partition(":") for line in text.splitlines())
     return [(name.strip(), value.strip()) for name, _, value in pairs]

@@ -1,8 +1,10 @@
-"""What a run did when, on one clock: what compute waited for, always; every unit's passes and fetches, while recording.
+"""Timeline of a run, on one clock.
+
+The time that compute waits is always counted. The passes and fetches of every unit are kept while recording.
 
 [Note: one clock]
-Times are nanoseconds of time.perf_counter_ns, which is the steady clock of the native core: what the engine and the
-update pipeline record (io/events.py) lies on the same axis.
+Times are nanoseconds of time.perf_counter_ns, which is the steady clock of the native core. So the events of the engine
+and the update pipeline (io/events.py) have the same time axis.
 """
 
 from __future__ import annotations
@@ -15,27 +17,29 @@ from infinity.base.ranges import profiled
 from infinity.errors import InfinityError
 
 Cause = Literal["fetch", "update", "gradient", "room", "commit", "step"]
-"""What the compute thread does instead of computing.
+"""Reason why the compute thread is not computing.
 
-fetch: waiting for weights from the store. update: waiting until a unit's update of the step before is computed, or lets
-go of its slot. gradient: landing gradients in host memory. room: waiting for, or making, room for weights. commit:
-making a step durable. step: the rest of optimizer.step: the norm, deciding, submitting, and what it waits for.
+fetch: it waits for weights from the store. update: it waits until a unit's update of the previous step is computed, or
+until that update releases its slot. gradient: it lands gradients in host memory. room: it waits for, or makes, room for
+weights. commit: it makes a step durable. step: the rest of optimizer.step: the norm, the decision, submitting updates,
+and its waits.
 """
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 Kind = Literal["forward", "backward", "fetch", "stall", "step"]
 
 _SPANS_MAX = 1 << 20
-"""Some 200 MB."""
+"""Most spans that are kept, some 200 MB."""
 
 
 class Span(NamedTuple):
-    """Something that took from `begin_ns` to `end_ns`.
+    """Activity from `begin_ns` to `end_ns`.
 
     Attributes:
-        unit: its name, "" where it is of none.
-        cause: of a stall; "" else.
-        step: of a step, its number; 0 else.
+        kind: the kind of activity.
+        unit: name of the unit; "" if the span belongs to none.
+        cause: cause of a stall; "" for other kinds.
+        step: number of the step, for a span of a step; 0 for other kinds.
     """
 
     kind: Kind
@@ -47,7 +51,7 @@ class Span(NamedTuple):
 
 
 class JobTag(NamedTuple):
-    """Which update a tile, or a transfer of states, belongs to: what the native core calls the tag of a job."""
+    """Identity of the update that a tile or a transfer of states belongs to; the native core calls it a job's tag."""
 
     step: int
     unit: int
@@ -62,11 +66,12 @@ class JobTag(NamedTuple):
 
 
 class Recording(NamedTuple):
-    """What was recorded.
+    """Result of a recording.
 
     Attributes:
-        begin_ns, end_ns: when recording was switched on and off. What was under way then is cut there.
-        dropped: spans that came when there was no room for more.
+        spans: the spans that were kept.
+        begin_ns, end_ns: times when recording was switched on and off. Spans that were open at the end are cut there.
+        dropped: number of spans that were not kept because the list was full.
     """
 
     spans: list[Span]
@@ -76,10 +81,10 @@ class Recording(NamedTuple):
 
 
 class Timeline:
-    """One per coordinator. Any thread may call anything; a stall is of the thread that enters it.
+    """Record of one coordinator's time. Any thread may call any method; a stall belongs to the thread that enters it.
 
-    Invariant: the causes' times add up to no more than the time passed in each thread: a stall inside another is
-    counted, and recorded, for its own cause only.
+    Invariant: in each thread, the causes' times add up to no more than the time passed: while one stall is inside
+    another, time is counted, and recorded, for the inner one only.
     """
 
     def __init__(self) -> None:
@@ -98,16 +103,16 @@ class Timeline:
     # -- stalls, always -----------------------------------------------------------------------------------------------
 
     def stall(self, cause: Cause, unit: str = "") -> Stall:
-        """A context manager: in it the thread does not compute."""
+        """Return a context manager for a period in which the thread does not compute."""
         return Stall(self, self._threads.stack, cause, unit)
 
     def stalled_ns(self) -> dict[Cause, int]:
-        """Nanoseconds by cause so far, of the stalls that are over, or gave way to one inside."""
+        """Return the nanoseconds so far by cause, of stalls that have ended or were interrupted by an inner stall."""
         with self._lock:
             return dict(self._stalled_ns)
 
     def stalled(self, stall: Stall, now: int) -> None:
-        """Count a stall: the part of it since it began, or since the last stall inside it ended."""
+        """Count the part of a stall since it began, or since the last stall inside it ended."""
         with self._lock:
             self._stalled_ns[stall.cause] += now - stall.counted_ns
             if self.recording:
@@ -116,7 +121,7 @@ class Timeline:
     # -- spans, while recording ---------------------------------------------------------------------------------------
 
     def begin(self, kind: Kind, unit: str) -> None:
-        """A unit's forward, backward or fetch begins; one that begins again inside itself is still one."""
+        """Begin a unit's forward, backward or fetch. Nested begins of the same kind and unit form one span."""
         if not self.recording:
             return
         with self._lock:
@@ -124,7 +129,7 @@ class Timeline:
             entry.depth += 1
 
     def end(self, kind: Kind, unit: str) -> None:
-        """It ends. Nothing happens when it began before the recording, or was forgotten."""
+        """End a unit's span. Does nothing if the span began before the recording, or was forgotten."""
         if not self.recording:
             return
         with self._lock:
@@ -136,7 +141,7 @@ class Timeline:
                 self._close(kind, unit, time.perf_counter_ns())
 
     def end_all(self, kind: Kind) -> None:
-        """Those of every unit end."""
+        """End the spans of one kind of all units."""
         if not self.recording:
             return
         with self._lock:
@@ -145,14 +150,14 @@ class Timeline:
                 self._close(*key, now)
 
     def forget(self, *kinds: Kind) -> None:
-        """An exception ended what began and did not end: nobody knows when."""
+        """Drop the open spans of these kinds, because an exception ended them at an unknown time."""
         if not self.recording:
             return
         with self._lock:
             self._open = {key: entry for key, entry in self._open.items() if key[0] not in kinds}
 
     def end_step(self, step: int) -> None:
-        """Optimizer step `step` is done, and what comes now belongs to the next."""
+        """End the span of optimizer step `step`, and begin that of the next step."""
         if not self.recording:
             return
         with self._lock:
@@ -170,10 +175,10 @@ class Timeline:
             self._dropped += 1
 
     def record(self) -> None:
-        """Keep spans from now on.
+        """Start keeping spans.
 
         Raises:
-            InfinityError: it is recording already.
+            InfinityError: the timeline is recording already.
         """
         with self._lock:
             if self.recording:
@@ -182,7 +187,7 @@ class Timeline:
             self.recording = True
 
     def stop(self) -> Recording:
-        """Keep no more; returns what was kept. What is under way ends now, as far as it is known."""
+        """Stop keeping spans, and return those that were kept. Open spans end now."""
         with self._lock:
             self.recording = False
             now = time.perf_counter_ns()
@@ -194,10 +199,12 @@ class Timeline:
 
 
 class Stall:
-    """See Timeline.stall. Entered once.
+    """Context manager of Timeline.stall. It is entered once.
 
     Attributes:
-        counted_ns: until when it was counted.
+        cause: reason for the stall.
+        unit: name of the unit that it belongs to; "" without one.
+        counted_ns: time up to which the stall has been counted.
     """
 
     __slots__ = ("_range", "_stack", "_timeline", "cause", "counted_ns", "unit")
@@ -227,7 +234,7 @@ class Stall:
 
 
 class _Stalls(threading.local):
-    """The stalls a thread is in, outermost first."""
+    """Stalls that a thread is in, outermost first."""
 
     def __init__(self) -> None:
         self.stack: list[Stall] = []
