@@ -170,7 +170,7 @@ def interruptible() -> Iterator[None]:
         yield
         return
     try:
-        _signals.let_go()  # may raise what a signal raised before: the rest is not interrupted either way
+        _signals.let_go()  # may raise for a deferred signal; `finally` defers again all the same
         yield
     finally:
         _signals.defer()

@@ -1,1 +1,1 @@
-"""What a unit is: its groups, the places of its parameters, and what is recorded of it."""
+"""Layout of a unit: its groups, the places of its parameters, and the forms that its states have."""

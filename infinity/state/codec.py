@@ -1,13 +1,13 @@
-"""The encoded form of a weight that rests in 4 or 8 bits, and the way there and back (csrc/codec).
+"""Encoded form of a weight that has 4 or 8 bits at home, and the conversion in both directions (csrc/codec).
 
 | codec | bits of a weight | form |
+| codec | bits per weight | form |
 |---|---|---|
 | nf4 | 4.13 | bitsandbytes' NF4: blocks of 64, scales in 8 bits (nested) |
-| nf4_fp32 | 4.5 | the same with fp32 scales; only as a checkpoint has it |
+| nf4_fp32 | 4.5 | the same with fp32 scales; only read from checkpoints |
 | int8 | 8.25 | infinity's own: linear, blocks of 64 with bf16 scales |
-| int8_rows | 8 | bitsandbytes' LLM.int8: a scale for each row; only as a checkpoint has it |
-
-Source: NF4 and nested scales: Dettmers et al., QLoRA (arXiv 2305.14314), §3; their bits: bitsandbytes.
+| int8_rows | 8 | bitsandbytes' LLM.int8: a scale for each row; only read from checkpoints |
+Source: NF4 and nested scales: Dettmers et al., QLoRA (arXiv 2305.14314), §3; the bit layout: bitsandbytes.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from infinity.state.dtypes import native_name
 
 Codec = Literal["nf4", "nf4_fp32", "int8", "int8_rows"]
 BLOCK_NUMEL = 64
-"""Elements that share a scale."""
+"""Elements with a common scale."""
 NESTED_BLOCKS = 256
-"""Scales that share a nested one."""
+"""Scales with a common nested scale."""
 
 
 def row_numel(shape: torch.Size) -> int:
-    """Elements of a row, which has one scale in int8_rows."""
+    """Return the elements of a row, which has one scale in int8_rows."""
     return int(shape[-1])
 
 
 def encoded_bytes(codec: Codec, shape: torch.Size) -> int:
-    """Bytes of the encoded form of a parameter."""
+    """Return the bytes of the encoded form of a parameter."""
     return _native.encoded_weight_bytes(codec, shape.numel(), row_numel(shape))
 
 
 def parts_of(codec: Codec, shape: torch.Size) -> dict[str, tuple[int, int]]:
-    """The parts of the encoded form: (begin, bytes) of each."""
+    """Return (begin, bytes) of each part of the encoded form, by the part's name."""
     return _native.weight_parts(codec, shape.numel(), row_numel(shape))
 
 
 def encoded_ranges(codec: Codec, shapes: Mapping[str, torch.Size]) -> dict[str, tuple[int, int]]:
-    """Bytes [begin, end) of each of several encoded parameters, one behind the other in this order."""
+    """Return bytes [begin, end) of each of several encoded parameters that follow one another in this order."""
     ranges, end = {}, 0
     for name, shape in shapes.items():
         begin, end = end, end + encoded_bytes(codec, shape)
@@ -56,17 +56,20 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
     """Encode a parameter.
 
     Args:
+        name: name of the parameter, for errors.
         value: flat, contiguous, on the CPU; fp32, bf16 or fp16.
-        into: encoded_bytes.
+        codec: "nf4" or "int8".
+        into: memory of encoded_bytes() bytes.
+        pool: threads that encode.
 
     Raises:
-        ModelError: it has Inf or NaN, which no code stands for; or the codec is one that only checkpoints have.
+        ModelError: the parameter has Inf or NaN, which no code represents; or only checkpoints have the codec's form.
     """
     if codec not in ("nf4", "int8"):
         raise ModelError(f"'{name}': {codec} is a form that only checkpoints have; set frozen: nf4 or int8")
     into[:] = bytes(len(into))
     parts = {part: into[begin : begin + nbytes] for part, (begin, nbytes) in parts_of(codec, value.shape).items()}
-    count = len(parts["scales"])  # a byte for each
+    count = len(parts["scales"])  # nf4 has one byte for each scale
     scales = torch.empty(count, dtype=torch.float32, device="cpu") if codec == "nf4" else None
     try:
         _native.encode_weights(
@@ -82,7 +85,7 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
             f"parameter '{name}' cannot be kept as {codec}: {error}. Set frozen: bf16, or mend the checkpoint."
         ) from None
     if scales is not None:
-        offset = scales.mean()  # as bitsandbytes takes it, whose bits these are
+        offset = scales.mean()  # computed like in bitsandbytes, for the same bits
         torch.frombuffer(parts["offset"], dtype=torch.float32).copy_(offset)
         _native.nest_scales(scales.numpy(), float(offset), parts["scales"], parts["nested_scales"])
 
@@ -90,7 +93,18 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
 def decode(
     data: torch.Tensor, codec: Codec, shape: torch.Size, dtype: torch.dtype, pool: _native.ThreadPool | None = None
 ) -> torch.Tensor:
-    """The values of a parameter, [*shape]. Args: data: uint8, encoded_bytes."""
+    """Decode a parameter.
+
+    Args:
+        data: encoded bytes, uint8 [encoded_bytes].
+        codec: form of `data`.
+        shape: shape of the parameter.
+        dtype: dtype of the result.
+        pool: threads that decode; None: one thread.
+
+    Returns:
+        The values of the parameter, [*shape].
+    """
     value = torch.empty(shape, dtype=dtype)
     _native.decode_weights(
         data.numpy(),

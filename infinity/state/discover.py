@@ -1,14 +1,14 @@
-"""Cutting a model into units, and finding the modules whose forward needs them.
+"""Partition of a model into units, and the modules whose forward needs each unit.
 
-Blocks are the children of the outermost `ModuleList`s (of `ModuleDict`s, else of `Sequential`s, where a model has no
-list). A child that is itself a container without a forward (a list of lists) cannot be called: its children are the
-blocks. The modules outside the blocks are cut at the largest modules that contain no block: an embedding, the head and
-any module of 1 MiB or more is a unit of its own; the small rest is one unit that stays on the device while the model
-runs. A tile of a linear layer (state/tiles.py) is a unit of its own, and a block that has one in it is cut as what is
-outside the blocks.
+Blocks are the children of the outermost `ModuleList`s. If a model has none, they are the children of `ModuleDict`s, or
+else of `Sequential`s. A child that is itself a container without a forward (a list of lists) cannot be called, so its
+children are the blocks. Outside the blocks, units are the largest modules that contain no block: each embedding, the
+head and every module of 1 MiB or more is a unit. The remaining small parameters form one unit that stays on the device
+while the model runs. A tile of a linear layer (state/tiles.py) is a unit, and a block that contains a tile is
+partitioned by the rule for modules outside the blocks.
 
-Hooks are called with calls of modules. A weight that is read in another way (in a method of a block other than
-`forward`, or by `F.linear(x, other.weight)`) is fetched when it is read (units/released.py).
+Hooks run when modules are called. A weight that is read in another way (in a method of a block other than `forward`, or
+by `F.linear(x, other.weight)`) is fetched when it is read (units/released.py).
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ _OWN_UNIT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class HookSite:
-    """A module whose forward reads parameters of these units, including units that own a tied parameter of the
-    module.
+    """Module whose forward reads parameters of these units, including units that own a tied parameter of the module.
 
     Attributes:
-        beside: units of the same block that may be on the device at the same time, where a block has tiles in it: where
-            it is recomputed by others than torch.utils.checkpoint, views of all that its modules read are held, but for
-            tiles.
+        name: fully qualified name of the module.
+        module: the module.
+        units: indices of the units.
+        beside: units of the same block that may be on the device at the same time, if the block contains tiles. If code
+            other than torch.utils.checkpoint recomputes the block, views of all parameters that its modules read are
+            kept, except those of tiles.
     """
 
     name: str
@@ -49,13 +51,13 @@ class HookSite:
 
 @dataclass(frozen=True)
 class Discovery:
-    """The units of a model.
+    """Units of a model.
 
     Attributes:
-        units: by index.
-        parameters: for each unit its parameters by their first name, in the layout order of their groups.
-        sites: the modules to hook.
-        scopes: every module above a site, and the root: a call of any of them may be a whole forward pass.
+        units: units by index.
+        parameters: for each unit, its parameters by their first name, in the layout order of their groups.
+        sites: modules to hook.
+        scopes: every module above a site, and the root: a call of any of them may be a complete forward pass.
     """
 
     units: tuple[Unit, ...]
@@ -65,12 +67,13 @@ class Discovery:
 
 
 def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: FrozenName = "auto") -> Discovery:
-    """Cut a model into units.
+    """Partition a model into units.
 
     Args:
-        moments: the form of the moments; "int8" means int8 for weights of matrix products, and fp32 for embeddings and
-            for parameters of one dimension (norms, biases).
-        frozen: the form that the blocks' weights rest in where they are not trained (state/frozen.py).
+        model: the model.
+        moments: form of the moments; "int8" means int8 for weights of matrix products, and fp32 for embeddings and for
+            parameters of one dimension (norms, biases).
+        frozen: form at home of those weights of the blocks that are not trained (state/frozen.py).
 
     Raises:
         ModelError: the model has no parameters, or a parameter's dtype cannot be moved.
@@ -92,14 +95,20 @@ class _Cut:
         self._opened = blocks & _ancestors(model, tiles)
         self._blocks = (blocks - self._opened) | tiles
         self._parents = _ancestors(model, self._blocks)
-        self._found: dict[UnitParameters, int] = {}  # with their indices
+        self._found: dict[UnitParameters, int] = {}  # each with its index
         self._remainder = UnitParameters(REMAINDER, stays=True)
         self._owner: dict[nn.Parameter, UnitParameters] = {}
         self._sites: list[tuple[str, nn.Module, list[UnitParameters], nn.Module | None]] = []
         self._scopes: list[nn.Module] = []
 
     def walk(self, name: str, module: nn.Module, block: nn.Module | None = None) -> None:
-        """Args: block: that the module is in, if that has tiles in it."""
+        """Collect the units and sites of a module and of the modules below it.
+
+        Args:
+            name: fully qualified name of the module.
+            module: the module.
+            block: block that contains the module, if the block contains tiles.
+        """
         if module not in self._parents:
             self._add_site(name, module, block, recurse=True)
             return
@@ -155,7 +164,7 @@ class _Cut:
 def _facts(
     model: nn.Module, moments: _native.MomentsName, codecs: Mapping[nn.Parameter, Codec]
 ) -> dict[nn.Parameter, ParameterFacts]:
-    """The facts of each parameter, in the order of model.parameters(), which is the same for every placement."""
+    """Return the facts of each parameter, in the order of model.parameters(), which is the same for every placement."""
     embedded = {
         parameter
         for module in model.modules()
@@ -171,7 +180,7 @@ def _facts(
 
 
 def _find_blocks(model: nn.Module, container: type[nn.Module]) -> set[nn.Module]:
-    """The children of the outermost containers that have parameters."""
+    """Return the children of the outermost containers, as far as they have parameters."""
     blocks: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
@@ -194,18 +203,18 @@ def _find_blocks(model: nn.Module, container: type[nn.Module]) -> set[nn.Module]
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """False for containers, which cannot be called."""
+    """Return whether a module can be called; containers cannot."""
     return type(module).forward is not nn.Module.forward
 
 
 def _ancestors(model: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
-    """Every module above a block."""
+    """Return every module above a block."""
     above: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> bool:
         if module in blocks:
             return True
-        below = [visit(child) for child in module.children()]  # all of them, not up to the first
+        below = [visit(child) for child in module.children()]  # a list, so that every child is visited
         if any(below):
             above.add(module)
             return True

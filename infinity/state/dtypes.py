@@ -1,4 +1,4 @@
-"""The dtypes a weight may have, and their names in the native core."""
+"""Dtypes that a weight may have, and their names in the native core."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NAMES: dict[torch.dtype, _native.DTypeName] = {
 
 
 native_name = _NAMES.__getitem__
-"""The name of a dtype in the native core."""
+"""Function that returns the name of a dtype in the native core."""
 
 
 def require_supported(name: str, dtype: torch.dtype) -> None:
-    """Raises ModelError for a dtype infinity cannot train or move."""
+    """Raise ModelError for a dtype that infinity cannot train or move."""
     if dtype.is_complex:
         raise ModelError(
             f"parameter '{name}' is {dtype}, and infinity moves real weights. Keep the same numbers as a real "
@@ -31,8 +31,11 @@ def require_supported(name: str, dtype: torch.dtype) -> None:
 
 
 def master_format(dtype: torch.dtype, asked: _native.MasterName) -> _native.MasterName:
-    """The form of the fp32 master of a weight. An fp32 weight is its own master. fp16 weights have an fp32 master:
-    their rest does not fit 16 bits, and their range is too small to train without a master."""
+    """Return the form of the fp32 master of a weight.
+
+    An fp32 weight is its own master. fp16 weights always have an fp32 master: their residual does not fit 16 bits, and
+    their range is too small for training without a master.
+    """
     if dtype == torch.float32:
         return "weight"
     if dtype == torch.float16:
@@ -41,5 +44,5 @@ def master_format(dtype: torch.dtype, asked: _native.MasterName) -> _native.Mast
 
 
 def residual_itemsize(master: _native.MasterName) -> int:
-    """Bytes per element of the state `residual`."""
+    """Return the bytes per element of the state `residual`."""
     return {"weight": 0, "split16": 2, "fp32": 4, "none": 0}[master]

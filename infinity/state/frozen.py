@@ -1,9 +1,9 @@
-"""Which frozen parameters rest in 4 or 8 bits, and in which form (state/codec.py).
+"""Choice of the frozen parameters that have 4 or 8 bits at home, and of their form (state/codec.py).
 
-A weight that is not trained is encoded once, when it comes home, and decoded each time it is fetched. What is computed
-with has the dtype of the parameter; only the home is smaller.
+A weight that is not trained is encoded once, when it is first stored at home, and decoded each time it is fetched. The
+computation uses the dtype of the parameter; only the home is smaller.
 
-Embeddings, the head, norms, biases and adapters stay as they are: an encoded parameter has two dimensions or more and
+Embeddings, the head, norms, biases and adapters are not encoded: an encoded parameter has two dimensions or more and
 belongs to a block of the model.
 """
 
@@ -27,10 +27,11 @@ _FORMS: dict[FrozenName, tuple[Codec, ...]] = {"int8": ("int8", "int8_rows"), "n
 
 
 class Given(NamedTuple):
-    """The encoded form that a checkpoint has of a parameter.
+    """Encoded form of a parameter that a checkpoint provides.
 
     Attributes:
-        read: gives it: uint8, as state/codec.py lays it out.
+        codec: the form.
+        read: function that returns the encoded bytes as uint8, in the layout of state/codec.py.
     """
 
     codec: Codec
@@ -41,23 +42,29 @@ _given: WeakIdKeyDictionary = WeakIdKeyDictionary()  # `==` of two parameters co
 
 
 def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Tensor]) -> None:
-    """A checkpoint has this parameter in an encoded form. Args: read: as in Given."""
+    """Record that a checkpoint has this parameter in an encoded form.
+
+    Args:
+        parameter: the parameter.
+        codec: the form.
+        read: see Given.
+    """
     _given[parameter] = Given(codec, read)
 
 
 def given(parameter: nn.Parameter) -> Given | None:
-    """What a checkpoint has of the parameter; None where that is not encoded."""
+    """Return the encoded form that a checkpoint has of the parameter; None if it has none."""
     found: Given | None = _given.get(parameter)
     return found
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """The parameter may have other values than the checkpoint from now on."""
+    """Forget the encoded form, because the parameter's values may differ from the checkpoint's from now on."""
     _given.pop(parameter, None)
 
 
 def pass_on(parameter: nn.Parameter, another: nn.Parameter) -> None:
-    """Another parameter has the values of this one, in whatever dtype."""
+    """Copy the record of one parameter to another that has the same values, in any dtype."""
     if (known := given(parameter)) is None:
         forget(another)
     else:
@@ -65,12 +72,14 @@ def pass_on(parameter: nn.Parameter, another: nn.Parameter) -> None:
 
 
 def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenName) -> dict[nn.Parameter, Codec]:
-    """The codecs of the parameters that rest encoded.
+    """Return the codecs of the parameters that are encoded at home.
 
     Args:
-        blocks: the modules that the model is made of, which are units.
-        frozen: as the config has it. auto: what a checkpoint has encoded stays so, and nothing else is. Else what a
-            checkpoint has in another form than this is decoded, and encoded anew.
+        model: the model.
+        blocks: the blocks of the model (state/discover.py).
+        frozen: the config's value. With "auto", parameters that a checkpoint has encoded keep that form, and no others
+            are encoded. With another value, a parameter that a checkpoint has in another form is decoded and encoded
+            again.
     """
     if frozen == "bf16":
         return {}
@@ -92,7 +101,8 @@ def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenNam
 
 
 def _adapters(model: nn.Module) -> set[nn.Parameter]:
-    """What PEFT put beside layers: where a layer has a `base_layer`, all but that."""
+    """Return the parameters that PEFT added to layers: all of a layer with a `base_layer`, except those of the
+    latter."""
     found: set[nn.Parameter] = set()
     for module in model.modules():
         base = getattr(module, "base_layer", None)

@@ -1,10 +1,9 @@
-"""The scales of int8 moments. A portable copy keeps them beside the decoded values, so that the values can be encoded
-again without a change.
+"""Scales of int8 moments. A portable copy keeps them beside the decoded values, so that encoding is lossless.
 
 [Note: why values are not enough]
-A block's scale is its largest magnitude. The signed map has +1 and no −1, so a largest magnitude that is negative
-decodes to 0.993 of itself. Encoded again, the block would get a smaller scale and other values. If the scale is put
-back in that place first, every code is the same as before.
+A block's scale is its largest magnitude. The signed map contains +1 but not −1, so a largest magnitude that is negative
+decodes to 0.993 of itself. Encoded again, the block would get a smaller scale and other values. If the scale is first
+written back to that element, every code is the same as before.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ _SCALES_PER_CHUNK = _native.CHUNK_NUMEL // _native.BLOCK_NUMEL
 
 
 def blocks_of(numel: int) -> int:
-    """The number of blocks that `numel` elements take."""
+    """Return the number of blocks of `numel` elements."""
     return -(-numel // _native.BLOCK_NUMEL)
 
 
 def scales_of(encoded: torch.Tensor, numel: int) -> torch.Tensor:
-    """fp32 [blocks]: the scales of `numel` encoded elements (uint8), which begin at the border of a chunk."""
+    """Return the scales of `numel` encoded elements (uint8) that begin at a chunk boundary, as fp32 [blocks]."""
     parts = []
     for begin in range(0, numel, _native.CHUNK_NUMEL):
         at = begin // _native.CHUNK_NUMEL * (PAGE_BYTES + _native.CHUNK_NUMEL)
@@ -32,21 +31,29 @@ def scales_of(encoded: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def put_scales_back(values: torch.Tensor, scales: torch.Tensor) -> None:
-    """Change `values`, fp32 [blocks · 256] and decoded from int8, so that encoding them gives each block its old
-    scale."""
+    """Change `values` so that encoding them gives each block its old scale.
+
+    Args:
+        values: fp32 [blocks · 256], decoded from int8.
+        scales: fp32 [blocks], the old scales.
+    """
     blocks = values.view(-1, _native.BLOCK_NUMEL)
     short = (blocks.abs().amax(dim=1) < scales).nonzero().flatten()
-    where = blocks[short].argmin(dim=1)  # a positive largest magnitude would have decoded to the scale
+    where = blocks[short].argmin(dim=1)  # the largest magnitude is negative: a positive one decodes to the scale
     blocks[short, where] = -scales[short]
 
 
 def recut_int8(source: torch.Tensor, begin: int, target: torch.Tensor, at: int, numel: int) -> None:
-    """Copy encoded elements [begin, begin + numel) of `source` to elements [at, at + numel) of `target`, whose chunks
-    may begin elsewhere.
+    """Copy encoded elements [begin, begin + numel) of `source` to elements [at, at + numel) of `target`.
+
+    The chunks of the two may begin at different elements.
 
     Args:
-        source, target: uint8, encoded, each from the border of a chunk on.
-        begin, at: multiples of a block.
+        source: uint8, encoded, from a chunk boundary on.
+        begin: first element in `source`, a multiple of a block.
+        target: uint8, encoded, from a chunk boundary on.
+        at: first element in `target`, a multiple of a block.
+        numel: number of elements.
     """
     chunk, done = _native.CHUNK_NUMEL, 0
     while done < numel:
@@ -60,7 +67,7 @@ def recut_int8(source: torch.Tensor, begin: int, target: torch.Tensor, at: int, 
 
 
 def _places(element: int) -> tuple[int, int]:
-    """Where the scale of an element's block is, and its code, in bytes."""
+    """Return the byte offsets of the scale of an element's block, and of the element's code."""
     chunk, inside = divmod(element, _native.CHUNK_NUMEL)
     start = chunk * (PAGE_BYTES + _native.CHUNK_NUMEL)
     return start + 4 * (inside // _native.BLOCK_NUMEL), start + PAGE_BYTES + inside

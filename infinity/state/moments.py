@@ -1,4 +1,4 @@
-"""Which moments each optimizer keeps: the one table. Stored moments have Adam's names, whoever uses them."""
+"""Table of the moments that each optimizer keeps. Stored moments have Adam's names, whichever optimizer uses them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ KEPT: dict[str, dict[str, Moment]] = {
     "adagrad": {"sum": "exp_avg_sq"},
     "sgd": {"momentum_buffer": "exp_avg"},
 }
-"""By optimizer: torch's names of its moments, and where each is stored."""
+"""By optimizer: torch's names of its moments, each with the name under which it is stored."""
 
 STORED: dict[str, tuple[Moment, ...]] = {name: tuple(kept.values()) for name, kept in KEPT.items()}
 STORED_AS: dict[str, Moment] = {torchs: stored for kept in KEPT.values() for torchs, stored in kept.items()}
-"""By torch's names, whichever optimizer has them."""
+"""Names of stored moments, by torch's names, of all optimizers."""
 
 assert tuple(KEPT) == get_args(OptimizerName)

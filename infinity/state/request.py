@@ -1,4 +1,4 @@
-"""What an optimizer asks for: the update of one group in one step."""
+"""Request of an optimizer: the update of one group in one step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from infinity.state.moments import Moment
 
 
 class SegmentRequest(NamedTuple):
-    """Elements [begin, end) of a group, and the rule they are updated by.
+    """Elements [begin, end) of a group, and the rule to update them by.
 
     Attributes:
-        step, model_index, fresh, grad_scale: as _native.Segment takes them; the second one as its `index`.
-        options: what else it takes; one object for every parameter of a param group.
+        begin, end: range of elements.
+        step, model_index, fresh, grad_scale: arguments of _native.Segment; `model_index` is its `index`.
+        options: its other arguments; one object for all parameters of a param group.
     """
 
     begin: int
@@ -30,12 +31,12 @@ class SegmentRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """What an optimizer wants of a group in one step. Two that are equal give the same bits.
+    """Update of a group that an optimizer requests for one step. Equal requests give the same bits.
 
     Attributes:
-        segments: sorted by element; what is in none is not touched.
-        moments: those the segments' rules use, which are moved; None: all there are.
-        arithmetic: False moves the states to and fro and leaves them as they are.
+        segments: segments, sorted by element; elements in no segment are not changed.
+        moments: moments that the segments' rules use, which are moved; None for all that the group has.
+        arithmetic: if false, the states are read and written back unchanged.
     """
 
     segments: tuple[SegmentRequest, ...]
@@ -52,12 +53,12 @@ class GroupUpdate:
 
 
 def is_clipped(requests: Mapping[int, Mapping[int, GroupUpdate]], scale: float) -> bool:
-    """Whether gradients are multiplied by anything but `scale`."""
+    """Return whether any gradient is multiplied by a factor other than `scale`."""
     groups = (group for request in requests.values() for group in request.values())
     return any(segment.grad_scale != scale for group in groups for segment in group.segments)
 
 
 def require_accumulation_steps(passes: int | None) -> None:
-    """Raises ConfigError for what is no number of backward passes before a step."""
+    """Raise ConfigError if `passes` is not a valid number of backward passes per step."""
     if passes is not None and not (isinstance(passes, int) and passes >= 1):
         raise ConfigError(f"accumulation_steps must be a whole number from 1 on, or None, not {passes!r}")

@@ -1,16 +1,16 @@
-"""How units are cut over ranks: each rank keeps a slice of every unit, and works on it as on a unit of its own.
+"""Partition of units over ranks: each rank keeps a slice of every unit, and treats the slice as a unit.
 
 [Note: slices]
-A slice is one range of elements of a group's flat buffers, the same range of each: weights, residual, moments and
-gradients. Every slice begins at a multiple of SHARD_NUMEL elements. So no partial of a sum of squares is cut, no block
-of int8 moments, no page, and a slice that is read with O_DIRECT lands at its place among the others. The last ranks
-have less than the others, or nothing. Nothing is padded.
+A slice is one range of elements of a group's flat buffers, the same range for weights, residual, moments and gradients.
+Every slice begins at a multiple of SHARD_NUMEL elements. So a slice boundary divides no partial of a sum of squares, no
+block of int8 moments and no page, and a slice can be read with O_DIRECT directly to its place among the others. The
+last ranks have less than the others, or nothing. Nothing is padded.
 
-A parameter meets a slice in one range at most, so a slice is a unit like any other, whose parameters are pieces
-(`Shard.local`). What a piece is updated by does not depend on where it lies: N ranks compute the bits of one.
+A parameter and a slice overlap in at most one range, so a slice is a unit like any other, whose parameters are pieces
+(`Shard.local`). The arithmetic of a piece's update does not depend on its place: N ranks compute the same bits as one.
 
-Source: ZeRO (arXiv 1910.02054) cuts the states over ranks; FSDP2 cuts along the first dimension of each parameter, for
-the sake of its DTensors, and copies on the way in and out.
+Source: ZeRO (arXiv 1910.02054) shards the states over ranks; FSDP2 shards along the first dimension of each parameter,
+as its DTensors need, and copies on the way in and out.
 """
 
 from __future__ import annotations
@@ -26,30 +26,35 @@ from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Group, ParameterSpec, Unit
 
 SHARD_NUMEL = 64 << 10
-"""Elements: every slice begins at a multiple of it. The least number that partials (65,536), blocks of int8 moments
-(256) and pages of 16-bit values (2,048) divide."""
+"""Elements: every slice begins at a multiple of this number.
+
+It is the smallest number that is a multiple of the elements of a partial (65,536), of a block of int8 moments (256) and
+of a page of 16-bit values (2,048).
+"""
 SHARD_NUMEL_MIN = PAGE_BYTES // 2
-"""The same without the partials: then the norm of the gradients differs in the last bits with the number of ranks."""
+"""The same without partials: the norm of the gradients then differs in the last bits with the number of ranks."""
 
 Range = tuple[int, int]
 """Elements [begin, end)."""
 
 
 def slices_of(numel: int, count: int, multiple: int = SHARD_NUMEL) -> tuple[Range, ...]:
-    """The slice of each of `count` ranks of `numel` elements, in the order of the ranks: equal ones, rounded up to
-    `multiple` elements, until nothing is left."""
+    """Return the slice of `numel` elements of each of `count` ranks, in the order of the ranks.
+
+    The slices are equal, rounded up to `multiple` elements, until no element is left.
+    """
     size = round_up(-(-numel // count), multiple)
     return tuple((min(rank * size, numel), min((rank + 1) * size, numel)) for rank in range(count))
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Over how many ranks units are cut, and which of the slices are this rank's.
+    """Number of ranks that units are sharded over, and this rank among them.
 
     Attributes:
-        count: ranks that have a slice each.
-        index: this rank among them.
-        numel: elements that every slice begins at a multiple of.
+        count: number of ranks, each of which has a slice.
+        index: this rank's position among them.
+        numel: every slice begins at a multiple of this many elements.
     """
 
     count: int
@@ -64,7 +69,7 @@ class Cut:
 
     @property
     def whole(self) -> bool:
-        """There is one rank, which has all of every unit."""
+        """Whether there is one rank, which has all of every unit."""
         return self.count == 1
 
     def of(self, unit: Unit) -> Shard:
@@ -73,10 +78,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's slice of a unit.
+    """Slice of a unit that belongs to a rank.
 
     Attributes:
-        unit: the whole.
+        unit: the complete unit.
+        cut: the partition over ranks.
     """
 
     unit: Unit
@@ -84,22 +90,24 @@ class Shard:
 
     @property
     def whole(self) -> bool:
-        """There is one rank, which has all of the unit."""
+        """Whether there is one rank, which has all of the unit."""
         return self.cut.whole
 
     @cached_property
     def slices(self) -> tuple[tuple[Range, ...], ...]:
-        """By group, the slice of each rank."""
+        """Slice of each rank, by group."""
         return tuple(slices_of(group.numel, self.cut.count, self.cut.numel) for group in self.unit.groups)
 
     def mine(self, group_index: int) -> Range:
-        """This rank's elements of a group."""
+        """Return this rank's elements of a group."""
         return self.slices[group_index][self.cut.index]
 
     @cached_property
     def local(self) -> Unit:
-        """This rank's slice as a unit of its own, with the groups of the whole, in their order; one of which the rank
-        has nothing has 0 elements."""
+        """This rank's slice as a unit, with the groups of the complete unit in their order.
+
+        A group of which the rank has nothing has 0 elements.
+        """
         if self.whole:
             return self.unit
         groups, weight_offset = [], 0
@@ -114,8 +122,10 @@ class Shard:
         return replace(self.unit, groups=tuple(groups), weight_bytes=weight_offset)
 
     def weight_range(self, group_index: int, rank: int) -> Range:
-        """Bytes [begin, end) of a rank's slice of a group in the weights of the whole unit; to the end of the last page
-        where the slice is the last one of the group."""
+        """Return bytes [begin, end) of a rank's slice of a group, in the weights of the complete unit.
+
+        The last slice of a group extends to the end of the last page.
+        """
         group, (begin, end) = self.unit.groups[group_index], self.slices[group_index][rank]
         first, last = begin * group.dtype.itemsize, round_up(end * group.dtype.itemsize, PAGE_BYTES)
         if begin == end:
@@ -123,11 +133,11 @@ class Shard:
         return group.weight_offset + first, group.weight_offset + last
 
     def piece(self, spec: ParameterSpec, group_index: int) -> ParameterSpec | None:
-        """What this rank has of a parameter; None where that is nothing."""
+        """Return this rank's piece of a parameter; None if the rank has no element of it."""
         return _piece(spec, *self.mine(group_index))
 
     def localize(self, wanted: Mapping[int, GroupUpdate]) -> dict[int, GroupUpdate]:
-        """What this rank does of an update of the unit: nothing to a group of which no segment meets its slice."""
+        """Return this rank's part of an update of the unit, without groups whose segments do not meet its slice."""
         if self.whole:
             return dict(wanted)
         found = {}

@@ -1,4 +1,4 @@
-"""On which terms a model is offloaded: what a script says with it, from the public call to the plan and the store."""
+"""Terms of an offload: the arguments of a script, on their way from the public call to the plan and the store."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from infinity.state.request import require_accumulation_steps
 
 @dataclass(frozen=True)
 class Terms:
-    """Attributes:
-    device: where the model computes.
-    optimizer: whose moments room is made for.
-    accumulation_steps: backward passes before each step; None: not known.
-    faults: transfers to fail, for tests.
-    resumes: the run goes on from generations, whose store is there: it has room, and the run commits.
-    replaces: the generation of other ranks that the run goes on from, in words. The stores take the place of theirs,
-        which are still there.
+    """Terms on which a model is offloaded.
+
+    Attributes:
+        config: the config.
+        device: device that the model computes on.
+        optimizer: optimizer whose moments need room.
+        accumulation_steps: backward passes before each step; None if not known.
+        faults: transfers that fail, for tests.
+        resumes: whether the run resumes from generations in an existing store. Such a store has room already, and the
+            run commits.
+        replaces: description of the other ranks' generation that the run resumes from; "" if it does not. The new
+            stores replace the stores of those ranks, which still exist.
     """
 
     config: SwapConfig
@@ -46,12 +50,12 @@ class Terms:
         accumulation_steps: int | None = None,
         faults: Sequence[_native.Fault] = (),
     ) -> Terms:
-        """As a script gives them. Raises ForkError, ConfigError, NotAvailableError."""
+        """Return the terms for the arguments of a script. Raises ForkError, ConfigError, NotAvailableError."""
         refuse_in_forked_child()
         require_accumulation_steps(accumulation_steps)
         return cls(load_config(config), resolve(device), optimizer, accumulation_steps, faults)
 
     @property
     def goes_on_from(self) -> str:
-        """In words that are the same on all ranks."""
+        """Description of the source that the run resumes from, equal on all ranks."""
         return self.replaces or ("the generations of these ranks" if self.resumes else "nothing")

@@ -1,11 +1,11 @@
-"""The names of tiles: rows of a linear layer's weight that are a unit of their own (runtime/tiles.py).
+"""Names of tiles. A tile is a range of rows of a linear layer's weight that is a unit (runtime/tiles.py).
 
 A tile is a child of the layer, called `infinity_tile_` and its number; its parameters are rows of the layer's. So the
-name of a tile's parameter says which parameter it is a part of, and with the shapes of the tiles before it, which rows:
+name of a tile's parameter says which parameter it is a part of. The shapes of the tiles before it say which rows:
 
-    lm_head.infinity_tile_2.weight     rows of `lm_head.weight`, behind those of the tiles 0 and 1
+    lm_head.infinity_tile_2.weight     rows of `lm_head.weight`, after those of tiles 0 and 1
 
-Files have whole parameters under their own names. Stores have tiles.
+Checkpoint files have complete parameters under their own names. Stores have tiles.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ _NAME = re.compile(rf"(?P<layer>(?:.*\.)?){_PREFIX}(?P<index>0|[1-9][0-9]*)\.(?P
 
 
 class Tile(nn.Module):
-    """Rows of a linear layer: a module of its own, and so a unit of its own."""
+    """Rows of a linear layer, as a module, so that they are a unit."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The place of a tile's parameter: rows [begin, end) of the whole one.
+    """Place of a tile's parameter: rows [begin, end) of the complete parameter.
 
     Attributes:
-        whole: its name.
-        shape: of the whole one.
+        whole: name of the complete parameter.
+        begin, end: range of rows.
+        shape: shape of the complete parameter.
     """
 
     whole: str
@@ -41,23 +42,27 @@ class Rows:
 
     @property
     def first(self) -> int:
-        """Elements of the whole parameter before the tile's."""
+        """Number of elements of the complete parameter before the tile's."""
         return self.begin * math.prod(self.shape[1:])
 
 
 def tile_name(index: int) -> str:
-    """What the layer calls a tile."""
+    """Return the name of a tile within its layer."""
     return f"{_PREFIX}{index}"
 
 
 def tile_of(name: str) -> tuple[str, int] | None:
-    """The name of the whole parameter, and the number of the tile; None where it is no tile's parameter."""
+    """Return the name of the complete parameter and the number of the tile; None if `name` is no tile's parameter."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match["layer"] + match["key"], int(match["index"]))
 
 
 def rows_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
-    """The place of each parameter of a tile, by its name. Args: shapes: of all parameters of a model."""
+    """Return the place of each parameter of a tile, by its name.
+
+    Args:
+        shapes: shapes of all parameters of a model, by name.
+    """
     tiles: dict[str, list[tuple[int, str]]] = {}
     for name in shapes:
         found = tile_of(name)
@@ -76,6 +81,6 @@ def rows_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
 
 
 def places_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
-    """rows_of(), and for each parameter of no tile all of it."""
+    """Return the places of all parameters: those of rows_of(), and all rows of each parameter of no tile."""
     wholes = {name: Rows(name, 0, shape[0] if shape else 1, tuple(shape)) for name, shape in shapes.items()}
     return wholes | rows_of(shapes)

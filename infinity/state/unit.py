@@ -1,15 +1,15 @@
-"""The unit: the parameters that move together, and where each lies in the unit's flat buffers.
+"""Unit: the parameters that move together, and the place of each in the unit's flat buffers.
 
 [Note: layout of a unit]
-A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. Inside it the parameters are grouped by
-(trainable, codec, dtype, form of the moments), trainable groups first; each group begins on a 4 KiB border. The
-optimizer states of a group are flat buffers over its elements: element i of `residual`, `exp_avg`, `exp_avg_sq` and
-`grad` belongs to element i of the group's part of the weights. So an update runs over one group with one format, and
-units of mixed dtypes are just units of several groups. Frozen groups have weights only.
+A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. The buffer is divided into groups of
+parameters with the same (trainable, codec, dtype, form of the moments), trainable groups first. Each group begins on a
+4 KiB boundary. The optimizer states of a group are flat buffers over its elements: element i of `residual`, `exp_avg`,
+`exp_avg_sq` and `grad` belongs to element i of the group's part of the weights. So an update runs over one group with
+one format, and a unit of mixed dtypes is a unit of several groups. Frozen groups have weights only.
 
-The buffer is what a slot holds. At home the groups lie one behind the other in the same order, and those that have a
-codec (state/frozen.py) are smaller there: the encoded parameters, one behind the other. They are the last ones, so
-every other group is at the same place at home and in a slot.
+A slot contains this buffer. At home the groups follow one another in the same order. Groups with a codec
+(state/frozen.py) are smaller at home: they consist of the encoded parameters, one after the other. These groups are the
+last ones, so every other group has the same offset at home and in a slot.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from infinity.state.codec import Codec, encoded_ranges
 from infinity.state.dtypes import require_supported
 
 ELEMENT_ALIGNMENT = _native.BLOCK_NUMEL
-"""Every parameter begins at a multiple of this many elements of its group: no block of its moments holds another's."""
+"""Every parameter begins at a multiple of this many elements of its group, so no block of moments spans parameters."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """One parameter's place: elements [offset, offset + numel) of its group.
+    """Place of one parameter: elements [offset, offset + numel) of its group.
 
-    `index` counts its first element among all elements of the model, in the model's order whatever the layout.
+    `index` is the number of its first element among all elements of the model, in the model's order. It does not depend
+    on the layout.
     """
 
     name: str
@@ -44,7 +45,7 @@ class ParameterSpec:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Of the parameter, which is contiguous there."""
+        """Stride of the parameter, which is contiguous in its group."""
         steps = [1]
         for size in reversed(self.shape[1:]):
             steps.append(steps[-1] * size)
@@ -53,14 +54,18 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Group:
-    """The parameters of a unit that share a dtype and a form of their moments and are trainable, or not.
+    """Parameters of a unit that have the same dtype, codec and form of the moments, and are all trainable or all
+    frozen.
 
     Attributes:
-        moments: how exp_avg and exp_avg_sq are kept; "fp32" where there are none.
+        dtype: dtype of the weights.
+        trainable: whether the optimizer changes the parameters.
+        moments: form of exp_avg and exp_avg_sq; "fp32" if the group has none.
+        specs: places of the parameters.
         numel: elements of the flat buffers, alignment gaps included.
         weight_offset: bytes from the start of the unit's weights.
         weight_bytes: bytes of the group's weights in a slot, a multiple of 4 KiB.
-        codec: the form of the weights at home; None: as in a slot.
+        codec: form of the weights at home; None if it is the same as in a slot.
     """
 
     dtype: torch.dtype
@@ -81,21 +86,21 @@ class Group:
 
     @cached_property
     def encoded(self) -> dict[str, tuple[int, int]]:
-        """By name, the bytes [begin, end) of each encoded parameter in the group's home; none without a codec."""
+        """Bytes [begin, end) of each encoded parameter in the group's home, by name; empty without a codec."""
         return {} if self.codec is None else encoded_ranges(self.codec, {spec.name: spec.shape for spec in self.specs})
 
     def byte_range(self, spec: ParameterSpec) -> tuple[int, int]:
-        """Bytes [start, end) of a parameter in the unit's weights."""
+        """Return bytes [start, end) of a parameter in the unit's weights."""
         start = self.weight_offset + spec.offset * self.dtype.itemsize
         return start, start + spec.numel * self.dtype.itemsize
 
     def state_bytes(self, itemsize: int) -> int:
-        """Bytes of a flat state with `itemsize` bytes per element, rounded up to 4 KiB."""
+        """Return the bytes of a flat state with `itemsize` bytes per element, rounded up to 4 KiB."""
         return round_up(self.numel * itemsize, PAGE_BYTES)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients as autograd gives them, rounded up to 4 KiB."""
+        """Bytes of the gradients in the dtype in which autograd produces them, rounded up to 4 KiB."""
         return self.state_bytes(self.dtype.itemsize)
 
     @property
@@ -109,9 +114,11 @@ class Unit:
     """Parameters that are fetched, released and updated together.
 
     Attributes:
-        name: fully qualified name of the module they came from.
+        index: number of the unit in the model.
+        name: fully qualified name of the module that the parameters belong to.
+        groups: groups of parameters, in the order of the flat weights.
         weight_bytes: length of the flat weights in a slot, a multiple of 4 KiB.
-        stays: small enough to stay on the device while the model runs (the remainder).
+        stays: whether the unit is small enough to stay on the device while the model runs (the remainder).
     """
 
     index: int
@@ -131,21 +138,21 @@ class Unit:
 
     @cached_property
     def encoded_bytes(self) -> int:
-        """Of these, those that are decoded into a slot; they are the last ones."""
+        """Bytes at home that are decoded into a slot; they are the last bytes of the home."""
         return sum(group.home_bytes for group in self.groups if group.codec is not None)
 
     @cached_property
     def trained_bytes(self) -> int:
-        """Of the weights in a slot, those that the optimizer changes; they are the first ones."""
+        """Bytes in a slot that the optimizer changes; they are the first bytes of the slot."""
         return sum(group.weight_bytes for group in self.groups if group.trainable)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of all gradients as autograd gives them, group behind group."""
+        """Bytes of all gradients as autograd produces them, one group after the other."""
         return sum(group.gradient_bytes for group in self.trainable_groups)
 
     def find(self, name: str) -> tuple[Group, ParameterSpec]:
-        """A parameter's group and place in it."""
+        """Return the group of a parameter, and the parameter's place in the group."""
         return self._by_name[name]
 
     @cached_property
@@ -154,18 +161,18 @@ class Unit:
 
     @property
     def trainable_groups(self) -> tuple[Group, ...]:
-        """Those that have elements: a slice may have nothing of a group."""
+        """Trainable groups that have elements: a rank's slice may have no element of a group."""
         return tuple(group for group in self.groups if group.trainable and group.numel)
 
     @property
     def trained_whole(self) -> bool:
-        """Whether an update may change all its weights: something is trained, and nothing is frozen."""
+        """Whether an update may change all weights of the unit: some are trained, and none are frozen."""
         return all(group.trainable for group in self.groups if group.numel) and bool(self.trainable_groups)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter is: its unit, its group there, and its elements in the group."""
+    """Place of a parameter: its unit, its group in the unit, and its elements in the group."""
 
     unit: Unit
     group_index: int
@@ -178,7 +185,7 @@ class Place:
 
 @dataclass(eq=False)
 class UnitParameters:
-    """A unit while it is being found: its name and its parameters, in module order. It is equal to itself only."""
+    """Name and parameters of a unit that is still being assembled, in module order. It is equal to itself only."""
 
     name: str
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
@@ -187,12 +194,12 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """What the layout must know of a parameter beside its shape and dtype.
+    """Facts about a parameter that the layout needs besides shape and dtype.
 
     Attributes:
-        index: of its first element among all elements of the model, a multiple of ELEMENT_ALIGNMENT.
-        moments: how its moments are kept if it is trained.
-        codec: the form it rests in; None: as it is.
+        index: number of its first element among all elements of the model, a multiple of ELEMENT_ALIGNMENT.
+        moments: form of its moments if it is trained.
+        codec: form of the parameter at home; None if it is not encoded.
     """
 
     index: int
@@ -201,7 +208,12 @@ class ParameterFacts:
 
 
 def build_unit(index: int, found: UnitParameters, facts: Mapping[torch.nn.Parameter, ParameterFacts]) -> Unit:
-    """Lay the parameters of a unit out.
+    """Lay out the parameters of a unit.
+
+    Args:
+        index: number of the unit.
+        found: name and parameters of the unit.
+        facts: facts about each parameter of the model.
 
     Raises:
         ModelError: a parameter has a dtype that cannot be moved.

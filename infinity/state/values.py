@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 Source = Callable[[str], torch.Tensor]
-"""Gives the value of a parameter by its name, on the CPU, of its shape, in any floating dtype."""
+"""Function that returns a parameter by its name: on the CPU, with its shape, in any floating dtype."""
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
-    """Differs, nearly always, where a value differs."""
+    """Return a sum of the bits of all values, which nearly always changes if a value changes."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[tensor.element_size()]
     return 0 if tensor.is_meta else int(tensor.detach().contiguous().reshape(-1).view(bits).sum())
