@@ -1,2 +1,4 @@
-"""Several ranks: who they are, the order of their collectives, and errors that reach all of them. Knows bytes, tensors
-and ranks, and nothing of units or optimizers."""
+"""Several ranks: their identity, the order of their collectives, and errors that reach all of them.
+
+This package deals with bytes, tensors and ranks. It does not know units or optimizers.
+"""

@@ -1,13 +1,14 @@
-"""The collectives themselves, over torch.distributed, as asynchronous works that can be polled.
+"""Collectives over torch.distributed, as asynchronous works that can be polled.
 
 [Note: what of gloo is used]
-As read in torch 2.13: gloo's `all_gather_into_tensor` makes a temporary of the whole, so weights are gathered by one
-in-place broadcast from each rank. Its `reduce_scatter_tensor` is a clone and an all-reduce of everything, rounds bf16
-sums at every hop and cannot be polled; so gradients go by `all_to_all_single`, which writes directly, and the owner
-adds. A header goes by `all_to_all_single` too: directly to each rank, where `all_gather` goes around a ring in N - 1
-legs.
+According to the source of torch 2.13, gloo's `all_gather_into_tensor` makes a temporary of the complete output, so
+weights are gathered by one in-place broadcast from each rank. Its `reduce_scatter_tensor` is a clone and an all-reduce
+of everything, rounds bf16 sums at every hop and cannot be polled. So gradients are sent by `all_to_all_single`, which
+writes directly, and the owner adds them. A header is sent by `all_to_all_single`, too: directly to each rank, whereas
+`all_gather` passes it around a ring in N - 1 hops.
 
-Only host memory: on a device gathers would be in-place all-gathers of NCCL, whose input is a slice of their output.
+Only host memory is supported. On a device, gathers would be in-place all-gathers of NCCL, whose input is a slice of
+their output.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from infinity.ranks.ranks import Group
 
 
 def check(operation: Operation, gather: Group, shard: Group) -> None:
-    """Raises ValueError or NotAvailableError where the buffers are not what the collective needs."""
+    """Check the buffers of a collective. Raises ValueError or NotAvailableError if they are not suitable."""
     moved = operation.collective
     if isinstance(moved, Gather):
         _check_buffer(operation, "buffer", moved.buffer, moved.slices, gather if moved.near else shard)
@@ -48,7 +49,7 @@ def _check_buffer(operation: Operation, which: str, buffer: torch.Tensor, sizes:
 
 
 def alone(operation: Operation) -> list[bytes]:
-    """What a collective of one rank does."""
+    """Carry out a collective of one rank."""
     moved = operation.collective
     if isinstance(moved, Gather):
         return []
@@ -60,6 +61,7 @@ def alone(operation: Operation) -> list[bytes]:
 
 def begin_gather(moved: Gather, group: Group, talking: ProcessGroup) -> list[Work]:
     ends = list(accumulate(moved.slices))
+    """Start one broadcast from each rank that has a slice."""
     return [
         _work(dist.broadcast(moved.buffer[end - nbytes : end], rank, group=talking, async_op=True))
         for rank, nbytes, end in zip(group.ranks, moved.slices, ends, strict=True)
@@ -69,11 +71,12 @@ def begin_gather(moved: Gather, group: Group, talking: ProcessGroup) -> list[Wor
 
 def begin_all_to_all(moved: AllToAll, talking: ProcessGroup) -> list[Work]:
     received, sent = list(moved.receive_splits), list(moved.send_splits)
+    """Start an all-to-all exchange of pieces."""
     return [_work(dist.all_to_all_single(moved.receive, moved.send, received, sent, group=talking, async_op=True))]
 
 
 def begin_header(header: bytes, into: torch.Tensor, talking: ProcessGroup) -> list[Work]:
-    """Send `header` to all ranks; those of rank 0, 1, … arrive behind each other."""
+    """Send `header` to all ranks. The headers of ranks 0, 1, … arrive one after the other in `into`."""
     sent = torch.frombuffer(bytearray(header), dtype=torch.uint8).repeat(into.numel() // len(header))
     return [_work(dist.all_to_all_single(into, sent, group=talking, async_op=True))]
 
@@ -85,4 +88,4 @@ def begin_telling(payload: bytes, into: torch.Tensor, talking: ProcessGroup) -> 
 
 
 def _work(begun: Work | None) -> Work:
-    return cast(Work, begun)  # asynchronous, and this rank is in the group
+    return cast(Work, begun)  # not None, because the call is asynchronous and this rank is in the group

@@ -1,20 +1,21 @@
-"""The FIFO of collectives: one thread, which issues them in the order in which they were submitted.
+"""FIFO of collectives: one thread issues them in the order in which they were submitted.
 
 [Note: one operation]
-The thread alone talks in the process groups, so that their collectives come in one order on all ranks:
+Only this thread uses the process groups, so that their collectives have the same order on all ranks:
 
-    header of k → what k comes after → headers compared → k issued → header of k + 1 → k awaited → ticket of k done
+    header of k → functions in `after` of k → headers compared → k issued → header of k + 1 → k awaited → ticket of k
+    done
 
-The header of k + 1 moves while k does, where k + 1 was submitted by then, and k is not `Control`, which is issued in
-the same group as headers are. No wait is without an end: several times a second the thread looks whether the watch
-knows of a failure (see watch.py), and after the deadline it asks who is missing. Its waits for what an operation comes
-after are bounded by what it waits for.
+The header of k + 1 is sent while k is in flight, if k + 1 has been submitted by then and k is not `Control`, which
+uses the same group as headers. No wait is unbounded: several times a second the thread asks the watch for a failure
+(see watch.py), and after the deadline it asks which rank is missing. The functions in `after` must bound their own
+waits.
 
-A header costs a message from each rank to each: measured with N processes on two busy cores, 1 to 1.5 ms for N = 2 and
-2 to 4 ms for N = 4, nearly all of it waiting for a core.
+A header costs a message from each rank to each. On two busy cores, that took 1 to 1.5 ms for N = 2 processes and 2 to
+4 ms for N = 4, nearly all of it waiting for a core.
 
-A gloo collective cannot be aborted. One that another rank never joins stays with gloo's threads until the process of
-that rank closes the connection; `close` says so.
+A gloo collective cannot be aborted. If another rank never joins one, it stays with gloo's threads until the process of
+that rank closes the connection; the result of `close` reports this.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from infinity.ranks.watch import Trouble
 
 _POLL_S = 0.25
 _CLOSE_S = 5.0
-_LAST_BYTES_S = 1.0  # until the last bytes of a rank that has closed arrive
-_PLACE = re.compile(r"^\[\S+:\d+\] ")  # in gloo's sources
+_LAST_BYTES_S = 1.0  # how long to wait for the last bytes of a rank that has closed
+_PLACE = re.compile(r"^\[\S+:\d+\] ")  # position in gloo's sources
 
-# How far a rank is with an operation, for whoever asks: see Watch.note.
+# Progress of a rank in an operation, for ranks that ask: see Watch.note.
 _ELSEWHERE, _BEFORE, _AGREEING, _MOVING = range(4)
 
 
 class Ticket:
-    """An operation that was submitted. Any thread may wait."""
+    """Result of a submitted operation. Any thread may wait for it."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -66,20 +67,20 @@ class Ticket:
             self._done.set()
 
     def done(self) -> bool:
-        """Whether the bytes have arrived, or never will. Does not raise."""
+        """Return whether the operation has ended, well or with an error. Does not raise."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until it is done; whether it is. Does not raise what failed (but lets Ctrl-C in)."""
+        """Wait until the operation has ended, and return whether it has. Raises no error of it, but lets Ctrl-C in."""
         with interruptible():
             return self._done.wait(timeout_s)
 
     def result(self) -> list[bytes]:
-        """Wait, and raise what failed. The bytes of each rank for `Control`, otherwise an empty list.
+        """Wait for the operation, and raise its error. Return each rank's bytes for `Control`, else an empty list.
 
         Raises:
-            PeerError: a rank failed, died, did not come, or is at another operation; names it and says why.
-            Exception: what this operation came after, or its `arrived`, raised on this rank.
+            PeerError: a rank failed, died, did not come, or is at another operation; names the rank and says why.
+            Exception: a function in the operation's `after`, or its `arrived`, raised on this rank.
         """
         self.wait()
         if isinstance(self._error, PeerError):
@@ -90,7 +91,7 @@ class Ticket:
 
 
 class _Begun:
-    """An operation whose header was sent, and the headers of all ranks as they arrive."""
+    """Operation whose header was sent, and the headers of all ranks as they arrive."""
 
     def __init__(self, operation: Operation, ticket: Ticket, index: int, ranks: Ranks, says: int) -> None:
         self.operation, self.ticket, self.index = operation, ticket, index
@@ -105,22 +106,22 @@ class _Begun:
         return f"{self.header.noun} {self.operation.name}"
 
     def headers(self) -> list[Header]:
-        """Of rank 0, 1, …, once `works` are done."""
+        """Return the headers of ranks 0, 1, …, once `works` are done."""
         data = self._arriving.numpy().tobytes()
         return [Header.decode(data[at : at + headers.NBYTES]) for at in range(0, len(data), headers.NBYTES)]
 
 
 class Exchange:
-    """The collectives of one offloaded model, in one order on all ranks.
+    """Collectives of one offloaded model, in the same order on all ranks.
 
-    Every rank must submit the same operations in the same order; when is of no account. Before each one the ranks agree
-    on what it is. The first failure of any rank breaks the exchange for good: operations that wait, and all that are
-    submitted later, raise it.
+    Every rank must submit the same operations in the same order; the time does not matter. Before each operation the
+    ranks check that it is the same on all. The first failure of any rank breaks the exchange for good: operations that
+    wait, and all that are submitted later, raise it.
 
-    It takes `ranks` over: `close` closes them.
+    The exchange owns `ranks`: `close` closes them.
 
     Attributes:
-        heard: what each rank said last (`say`).
+        heard: the number that each rank announced last (`say`).
     """
 
     # Invariant: once `_broken` is set, nothing is issued any more, and every ticket is done or is about to be.
@@ -133,42 +134,42 @@ class Exchange:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Operation, Ticket]] = deque()
         self._index = 0
-        self._begun: deque[_Begun] = deque()  # the one under way, and perhaps the one whose header moves meanwhile
-        self._works: list[Work] = []  # of the one under way, which touch its memory
+        self._begun: deque[_Begun] = deque()  # the operation in flight, and perhaps one whose header is in flight
+        self._works: list[Work] = []  # works of the operation in flight, which use its memory
         self._awaited: Sequence[Work] = ()
         self._broken: PeerError | None = None
         self._closed = self._forked = False
-        self._quiet = True  # what `close` returned
+        self._quiet = True  # the result of `close`
         self._thread = threading.Thread(target=self._run, name="infinity-exchange", daemon=True)
         close_in_children(self)
         atexit.register(self.close)  # a daemon thread that wakes while the interpreter ends may abort the process
         self._thread.start()
 
     def close_in_child(self) -> None:
-        """In a forked child, which has no thread and must leave the parent's connections alone."""
+        """Mark a forked child, which has no exchange thread and must not touch the parent's connections."""
         self._forked = True
         atexit.unregister(self.close)
 
-    # What any thread may call.
+    # Methods for any thread.
 
     @property
     def rank(self) -> int:
-        """This process."""
+        """Number of this process."""
         return self._ranks.rank
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self._ranks.world
 
     def submit(self, operation: Operation) -> Ticket:
-        """Append an operation. Returns at once.
+        """Append an operation to the queue. Returns at once.
 
         Raises:
             PeerError: the exchange is broken.
             ValueError: sizes do not fit the buffers.
             NotAvailableError: a buffer is not in host memory.
-            ForkError: in a forked child.
+            ForkError: the process is a forked child.
         """
         refuse_in_forked_child()
         collectives.check(operation, self._ranks.gather, self._ranks.shard)
@@ -180,26 +181,30 @@ class Exchange:
         return ticket
 
     def all_gather(self, subject: int, name: str, payload: bytes) -> list[bytes]:
-        """Submit a `Control` and wait for it."""
+        """Submit a `Control`, wait for it, and return the payload of each rank."""
         return self.submit(Operation(Control(payload), subject, name)).result()
 
     def all_gather_at(self, name: str, payload: bytes) -> list[bytes]:
-        """As all_gather, where `name` says what the ranks are at. All ranks must be at the same; a path that it ends
-        with may differ."""
+        """Do the same as all_gather, with a subject that is derived from `name`.
+
+        All ranks must pass the same name, except for the part after the first "/", which may differ.
+        """
         return self.all_gather(zlib.crc32(name.partition("/")[0].encode()), name, payload)
 
     def tell(self, name: str, told: Any) -> list[Any]:
-        """As all_gather_at, of what JSON can hold."""
+        """Do the same as all_gather_at, for values that JSON can represent."""
         return [json.loads(each) for each in self.all_gather_at(name, json.dumps(told, sort_keys=True).encode())]
 
     def say(self, number: int) -> None:
-        """Tell the other ranks a number by the way, with each operation that begins from now on."""
+        """Set a number that is sent to the other ranks with the header of each operation from now on."""
         self._says = number
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot go on. Returns when they can know, or soon after. Does not raise.
+        """Tell all ranks that this one cannot continue. Does not raise.
 
-        Idempotent: the first error counts. Here, later operations raise PeerError from `error`."""
+        Returns when the ranks can know, or soon after. Idempotent: the first error counts. On this rank, later
+        operations raise PeerError from `error`.
+        """
         if self._forked:
             return
         with interrupts_deferred():
@@ -208,15 +213,16 @@ class Exchange:
                 self._ranks.watch.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def raise_if_broken(self) -> None:
-        """Raises PeerError where any rank is known to have failed: for loops that wait for something else."""
+        """Raise PeerError if any rank is known to have failed. For loops that wait for something else."""
         error = self._broken or self._ranks.watch.verdict
         if error is not None:
             raise error.again() from error.__cause__
 
     def close(self) -> bool:
-        """End the thread and wait for what it does, for a bounded time. Needs no communication, and is idempotent.
+        """End the thread, and wait for its work for a bounded time. Needs no communication, and is idempotent.
 
-        Returns: whether nothing touches the memory of operations any more. Where something may, it must not be freed.
+        Returns:
+            Whether nothing uses the memory of operations any more. If false, that memory must not be freed.
         """
         if self._closed or self._forked:
             return self._quiet
@@ -224,7 +230,7 @@ class Exchange:
             self._closed = True
             atexit.unregister(self.close)
             self._break(PeerError("this rank has closed the model", (self._ranks.rank,), ""))
-            if self._thread is not threading.current_thread():  # where a model is collected, nobody knows
+            if self._thread is not threading.current_thread():  # a model may be collected on any thread
                 self._thread.join(_CLOSE_S)
             ended = not self._thread.is_alive()
             self._drop_all()
@@ -234,7 +240,7 @@ class Exchange:
         return self._quiet
 
     def _break(self, error: BaseException) -> bool:
-        """Nothing is issued from now on; whether this is the first error."""
+        """Issue nothing from now on. Return whether this is the first error."""
         with self._changed:
             if self._broken is not None:
                 return False
@@ -255,7 +261,7 @@ class Exchange:
             for ticket in tickets:
                 ticket._finish([], self._broken)
 
-    # From here on: on the thread.
+    # Methods of the exchange's thread.
 
     def _run(self) -> None:
         try:
@@ -271,7 +277,7 @@ class Exchange:
         self._drop_all()
 
     def _begin_next(self, *, wait: bool) -> bool:
-        """Send the header of the next operation, where there is one or one is waited for; whether it was sent."""
+        """Send the header of the next operation, and return whether one was sent. Args: wait: wait for a submission."""
         with self._changed:
             while wait and not self._queue and self._broken is None:
                 self._changed.wait()
@@ -337,7 +343,7 @@ class Exchange:
         return []
 
     def _tell_all(self, payload: bytes, what: str, lengths: list[int] | None = None) -> list[bytes]:
-        """The payloads of all ranks, whose lengths are told first where they are not known."""
+        """Return the payloads of all ranks. If `lengths` is None, the ranks exchange their lengths first."""
         ranks = self._ranks
         if lengths is None:
             each = torch.empty(ranks.world, 8, dtype=torch.uint8)
@@ -350,10 +356,14 @@ class Exchange:
         return [row.numpy().tobytes()[:length] for row, length in zip(into, lengths, strict=True)]
 
     def _await(self, works: Sequence[Work], what: str) -> None:
-        """Wait for works, for what others say, and for the deadline.
+        """Wait for works, until they end, a rank fails or the deadline passes.
+
+        Args:
+            works: the works.
+            what: description of the operation, for messages.
 
         Raises:
-            PeerError: not all works ended well.
+            PeerError: not all works succeeded.
         """
         deadline_s, watch = self._ranks.deadline_s, self._ranks.watch
         began, left_at, self._awaited = time.monotonic(), 0.0, works
@@ -368,7 +378,7 @@ class Exchange:
                     raise self._inquire("deadline", what, f"within {deadline_s:g} s")
 
     def _ended(self, work: Work, what: str) -> bool:
-        """Wait a short time; whether the work is done."""
+        """Wait for a short time, and return whether the work is done."""
         try:
             work.wait(timedelta(seconds=_POLL_S))
             return True
@@ -382,11 +392,11 @@ class Exchange:
             raise self._inquire("connection", what, _first_words(error)) from error
 
     def _inquire(self, trouble: Trouble, what: str, detail: str) -> PeerError:
-        if self._broken is not None:  # closed by this rank
+        if self._broken is not None:  # this rank has closed the exchange
             return self._broken.again()
         return self._ranks.watch.inquire(trouble, what, detail).again()
 
 
 def _first_words(error: BaseException) -> str:
-    """What gloo says, without the place in its sources and the advice."""
+    """Return the first sentence of gloo's message, without the position in its sources."""
     return _PLACE.sub("", str(error)).partition(". ")[0]

@@ -1,7 +1,7 @@
-"""What each rank says of an operation before any rank begins it, and what differs between them.
+"""Headers: each rank's description of an operation before any rank begins it, and the differences between them.
 
-A header has a fixed length, so that it costs one small collective. Where the ranks differ, what was said is the same
-on all of them, and so is the error.
+A header has a fixed length, so that it costs one small collective. All ranks see the same headers, so if the headers
+differ, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _NOUNS = ("the gather of", "the exchange of", "the agreement on", "the repeated 
 
 @dataclass(frozen=True)
 class Header:
-    """An operation, as the ranks compare it.
+    """Description of an operation that the ranks compare.
 
     Attributes:
-        index: how many operations the rank had before.
+        index: number of the rank's operations before this one.
         kind: a gather over W, an exchange, control, or a gather over G.
-        sent, received: digests of the sizes; of control the length of the payload, and 0.
-        leader: the first of the ranks that share what is gathered.
-        says: what the rank tells the others by the way (Exchange.say); not compared.
-        name: of the subject, cut.
+        subject: number of the operation's subject.
+        sent, received: digests of the sizes; for control, the length of the payload, and 0.
+        leader: the first of the ranks that gather the same data.
+        says: number that the rank announces with the operation (Exchange.say); not compared.
+        name: name of the subject, truncated.
     """
 
     index: int
@@ -77,23 +78,23 @@ class Header:
 
     @property
     def what(self) -> str:
-        """What the rank does, as a predicate."""
+        """Predicate that describes the rank's activity."""
         return f"{_VERBS[self.kind]} {self.name}"
 
     @property
     def noun(self) -> str:
-        """What kind of operation it is, before its name."""
+        """Kind of the operation as a noun, to stand before its name."""
         return _NOUNS[self.kind]
 
 
 def require_same(headers: Sequence[Header]) -> None:
-    """Raises PeerError where ranks are at different operations; `headers` are those of rank 0, 1, …"""
+    """Raise PeerError if ranks are at different operations. `headers` has one of each rank, in order."""
     same: dict[tuple[int, int, int], list[int]] = {}
     for rank, header in enumerate(headers):
         same.setdefault((header.index, header.kind, header.subject), []).append(rank)
     if len(same) == 1:
         return
-    most = max(same.values(), key=len)  # of equals the one with rank 0
+    most = max(same.values(), key=len)  # of equally many ranks, those that include rank 0
     others = tuple(rank for rank in range(len(headers)) if rank not in most)
     first = headers[others[0]]
     raise PeerError(
@@ -105,7 +106,7 @@ def require_same(headers: Sequence[Header]) -> None:
 
 
 def sizes_fit(headers: Sequence[Header]) -> bool:
-    """Whether the sizes of the same operation fit each other."""
+    """Return whether the sizes of the same operation fit each other."""
     if headers[0].kind in (_GATHERS, _GATHERS_AGAIN):
         return len({(header.leader, header.sent) for header in headers}) == len({header.leader for header in headers})
     if headers[0].kind == _EXCHANGES:
@@ -114,7 +115,7 @@ def sizes_fit(headers: Sequence[Header]) -> bool:
 
 
 def sizes_of(operation: Operation) -> list[list[int]]:
-    """What ranks tell each other when their sizes do not fit."""
+    """Return the sizes that ranks send to each other if their digests do not fit."""
     moved = operation.collective
     if isinstance(moved, Gather):
         return [list(moved.slices)]
@@ -124,7 +125,7 @@ def sizes_of(operation: Operation) -> list[list[int]]:
 
 
 def misfit(headers: Sequence[Header], sizes: Sequence[list[list[int]]]) -> PeerError:
-    """What to raise, the same on all ranks; `sizes` are `sizes_of` rank 0, 1, …"""
+    """Return the error to raise, the same on all ranks. `sizes` has `sizes_of` each rank, in order."""
     ranks, name = range(len(headers)), headers[0].name
     if headers[0].kind in (_GATHERS, _GATHERS_AGAIN):
         for a in ranks:
@@ -148,7 +149,10 @@ def _digest(sizes: tuple[int, ...]) -> int:
 
 @lru_cache(256)
 def _pairs(me: int, ranks: tuple[int, ...], sizes: tuple[int, ...], outward: bool) -> int:
-    """A sum over pieces of what, from whom, to whom: that of all pieces sent is that of all received, if they fit."""
+    """Return a sum of digests of (sender, receiver, bytes) over the pieces.
+
+    The sum over all pieces sent equals the sum over all pieces received if the sizes fit.
+    """
     pairs = ((me, rank, size) if outward else (rank, me, size) for rank, size in zip(ranks, sizes, strict=True))
     return sum(_short(struct.pack("<3q", *pair)) for pair in pairs) % 2**64
 

@@ -1,4 +1,4 @@
-"""What ranks do together: gathering slices, an all-to-all, and telling each other bytes."""
+"""Operations of several ranks: gathering slices, an all-to-all, and sending bytes to all ranks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 @dataclass(frozen=True)
 class Gather:
-    """Put the slices of all ranks of W together, in place, or of those of G.
+    """Gather of the slices of all ranks of W, or of those of G, in place.
 
     Args:
-        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is in its place; the others arrive.
-        slices: bytes of each rank, in the order of the ranks. May be uneven; 0 for a rank that holds nothing.
-        near: of the ranks of G.
+        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is already in its place; the others arrive.
+        slices: bytes of each rank, in the order of the ranks. May be uneven; 0 for a rank without a slice.
+        near: whether the ranks of G gather instead of those of W.
     """
 
     buffer: torch.Tensor
@@ -25,11 +25,14 @@ class Gather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Send a piece to each rank of W, and receive one from each.
+    """Exchange in which each rank of W sends one piece to each rank, and receives one from each.
 
     Args:
-        send: uint8, contiguous, `sum(send_splits)` bytes: the pieces for rank 0, 1, … of W behind each other.
-        receive: uint8, contiguous, `sum(receive_splits)` bytes: the pieces from rank 0, 1, … arrive behind each other.
+        send: uint8, contiguous, `sum(send_splits)` bytes: the pieces for ranks 0, 1, … of W, one after the other.
+        send_splits: bytes of each piece in `send`.
+        receive: uint8, contiguous, `sum(receive_splits)` bytes: the pieces from ranks 0, 1, … arrive one after the
+            other.
+        receive_splits: bytes of each piece in `receive`.
     """
 
     send: torch.Tensor
@@ -40,23 +43,25 @@ class AllToAll:
 
 @dataclass(frozen=True)
 class Control:
-    """Tell all ranks of the world bytes of any length; `Ticket.result()` is a list with the bytes of each rank."""
+    """Bytes of any length for all ranks of the world. `Ticket.result()` is a list with the bytes of each rank."""
 
     payload: bytes
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One collective, and where it stands in the run.
+    """One collective, with its identity and its callbacks.
 
     Args:
-        collective: what is moved. Its memory belongs to the exchange until the ticket is done.
-        subject: a number that is the same on all ranks, such as the index of a unit; compared before anything is moved.
-        name: of the subject, for messages: "unit 'layers.3'", "step 7".
-        after: called in their order before the collective is issued, to wait for what fills this rank's slice, such as
-            a read. What one of them raises is this rank's failure.
-        arrived: called on the exchange's thread when the bytes are there and before the ticket is done. Short: the next
-            operation waits. On a device it is where the exchange's stream is told to the one that uses the bytes.
+        collective: the data to move. Its memory belongs to the exchange until the ticket is done.
+        subject: number that is the same on all ranks, such as the index of a unit. The ranks compare it before any data
+            is moved.
+        name: name of the subject, for messages: "unit 'layers.3'", "step 7".
+        after: functions that are called in this order before the collective is issued. They wait until this rank's
+            slice is filled, for example by a read. An exception of one of them is this rank's failure.
+        arrived: called on the exchange's thread when the bytes have arrived, before the ticket is done. It must be
+            short, because the next operation waits for it. On a device, it makes the stream that uses the bytes wait
+            for the exchange's stream.
     """
 
     collective: Gather | AllToAll | Control

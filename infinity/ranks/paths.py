@@ -1,4 +1,4 @@
-"""Where each rank has its directories: in each of nvme.paths one, or that path itself for a process that is alone."""
+"""Directories of each rank: one in each of nvme.paths, or that path itself for a process that trains alone."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from infinity.io.rank_paths import rank_name
 
 
 def rank_path(path: Path, rank: int, count: int) -> Path:
-    """The directory of one of `count` ranks in one of nvme.paths; of one process that path itself."""
+    """Return the directory of one of `count` ranks in one of nvme.paths; for one process, that path itself."""
     return path if count == 1 else path / rank_name(rank, count)
 
 
 def rank_paths(path: Path, count: int) -> list[Path]:
-    """The directories of all ranks in one of nvme.paths."""
+    """Return the directories of all ranks in one of nvme.paths."""
     return [rank_path(path, rank, count) for rank in range(count)]

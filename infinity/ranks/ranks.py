@@ -1,14 +1,14 @@
-"""Who the ranks are: this one's number, which of them share a machine, and the process groups that they talk in.
+"""Identity of the ranks: this rank's number, the ranks that have the same machine, and the process groups.
 
 [Note: stages are two groups]
-States are sharded over W. After an update the weights are gathered over W once; each time after that they are gathered
+States are sharded over W. After an update the weights are gathered over W once; until the next update they are gathered
 over G. G = W is ZeRO-3; G = this rank alone is ZeRO-2; G = the ranks of one machine is hpZ (ZeRO++) or MiCS. ZeRO-1
-needs no mode of its own: gradients leave unit by unit anyway. (Rajbhandari et al., ZeRO, 2020, §5; Wang et al., ZeRO++,
-2023, §3.)
+needs no separate mode, because gradients are reduced unit by unit anyway. (Rajbhandari et al., ZeRO, 2020, §5; Wang et
+al., ZeRO++, 2023, §3.)
 
-torch.distributed is the engine. What moves data is its group of the device (gloo for host memory); what the ranks agree
-on moves over gloo whatever the device. Where G = W one communicator serves gathers and exchanges, since two that are
-used at once may block each other (nccl#195).
+torch.distributed does the communication. Data moves in a process group of the device's backend (gloo for host memory);
+control messages always use gloo. If G = W, one communicator serves gathers and exchanges, because two that are used at
+the same time may block each other (nccl#195).
 """
 
 from __future__ import annotations
@@ -34,19 +34,21 @@ from infinity.ranks.watch import Watch, private
 
 Gathered = Literal["auto", "world", "node", "none"]
 
-_MARGIN_S = 60.0  # gloo's own deadline comes after ours, which names the rank
-_numbers = itertools.count()  # all ranks offload their models in the same order
+_MARGIN_S = 60.0  # gloo's deadline is this much later than the exchange's, whose error names the rank
+_numbers = itertools.count()  # equal on all ranks, which offload their models in the same order
 
 
 def require_one_process(command: str) -> None:
-    """Raises NotAvailableError under torchrun: each process would train a model of its own."""
+    """Raise NotAvailableError under torchrun, where each process would train a separate model."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise NotAvailableError(f"{command} with several ranks is not available yet: start it without torchrun")
 
 
 def require_ranks_met() -> None:
-    """Raises ConfigError where torchrun started several processes that have made no group: each would train a model of
-    its own."""
+    """Raise ConfigError if torchrun started several processes and they have made no process group.
+
+    Each process would then train a separate model.
+    """
     count = os.environ.get("WORLD_SIZE", "1")
     if count != "1" and rank_and_world() == (0, 1):
         raise ConfigError(
@@ -57,24 +59,24 @@ def require_ranks_met() -> None:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's number in torch.distributed's default group, and how many it has; (0, 1) where there is none."""
+    """Return this process's rank in torch.distributed's default group, and the group's size; (0, 1) without a group."""
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
     return dist.get_rank(), dist.get_world_size()
 
 
 def has_others() -> bool:
-    """Whether torch.distributed's default group has further ranks."""
+    """Return whether torch.distributed's default group has other ranks."""
     return rank_and_world()[1] > 1
 
 
 @dataclass(frozen=True)
 class Group:
-    """Some of the ranks.
+    """Subset of the ranks.
 
     Attributes:
         ranks: their numbers in the world, ascending.
-        position: which of them this rank is; always one of them.
+        position: position of this rank in `ranks`. This rank is always one of them.
     """
 
     ranks: tuple[int, ...]
@@ -86,18 +88,18 @@ class Group:
 
 
 class Ranks:
-    """This process among the others.
+    """All ranks, as this process sees them.
 
     Attributes:
-        rank, world: this rank, and how many there are.
-        local_rank, local_world: the same among the ranks of this machine: budgets are divided by `local_world`.
+        rank, world: number of this rank, and number of ranks.
+        local_rank, local_world: the same among the ranks of this machine. Budgets are divided by `local_world`.
         node: number of this machine, in the order of the machines' first ranks.
-        control: all ranks, over gloo, for what is no tensor.
+        control: all ranks, over gloo, for data other than tensors.
         gather: G, over which weights are gathered that were gathered over W before: the world (ZeRO-3), the ranks of
             this machine (hpZ, MiCS), or this rank alone (ZeRO-2).
         shard: W, over which states are sharded and gradients exchanged: the world.
         deadline_s: how long any rank waits for any other.
-        watch: what the ranks tell each other outside of collectives.
+        watch: communication outside of collectives.
     """
 
     def __init__(self, rank: int, world: int, watch: Watch, deadline_s: float) -> None:
@@ -118,16 +120,18 @@ class Ranks:
         machine: str | None = None,
         even_alone: bool = False,
     ) -> Ranks | None:
-        """The ranks of torch.distributed's default group; None where there is none, or only one rank. All ranks call.
+        """Return the ranks of torch.distributed's default group. All ranks must call this.
+
+        The result is None if there is no group, or if it has only one rank.
 
         Args:
-            gather: which ranks hold the weights together; auto: those of one machine.
+            gather: the ranks that keep the weights together; auto: those of one machine.
             deadline_s: how long any rank waits for any other, in seconds: nvme.deadline_s and a margin.
-            machine: the name of this machine, the same for the ranks on it; by default the host's name and boot.
-            even_alone: ranks of a world of one, too.
+            machine: name of this machine, the same for the ranks on it; by default the host's name and boot id.
+            even_alone: whether a group of one rank has a result, too.
 
         Raises:
-            PeerError: a rank did not come within the deadline, or died; names it.
+            PeerError: a rank did not come within the deadline, or died; names the rank.
         """
         rank, world = rank_and_world()
         if world == 1 and not (even_alone and dist.is_initialized()):
@@ -146,7 +150,7 @@ class Ranks:
         return ranks
 
     def _meet(self, machine: str, gather: Gathered) -> None:
-        """Learn who shares a machine, and make the groups."""
+        """Find out which ranks have the same machine, and make the process groups."""
         mine = {"machine": machine, "pid": os.getpid(), "pids": _pids(), "gather": gather, "boot": _boot()}
         told = self._assemble("torch.distributed's groups", json.dumps(mine), self.deadline_s)
         all_: dict[int, dict[str, Any]] = {rank: json.loads(payload) for rank, payload in sorted(told.items())}
@@ -172,7 +176,7 @@ class Ranks:
             self.gather = Group((self.rank,), 0)
         elif gather != "world":
             self.gather = Group(tuple(here), self.local_rank)
-            for members in nodes.values():  # every rank has a part in making every group
+            for members in nodes.values():  # every rank must take part in making every group
                 if 1 < len(members) < self.world:
                     made = self._new_group(members)
                     if members is here:
@@ -187,24 +191,24 @@ class Ranks:
             raise self.watch.inquire("connection", what, str(error)).again() from error
 
     def group_of(self, group: Group) -> ProcessGroup:
-        """What the ranks of W or G move data in. They are more than one."""
+        """Return the process group in which the ranks of W or G move data. They must be at least two."""
         return self._moving[group.ranks]
 
     @property
     def talking(self) -> ProcessGroup:
-        """What all ranks agree in. They are more than one."""
+        """Process group of all ranks for control messages. There must be at least two ranks."""
         assert self._talking is not None
         return self._talking
 
     def assemble(self, name: str, timeout_s: float | None = None) -> None:
-        """Wait until all ranks are here. All ranks call, with the same name. For while no operation is under way.
+        """Wait until all ranks make this call with the same name. No operation may be in flight.
 
         Args:
-            name: what begins, for messages: "offload", "resume".
+            name: the activity that begins, for messages: "offload", "resume".
             timeout_s: by default the deadline of `of_world`.
 
         Raises:
-            PeerError: names the ranks that did not come, or that are at something else.
+            PeerError: names the ranks that did not come, or that are at another activity.
         """
         self._assemble(name, "", self.deadline_s if timeout_s is None else timeout_s)
 
@@ -214,11 +218,11 @@ class Ranks:
         return self.watch.assembled(self._assembled, name, payload, timeout_s)
 
     def close(self, *, idle: bool = True) -> None:
-        """Leave no process group behind. Needs no communication, and is idempotent.
+        """Destroy all process groups. Needs no communication, and is idempotent.
 
         Args:
-            idle: no collective is under way. One that is holds its group: gloo would wait for its end, and the
-                interpreter with it, so such a group is left to the end of the process.
+            idle: whether no collective is in flight. A collective in flight keeps its group: gloo, and the interpreter
+                with it, would wait for the end of the collective. So such a group is left until the process ends.
         """
         if self._closed:
             return
@@ -238,7 +242,7 @@ class Ranks:
 
 
 def _machine() -> str:
-    """Two containers on one host count as two machines: they have budgets of their own."""
+    """Return the name of this machine. Two containers on one host are two machines, with separate budgets."""
     return f"{socket.gethostname()} {_boot()}"
 
 
@@ -248,7 +252,7 @@ def _boot() -> str:
 
 
 def _pids() -> str:
-    """Which processes a process number counts among."""
+    """Return an id of the PID namespace, in which process ids are unique."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -256,7 +260,7 @@ def _pids() -> str:
 
 
 def _host_of(store: Store) -> tuple[str, int | None]:
-    """Where the store is, in words, and the rank whose process it ends with."""
+    """Return a description of the store's host, and the rank whose process hosts the store; None if none does."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):

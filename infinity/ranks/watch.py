@@ -1,24 +1,24 @@
-"""What the ranks tell each other outside of collectives: who is here, who failed, who died.
+"""Communication of ranks outside of collectives: which rank has arrived, failed or died.
 
 [Note: the log]
-The ranks share a log in torch.distributed's store, apart from the process groups: a counter, and one key for each
-entry. Each rank has one thread, the watch, that reads the log twice a second (more often while somebody waits for it)
-and alone talks to the store, for the store may be gone or hang: whoever waits for the watch does so for a bounded time,
-and takes a watch that does not answer as a store that does not.
+The ranks have a common log in torch.distributed's store, separate from the process groups: a counter, and one key for
+each entry. Each rank has one thread, the watch, which reads the log twice a second, and more often while another thread
+waits for it. Only the watch talks to the store, because the store may be gone or hang. Other threads wait for the watch
+for a bounded time. If the watch does not answer, they conclude that the store does not.
 
-| entry   | says                                                                                                      |
+| entry   | meaning                                                                                                   |
 |---------|-----------------------------------------------------------------------------------------------------------|
 | here    | the rank has come to `assemble` number `count`                                                            |
-| failed  | the rank cannot go on, and why                                                                            |
+| failed  | the rank cannot continue, and why                                                                         |
 | left    | the rank has closed its model                                                                             |
-| call    | the rank met something that it cannot explain (a closed connection, a deadline): all answer               |
-| alive   | the answer: where in the order of its operations the rank is                                              |
-| verdict | what the rank that called made of the answers. All take over the first one                                |
-| heard   | the rank knows what ends the run. The rank whose process hosts the store stays until all others have heard |
+| call    | the rank met a problem that it cannot explain (a closed connection, a deadline): all ranks answer         |
+| alive   | the answer: the rank's position in the order of its operations                                            |
+| verdict | the conclusion that the calling rank drew from the answers. All ranks take over the first verdict         |
+| heard   | the rank knows the failure that ends the run. The rank whose process hosts the store stays until all have |
 
-A process that was killed says nothing. On the same machine its process descriptor tells; otherwise the others' answers
-and its missing one do. (gloo raises some 20 ms after a peer's death, but names an address and no rank. Its connections
-stay open while a process lives that the peer forked.)
+A killed process writes no entry. On the same machine its process descriptor reveals its end; otherwise the answers of
+the others reveal it, because its own is missing. (gloo raises some 20 ms after a peer's death, but names an address and
+no rank. Its connections stay open while a process lives that the peer forked.)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from infinity.errors import PeerError
 POLL_S = 0.5
 _HURRY_S = 0.01
 _ANSWER_S = 2.0  # how long a rank has to answer a call
-_STORE_S = 5.0  # how long the store has to answer, where anybody waits for it
+_STORE_S = 5.0  # how long the store has to answer, if a thread waits for it
 _TEXT_MAX = 2000
 
 Trouble = Literal["connection", "deadline"]
@@ -47,16 +47,19 @@ Entry = dict[str, Any]
 
 
 def listed(ranks: Collection[int]) -> str:
-    """ "rank 3", "ranks 0, 2" """
+    """Return "rank 3", or "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 class Watch:
-    """This rank's view of the log, and the thread that keeps it.
+    """This rank's view of the log, and the thread that reads and writes it.
 
     Args:
-        store: of this watch alone, or one whose calls do not block each other.
-        store_host: who ends with the store, for messages, and `store_rank` the rank whose process hosts it, if any.
+        store: a store that only this watch uses, or one whose calls do not block each other.
+        rank: number of this rank.
+        world: number of ranks.
+        store_host: description of the store's host, for messages.
+        store_rank: the rank whose process hosts the store, if any.
     """
 
     def __init__(self, store: Store, rank: int, world: int, store_host: str, store_rank: int | None) -> None:
@@ -67,7 +70,7 @@ class Watch:
         self._seen = 0
         self._read_at, self._missing_since = time.monotonic(), 0.0
         self._position: tuple[int, int, str] = (0, -1, "offload")
-        self._here: dict[int, dict[int, tuple[str, str]]] = {}  # by count, by rank: name and payload
+        self._here: dict[int, dict[int, tuple[str, str]]] = {}  # by count, then by rank: name and payload
         self._alive: dict[int, tuple[int, int, str]] = {}
         self._left: set[int] = set()
         self._heard: set[int] = set()
@@ -75,7 +78,7 @@ class Watch:
         self._pids: dict[int, int] = {}  # process descriptor: rank
         self._stopping = False
         self._ended = world == 1
-        self._waiting = 0  # those who wait for what others say
+        self._waiting = 0  # number of threads that wait for entries of others
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="infinity-watch", daemon=True)
         if world > 1:
@@ -83,44 +86,50 @@ class Watch:
 
     @property
     def verdict(self) -> PeerError | None:
-        """What ends the run; None while nothing does. Never changes once it is there."""
+        """Failure that ends the run; None while there is none. Once set, it never changes."""
         return self._verdict
 
     @property
     def left(self) -> bool:
-        """Whether another rank has closed its model: what it has not taken part in will not come."""
+        """Whether another rank has closed its model, so that it will not join further operations."""
         return bool(self._left)
 
     def note(self, index: int, phase: int, what: str) -> None:
-        """Where in the order of its operations this rank is, for whoever calls."""
+        """Set this rank's position in the order of its operations, for the answer to a call."""
         self._position = index, phase, what
 
     def tell(self, kind: str, **entry: Any) -> None:
-        """Append to the log, soon."""
+        """Queue an entry for the log, which is written soon."""
         with self._changed:
             self._outbox.append({"kind": kind, "rank": self._rank, **entry})
         self._wake.set()
 
     def announce(self, verdict: PeerError) -> None:
-        """Let all ranks raise what this one does."""
+        """Make all ranks raise the error that this one raises."""
         self.tell("verdict", text=verdict.cause[:_TEXT_MAX], ranks=verdict.ranks, advice=verdict.advice)
 
     def fail(self, cause: str) -> None:
-        """This rank cannot go on. Returns when all can know, or cannot be told."""
+        """Tell the ranks that this one cannot continue. Returns when all can know, or cannot be told."""
         self.tell("failed", text=cause[:_TEXT_MAX])
         self._wait_for(lambda: not self._outbox, _STORE_S)
         self._stay_until_heard()
 
     def look_at(self, pids: Mapping[int, int]) -> None:
-        """Notice when processes of this machine end: `pids` by rank."""
+        """Start to notice when processes of this machine end: `pids` by rank."""
         for rank, pid in pids.items():
             try:
                 self._pids[os.pidfd_open(pid)] = rank
-            except OSError:  # ended already, or the system refuses: then gloo's errors and the log have to do
+            except OSError:  # it has ended already, or the system refuses: gloo's errors and the log must suffice
                 continue
 
     def assembled(self, count: int, name: str, payload: str, timeout_s: float) -> dict[int, str]:
-        """Come to `assemble` number `count` and wait for all ranks; the payload of each.
+        """Come to `assemble` number `count`, wait for all ranks, and return the payload of each.
+
+        Args:
+            count: number of the assembly.
+            name: the activity that begins, the same on all ranks.
+            payload: text for the other ranks.
+            timeout_s: how long to wait.
 
         Raises:
             PeerError: a rank did not come, is at another name, failed, or died.
@@ -149,21 +158,21 @@ class Watch:
         return {rank: told for rank, (_, told) in came.items()}
 
     def _last(self, rank: int) -> str:
-        """The last place that the rank was seen at."""
+        """Return the last activity that the rank was seen at."""
         counts = [count for count, came in self._here.items() if rank in came]
         return f"'{self._here[max(counts)][rank][0]}'" if counts else "the start of its process"
 
     def inquire(self, trouble: Trouble, what: str, detail: str) -> PeerError:
-        """Find out who is at fault for what this rank met. Takes some seconds at most.
+        """Find out which rank caused a problem that this rank met. Takes some seconds at most.
 
         Args:
-            trouble: a connection of gloo's broke, or a deadline passed.
-            what: this rank was at.
-            detail: gloo's words, or the time.
+            trouble: whether a connection of gloo's broke, or a deadline passed.
+            what: activity of this rank.
+            detail: gloo's message, or the time.
         """
         self.tell("call")
         self._wait_for(lambda: len(self._alive.keys() | self._left) == self._world, _ANSWER_S)
-        if self._verdict is None and (self._outbox or self._hangs()):  # the store may still say that it is gone
+        if self._verdict is None and (self._outbox or self._hangs()):  # the store may yet raise that it is gone
             self._wait_for(lambda: False, _STORE_S)
         if self._verdict is None:
             verdict = self._judge(trouble, what, detail)
@@ -175,7 +184,7 @@ class Watch:
         return self._verdict
 
     def _wait_for(self, condition: Callable[[], bool], within_s: float) -> None:
-        """Wait for what others say, or the store; no longer than until there is a verdict, or the watch has ended."""
+        """Wait for a condition on the log. Ends early at a verdict, or when the watch has ended."""
         if self._world == 1:
             return
         with self._changed:
@@ -187,7 +196,7 @@ class Watch:
                 self._waiting -= 1
 
     def _judge(self, trouble: Trouble, what: str, detail: str) -> PeerError:
-        """What the answers to a call say."""
+        """Return the conclusion from the answers to a call."""
         if self._hangs():
             return self._no_store()
         silent = tuple(rank for rank in range(self._world) if rank not in self._alive.keys() | self._left)
@@ -225,7 +234,7 @@ class Watch:
         )
 
     def _hangs(self) -> bool:
-        """Whether the store has not answered for long."""
+        """Return whether the store has not answered for a long time."""
         return not self._ended and time.monotonic() - self._read_at > _ANSWER_S / 2 + POLL_S
 
     def _settle(self, verdict: PeerError) -> None:
@@ -235,7 +244,7 @@ class Watch:
             self._changed.notify_all()
 
     def _stay_until_heard(self) -> None:
-        """The store must outlive what it has to say."""
+        """Wait, in the process that hosts the store, until all ranks have read the failure in the store."""
         if self._store_rank != self._rank or self._world == 1:
             return
         with self._changed:
@@ -249,7 +258,7 @@ class Watch:
             self._waiting -= 1
 
     def close(self) -> None:
-        """Say that this rank leaves, where the store answers at once; end the thread. Idempotent."""
+        """Tell the ranks that this one leaves, if the store answers at once, and end the thread. Idempotent."""
         if self._stopping:
             return
         self.tell("left")
@@ -264,7 +273,7 @@ class Watch:
                 os.close(descriptor)
             self._pids.clear()
 
-    # From here on: on the thread.
+    # Methods of the watch's thread.
 
     def _run(self) -> None:
         while not self._stopping:
@@ -292,8 +301,10 @@ class Watch:
                 self._changed.notify_all()
 
     def _read(self) -> None:
-        """What was told since; up to an entry that is counted and not yet there. One whose rank died between the two is
-        passed over after a while."""
+        """Read the new entries, up to one that is counted and not yet written.
+
+        If its rank died between counting and writing it, that entry is skipped after a while.
+        """
         count, now = self._store.add("entries", 0), time.monotonic()
         while self._seen < count:
             key = f"entry/{self._seen + 1}"
@@ -308,7 +319,7 @@ class Watch:
             self._changed.notify_all()
 
     def _take(self, entry: Entry) -> None:
-        """One entry of the log, in its order."""
+        """Process one entry of the log, in the log's order."""
         rank, kind = entry["rank"], entry["kind"]
         with self._changed:
             if kind == "here":
@@ -330,22 +341,24 @@ class Watch:
             self.tell("heard")
 
     def _who_ended(self) -> set[int]:
-        """Ranks of this machine whose processes ended, and that did not say that they leave."""
+        """Return the ranks of this machine whose processes ended without an entry that they leave."""
         poll = select.poll()
         for descriptor in self._pids:
             poll.register(descriptor, select.POLLIN)
         return {self._pids[descriptor] for descriptor, _ in poll.poll(0)} - self._left
 
     def _judge_ended(self) -> None:
-        with contextlib.suppress(Exception):  # the store may have ended with them
-            self._read()  # what they said before they ended
+        with contextlib.suppress(Exception):  # the store may have ended together with them
+            self._read()  # entries that they wrote before they ended
         ended = self._who_ended()
         if ended:
             self._settle(self._died(ended))
 
 
 def private(store: Store, prefix: str) -> PrefixStore:
-    """The store by a connection of its own, where this torch can make one: a call that blocks in the first does not
-    block the second."""
+    """Return the store through a separate connection, if this torch can make one.
+
+    A call that blocks on the first connection does not block the second.
+    """
     clone = getattr(store, "clone", None)  # since torch 2.8
     return PrefixStore(prefix, clone() if clone is not None else store)

@@ -1,7 +1,7 @@
-"""What a process says to the others that train one model with it. A process that is alone has `Alone`, so that nobody
-asks whether there are others.
+"""Communication of a process with the others that train the same model.
 
-All ranks make the same calls in the same order.
+A process that trains alone has `Alone`, so that no code asks whether there are other processes. All ranks make the same
+calls in the same order.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from infinity.ranks.exchange import Exchange
 
 _SIGN_OF_LIFE_S = 10.0
 _SAME_CLASS = {each.__name__: each for each in (ConfigError, ModelError, PlanError, ResumeError)}
-"""Errors that are of the same class on every rank."""
+"""Errors that have the same class on every rank, by name."""
 
 
 class World(ABC):
-    """The ranks, each with its share of a batch.
+    """All ranks of a run, each of which trains on a part of the batch.
 
     Attributes:
-        rank: this process among them.
-        size: their number.
+        rank: number of this process.
+        size: number of ranks.
     """
 
     rank: int
@@ -32,51 +32,58 @@ class World(ABC):
 
     @property
     def leads(self) -> bool:
-        """Whether this process does what is done once for all ranks."""
+        """Whether this process does the work that is done once for all ranks."""
         return self.rank == 0
 
     @abstractmethod
     def tell(self, what: str, told: Any) -> list[Any]:
-        """Wait until all ranks are here, and hear what each of them tells, in JSON. Raises PeerError.
+        """Wait until all ranks make this call, and return the JSON value that each of them passed. Raises PeerError.
 
         Args:
-            what: the ranks are at; the same on all of them, but for a path at its end.
+            what: description of the common activity. It must be the same on all ranks, except for a path at its end.
+            told: this rank's value.
         """
 
     @abstractmethod
     def each(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        """Do something on all ranks. Returns what `act` returned on each, which JSON can hold. An error of one rank is
-        raised on all, and the ranks can go on.
+        """Call a function on all ranks, and return its result on each, which must be JSON.
+
+        An error on one rank is raised on all, and the ranks can continue.
+
+        Args:
+            what: description of the common activity, the same on all ranks.
+            act: the function.
 
         Raises:
-            InfinityError: one that names the rank where `act` failed, of the class that `act` raised there where that
-                is ConfigError, ModelError, PlanError or ResumeError; here what it raised.
-            PeerError: a rank is not there any more, or is at something else.
+            InfinityError: `act` failed on another rank, which the message names. The class is that of the other rank's
+                error if that is ConfigError, ModelError, PlanError or ResumeError. If `act` failed on this rank, its
+                own error is raised.
+            PeerError: a rank is gone, or makes another call.
         """
 
     def once(self, what: str, act: Callable[[], None]) -> None:
-        """Have rank 0 do something once for all ranks. Raises as each()."""
+        """Call a function once, on rank 0, for all ranks. Raises the errors of each()."""
         self.each(what, act if self.leads else lambda: None)
 
     @abstractmethod
     def once_slow(self, what: str, act: Callable[[], None]) -> None:
-        """Like once(), for work that may take longer than ranks wait for each other."""
+        """Do the same as once(), for work that may take longer than the ranks' deadline."""
 
     @abstractmethod
     def gather_rest(self, parts: Iterable[list[Any]]) -> None:
-        """Go through parts that all ranks gather, also where this one cannot go on."""
+        """Take part in the remaining gathers of a common loop, even if this rank cannot continue."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot go on. Does not raise."""
+        """Tell all ranks that this one cannot continue. Does not raise."""
 
     @abstractmethod
     def close(self) -> bool:
-        """Leave the others. Idempotent. Returns whether no rank touches memory of this one any more."""
+        """Leave the others, and return whether no rank uses memory of this one any more. Idempotent."""
 
 
 class Alone(World):
-    """One process."""
+    """World of one process."""
 
     rank, size = 0, 1
 
@@ -100,7 +107,7 @@ class Alone(World):
 
 
 class Among(World):
-    """One of several ranks, or of one that behaves like several."""
+    """One of several ranks, or a single rank that behaves like one of several."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
