@@ -7,8 +7,8 @@ infinity.save_pretrained(model, "out/")
 
 [Note: what is imported when]
 torch and transformers take seconds to import, and `infinity --help` needs neither. A public name is imported when it is
-first used. Each public name stands in three places here: for type checkers, in _HOMES, and in __all__; a test compares
-the three.
+first used. Each public name is listed three times in this file: for type checkers, in _HOMES, and in __all__. A test
+compares the three lists.
 """
 
 from importlib import import_module
@@ -88,7 +88,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("_native", "config", "hf", "sizes")
 _PACKAGES = ("checkpoint", "io", "optim", "plan", "runtime", "state")
-"""Packages that are there after `import infinity` alone, as in `infinity.optim.adamw.AdamW`."""
+"""Packages that are available after `import infinity` alone, as in `infinity.optim.adamw.AdamW`."""
 
 __all__ = [
     "SGD",
@@ -145,7 +145,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-if not TYPE_CHECKING:  # a name that does not exist stays an error for type checkers
+if not TYPE_CHECKING:  # so that a name that does not exist is still an error for type checkers
 
     def __getattr__(name: str) -> Any:
         """Import a public name that is used for the first time (PEP 562)."""
@@ -154,7 +154,7 @@ if not TYPE_CHECKING:  # a name that does not exist stays an error for type chec
         elif name in _MODULES:
             value = import_module(f"infinity.{name}")
         elif name in _PACKAGES:
-            for home in _HOMES:  # with the modules below it
+            for home in _HOMES:  # the package gets its modules as attributes
                 if not home.startswith("integrations"):
                     import_module(f"infinity.{home}")
             value = import_module(f"infinity.{name}")

@@ -1,4 +1,4 @@
-"""`python -m infinity …`, for launchers that start modules: as `infinity …`."""
+"""`python -m infinity …`, for launchers that start modules. Does the same as `infinity …`."""
 
 import sys
 

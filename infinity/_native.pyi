@@ -1,7 +1,8 @@
-"""The C++ core: bytes, files and arithmetic. Knows nothing of torch, CUDA, units or Python objects but buffers.
+"""C++ core: bytes, files and arithmetic. It knows nothing of torch, CUDA or units, and of Python objects only buffers.
 
-Every buffer argument is a contiguous object with the buffer protocol (memoryview, numpy array); `ValueError` names what
-does not fit (size, alignment, read-only), `TypeError` what is no buffer. Calls that wait or compute release the GIL.
+Every buffer argument is a contiguous object with the buffer protocol (memoryview, numpy array). `ValueError` names the
+mismatch (size, alignment, read-only); an argument that is no buffer raises `TypeError`. Calls that wait or compute
+release the GIL.
 """
 
 from collections.abc import Sequence
@@ -43,14 +44,14 @@ class Arena:
     @property
     def huge_pages(self) -> bool: ...
     def touch(self, pool: ThreadPool) -> None:
-        """Make all pages resident, by all threads; each keeps what it holds."""
+        """Make all pages resident, using all threads. The content of the pages does not change."""
     def give_back(self) -> None:
-        """Nobody wants what is in it any more: the pages go back to the system, and read as zeros."""
+        """Return the pages to the system. Their content is lost: they read as zeros."""
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """A writable view of bytes [offset, offset + nbytes), format 'B', that keeps the mapping alive."""
+        """Return a writable view of bytes [offset, offset + nbytes), format 'B', that keeps the mapping alive."""
 
 class File:
-    """A swap file, opened O_CLOEXEC | O_NOFOLLOW, mode 0600, O_DIRECT where the file system takes it in 4 KiB blocks.
+    """Swap file, opened O_CLOEXEC | O_NOFOLLOW, mode 0600, and O_DIRECT if the file system supports it in 4 KiB blocks.
 
     Raises:
         OSError: with errno and filename.
@@ -59,42 +60,44 @@ class File:
     def __init__(self, path: str, *, create: bool = False, direct: bool = True, numa_node: int = -1) -> None: ...
     @staticmethod
     def striped(files: Sequence[File], shares: Sequence[int], stripe_bytes: int) -> File:
-        """One file over several: of each cycle of sum(shares) stripes, shares[i] lie in files[i], evenly spread.
+        """Combine several files to one: of each cycle of sum(shares) stripes, files[i] has shares[i], evenly spread.
 
         Raises:
             ValueError: no file, or more than 64; a share outside 1…1024; stripes that are no multiple of 4 KiB.
         """
     @property
     def path(self) -> str:
-        """Of the first member."""
+        """Path of the first member."""
     @property
     def direct(self) -> bool: ...
     @property
     def alignment(self) -> tuple[int, int]:
-        """Bytes that direct I/O on the first member asks of memory and of offsets (STATX_DIOALIGN); 1 without it."""
+        """Alignment that direct I/O on the first member needs of memory and offsets (STATX_DIOALIGN); 1 without it."""
     def member_bytes(self, member: int, nbytes: int) -> int:
-        """Bytes of `member` that hold the first `nbytes` bytes."""
+        """Return how many of the first `nbytes` bytes are in `member`."""
     def preallocate(self, nbytes: int) -> None:
-        """Reserve the blocks of every member. Raises OSError (ENOSPC, …) after giving back what was taken."""
+        """Reserve the blocks of every member. Raises OSError (ENOSPC, …) after freeing the blocks that were
+        reserved."""
     def keep_checksums(self, nbytes: int) -> None:
-        """From now on remember what is written, page by page, and check what is read; requests lie within `nbytes`.
+        """Remember a checksum of each page that is written from now on, and check the pages that are read.
 
-        Pages never written must read as zeros. Call it before the first request.
+        Requests must be within `nbytes`. Pages that were never written must read as zeros. Call this before the first
+        request.
         """
     def locate(self, offset: int) -> tuple[str, int]:
-        """The member that holds a byte, and where in it."""
+        """Return the path of the member that holds a byte, and the byte's offset in that member."""
     def remember(self, offset: int, data: Buffer) -> None:
-        """These whole pages are what the file holds from `offset` on: later reads are checked against them."""
+        """Take the data's pages as the content of the file from `offset` on: later reads are checked against them."""
     def block_sums(self, offset: int, nbytes: int) -> bytes:
-        """A little-endian 64-bit sum for each 256 KiB of whole pages, of what was remembered; b'' without checksums."""
+        """Return a little-endian 64-bit sum of the remembered sums of each 256 KiB; b'' without checksums."""
     def close(self) -> None:
         """Close the descriptor once no request uses it. Idempotent."""
 
 class Failure:
-    """Why a request failed. `errno` is 0 where no system call failed.
+    """Cause of a failed request. `errno` is 0 if no system call failed.
 
     `kind`: 'io', 'corruption' (a page differs from its checksum), 'timeout' (the device was given up and may still use
-    the memory), 'canceled' (the engine was closed first), 'device' (the runtime of the device that computes refused).
+    the memory), 'canceled' (the engine was closed first), 'device' (the runtime of the compute device refused).
     """
 
     kind: Literal["io", "corruption", "timeout", "canceled", "device"]
@@ -107,26 +110,28 @@ class Failure:
     message: str
 
 class IOFuture:
-    """The result of one request. Holds a reference to its buffers; dropping it waits until they are not in use.
+    """Result of one request. Keeps a reference to its buffers; dropping it waits until the buffers are not in use.
 
-    After a timeout the device may use them for ever: then they are never freed.
+    After a timeout the device may use the buffers forever: then they are never freed.
     """
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait without the GIL; True when done, False when the time passed first. Signals (Ctrl-C) are served."""
+        """Wait without the GIL, and return whether the request was done in time. Signals (Ctrl-C) are served."""
     def failure(self) -> Failure | None:
-        """None when it went well. RuntimeError while not done."""
+        """Return the failure; None if the request succeeded. Raises RuntimeError if the request is not done."""
 
 class Fault:
-    """A fault to inject into `repeat` block operations from `index` on.
+    """Fault to inject into `repeat` block operations from `index` on.
 
     error: fail with `errno`; cut: move half; flip: one wrong bit; stale: a write leaves the old bytes, a read leaves
-    the memory alone, both report success; misdirect: move the block beside the right one; delay: complete after those
-    submitted after it; shuffle: half of them complete after up to 16 others, and the device dawdles now and then, by
-    chance from `seed`; lose: never complete; kill, kill_after: SIGKILL before it is submitted, or when it is complete.
-    Only operations of the kind named ("read", "write", "sync"; "" is all) that begin within [begin, end) of their file
-    count. A sync moves nothing: only error, stale (reported and not done), delay, shuffle, lose, kill and
+    the memory unchanged, both report success; misdirect: move the block next to the right one; delay: complete after
+    the operations submitted after it; shuffle: half of the operations complete after up to 16 others, and the device
+    pauses now and then, at random from `seed`; lose: never complete; kill, kill_after: SIGKILL before the operation is
+    submitted, or when it is complete.
+
+    Only operations of the named kind ("read", "write", "sync"; "" means all) that begin within [begin, end) of their
+    file count. A sync moves no data: only error, stale (reported as done, but not done), delay, shuffle, lose, kill and
     kill_after change it.
     """
 
@@ -144,16 +149,18 @@ class Fault:
     ) -> None: ...
 
 class IOEngine:
-    """Requests of any size in, block transfers out, a future per request; one queue, thread and ring per device.
+    """Engine that splits requests of any size into block transfers, and returns a future for each request.
+
+    Each device has one queue, thread and ring.
 
     Args:
-        queue_depth, in_flight_bytes: blocks, and bytes, in flight per device, whichever is reached first. At most three
-            quarters of each are not weights.
-        threads: of the thread engine, per device.
+        queue_depth, in_flight_bytes: blocks and bytes in flight per device; the first limit that is reached applies. At
+            most three quarters of each are used by I/O classes other than 'weights'.
+        threads: threads per device of the thread engine.
         deadline_s: a device with a block in flight for longer is given up: its requests fail, present and future.
 
     Raises:
-        OSError: engine 'io_uring' where the kernel refuses it; the message says why and what to do.
+        OSError: engine 'io_uring', and the kernel refuses it; the message says why and what to do.
         ValueError: unknown engine, zero depth, a block that is not a multiple of 4 KiB.
     """
 
@@ -171,7 +178,7 @@ class IOEngine:
     ) -> None: ...
     @property
     def name(self) -> str:
-        """'io_uring' or 'threads': what is really used."""
+        """Engine in use: 'io_uring' or 'threads'."""
     @property
     def reason(self) -> str: ...
     def read(
@@ -184,9 +191,15 @@ class IOEngine:
         verify: bool = True,
         after: IOFuture | None = None,
     ) -> IOFuture:
-        """Without `verify` the pages are not compared with what was written.
+        """Start a read.
 
-        With `after` the read begins when that is done, and fails as that does.
+        Args:
+            file: the file to read.
+            offset: bytes from the start of the file.
+            into: destination; must not be touched until the request is done.
+            io_class: priority class.
+            verify: compare the pages with the checksums of what was written.
+            after: start when this request is done; if it fails, the read fails with its failure.
         """
     def write(
         self,
@@ -197,75 +210,87 @@ class IOEngine:
         *,
         after: IOFuture | None = None,
     ) -> IOFuture:
-        """With `after` the write begins when that is done: what is written then is what `data` holds then. It fails as
-        `after` does, and has written nothing."""
-    def sync(self, file: File) -> IOFuture:
-        """fdatasync of every member: what was complete before this call survives a power cut once it is done.
+        """Start a write.
 
-        After a failure nothing is known of any of it, and asking again may succeed without having written a thing.
+        Args:
+            file: the file to write to.
+            offset: bytes from the start of the file.
+            data: the bytes; must not be changed until the request is done.
+            io_class: priority class.
+            after: start when this request is done, and write the data that `data` holds then. If the request fails, the
+                write fails with its failure, and has written nothing.
+        """
+    def sync(self, file: File) -> IOFuture:
+        """Start an fdatasync of every member.
+
+        Once it is done, writes that were complete before this call survive a power cut. After a failure the state of
+        all of them is unknown, and a second sync may succeed without having written anything.
         """
     def register_memory(self, memory: Buffer) -> str:
-        """Have the kernel keep these pages at hand; they must stay mapped as long as the engine is open.
+        """Register pages with the kernel, which makes transfers cheaper. They must stay mapped while the engine is
+        open.
 
-        Returns '' or why it was refused (memlock), which costs processor time only.
+        Returns '', or why the kernel refused (memlock), which costs only processor time.
         """
     def latencies(self, operation: Literal["read", "write"]) -> list[tuple[int, int]]:
-        """(nanoseconds, how many blocks took at most that and more than the entry before), ascending, so far."""
+        """Return a histogram so far: (nanoseconds, blocks that took at most that, and more than the entry before)."""
     def counters(self) -> dict[str, int]:
-        """read_bytes_<class>, write_bytes_<class>, operations, retries, short_transfers, busy_ns, in_flight.
+        """Return read_bytes_<class>, write_bytes_<class>, operations, retries, short_transfers, busy_ns, in_flight.
 
-        busy_ns is the time with a block in flight on the busiest device; in_flight counts blocks now.
+        busy_ns is the time with a block in flight on the busiest device; in_flight is the number of blocks now.
         """
     def trace(self, on: bool, *, events_max: int = 1 << 21) -> None:
-        """From now on record every request that ends, or no more; those beyond `events_max` are counted only."""
+        """Start or stop recording each request that ends. Requests beyond `events_max` are only counted."""
     def take_trace(self) -> tuple[bytes, int]:
-        """What was recorded since it was last taken: `io.events.IO_EVENT` structs, and how many were dropped.
+        """Return the events since the last call as `io.events.IO_EVENT` structs, and the number of dropped events.
 
-        A request whose future is done is in it.
+        Every request whose future is done is included.
         """
     def close(self) -> None:
-        """Wait for what is in flight and stop the threads; what is queued fails with ECANCELED. Idempotent.
+        """Wait for requests in flight and stop the threads. Queued requests fail with ECANCELED. Idempotent.
 
         Does not wait for a device that was given up.
         """
 
 class ThreadPool:
-    """Args:
-    threads: with the one that calls.
-    nice: by how much the threads yield to the others of this process, as the command `nice` counts.
+    """Threads that compute.
+
+    Args:
+        threads: number of threads, including the one that calls.
+        nice: niceness of the threads, relative to the other threads of this process.
     """
 
     def __init__(self, threads: int, *, numa_node: int = -1, nice: int = 0) -> None: ...
     @property
     def threads(self) -> int: ...
     def close(self) -> None:
-        """Stop the threads, once nobody works with them. Idempotent; using the pool afterwards raises ValueError."""
+        """Stop the threads once no work uses them. Idempotent; using the pool afterwards raises ValueError."""
 
 BLOCK_NUMEL: int
-"""Elements that share a scale, and random bits: parameters begin at multiples of it."""
+"""Elements with a common scale and common random bits; parameters begin at multiples of this."""
 CUT_NUMEL: int
-"""A tile's length is a multiple of this many elements."""
+"""Elements that a tile's length is a multiple of."""
 CHUNK_NUMEL: int
-"""With int8 moments a tile that is not the whole job is a multiple of this many elements."""
+"""Elements that a tile's length is a multiple of with int8 moments, unless the tile is the complete job."""
 
 def task_numel() -> int:
-    """Elements a thread updates at a time; its streams fit half of a core's L2 cache."""
+    """Return the elements that a thread updates at a time; their streams fit half of a core's L2 cache."""
 
 def moment_bytes(moments: MomentsName, numel: int) -> int:
-    """Bytes of the first `numel` elements of a moment."""
+    """Return the bytes of the first `numel` elements of a moment."""
 
 class Segment:
-    """Elements [begin, end) that share hyperparameters: one parameter.
+    """Elements [begin, end) with the same hyperparameters: one parameter.
 
     Args:
-        rule: what the step computes; hyperparameters it does not know are ignored.
+        rule: optimizer rule of the step; hyperparameters that it does not use are ignored.
         beta1: momentum, for sgd.
-        step: counts from 1.
-        index: of element `begin` among all elements of the model, a multiple of BLOCK_NUMEL; with `seed` and `step`
-            the key of stochastic rounding.
-        skip: leave the elements alone.
-        fresh: the moments begin with this step, whatever the buffers hold; None: when `step` is 1.
-        grad_scale: the gradient is multiplied by this first.
+        step: number of the step, from 1.
+        index: number of element `begin` among all elements of the model, a multiple of BLOCK_NUMEL; with `seed` and
+            `step` the key of stochastic rounding.
+        skip: leave the elements unchanged.
+        fresh: start the moments with this step, whatever the buffers contain; None: if `step` is 1.
+        grad_scale: factor that multiplies the gradient first.
     """
 
     begin: int
@@ -295,13 +320,13 @@ class Segment:
         grad_scale: float = 1.0,
     ) -> None: ...
     def at(self, begin: int, end: int, *, step: int, index: int, fresh: bool, grad_scale: float) -> Segment:
-        """The same rule, for other elements."""
+        """Return a segment with the same rule for other elements."""
 
 def supported_isas() -> list[str]:
-    """What this processor and build have, best last: 'baseline', 'avx2', 'avx512'; 'neon'."""
+    """Return the instruction sets of this processor and build, best last: 'baseline', 'avx2', 'avx512'; 'neon'."""
 
 def select_isa() -> str:
-    """The best one, or INFINITY_ISA. ValueError when that is unknown or not supported here."""
+    """Return the best instruction set, or INFINITY_ISA. Raises ValueError if that is unknown or not supported."""
 
 def optimizer_update(
     weight: Buffer,
@@ -318,7 +343,7 @@ def optimizer_update(
     pool: ThreadPool,
     isa: str | None = None,
 ) -> bool:
-    """One step in memory on as many elements as `weight` holds; False when a new weight or moment is not finite.
+    """Compute one step in memory on the elements of `weight`. Return False if a new weight or moment is not finite.
 
     Raises:
         ValueError: the master does not go with the weight, a buffer is missing, short, read-only, misaligned or
@@ -328,11 +353,17 @@ def optimizer_update(
 def sums_of_squares(
     data: Buffer, dtype: DTypeName, pool: ThreadPool, isa: str | None = None, *, first: int = 0
 ) -> list[float]:
-    """Σ x² in double of each partial of 65,536 elements: the same for any number of threads and instruction set.
+    """Return Σ x² in double for each partial of 65,536 elements.
+
+    The result is the same for any number of threads and instruction set.
 
     Args:
-        first: `data` has the elements from this one on of a larger whole. A partial begins wherever the whole has a
-            multiple of 65,536; so a whole that is cut there has the same partials in its parts.
+        data: the elements.
+        dtype: their dtype.
+        pool: threads to compute with.
+        isa: instruction set; None: `select_isa()`.
+        first: index of the first element of `data` in a larger array. A partial begins at each multiple of 65,536 of
+            that array, so an array that is divided at such multiples has the same partials in its parts.
     """
 
 def land_gradient(
@@ -346,31 +377,31 @@ def land_gradient(
     isa: str | None = None,
     first: int = 0,
 ) -> list[float]:
-    """dst = src, or dst += src. Returns the sums_of_squares of the new dst, taken in the same pass.
+    """Compute dst = src, or dst += src. Return the sums_of_squares of the new dst, taken in the same pass.
 
-    dst has the dtype of src or is fp32, and is fp32 to add.
+    dst has the dtype of src or is fp32; to add, it must be fp32.
     """
 
 def read_modify_write(a: Buffer, b: Buffer, c: Buffer, d: Buffer, pool: ThreadPool, isa: str | None = None) -> None:
-    """a += d, b += d, c += d in fp32: the memory traffic of AdamW, 28 bytes per element."""
+    """Compute a += d, b += d, c += d in fp32: the memory traffic of AdamW, 28 bytes per element."""
 
 def widen_in_place(data: Buffer, dtype: DTypeName, numel: int) -> None:
-    """The first `numel` 16-bit values of `data` become `numel` fp32 values at the same place."""
+    """Convert the first `numel` 16-bit values of `data` to `numel` fp32 values at the same place."""
 
 def encode_split16(master: Buffer, weight: Buffer, residual: Buffer) -> None: ...
 def decode_split16(weight: Buffer, residual: Buffer, master: Buffer) -> None: ...
 def round_weights(master: Buffer, weight: Buffer, dtype: DTypeName) -> None:
-    """fp32 → bf16 (half up) or fp16 (nearest even)."""
+    """Convert fp32 to bf16 (half up) or fp16 (nearest even)."""
 
 def decode_moments(
     data: Buffer, moments: MomentsName, *, is_signed: bool, values: Buffer, isa: str | None = None
 ) -> None:
-    """A moment as it is stored → fp32. `is_signed`: exp_avg; not: exp_avg_sq."""
+    """Convert a stored moment to fp32. `is_signed` is true for exp_avg, and false for exp_avg_sq."""
 
 def encode_moments(
     values: Buffer, moments: MomentsName, *, is_signed: bool, data: Buffer, isa: str | None = None
 ) -> None:
-    """fp32 → a moment as it is stored; to bf16 half up."""
+    """Convert fp32 to a stored moment; bf16 is rounded half up."""
 
 class UpdateFuture(IOFuture):
     @property
@@ -378,18 +409,23 @@ class UpdateFuture(IOFuture):
         """Whether all new weights and moments that were computed so far are finite."""
     @property
     def computed(self) -> IOFuture:
-        """Done once all new values are computed: states in memory are new, and the gradients are not read any more.
-        Writes may be under way. Fails with the update, if the update fails before."""
+        """Future that is done once all new values are computed.
+
+        Then the states in memory are new, and the gradients are not read any more, but writes may be in flight. It
+        fails with the update if the update fails before.
+        """
     @property
     def weights(self) -> IOFuture:
-        """Done once the new weights are where they go, in memory and in the file. Fails as `computed` does."""
+        """Future that is done once the new weights are in memory and in the file. Fails like `computed`."""
 
 class StateStream:
-    """Where one state of a job lives: in memory, in a file, or in both (memory is current, updates go to both).
+    """Location of one state of a job: in memory, in a file, or in both (memory is current, updates are written to
+    both).
 
     Args:
-        offset, write_offset: where the state is read from in the file, and written to; None: the same place.
-        source: (not of gradients) the current values, which are not changed; the new ones go to `memory` and the file.
+        offset, write_offset: offsets to read the state from in the file, and to write it to; None: the same offset.
+        source: current values, which are not changed; the new ones are written to `memory` and the file. Not for
+            gradients.
     """
 
     def __init__(
@@ -403,8 +439,10 @@ class StateStream:
     ) -> None: ...
 
 class UpdatePipeline:
-    """Read states → Adam → write states, in tiles, all three at once on C++ threads. Jobs are done in the order in
-    which they are submitted."""
+    """Pipeline that reads states, computes Adam and writes states, in tiles, all three concurrently on C++ threads.
+
+    Jobs are done in the order in which they are submitted.
+    """
 
     def __init__(
         self,
@@ -418,13 +456,20 @@ class UpdatePipeline:
     ) -> None:
         """
         Args:
+            engine: engine that moves the states.
+            pool: threads that compute.
             staging: memory for at least two tiles more than `ahead_tiles_max`.
+            tile_numel: elements of a tile.
+            tile_bytes: bytes of a tile in the staging (`staging_tile_bytes`).
+            ahead_tiles_max: the most tiles that may be read ahead.
+            isa: instruction set; None: `select_isa()`.
         """
     @staticmethod
     def staging_tile_bytes(
         numel: int, *, weight_dtype: DTypeName, master: MasterName, moments: MomentsName, gradients: bool = False
     ) -> int:
-        """Bytes of a tile of `numel` elements whose states are all in a file; with `gradients` these are, too."""
+        """Return the bytes of a tile of `numel` elements whose states, and with `gradients` also these, are in a
+        file."""
     def submit(
         self,
         *,
@@ -447,20 +492,31 @@ class UpdatePipeline:
         ahead: UpdateFuture | None = None,
         after: Sequence[IOFuture] = (),
     ) -> UpdateFuture:
-        """Queue one unit's update.
+        """Queue the update of one unit.
 
         Args:
-            exp_avg, exp_avg_sq: may be left out when no segment's rule uses the moment.
-            whole: move all elements, not only those that segments touch: the states go to another place.
-            arithmetic: False reads the states and writes them back as they are, to measure the traffic alone.
-            tag: any number below 2^64; the trace names it with the job's tiles and their transfers.
-            unit: that the job belongs to.
-            speculative: the job comes before the jobs whose units were not begun.
-            ahead: a job of `read_ahead`, of the same format and size. This job takes over the tiles that it has read,
-                and its failure if it failed.
-            after: the job is held until these are done (gradients on their way from the device), and queued then: a
-                speculative job comes before those whose units are not begun then. It fails as the first of them that
-                fails. `ahead` goes on reading meanwhile; it fails as canceled if the job fails while it is held.
+            numel: elements of the job.
+            weight_dtype: dtype of the weights.
+            master: form of the fp32 master.
+            moments: form of the moments.
+            grad_dtype: dtype of the gradients.
+            segments: hyperparameters, by ranges of elements.
+            weight: location of the weights.
+            residual: location of the residual, if the master has one.
+            exp_avg: location of the first moment; may be omitted if no segment's rule uses it.
+            exp_avg_sq: location of the second moment; may be omitted if no segment's rule uses it.
+            grad: the gradients, or their location.
+            whole: move all elements, not only those of segments, because the states are written to another place.
+            arithmetic: if false, read the states and write them back unchanged, to measure the traffic alone.
+            tag: any number below 2^64, which the trace records with the job's tiles and their transfers.
+            unit: unit that the job belongs to.
+            speculative: the job precedes the jobs of units that have not begun.
+            ahead: a job of `read_ahead`, of the same format and size. This job takes over the tiles that the other has
+                read, and its failure if it failed.
+            after: the job is held until these futures are done (gradients in flight from the device), and queued then.
+                A speculative job then precedes the jobs of units that have not begun by then. The job fails with the
+                first of these futures that fails. Meanwhile `ahead` continues to read; it fails as canceled if the job
+                fails while it is held.
 
         Raises:
             ValueError: the job is inconsistent, its tiles do not fit the staging, or `ahead` was taken over before or
@@ -479,28 +535,37 @@ class UpdatePipeline:
         exp_avg_sq: StateStream | None = None,
         tag: int = 0,
     ) -> UpdateFuture:
-        """Begin to read a job's tiles before the job is decided, while no other job has tiles to read, and as far as
-        `ahead_tiles_max` allows. The states that are given are all in a file. Nothing may change them until `submit`
-        takes the job over or it is withdrawn."""
+        """Start to read a job's tiles before the job is decided.
+
+        Tiles are read while no other job has tiles to read, and as far as `ahead_tiles_max` allows. All given states
+        must be in a file. Nothing may change them until `submit` takes the job over or it is withdrawn.
+        """
     @property
     def ahead_tiles_max(self) -> int:
-        """The most tiles that may be read ahead."""
+        """Largest number of tiles that may be read ahead."""
     def lend(self, memory: Buffer) -> None:
-        """Add memory to the staging until it is reclaimed. As many more tiles may be read ahead as fit in it."""
+        """Add memory to the staging until it is reclaimed. As many more tiles may be read ahead as fit in the
+        memory."""
     def reclaim(self, memory: Buffer) -> bool:
-        """Take back memory that was lent: start no more tiles there, and wait until none is there. Jobs that read
-        ahead, and may have tiles there, must be taken over or withdrawn before. False when a device that was given up
-        may use the memory for ever."""
+        """Take back memory that was lent: start no more tiles in it, and wait until it contains none.
+
+        Jobs that read ahead, and may have tiles in the memory, must be taken over or withdrawn before. Returns False if
+        a device that was given up may use the memory forever.
+        """
     def withdraw(self, lists: Sequence[Sequence[UpdateFuture]]) -> list[bool]:
-        """Take back all jobs of each list, if each of them is held, reads ahead, or has no tile that was started: they
-        fail as canceled. Returns False for a list with a job that was begun or is done; then all of it goes on."""
+        """Withdraw all jobs of each list, if each of them is held, reads ahead, or has no tile that was started.
+
+        Withdrawn jobs fail as canceled. For a list with another job the result is False, and all its jobs continue.
+        """
     def cancel(self, update: UpdateFuture) -> None:
-        """Start no more tiles of a job. It fails as canceled once nothing of it is in flight, unless all its tiles were
-        started before."""
+        """Start no more tiles of a job.
+
+        The job fails as canceled once nothing of it is in flight, unless all its tiles were started before.
+        """
     def counters(self) -> dict[str, int]:
-        """tiles, ahead (how many of them were read ahead), adam_ns, read_wait_ns, write_wait_ns."""
+        """Return tiles, ahead (number of tiles that were read ahead), adam_ns, read_wait_ns, write_wait_ns."""
     def trace(self, on: bool, *, events_max: int = 1 << 21) -> None:
-        """As IOEngine.trace, of tiles."""
+        """Start or stop recording tiles, like IOEngine.trace."""
     def take_trace(self) -> tuple[bytes, int]:
-        """As IOEngine.take_trace: `io.events.TILE_EVENT` structs."""
+        """Return the recorded tiles as `io.events.TILE_EVENT` structs, like IOEngine.take_trace."""
     def close(self) -> None: ...

@@ -1,8 +1,9 @@
-"""What `_native` has for frozen weights that rest in 4 or 8 bits: to their stored form, and back when they arrive.
+"""Part of `_native` for frozen weights that have 4 or 8 bits at home: encoding, and decoding after a read.
 
-Only type stubs: the names are imported from `infinity._native`.
+These are only type stubs: the names are imported from `infinity._native`.
 
-`WeightCodec` is how one parameter of `numel` elements is stored, flattened, in blocks of 64 elements.
+`WeightCodec` names the stored form of one parameter of `numel` elements. It is flattened and divided into blocks of 64
+elements.
 
 | codec       | codes                                       | scales                                           |
 |-------------|---------------------------------------------|--------------------------------------------------|
@@ -11,12 +12,12 @@ Only type stubs: the names are imported from `infinity._native`.
 | `int8`      | int8                                        | bf16 a block                                     |
 | `int8_rows` | int8                                        | fp32 a row (bitsandbytes' SCB)                   |
 
-`nf4` is bitsandbytes' NF4 with `bnb_4bit_use_double_quant`, `nf4_fp32` the one without, both with blocks of 64;
-`int8_rows` is its LLM.int8(). Codes, scales and values have the bits of bitsandbytes 0.50.2 on a processor (csrc/codec/
-codec.hpp says which of its arithmetic where it differs between processors).
+`nf4` is bitsandbytes' NF4 with `bnb_4bit_use_double_quant`, `nf4_fp32` is NF4 without it, both with blocks of 64.
+`int8_rows` is its LLM.int8(). Codes, scales and values have the bits of bitsandbytes 0.50.2 on a processor. Where its
+arithmetic differs between processors, csrc/codec/codec.hpp says which one is used.
 
 `int8` is linear: scale = the smallest bf16 that is not below absmax / 127 in fp32; code = value / scale in fp32,
-rounded to the nearest integer, ties to even, 0 where the scale is 0; value = code · scale in fp32.
+rounded to the nearest integer, ties to even, 0 if the scale is 0; value = code · scale in fp32.
 """
 
 from collections.abc import Sequence
@@ -25,18 +26,23 @@ from typing import Literal
 from infinity._native import Buffer, DTypeName, IOFuture, ThreadPool, WeightCodec
 
 NF4_MAP: tuple[float, ...]
-"""What the 16 codes of 'nf4' and 'nf4_fp32' stand for."""
+"""Values of the 16 codes of 'nf4' and 'nf4_fp32'."""
 NESTED_MAP: tuple[float, ...]
-"""What the 256 codes of the scales of 'nf4' stand for: bitsandbytes' signed dynamic map, as torch computes it on x86-64
-with AVX2. Elsewhere its last bits may differ, so that a checkpoint's own map must be compared with this."""
+"""Values of the 256 codes of the scales of 'nf4': bitsandbytes' signed dynamic map.
+
+These are the values that torch computes on x86-64 with AVX2. On other processors its last bits may differ, so a
+checkpoint's own map must be compared with this one.
+"""
 
 def weight_parts(codec: WeightCodec, numel: int, row_numel: int = 0) -> dict[str, tuple[int, int]]:
-    """Where in the stored form its parts are: name → (begin, bytes).
+    """Return (begin, bytes) of each part of the stored form, by name.
 
-    The names are 'codes' and 'scales', and for 'nf4' also 'nested_scales' and 'offset'. Each begins at a multiple of
-    64.
+    The names are 'codes' and 'scales', and for 'nf4' also 'nested_scales' and 'offset'. Each part begins at a multiple
+    of 64.
 
     Args:
+        codec: the stored form.
+        numel: elements of the parameter.
         row_numel: elements of a row; only 'int8_rows' needs it.
 
     Raises:
@@ -45,7 +51,7 @@ def weight_parts(codec: WeightCodec, numel: int, row_numel: int = 0) -> dict[str
     """
 
 def encoded_weight_bytes(codec: WeightCodec, numel: int, row_numel: int = 0) -> int:
-    """Bytes of the stored form, a multiple of 64. Raises as `weight_parts`."""
+    """Return the bytes of the stored form, a multiple of 64. Raises like `weight_parts`."""
 
 def encode_weights(
     values: Buffer,
@@ -56,22 +62,28 @@ def encode_weights(
     pool: ThreadPool,
     isa: str | None = None,
 ) -> None:
-    """Encode as many elements as `values` holds.
+    """Encode all elements of `values`.
 
     Args:
-        codes, scales: parts of a stored form, which are written. With `nest_scales` 'nf4' is made of 'nf4_fp32'.
+        values: the elements.
+        dtype: their dtype.
+        codec: the stored form. `nest_scales` converts 'nf4_fp32' to 'nf4'.
+        codes: the part 'codes', which is written.
+        scales: the part 'scales', which is written.
+        pool: threads to compute with.
+        isa: instruction set; None: `select_isa()`.
 
     Raises:
-        ValueError: a value is NaN or infinite (the message has the index of the first one; `codes` and `scales` are
-            undefined then), another codec, or a buffer is short, read-only, misaligned or overlaps another.
+        ValueError: a value is NaN or infinite (the message has the index of the first one, and the content of `codes`
+            and `scales` is undefined), another codec, or a buffer is short, read-only, misaligned or overlaps another.
     """
 
 def nest_scales(scales: Buffer, offset: float, codes: Buffer, nested_scales: Buffer) -> None:
-    """fp32 scales of 'nf4_fp32' → the scales and nested scales of 'nf4', in groups of 256 blocks.
+    """Convert the fp32 scales of 'nf4_fp32' to the scales and nested scales of 'nf4', in groups of 256 blocks.
 
     Args:
         scales: fp32, one for each block.
-        offset: their mean, as `torch.mean` computes it; the part 'offset' is this as fp32.
+        offset: mean of the scales, as `torch.mean` computes it; the part 'offset' is this number as fp32.
         codes: uint8, one for each block.
         nested_scales: fp32, one for each group.
 
@@ -90,42 +102,49 @@ def decode_weights(
     pool: ThreadPool,
     isa: str | None = None,
 ) -> None:
-    """Decode a stored form, rounded to the nearest of `dtype`, ties to even.
+    """Decode a stored form, and round to the nearest value of `dtype`, ties to even.
 
     Args:
         data: `encoded_weight_bytes` bytes, aligned to 4.
-        row_numel: as `weight_parts` takes it.
+        codec: form of `data`.
+        numel: elements of the parameter.
+        row_numel: see `weight_parts`.
         out: `numel` elements of `dtype`.
+        dtype: dtype of the result.
+        pool: threads to compute with.
+        isa: instruction set; None: `select_isa()`.
 
     Raises:
-        ValueError: as `weight_parts`, or a buffer is short, read-only, misaligned or overlaps another.
+        ValueError: see `weight_parts`; or a buffer is short, read-only, misaligned or overlaps another.
     """
 
 class DecodePart:
-    """A weight that a `WeightDecoder` decodes, with the arguments of `decode_weights`, which raises the same. Keeps its
-    buffers alive."""
+    """Weight for a `WeightDecoder` to decode. It keeps its buffers alive.
+
+    Arguments and errors are those of `decode_weights`.
+    """
 
     def __init__(
         self, data: Buffer, codec: WeightCodec, numel: int, row_numel: int, out: Buffer, dtype: DTypeName
     ) -> None: ...
 
 class WeightDecoder:
-    """Decodes weights once they are read, on a native thread and the pool.
+    """Decoder that decodes weights once they are read, on a native thread and the pool.
 
-    Of the jobs whose reads have ended it takes the one that was submitted first: a job whose reads are late holds
-    nobody back.
+    Of the jobs whose reads have ended, the job that was submitted first is decoded first. A job whose reads are late
+    delays no other job.
     """
 
     def __init__(self, pool: ThreadPool, isa: str | None = None) -> None: ...
     def decode(self, parts: Sequence[DecodePart], after: Sequence[IOFuture] = ()) -> IOFuture:
         """Decode the parts once all of `after` is done.
 
-        Where one of `after` failed nothing is decoded, and the future fails with the failure of the first that did; a
-        timeout comes before every other failure. The future keeps the buffers: where it is dropped, that waits until it
-        is done, as with the futures of an engine.
+        If one of `after` failed, nothing is decoded, and the future fails with the failure of the first that did. A
+        timeout takes precedence over every other failure. The future keeps the buffers; dropping it waits until it is
+        done, like the futures of an engine.
 
         Raises:
             ValueError: the decoder is closed, or belongs to the parent of this forked process.
         """
     def close(self) -> None:
-        """Decode the jobs that are ready, fail those that wait as canceled, and stop the thread. Idempotent."""
+        """Decode the jobs that are ready, fail waiting jobs as canceled, and stop the thread. Idempotent."""

@@ -1,7 +1,7 @@
-"""The swap config: where states rest and how they move. It says nothing about training.
+"""Swap config: where states are kept and how they move. It contains nothing about training.
 
-One schema for YAML, JSON and dicts. An unknown key is an error that names the nearest known one; a key whose feature
-is not built yet is refused, never ignored.
+One schema serves YAML, JSON and dicts. An unknown key is an error that names the nearest known key. A value whose
+feature is not implemented yet is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.strict import parse_json, parse_yaml
 
 _FILE_BYTES_MAX = 64 << 10
 _MISTAKES_MAX = 10
-"""Named in one error."""
+"""Mistakes that one error names."""
 _KEY_CHARS_MAX = 80
 _STEPS_END = 10**12
 PINS_MAX = 64
@@ -44,7 +44,7 @@ def _path(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    """Only whole numbers: pydantic alone also accepts true as 1, 32.0 as 32 and ' 1_0 ' as 10."""
+    """Accept integers only: pydantic alone also accepts true as 1, 32.0 as 32 and ' 1_0 ' as 10."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?(?:0|[1-9][0-9]{0,17})", value):
         return int(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -65,7 +65,7 @@ def _steps_or_auto(value: object) -> object:
 
 
 def _word(value: object) -> object:
-    """Some YAML readers give false for a bare `off`; a mapping that was read so has false."""
+    """Return 'off' for False, because some YAML readers give False for a bare `off`."""
     return "off" if value is False else value
 
 
@@ -85,7 +85,7 @@ class _Section(BaseModel):
 
 
 class MemoryConfig(_Section):
-    """The memory budgets. A budget that is omitted is measured."""
+    """Memory budgets. A budget that is omitted is measured."""
 
     device: Size | None = None
     """Device memory; omitted = measured. Half of it is for weights and for gradients on their way to RAM, and is
@@ -99,7 +99,7 @@ class MemoryConfig(_Section):
 
 
 class NvmeConfig(_Section):
-    """The disks and how they are driven."""
+    """Disks, and how they are used."""
 
     paths: Annotated[
         list[Annotated[Path, BeforeValidator(_path)]],
@@ -127,7 +127,7 @@ class NvmeConfig(_Section):
 
 
 class UpdateConfig(_Section):
-    """How the optimizer's pass is cut into tiles and threads. Never changes a bit of the result."""
+    """Division of the optimizer's pass into tiles and threads. It never changes a bit of the result."""
 
     tile: Size | None = None
     """How the optimizer's pass is cut: bytes of one fp32 moment per tile; omitted = as the threads' caches hold, 1
@@ -138,7 +138,7 @@ class UpdateConfig(_Section):
 
 
 class RanksConfig(_Section):
-    """What several ranks keep of each other's weights. Without torchrun it says nothing."""
+    """Weights of other ranks that each rank keeps. Without torchrun the section has no effect."""
 
     gather: Literal["auto", "world", "node", "none"] = "auto"
     """From which ranks weights come each time they are used, once they came from all ranks after an update. world: from
@@ -148,7 +148,7 @@ class RanksConfig(_Section):
 
 
 class SwapConfig(_Section):
-    """Where states live and how they move (docs/reference/config.md)."""
+    """Where states are kept and how they move (docs/reference/config.md)."""
 
     weights: Tier = "auto"
     """Where the weights rest between uses."""
@@ -193,7 +193,7 @@ class SwapConfig(_Section):
         """Refuse values whose feature this version does not have yet.
 
         Args:
-            source: where the config was read.
+            source: name of the file that the config came from, for the message.
 
         Raises:
             NotAvailableError: names the key and what to write instead.
@@ -208,16 +208,16 @@ class SwapConfig(_Section):
 
 
 _NOT_YET = {"optimizer": ("device",), "gradients": ("device",), "activations": ("host", "nvme")}
-"""Values of keys that this version refuses."""
+"""Values of keys that this version refuses, by key."""
 
 
 def _usable(key: str) -> list[str]:
-    """The words that a key takes in this version."""
+    """Return the values that this version accepts for a key."""
     return [each for each in get_args(SwapConfig.model_fields[key].annotation) if each not in _NOT_YET.get(key, ())]
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "", under: str = "") -> list[str]:
-    """All keys of the config, or those of the section `under`."""
+    """Return all keys of the config, or those of the section `under`."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -261,8 +261,9 @@ def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> S
         source: path of a YAML or JSON file, a mapping with the same keys, a SwapConfig, or None for all defaults.
 
     Raises:
-        ConfigError: unreadable, unknown key or bad value; names the key and the nearest known one.
-        NotAvailableError: a feature that is not built yet.
+        ConfigError: the file is unreadable, a key is unknown or a value is bad; names the key and the nearest known
+            one.
+        NotAvailableError: the config asks for a feature that is not implemented yet.
     """
     if isinstance(source, SwapConfig):
         config = source
@@ -282,7 +283,7 @@ def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> S
 
 
 def _require_directories(paths: list[Path]) -> None:
-    """Raises ConfigError for a path that can never be made: it, or an existing parent of it, is not a directory."""
+    """Raise ConfigError for a path that can never be made, because it or an existing parent is not a directory."""
     for path in paths:
         try:
             above = nearest(path)

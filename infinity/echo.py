@@ -1,4 +1,4 @@
-"""Foreign values in messages: shortened, and without control characters that a terminal would obey."""
+"""Values of users and other libraries in messages: shortened, and without control characters that a terminal obeys."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from infinity.errors import printable
 _LIMIT = 80
 """Characters of a value that a message shows."""
 _RAISED_LIMIT = 1000
-"""Characters of a foreign exception that a message shows: it may repeat a value, and a value has any length."""
+"""Characters of another library's exception that a message shows, because the exception may repeat a long value."""
 
 
 class _Short(reprlib.Repr):
-    """A repr that is bounded in depth, width and length, even for a value that contains itself."""
+    """Repr that is bounded in depth, width and length, even for a value that contains itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,10 +28,10 @@ class _Short(reprlib.Repr):
 
 
 def quoted(value: object) -> str:
-    """repr(value), with each text in it cut to about 80 characters; after a cut text its length is given.
+    """Return repr(value) with each text in it cut to about 80 characters, followed by its length if it was cut.
 
     Characters that are not printable are escaped, so that a value cannot move the cursor, colour the terminal or begin
-    a line.
+    a new line.
     """
     if not isinstance(value, str):
         return printable(_SHORT.repr(value))
@@ -41,12 +41,12 @@ def quoted(value: object) -> str:
 
 
 def one_line(text: object) -> str:
-    """`text` without line breaks, printable."""
+    """Return `text` as one printable line."""
     return printable(" ".join(line.strip() for line in str(text).splitlines()))
 
 
 def raised(error: BaseException) -> str:
-    """An exception of foreign code as one line for a message: its class and the first 1,000 characters of its text."""
+    """Return an exception as one line for a message: its class and the first 1,000 characters of its text."""
     said = one_line(f"{type(error).__name__}: {error}")
     return said if len(said) <= _RAISED_LIMIT else f"{said[:_RAISED_LIMIT]}… ({len(str(error))} characters)"
 

@@ -1,4 +1,4 @@
-"""The exceptions of infinity: one class per cause. Each message says what happened, where, and what to do."""
+"""Exceptions of infinity: one class per cause. Each message says what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ _SHOWN_MAX = 4000
 
 
 def printable(text: object, *, lines: bool = False) -> str:
-    """`text`, safe to show on a terminal: control characters, escape sequences, characters that reverse the direction
-    of writing, and bytes that are not UTF-8 are spelled out. Text of more than 4000 characters is cut.
+    """Return `text` in a form that is safe to show on a terminal, cut to 4000 characters.
+
+    Control characters, escape sequences, characters that reverse the direction of writing, and bytes that are not UTF-8
+    are escaped.
 
     Args:
-        lines: leave line breaks and tabs as they are.
+        text: the text.
+        lines: keep line breaks and tabs.
     """
     whole = str(text)
     shown = whole[:_SHOWN_MAX]
@@ -26,15 +29,17 @@ def printable(text: object, *, lines: bool = False) -> str:
 
 
 class InfinityError(Exception):
-    """Base of every error that infinity raises on purpose. A message may quote names from files and models, so it is
-    made printable."""
+    """Base class of every error that infinity raises on purpose.
+
+    A message may quote names from files and models, so it is made printable.
+    """
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(message, lines=True))
 
 
 def cause_of(error: BaseException | None) -> InfinityError | None:
-    """The error of infinity that an error is, or was raised from; None where there is none."""
+    """Return the nearest InfinityError in an exception's chain of causes, itself included; None if there is none."""
     while error is not None and not isinstance(error, InfinityError):
         error = error.__cause__
     return error
@@ -45,7 +50,7 @@ class ConfigError(InfinityError, ValueError):
 
 
 class NotAvailableError(ConfigError):
-    """A feature that the swap config names and this version does not have yet."""
+    """The swap config names a feature that this version does not have yet."""
 
 
 class PlanError(InfinityError):
@@ -57,10 +62,10 @@ class ModelError(InfinityError):
 
 
 class DeviceRoomError(PlanError):
-    """memory.device has no room for the units that are needed at once. All ranks have this error, or none has.
+    """memory.device has no room for the units that are needed at once. Either all ranks raise this error, or none.
 
     Attributes:
-        limit_bytes: of memory.device, for this process.
+        limit_bytes: memory.device of this process, in bytes.
         peers: the other ranks, as the plan knew them (plan/problem.py: Peers).
     """
 
@@ -70,13 +75,13 @@ class DeviceRoomError(PlanError):
         self.peers: Any = None
 
     def among(self, peers: Any) -> DeviceRoomError:
-        """The error of a process among these ranks."""
+        """Set the ranks of the process that raises the error, and return the error."""
         self.peers = peers
         return self
 
 
 class TooLateError(ModelError):
-    """A model that was changed after it was offloaded cannot be offloaded anew; nothing was done."""
+    """A model that was changed after it was offloaded cannot be offloaded again; nothing was done."""
 
 
 class ReleasedParameterError(ModelError):
@@ -88,7 +93,7 @@ class StaleWeightsError(ModelError):
 
 
 class DeviceError(InfinityError, RuntimeError):
-    """The device's runtime failed, and what was on its way to or from the device is lost."""
+    """The device's runtime failed, and the data in flight to or from the device are lost."""
 
 
 class NonFiniteGradientError(InfinityError):
@@ -100,7 +105,7 @@ class ForkError(InfinityError):
 
 
 class BenchError(InfinityError):
-    """infinity-bench cannot measure what it was asked to, or a disk returned wrong data."""
+    """infinity-bench cannot do the measurement that was asked for, or a disk returned wrong data."""
 
 
 class StoreLockedError(InfinityError):
@@ -134,22 +139,21 @@ class ManifestError(ResumeError):
 
 
 class DamagedFileError(ManifestError):
-    """A small file of a store is missing, or its bytes are not those that were written."""
+    """A small file of a store is missing, or its bytes differ from those that were written."""
 
 
 class NewerVersionError(ManifestError):
-    """A small file of a store is undamaged, but was written by a newer infinity in a form that this version cannot
-    read."""
+    """A small file of a store is undamaged, but a newer infinity wrote it in a form that this version cannot read."""
 
 
 class PeerError(InfinityError):
-    """This rank cannot go on, because of another rank or of what the ranks do together.
+    """This rank cannot continue, because of another rank or of a common operation of the ranks.
 
     Attributes:
-        rank: the rank at fault; None where no single one is known to be.
-        ranks: all that are at fault, ascending.
-        cause: what happened, in words.
-        advice: what to do.
+        rank: the rank at fault; None if no single one is known to be.
+        ranks: all ranks at fault, ascending.
+        cause: description of what happened.
+        advice: description of what to do.
     """
 
     ADVICE = "All ranks must end: remove the cause, start all of them again, and resume from the last generation."
@@ -166,7 +170,7 @@ class PeerError(InfinityError):
         return type(self), (self.cause, self.ranks, self.advice)
 
     def again(self) -> PeerError:
-        """The same error, to be raised once more: one that was raised keeps its first traceback."""
+        """Return an equal error to raise again, because an error that was raised keeps its first traceback."""
         copy = PeerError(self.cause, self.ranks, self.advice)
         copy.__cause__ = self.__cause__
         return copy
@@ -186,16 +190,16 @@ class SwapIOError(InfinityError, OSError):
     """A transfer to or from the store failed.
 
     Attributes:
-        errno: the system's error number, 0 where no system call failed.
+        errno: the system's error number, 0 if no system call failed.
         path: the swap file.
         offset: bytes from the start of the file.
         nbytes: length of the block that failed.
-        cause: what went wrong, in words.
-        unit, state: what was being moved; "" when not known.
+        cause: description of what went wrong.
+        unit, state: the unit and state that were being moved; "" if not known.
         step: the optimizer step during which the transfer failed.
 
     Args:
-        begun: states were being moved; False while the store is made.
+        begun: whether states were being moved; false while the store is made.
     """
 
     advice = ""
@@ -234,7 +238,7 @@ class SwapIOError(InfinityError, OSError):
 
 
 class SwapCorruptionError(SwapIOError):
-    """The store returned other data than was written: torn, stale, misdirected or with flipped bits."""
+    """The store returned data that differ from those written: torn, stale, misdirected or with flipped bits."""
 
     advice = "The device, its cable or its memory returned wrong data without an error: check its health (smartctl)."
 
@@ -242,7 +246,7 @@ class SwapCorruptionError(SwapIOError):
 class SwapTimeoutError(SwapIOError):
     """A device did not answer within nvme.deadline_s and was given up.
 
-    The device may still read or write the memory of the transfer, so that memory is never used or freed again.
+    The device may still read or write the memory of the transfer, so the memory is never used or freed again.
     """
 
     advice = (
@@ -252,9 +256,9 @@ class SwapTimeoutError(SwapIOError):
 
 
 class DeviceCopyError(SwapIOError, DeviceError):
-    """What was read from the store, or was to be written there, did not get to or from the device that computes.
+    """Data read from the store, or to be written to it, did not get to or from the compute device.
 
-    `path` names the device, and `cause` has the number of the runtime's error; there is no place in a file.
+    `path` names the device, and `cause` has the number of the runtime's error; there is no position in a file.
     """
 
     advice = (

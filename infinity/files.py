@@ -1,8 +1,8 @@
 """Safe access to files: reading small files of unknown origin, replacing files, and checking names that users give.
 
-Only regular files are read, and never more of them than the reader asks for: a FIFO, a device or a socket in a file's
-place would hang the reader, or feed it without end. The kind of a file is asked of the open descriptor, because the
-path may name another file a moment later.
+Only regular files are read, and never more bytes than the reader asks for. A FIFO, a device or a socket in a file's
+place would block the reader, or supply data without end. The kind of a file is determined from the open descriptor,
+because the path may name another file a moment later.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TextIO
 from infinity.echo import quoted
 from infinity.sizes import format_bytes
 
-_NAME_BYTES_MAX, _PATH_BYTES_MAX = 255, 4000  # a path leaves room for the names of what lies in it
+_NAME_BYTES_MAX, _PATH_BYTES_MAX = 255, 4000  # leaves room for the names of files in the directory
 _READ_BYTES = 64 << 20
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
@@ -30,7 +30,7 @@ _KINDS = (
 
 
 class UnusableFileError(OSError):
-    """The path names no regular file, or a file too large to be one that infinity wrote."""
+    """The path names no regular file, or a file too large to have been written by infinity."""
 
     def __init__(self, path: Path, problem: str) -> None:
         super().__init__(errno.EINVAL, problem, str(path))
@@ -38,10 +38,11 @@ class UnusableFileError(OSError):
 
 @contextmanager
 def opened(path: Path, *, follow: bool = False) -> Iterator[tuple[int, int]]:
-    """Open a regular file for reading; gives its descriptor and its size in bytes.
+    """Open a regular file for reading; yields its descriptor and its size in bytes.
 
     Args:
-        follow: open the file that a symbolic link names.
+        path: path of the file.
+        follow: if `path` is a symbolic link, open the file that it names.
 
     Raises:
         UnusableFileError: the path does not name a regular file.
@@ -50,7 +51,7 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[tuple[int, int]]:
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
     try:
         descriptor = os.open(path, flags)
-    except ValueError as error:  # a NUL, or bytes that no file system has
+    except ValueError as error:  # the path has a NUL, or characters that no file name can have
         raise UnusableFileError(path, f"has no name of a file: {error}") from error
     except OSError as error:
         if error.errno == errno.ENXIO:
@@ -71,7 +72,7 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[tuple[int, int]]:
 
 
 def read(descriptor: int, nbytes: int) -> bytes:
-    """The first `nbytes` of a file; fewer if the file is shorter, because it was cut meanwhile. Raises OSError."""
+    """Return the first `nbytes` of a file, or fewer if the file was truncated meanwhile. Raises OSError."""
     parts, at = [], 0
     while at < nbytes:
         part = os.pread(descriptor, min(nbytes - at, _READ_BYTES), at)
@@ -83,7 +84,7 @@ def read(descriptor: int, nbytes: int) -> bytes:
 
 
 def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
-    """All bytes of a regular file. Raises the errors of opened(), and UnusableFileError for more than `bytes_max`."""
+    """Return all bytes of a regular file. Raises the errors of opened(); UnusableFileError above `bytes_max`."""
     with opened(path, follow=follow) as (descriptor, nbytes):
         if nbytes > bytes_max:
             raise UnusableFileError(path, f"has {format_bytes(nbytes)}, and {format_bytes(bytes_max)} at most are read")
@@ -99,19 +100,21 @@ def write(descriptor: int, data: bytes | memoryview, at: int = 0) -> None:
 
 
 def nearest(path: Path) -> Path:
-    """`path`, absolute, or its nearest parent that exists. Raises OSError where that cannot be asked."""
+    """Return the absolute `path`, or its nearest existing parent. Raises OSError if existence cannot be checked."""
     there = path.expanduser().absolute()
     return next(each for each in (there, *there.parents) if each.exists())
 
 
 def require_possible(name: str) -> None:
-    """Raises ValueError for a text that can never name a file or directory: it is empty, too long or not UTF-8, has a
-    NUL, or begins with the home (~) of a user who does not exist."""
+    """Raise ValueError for a text that can never name a file or directory.
+
+    Such a text is empty, too long or not UTF-8, has a NUL, or begins with the home (~) of a user who does not exist.
+    """
     if not name.strip():
         raise ValueError(f"{quoted(name)} is no name of a file or directory")
     try:
         encoded = name.encode()
-    except UnicodeEncodeError as error:  # bytes of the command line, or half of a pair of JSON or YAML
+    except UnicodeEncodeError as error:  # undecodable bytes of the command line, or half of a surrogate pair
         raise ValueError(f"{quoted(name)} is not UTF-8") from error
     if b"\0" in encoded or len(encoded) > _PATH_BYTES_MAX or max(map(len, encoded.split(b"/"))) > _NAME_BYTES_MAX:
         raise ValueError(f"no file or directory can be called {quoted(name)}")
@@ -122,8 +125,10 @@ def require_possible(name: str) -> None:
 
 
 def require_different(paths: Iterable[Path]) -> None:
-    """Raises ValueError where two paths name the same directory, by links or mounts. A directory that is not there yet
-    has its name alone."""
+    """Raise ValueError if two paths name the same directory, also by links or mounts.
+
+    Directories that do not exist yet are compared by name alone.
+    """
     seen: dict[object, Path] = {}
     for path in paths:
         place = os.path.realpath(path.expanduser())
@@ -140,8 +145,15 @@ def require_different(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def renamed(aside: Path, path: Path, rename: Callable[[Path, Path], None] = os.replace) -> Iterator[None]:
-    """Rename `aside`, which the block writes, to `path`. When the block or the rename fails, `aside` is removed and
-    `path` is as it was."""
+    """Rename `aside`, which the block writes, to `path`.
+
+    If the block or the rename fails, `aside` is removed and `path` is unchanged.
+
+    Args:
+        aside: the temporary file.
+        path: the final name.
+        rename: function that renames.
+    """
     try:
         yield
         rename(aside, path)
@@ -153,11 +165,12 @@ def renamed(aside: Path, path: Path, rename: Callable[[Path, Path], None] = os.r
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """A new text file for the block to write, which replaces `path` when the block ends without an error. No file that
-    exists is written to, as it may be a link to another file.
+    """Yield a new text file for the block to write. It replaces `path` when the block ends without an error.
+
+    No existing file is written to, because it may be a link to another file.
 
     Raises:
-        OSError: the file cannot be written; `path` is as it was.
+        OSError: the file cannot be written; `path` is unchanged.
     """
     aside = path.with_name(f".infinity-{uuid.uuid4().hex}")
     with renamed(aside, path), aside.open("x", encoding="utf-8") as file:
@@ -165,7 +178,7 @@ def replacing(path: Path) -> Iterator[TextIO]:
 
 
 def require_replaceable(path: Path) -> None:
-    """Raises OSError if replacing() cannot replace `path`."""
+    """Raise OSError if replacing() cannot replace `path`."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path))
     if path.exists() and not path.is_file():

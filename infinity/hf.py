@@ -1,5 +1,7 @@
-"""What a script of transformers' and TRL's trainers gives them, beside infinity.InfinityConfig for `from_pretrained`.
-Importing this module imports transformers."""
+"""Helpers for scripts that use the trainers of transformers and TRL. Importing this module imports transformers.
+
+infinity.InfinityConfig, for `from_pretrained`, is the third of these helpers.
+"""
 
 from infinity.integrations.plug_points import Checkpoints, optimizer_factory
 

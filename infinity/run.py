@@ -1,4 +1,4 @@
-"""`python -m infinity.run CONFIG SCRIPT [ARGS…]`, for launchers that start modules: as `infinity run`."""
+"""`python -m infinity.run CONFIG SCRIPT [ARGS…]`, for launchers that start modules. Does the same as `infinity run`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Sizes in bytes: reading, writing and rounding them."""
+"""Sizes in bytes: parsing, formatting and rounding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PAGE_BYTES = 4096
 """Alignment of every transfer to or from a swap file, in bytes."""
 
 SIZE_MAX = 1 << 60
-"""The largest size that a config or an option may give, in bytes."""
+"""Largest size that a config or an option may have, in bytes."""
 
 THREADS_MAX = 1024
-"""The largest number of compute threads that a config or an option may give."""
+"""Largest number of compute threads that a config or an option may have."""
 
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -23,7 +23,8 @@ _SIZE = re.compile(r"\s*((?:0|[1-9][0-9]{0,18})(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0
 
 
 def parse_bytes(value: object) -> object:
-    """'64MiB', '2.5GB' or an integer number of bytes → int. Anything else, or more than 1 EiB, raises ValueError."""
+    """Convert "64MiB", "2.5GB" or an integer to bytes; None stays None. Raises ValueError for others, or above 1
+    EiB."""
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool):
@@ -39,7 +40,7 @@ def parse_bytes(value: object) -> object:
 
 
 def format_bytes(nbytes: float) -> str:
-    """1610612736 → '1.50 GiB'."""
+    """Format a size for people: 1610612736 → '1.50 GiB'."""
     for unit, size in _SHOWN:
         if abs(nbytes) >= size:
             return f"{nbytes / size:.2f} {unit}"
@@ -47,14 +48,14 @@ def format_bytes(nbytes: float) -> str:
 
 
 def exact_bytes(nbytes: int) -> str:
-    """A size for a swap config, rounded up to whole pages: 135168 → '132KiB', 2097152 → '2MiB'."""
+    """Format a size for a swap config, rounded up to complete pages: 135168 → '132KiB', 2097152 → '2MiB'."""
     nbytes = round_up(nbytes, PAGE_BYTES)
     unit, size = next((unit, size) for unit, size in _SHOWN if nbytes % size == 0)
     return f"{nbytes // size}{unit}"
 
 
 def enough_bytes(nbytes: int) -> str:
-    """A size for a swap config of at least so much, as people write it: 109797944 KiB → '105GiB'."""
+    """Format a size for a swap config, rounded up to a short number: 109797944 KiB → '105GiB'."""
     unit, size = next(((unit, size) for unit, size in _SHOWN if nbytes >= 10 * size), _SHOWN[-1])
     return f"{-(-nbytes // size)}{unit}"
 

@@ -1,11 +1,10 @@
-"""Strict readers of YAML and JSON: a key that is given twice is an error, and a word that two versions of YAML read
-differently stays text.
+"""Strict parsers of YAML and JSON. A key that occurs twice is an error.
 
 [Note: which YAML]
-Plain scalars are those of YAML 1.2's core schema, decimal only: null, true and false, whole numbers and fractions.
+Plain scalars are those of YAML 1.2's core schema, decimal only: null, true and false, integers and fractions.
 Everything else is text: `off`, `12:30:00`, `0x10`, `010`, `1_000`, `.inf` and dates, which YAML 1.1 (and PyYAML) reads
-as other values. Where a number is wanted, such a text is an error. Anchors, aliases, merge keys and tags are refused: a
-swap config needs none of them, and a few lines with them can expand to gigabytes.
+as other values. Where a number is expected, such a text is an error. Anchors, aliases, merge keys and tags are refused:
+a swap config needs none of them, and a few lines with them can expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -23,8 +22,11 @@ _DEPTH_MAX = 16
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of one YAML document. Raises ValueError of one line, with the line and column of the mistake if
-    known."""
+    """Return the value of one YAML document.
+
+    Raises:
+        ValueError: the text is not valid. The message is one line, with line and column of the problem if known.
+    """
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -37,7 +39,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError of one line."""
+    """Return the value of a JSON text. Raises ValueError with a message of one line."""
     try:
         return json.loads(text, object_pairs_hook=_without_doubles, parse_constant=_refuse)
     except RecursionError as error:
@@ -45,7 +47,7 @@ def parse_json(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, restricted as [Note: which YAML] says."""
+    """PyYAML's safe loader, restricted as described in [Note: which YAML]."""
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (add_implicit_resolver puts a copy there)
     _depth = 0
@@ -82,7 +84,7 @@ class _Loader(yaml.SafeLoader):
 for _tag, _form, _begins in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9]{0,17})", list("-+0123456789")),  # longer ones stay text, which no schema takes
+    ("int", r"[-+]?(?:0|[1-9][0-9]{0,17})", list("-+0123456789")),  # longer ones stay text, which every schema refuses
     ("float", r"[-+]?(?:[1-9][0-9]*|0)?(?:\.[0-9]+|(?<=[0-9])\.)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
     ("float", r"[-+]?(?:[1-9][0-9]*|0)[eE][-+]?[0-9]+", list("-+0123456789")),
 ):
