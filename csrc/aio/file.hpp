@@ -11,19 +11,19 @@
 
 namespace infinity {
 
-// Is told when a file closes. A ring that registered the file keeps it open, and its space taken, until the ring
-// forgets it.
+// Observer of closing files. A ring that registered a file keeps it open, and its space allocated, until the ring
+// forgets the file.
 class FileWatcher {
  public:
   virtual ~FileWatcher() = default;
   virtual void file_closed(std::uint64_t id) = 0;
 };
 
-// Opened with O_CLOEXEC | O_NOFOLLOW and mode 0600, and with O_DIRECT where the file system allows it in blocks of 4
-// KiB (see direct()). Whoever created the file deletes it, not this class.
+// Opened with O_CLOEXEC | O_NOFOLLOW and mode 0600, and with O_DIRECT if the file system supports it in blocks of 4 KiB
+// (see direct()). The creator of the file deletes it, not this class.
 class File {
  public:
-  // `numa_node`: of the disk below, or -1. Throws std::system_error whose what() names the path and the step that
+  // `numa_node`: node of the disk below, or -1. Throws std::system_error whose what() names the path and the step that
   // failed.
   File(std::string path, bool create, bool direct, int numa_node = -1);
   ~File();
@@ -33,23 +33,23 @@ class File {
   [[nodiscard]] int fd() const { return fd_; }
   [[nodiscard]] const std::string& path() const { return path_; }
   [[nodiscard]] bool direct() const { return direct_; }
-  // Bytes: what direct I/O asks of memory addresses, and of offsets and lengths (STATX_DIOALIGN; 4096 where the kernel
-  // does not say). 1 without direct I/O.
+  // Alignment in bytes that direct I/O needs for memory addresses, and for offsets and lengths (STATX_DIOALIGN; 4096 if
+  // the kernel does not report it). 1 without direct I/O.
   [[nodiscard]] std::uint32_t memory_alignment() const { return memory_alignment_; }
   [[nodiscard]] std::uint32_t offset_alignment() const { return offset_alignment_; }
-  // The file system that the file is on (st_dev). Files of one file system share a lane.
+  // The file system that the file is on (st_dev). Files of one file system use the same lane.
   [[nodiscard]] dev_t device() const { return device_; }
   [[nodiscard]] int numa_node() const { return numa_node_; }
-  // Unlike a descriptor, it is never used twice in a process.
+  // Unlike a descriptor, an id is never reused in a process.
   [[nodiscard]] std::uint64_t id() const { return id_; }
   [[nodiscard]] std::uint64_t nbytes() const;  // throws std::system_error
 
-  // Reserves the blocks so that a full disk is an error here and not in the middle of a step. On failure the space
-  // taken so far is given back and std::system_error is thrown.
+  // Reserves the blocks, so that a full disk is an error now and not in the middle of a step. On failure the blocks
+  // reserved so far are freed and std::system_error is thrown.
   void preallocate(std::uint64_t nbytes);
-  // Cuts the file; throws std::system_error.
+  // Truncates the file; throws std::system_error.
   void truncate(std::uint64_t nbytes);
-  // Tells `watcher`, once, when this closes.
+  // Calls `watcher` once, when this file closes.
   void watch(const std::shared_ptr<FileWatcher>& watcher);
 
  private:

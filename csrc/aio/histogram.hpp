@@ -1,4 +1,4 @@
-// How long transfers took: 16 buckets for each doubling, so that a percentile is right to 6 %.
+// Histogram of transfer times: 16 buckets for each doubling, so that a percentile is accurate to 6 %.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@ namespace infinity {
 // Filled by one thread, read by any.
 class Histogram {
  public:
-  using Counts = std::vector<std::pair<std::uint64_t, std::uint64_t>>;  // (largest value of a bucket, how many)
+  using Counts = std::vector<std::pair<std::uint64_t, std::uint64_t>>;  // (largest value of a bucket, count)
 
   void add(std::uint64_t value) { counts_[index_of(value)].fetch_add(1, std::memory_order_relaxed); }
 
@@ -32,7 +32,7 @@ class Histogram {
   static constexpr std::size_t kEach = std::size_t{1} << kBits;
   static constexpr std::size_t kBuckets = (64 - kBits + 1) * kEach;
 
-  // Values below 16 have a bucket each; above, the top five bits choose it.
+  // Each value below 16 has its own bucket; for larger values the top five bits choose the bucket.
   static std::size_t index_of(std::uint64_t value) {
     if (value < kEach) return value;
     const auto shift = static_cast<unsigned>(std::bit_width(value)) - kBits - 1;

@@ -1,4 +1,4 @@
-// One device's queue: a thread, its ring, and the order in which blocks are handed to them.
+// The queue of one device: a thread, its ring, and the order in which blocks are given to them.
 #pragma once
 
 #include <atomic>
@@ -23,11 +23,11 @@ namespace infinity {
 
 struct LaneOptions {
   std::string engine = "auto";              // auto | io_uring | threads
-  std::size_t block_bytes = 1u << 20;       // larger requests are cut to this
+  std::size_t block_bytes = 1u << 20;       // larger requests are divided into blocks of this size
   unsigned queue_depth = 128;               // blocks in flight
-  std::size_t in_flight_bytes = 32u << 20;  // of all blocks in flight; one block is always allowed
-  unsigned threads = 8;                     // of the thread engine
-  std::shared_ptr<FaultPlan> plan;          // of faults, for tests; may be null
+  std::size_t in_flight_bytes = 32u << 20;  // limit on the sum of all blocks in flight; one block is always allowed
+  unsigned threads = 8;                     // threads of the thread engine
+  std::shared_ptr<FaultPlan> plan;          // faults to inject in tests; may be null
 };
 
 struct LaneCounters {
@@ -40,8 +40,8 @@ struct LaneCounters {
   std::uint64_t in_flight = 0;  // blocks, now
 };
 
-// One thread owns the backend. Parts of requests are queued by class and cut to blocks (see part.hpp). Blocks of
-// several requests are in flight at once, so the pipe does not drain between tensors.
+// One thread owns the backend. Parts of requests are queued by class and divided into blocks (see part.hpp). Blocks of
+// several requests are in flight at once, so the pipeline does not drain between tensors.
 //
 // Every result is checked:
 //
@@ -49,8 +49,8 @@ struct LaneCounters {
 //   EINTR, EAGAIN                            is retried, at most kRetriesMax times for a block
 //   a page that differs from its checksum    fails the request as corruption
 //   any other error, the end of the file     fails the request with a Failure that names path, offset, length and errno
-//   a failed sync                            is never tried again: the kernel may have forgotten what it could not
-//   write
+//   a failed sync                            is never retried: the kernel may have dropped pages that it could not
+// write
 //
 // When a request fails, its blocks that were not submitted yet are dropped. Its part is finished only when none of its
 // blocks is in flight.
@@ -61,22 +61,21 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
  public:
   static constexpr unsigned kRetriesMax = 16;
 
-  // Throws std::system_error (engine: io_uring where the kernel refuses).
+  // Throws std::system_error (engine: io_uring, and the kernel refuses).
   static std::shared_ptr<Lane> open(LaneOptions options);
   ~Lane() override;
 
-  // Takes over the part of `request` that lies on `members` (a bit each). Never blocks.
+  // Takes over the part of `request` that is on `members` (a bit each). Never blocks.
   void submit(std::shared_ptr<Request> request, std::uint64_t members);
   // See Backend::register_memory. Waits for the lane's thread.
   std::string register_memory(std::byte* data, std::size_t nbytes);
-  // Keeps the thread on the processors of a NUMA node.
+  // Restricts the thread to the processors of a NUMA node.
   void run_on(int numa_node);
   void file_closed(std::uint64_t id) override;
 
-  // Abandons the lane when a block has been in flight for longer than `deadline`.
+  // Abandons the lane if a block has been in flight for longer than `deadline`.
   void check(std::chrono::nanoseconds deadline);
-  // Requests that are queued fail with ECANCELED. Waits for what is in flight, unless the lane is abandoned before or
-  // meanwhile.
+  // Fails queued requests with ECANCELED. Waits for blocks in flight, unless the lane is abandoned before or meanwhile.
   void close();
 
   [[nodiscard]] const std::string& name() const { return name_; }
@@ -92,7 +91,7 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
   std::unique_ptr<Backend> make_backend();
   void serve(std::promise<void>& opened);
   void abandon(const std::string& cause);
-  bool post(Task task);  // false when the lane is closed or abandoned
+  bool post(Task task);  // returns false if the lane is closed or abandoned
   void finished(const std::shared_ptr<Request>& request);
 
   const LaneOptions options_;
@@ -100,27 +99,27 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
   std::string reason_;
   std::thread thread_;
 
-  mutable std::mutex mutex_;  // guards what follows, up to the blank line
+  mutable std::mutex mutex_;  // guards the members up to the blank line
   std::condition_variable changed_;
-  Backend* backend_ = nullptr;  // owned by the thread, null before and after its life
+  Backend* backend_ = nullptr;  // owned by the thread; null before the thread starts and after it ends
   std::vector<std::pair<std::shared_ptr<Request>, std::uint64_t>> incoming_;
   std::vector<Task> tasks_;
   std::unordered_set<std::shared_ptr<Request>> live_;
-  bool listening_ = false;  // the thread is about to block although it has room: a new request must wake it
+  bool listening_ = false;  // the thread has room but is about to block: a new request must wake it
   bool stop_ = false;
   bool abandoned_ = false;
   std::string abandoned_because_;
-  bool ended_ = false;  // the thread is past its last use of this object
+  bool ended_ = false;  // the thread has used this object for the last time
 
-  // Written by the lane's thread alone.
-  std::vector<std::atomic<std::uint64_t>> started_ns_;  // by token; 0: free
+  // Written only by the lane's thread.
+  std::vector<std::atomic<std::uint64_t>> started_ns_;  // by token; 0: the token is free
   std::atomic<std::uint64_t> read_bytes_[kIoClasses] = {};
   std::atomic<std::uint64_t> write_bytes_[kIoClasses] = {};
   std::atomic<std::uint64_t> operations_{0};
   std::atomic<std::uint64_t> retries_{0};
   std::atomic<std::uint64_t> short_transfers_{0};
   std::atomic<std::uint64_t> busy_ns_{0};
-  std::atomic<std::uint64_t> busy_since_ns_{0};  // 0: idle
+  std::atomic<std::uint64_t> busy_since_ns_{0};  // 0: the lane is idle
   std::atomic<std::uint64_t> in_flight_{0};
   Histogram latency_[kOpKinds];
 };

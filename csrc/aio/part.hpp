@@ -1,5 +1,5 @@
-// What a lane makes of a request: its part, which it cuts to blocks, each of them one transfer. And in which order it
-// serves the parts, and how much of them may be in flight.
+// Parts of requests: a lane's part of a request, its division into blocks of one transfer each, the order in which
+// parts are served, and the limits on blocks in flight.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ struct Block {
   std::shared_ptr<Part> part;
   const File* file = nullptr;
   std::size_t first = 0;     // bytes from the start of the request
-  std::uint64_t offset = 0;  // of `first` in the file
+  std::uint64_t offset = 0;  // offset of `first` in the file
   std::uint32_t nbytes = 0;
   std::uint32_t done = 0;  // bytes moved
   unsigned retries = 0;
@@ -29,7 +29,7 @@ struct Block {
   [[nodiscard]] Failure failure(int error, const std::string& cause, FailureKind kind = FailureKind::io) const;
 };
 
-// What one lane does of a request. Only the lane's thread touches it.
+// One lane's part of a request. Only the lane's thread accesses it.
 struct Part {
   std::shared_ptr<Request> request;
   std::uint64_t members = 0;  // a bit for each member of the file that this lane serves
@@ -37,12 +37,12 @@ struct Part {
   unsigned in_flight = 0;     // blocks handed out and not finished
 
   [[nodiscard]] bool all_cut() const { return cut == request->io.nbytes; }
-  // No more blocks are handed out.
+  // Hands out no more blocks.
   void drop_rest() { cut = request->io.nbytes; }
 
-  // The block that comes next, of at most `nbytes_max`; it is not handed out yet. A sync has one for each member.
+  // The next block, of at most `nbytes_max`; it is not handed out yet. A sync has one block for each member.
   [[nodiscard]] static Block next(const std::shared_ptr<Part>& part, std::uint64_t nbytes_max);
-  // Moves `cut` past what other lanes serve.
+  // Moves `cut` past the bytes that other lanes serve.
   void skip();
 };
 
@@ -51,11 +51,11 @@ inline const IoRequest& Block::io() const { return part->request->io; }
 // "read", "write" or "fdatasync": the operation in a Failure.
 [[nodiscard]] std::string verb_of(OpKind kind);
 
-// A class is served before those after it (IoClass), and within a class the part that came first. No class starves: one
-// block in kTurnEvery goes to the classes in turn, whatever their rank.
+// A class is served before the classes after it (IoClass), and within a class the part that came first. No class
+// starves: one block in kTurnEvery is chosen from the classes in rotation, regardless of their rank.
 //
 // Room: at most `depth` blocks, and no new block once `in_flight_bytes` are in flight; one block is always allowed. A
-// quarter of both is kept free of bulk traffic (of all classes but the weights), so that a fetch starts at once.
+// quarter of both limits is closed to bulk traffic (all classes except weights), so that a fetch starts at once.
 class PartQueue {
  public:
   static constexpr unsigned kTurnEvery = 16;
@@ -64,14 +64,14 @@ class PartQueue {
 
   void add(std::shared_ptr<Part> part);
   void remove(const std::shared_ptr<Part>& part);
-  // The part whose block goes next. It stays in the queue. Null: none is there, or only bulk that has no room.
+  // The part whose block is next. It stays in the queue. Null: the queue is empty, or has only bulk that has no room.
   [[nodiscard]] std::shared_ptr<Part> next();
   // All parts, class by class; the queue is empty afterwards.
   [[nodiscard]] std::vector<std::shared_ptr<Part>> take_all();
 
   [[nodiscard]] bool has_room() const;
   [[nodiscard]] unsigned in_flight() const { return in_flight_; }
-  // A block was handed to the device, and came back.
+  // Called when a block was given to the device, and when it came back.
   void started(const Block& block);
   void ended(const Block& block);
 
@@ -86,7 +86,7 @@ class PartQueue {
   Queue queues_[kIoClasses];
   unsigned in_flight_ = 0;  // blocks
   std::size_t in_flight_bytes_ = 0;
-  unsigned bulk_in_flight_ = 0;  // of those blocks
+  unsigned bulk_in_flight_ = 0;  // the part of these blocks that is bulk
   std::size_t bulk_in_flight_bytes_ = 0;
   unsigned turn_ = 0;
 };

@@ -1,4 +1,4 @@
-// A request, and what the lanes that serve its parts share of it.
+// A request, and its state that the lanes of its parts have in common.
 #pragma once
 
 #include <atomic>
@@ -18,12 +18,12 @@
 
 namespace infinity {
 
-// A class is served before those after it, so that bulk traffic never delays a fetch. `writeback` is for new states on
-// the way to their home: others need them last.
+// A class is served before the classes after it, so that bulk traffic never delays a fetch. `writeback` is for new
+// states on the way to their home, which are needed last.
 enum class IoClass : std::uint8_t { weights, activations, states, writeback };
 inline constexpr std::size_t kIoClasses = 4;
 
-// A sync has no offset, no data, and as many "bytes" as its file has members.
+// A sync has no offset and no data, and as many "bytes" as its file has members.
 struct IoRequest {
   OpKind kind;
   IoClass io_class;
@@ -31,19 +31,19 @@ struct IoRequest {
   std::uint64_t offset;  // bytes, 4 KiB-aligned when file->direct() or with checksums
   std::byte* data;       // 4 KiB-aligned when file->direct(); must stay valid until the future is done
   std::size_t nbytes;    // bytes, a multiple of 4 KiB when file->direct() or with checksums
-  // The caller keeps the checksums, while it has the bytes in its cache: file->take() or put() before a write,
+  // The caller handles the checksums, while the bytes are in its cache: file->take() or put() before a write,
   // file->check() after a read.
   bool caller_checks = false;
-  std::uint64_t tag = 0;  // the caller's own, for the trace
+  std::uint64_t tag = 0;  // the caller's number for the trace
 };
 
-// A request in the trace of an engine. Python reads it as it lies in memory (infinity/io/events.py).
+// A request in the trace of an engine. Python reads the struct's bytes (infinity/io/events.py).
 struct IoEvent {
-  std::uint64_t begin_ns;  // submitted
-  std::uint64_t start_ns;  // the device got its first block; 0: none, it failed before
+  std::uint64_t begin_ns;  // when it was submitted
+  std::uint64_t start_ns;  // when the device got its first block; 0: it failed before that
   std::uint64_t end_ns;
   std::uint64_t offset;  // as in the request
-  std::uint64_t nbytes;  // moved; 0 for a sync, and when it failed
+  std::uint64_t nbytes;  // bytes moved; 0 for a sync, and when it failed
   std::uint64_t tag;
   OpKind kind;
   IoClass io_class;
@@ -53,29 +53,29 @@ struct IoEvent {
 static_assert(sizeof(IoEvent) == 56);
 using IoLog = EventLog<IoEvent>;
 
-// One request under way. Its parts, one per lane, fail and finish independently; the future completes after the last,
-// with the first failure.
+// One request in flight. Its parts, one per lane, fail and finish independently. The future completes after the last
+// part, with the first failure.
 //
-// Invariant: no memory of the request is in use by a device once its future is done, unless it failed by a timeout.
+// Invariant: no device uses memory of the request once its future is done, unless it failed with a timeout.
 class Request {
  public:
-  // The log is shared: a request of a device that was given up outlives its engine.
+  // The log has several owners: a request of a device that was given up outlives its engine.
   Request(IoRequest given, unsigned parts, std::shared_ptr<IoLog> log)
       : io(std::move(given)), path(io.file->members()[0]->path()), parts_(parts), log_(std::move(log)) {}
 
   IoRequest io;
-  const std::string path;  // of the file's first member
+  const std::string path;  // path of the file's first member
   const Future future = std::make_shared<Completion>();
 
   [[nodiscard]] bool failed() const { return failed_; }
 
-  // A block of it was handed to a device.
+  // Records that a block of the request was given to a device.
   void started(std::uint64_t at_ns) {
     std::uint64_t none = 0;
     start_ns_.compare_exchange_strong(none, at_ns, std::memory_order_relaxed);
   }
 
-  // The first failure counts.
+  // Keeps the first failure only.
   void fail(Failure failure) {
     const std::lock_guard lock(mutex_);
     if (failure_) return;
@@ -87,7 +87,7 @@ class Request {
     if (--parts_ > 0) return;
     const std::uint64_t nbytes = failed_ || io.kind == OpKind::sync ? 0 : io.nbytes;
     log_->add({begin_ns_, start_ns_, now_ns(), io.offset, nbytes, io.tag, io.kind, io.io_class, failed_});
-    io.file.reset();  // first: who sees the future done and closes the file finds it closed
+    io.file.reset();  // first, so that a caller who sees the future done and closes the file finds it closed
     std::optional<Failure> failure;
     {
       const std::lock_guard lock(mutex_);

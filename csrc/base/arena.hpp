@@ -16,7 +16,7 @@ namespace infinity {
 class Arena {
  public:
   // Throws std::system_error when the mapping fails; std::invalid_argument when nbytes is 0.
-  // `numa_node`: where the pages should come from, or -1.
+  // `numa_node`: node that the pages should come from, or -1.
   Arena(std::size_t nbytes, bool huge_pages, int numa_node = -1);
   ~Arena();
   Arena(const Arena&) = delete;
@@ -24,9 +24,9 @@ class Arena {
 
   [[nodiscard]] std::byte* address() const { return address_; }
   [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
-  // Makes all pages resident, by all threads: one alone brings 4 GB/s.
+  // Makes all pages resident, with all threads of the pool: a single thread reaches 4 GB/s.
   void touch(ThreadPool& pool);
-  // Nobody wants what is in it any more: the pages go back to the system, and read as zeros.
+  // Returns the pages to the system. Their content is lost: they read as zeros.
   void give_back();
   // Whether the kernel accepted the advice to use huge pages.
   [[nodiscard]] bool huge_pages() const { return huge_pages_; }

@@ -1,5 +1,5 @@
-// Bits of the 16-bit formats. Everything is static inline so that each translation unit keeps its own, compiled for its
-// own instruction set: a shared copy could carry AVX-512 code to a machine without it.
+// Bits of the 16-bit formats. All functions are static inline so that each translation unit has its own, compiled for
+// its own instruction set: a common copy could bring AVX-512 code to a machine without it.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 namespace infinity {
 
 #if defined(__aarch64__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 13
-using Half = __fp16;  // which this compiler has, and _Float16 it has not
+using Half = __fp16;  // this compiler has __fp16, but not _Float16
 #else
 using Half = _Float16;
 #endif
@@ -15,7 +15,7 @@ using Half = _Float16;
 static inline std::uint32_t bits_of(float value) { return __builtin_bit_cast(std::uint32_t, value); }
 static inline float float_of(std::uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
-// fp32 → bf16, half up. A NaN whose rounded half would not be one (it would overflow into ±0 or ±Inf) becomes a quiet
+// fp32 → bf16, half up. A NaN whose rounded half would not be a NaN (it would overflow into ±0 or ±Inf) becomes a quiet
 // NaN of the same sign.
 static inline std::uint16_t round_half_up(std::uint32_t bits) {
   const std::uint32_t rounded = (bits + 0x8000u) >> 16;
@@ -24,13 +24,13 @@ static inline std::uint16_t round_half_up(std::uint32_t bits) {
   return static_cast<std::uint16_t>(was_nan && !is_nan ? (bits >> 16) | 0x7fc0u : rounded);
 }
 
-// The same for what is not a NaN.
+// The same for values other than NaN.
 static inline std::uint16_t round_half_up_number(std::uint32_t bits) {
   return static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
 }
 
-// What round_half_up left over, which is the low half of the bits: bits − (hi << 16) as 16 bits; 0 for the NaNs it had
-// to change.
+// The residual of round_half_up, which is the low half of the bits: bits − (hi << 16) as 16 bits; 0 for NaNs that
+// round_half_up changed.
 static inline std::int16_t residual_of(std::uint32_t bits, std::uint16_t high) {
   const std::uint32_t rounded = ((bits + 0x8000u) >> 16) & 0xffffu;
   return static_cast<std::int16_t>(rounded == high ? bits : 0);
@@ -43,8 +43,8 @@ static inline float join(std::uint16_t high, std::int16_t rest) {
 
 static inline float float_of_bf16(std::uint16_t value) { return float_of(static_cast<std::uint32_t>(value) << 16); }
 
-// fp32 → bf16, up in magnitude with the probability of what is cut off: `random` has 16 bits. NaN and Inf stay what
-// they are; what is finite stays finite.
+// fp32 → bf16. Rounds up in magnitude with a probability equal to the fraction that is cut off; `random` has 16 bits.
+// NaN and Inf do not change; finite values stay finite.
 static inline std::uint16_t round_stochastically(std::uint32_t bits, std::uint16_t random) {
   const std::uint32_t rounded = (bits + random) >> 16;
   const bool finite = (bits & 0x7f800000u) != 0x7f800000u;

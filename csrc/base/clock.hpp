@@ -1,4 +1,4 @@
-// The one clock of every measurement: Python's time.perf_counter_ns reads the same.
+// The clock of all measurements, which is also that of Python's time.perf_counter_ns.
 #pragma once
 
 #include <chrono>

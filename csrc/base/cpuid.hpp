@@ -1,4 +1,4 @@
-// What this processor, and the operating system under it, can run.
+// Instruction sets that this processor and its operating system support.
 #pragma once
 
 namespace infinity {
@@ -12,7 +12,7 @@ namespace infinity {
 #endif
 }
 
-// And all of the above.
+// Includes the instructions of cpu_has_avx2().
 [[nodiscard]] inline bool cpu_has_avx512() {
 #if defined(__x86_64__)
   return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

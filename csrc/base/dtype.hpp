@@ -1,5 +1,5 @@
-// The dtypes of weights and gradients. The function is static, so that each translation unit keeps its own, compiled
-// for its own instruction set (see bits.hpp).
+// Dtypes of weights and gradients. The function is static, so that each translation unit has its own, compiled for its
+// own instruction set (see bits.hpp).
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// Events for a trace. A log records while it is switched on, up to a number of events, until somebody takes them.
+// Events for a trace. A log that is switched on records up to a number of events, until they are taken.
 #pragma once
 
 #include <atomic>
@@ -10,15 +10,15 @@
 
 namespace infinity {
 
-// Any thread may call any function. While the log is off an event costs one relaxed load.
+// Any thread may call any function. While the log is off, an event costs one relaxed load.
 //
-// Invariant: an event that came while the log was on is in it, or counted as dropped.
+// Invariant: an event that was added while the log was on is in the log, or counted as dropped.
 template <class Event>
 class EventLog {
  public:
   struct Taken {
-    std::deque<Event> events;   // a vector would be copied, under the lock, whenever it grows
-    std::uint64_t dropped = 0;  // came when the log was full
+    std::deque<Event> events;   // not a vector, which would be copied, under the lock, whenever it grows
+    std::uint64_t dropped = 0;  // number of events that were added when the log was full
   };
 
   // Switches recording on or off. Events that were recorded stay until they are taken.
@@ -45,7 +45,7 @@ class EventLog {
 
  private:
   std::atomic<bool> on_{false};
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::size_t events_max_ = 0;
   Taken taken_;
 };

@@ -1,4 +1,4 @@
-// A one-shot result shared by the thread that works and the threads that wait.
+// A one-shot result for the thread that works and the threads that wait.
 #pragma once
 
 #include <chrono>
@@ -14,43 +14,43 @@
 namespace infinity {
 
 enum class FailureKind : std::uint8_t {
-  io,          // the device or the system said no
-  corruption,  // what was read is not what was written
-  timeout,     // no answer before the deadline: the device may still use the request's memory, for ever
-  canceled,    // taken back, or closed first
-  device,      // the runtime of a device that computes said no
+  io,          // the device or the system reported an error
+  corruption,  // the data read differ from those written
+  timeout,     // no answer before the deadline: the device may use the request's memory forever
+  canceled,    // withdrawn, or closed first
+  device,      // the runtime of a compute device reported an error
 };
 
-// Why an operation failed. `error_number` is an errno value, or 0 where no system call failed.
+// Cause of a failed operation. `error_number` is an errno value, or 0 if no system call failed.
 struct Failure {
   FailureKind kind = FailureKind::io;
   std::string operation;  // "read", "write", ...
   std::string path;
-  std::uint64_t offset = 0;  // bytes, of the block that failed
-  std::uint64_t nbytes = 0;  // bytes, of the block that failed
+  std::uint64_t offset = 0;  // bytes, position of the block that failed
+  std::uint64_t nbytes = 0;  // bytes, length of the block that failed
   int error_number = 0;
   std::string cause;
   std::string message;  // all of the above as one sentence
 };
 
-// The same with a `message` that says its other fields.
+// Returns the failure with a `message` composed of its other fields.
 [[nodiscard]] Failure composed(Failure failure);
 
 // pending ──complete()──▶ done, with or without a failure; never back.
 //
-// Invariant: callbacks run exactly once, on the completing thread, or inline when already done.
+// Invariant: callbacks run exactly once, on the completing thread, or inline if it is already done.
 class Completion {
  public:
   Completion() = default;
   Completion(const Completion&) = delete;
   Completion& operator=(const Completion&) = delete;
 
-  // Once; later calls change nothing and return false.
+  // Completes it once; later calls change nothing and return false.
   bool complete(std::optional<Failure> failure = std::nullopt);
 
   [[nodiscard]] bool done() const;
   void wait() const;
-  // Returns false when the time passed first.
+  // Returns false if the time passed first.
   [[nodiscard]] bool wait_for(std::chrono::nanoseconds timeout) const;
   // Only meaningful once done() is true.
   [[nodiscard]] const std::optional<Failure>& failure() const { return failure_; }

@@ -1,4 +1,4 @@
-// Messages that any thread posts to the thread that runs them.
+// Messages from any thread to the thread that runs them.
 #pragma once
 
 #include <condition_variable>
@@ -22,13 +22,13 @@ class Inbox {
     changed_.notify_one();
   }
 
-  // Waits until a message is there.
+  // Waits until there is a message.
   void wait() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [this] { return !messages_.empty(); });
   }
 
-  // Runs the messages that are there, in the order in which they were posted. Not from a message.
+  // Runs the present messages in the order in which they were posted. Must not be called from a message.
   void run() {
     std::vector<Message> messages;
     {
@@ -37,12 +37,12 @@ class Inbox {
     }
     for (Message& message : messages) {
       message();
-      message = nullptr;  // what it held is let go before the next one runs
+      message = nullptr;  // frees the objects it owns before the next message runs
     }
   }
 
  private:
-  std::mutex mutex_;  // guards what follows
+  std::mutex mutex_;  // guards the members below
   std::condition_variable changed_;
   std::vector<Message> messages_;
 };

@@ -1,4 +1,4 @@
-// The instruction sets that kernels are compiled for, and which of them to use.
+// The instruction sets that kernels are compiled for, and the choice among them.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@ namespace infinity {
 
 enum class Isa : std::uint8_t { baseline, avx2, avx512, neon };
 
-// The best this machine has, or what INFINITY_ISA (baseline | avx2 | avx512 | neon) asks for. Throws
-// std::invalid_argument when that is unknown or not supported here.
+// The best instruction set of this machine, or the one in INFINITY_ISA (baseline | avx2 | avx512 | neon). Throws
+// std::invalid_argument if that is unknown or not supported.
 [[nodiscard]] Isa select_isa();
 [[nodiscard]] std::vector<Isa> supported_isas();
 [[nodiscard]] std::string isa_name(Isa isa);

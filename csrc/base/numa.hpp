@@ -1,4 +1,4 @@
-// Keeping threads and memory on the NUMA node of the disk they serve. On machines with one node nothing happens.
+// Placement of threads and memory on the NUMA node of their disk. On machines with one node nothing happens.
 #pragma once
 
 #include <cstddef>
@@ -9,10 +9,10 @@ namespace infinity {
 
 // "0-3,8,10-11" → 0 1 2 3 8 10 11. Throws std::invalid_argument for anything else.
 std::vector<int> parse_cpu_list(const std::string& list);
-// Binds the calling thread to the processors of `node` (-1: leaves it alone). False where that was refused or makes no
-// difference; that costs speed only.
+// Binds the calling thread to the processors of `node` (-1: no binding). Returns false if that was refused or makes no
+// difference; that costs only speed.
 bool run_on_node(int node);
-// Asks that pages of the range that were not touched yet come from `node`, while it has free ones. Returns as above.
+// Asks the system to take untouched pages of the range from `node`, while it has free ones. Returns like run_on_node.
 bool prefer_node(void* address, std::size_t nbytes, int node);
 
 }  // namespace infinity

@@ -1,4 +1,4 @@
-// Checks of what a caller passes.
+// Check of a caller's arguments.
 #pragma once
 
 #include <stdexcept>

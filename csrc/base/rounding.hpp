@@ -1,5 +1,5 @@
-// Arithmetic as in IEEE 754 (rounding to nearest, denormal numbers kept), whatever mode the calling thread is in. A
-// library may have switched denormal numbers off in some threads (torch.set_flush_denormal) and not in others.
+// Arithmetic according to IEEE 754 (round to nearest, denormal numbers kept), whatever the mode of the calling thread.
+// A library may have switched denormal numbers off in some threads (torch.set_flush_denormal) and not in others.
 #pragma once
 
 #include <cstdint>

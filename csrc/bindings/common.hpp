@@ -1,4 +1,4 @@
-// What every binding file shares: buffers in, futures out.
+// Helpers of all binding files: conversion of buffers and futures.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -22,31 +22,31 @@ namespace infinity::bindings {
 
 namespace py = pybind11;
 
-// The buffer of a Python object. The object stays alive, and its buffer exported, as long as a copy of this exists.
+// Buffer of a Python object. The object stays alive, and its buffer exported, as long as a copy of this struct exists.
 struct Memory {
   std::byte* data = nullptr;
   std::size_t nbytes = 0;
   std::shared_ptr<py::buffer_info> owner;
 };
 
-// A contiguous buffer as bytes. TypeError when `object` is no buffer, ValueError when it is not contiguous, or
-// read-only where it must be written.
+// The bytes of a contiguous buffer. TypeError if `object` is no buffer; ValueError if it is not contiguous, or is
+// read-only and must be written.
 Memory memory_from(const py::handle& object, bool writable, const char* name);
 
 // ValueError unless `memory` has `nbytes` bytes and begins at a multiple of `alignment`.
 void require_fits(const Memory& memory, std::size_t nbytes, std::size_t alignment, const char* name);
 
-// The same, checked: at least `nbytes` long and aligned to `alignment`. ValueError otherwise.
+// The same as memory_from and require_fits: at least `nbytes` long and aligned to `alignment`, or ValueError.
 Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name);
 
-// Elements of `item` bytes. ValueError when the last is not whole.
+// Number of elements of `item` bytes. ValueError if the last one is incomplete.
 std::size_t numel_of(const Memory& memory, std::size_t item, const char* name);
 
-// ValueError when two of them share a byte.
+// ValueError if two of them overlap.
 void require_apart(const std::vector<std::pair<const char*, const Memory*>>& memories);
 
-// The enumerator that `name` stands for; `names` are those of all enumerators, in their order. ValueError for another
-// name; it says what `what` may be.
+// The enumerator of `name`; `names` has the names of all enumerators, in their order. ValueError for another name; the
+// message lists the names for `what`.
 template <class Enum>
 Enum chosen(const char* what, const std::string& name, const std::initializer_list<const char*> names) {
   const auto found = std::find(names.begin(), names.end(), name);
@@ -63,10 +63,10 @@ Master master_from(const std::string& name);
 Moments moments_from(const std::string& name);
 Isa isa_from(const std::optional<std::string>& name);
 
-// A future as Python sees it, with the buffers its request uses.
+// A future for Python, with the buffers that its request uses.
 //
-// Invariant: the buffers outlive the request: where there are any the destructor waits for it, and where a device was
-// given up that may still use them, they are never let go.
+// Invariant: the buffers outlive the request. If there are any, the destructor waits for the request. If a device was
+// given up that may still use the buffers, they are never freed.
 class PyFuture {
  public:
   PyFuture(Future future, std::vector<Memory> kept);
@@ -86,7 +86,7 @@ class PyFuture {
   int pid_;
 };
 
-// ValueError when one is missing.
+// ValueError if a future is missing.
 std::vector<Future> futures_of(const std::vector<const PyFuture*>& futures);
 
 // An object that Python may close before it is collected. Using it afterwards raises ValueError.
@@ -103,7 +103,7 @@ class Closable {
     return value_;
   }
   [[nodiscard]] bool closed() const { return value_ == nullptr; }
-  // May wait for work in flight: without the GIL.
+  // Releases the GIL, because it may wait for work in flight.
   void close() {
     auto value = std::move(value_);
     value_ = nullptr;
@@ -117,7 +117,7 @@ class Closable {
 
 inline constexpr std::size_t kTraceEventsMax = std::size_t{1} << 21;  // about 100 MB
 
-// What a log recorded, as Python takes it: the events as they lie in memory, and how many were dropped.
+// The events of a log for Python: the bytes of the structs, and the number of dropped events.
 template <class Taken>
 py::tuple packed(const Taken& taken) {
   using Event = typename decltype(taken.events)::value_type;
@@ -136,13 +136,13 @@ using PyEngine = Closable<IoEngine>;
 using PyFile = Closable<SwapFile>;
 using PyPool = Closable<ThreadPool>;
 
-// A gate, and what its functions need. Who uses the gate keeps this object.
+// A gate, and an object that its functions need. Users of the gate keep this object.
 struct PyGate {
   std::shared_ptr<const DeviceGate> gate;
   py::object keep;
 };
 
-// Sets OSError(errno, message, path), which every std::system_error becomes; its path is empty unless it is set here.
+// Sets OSError(errno, message, path). Every std::system_error becomes one, with an empty path unless it is set by this.
 void set_os_error(const std::system_error& error, const std::string& path);
 
 void bind_base(py::module_& module);

@@ -1,4 +1,4 @@
-// Weights that arrive in 4 or 8 bits: a native thread decodes them once they are read.
+// Decoding of weights that have 4 or 8 bits at home: a native thread decodes them once they are read.
 #pragma once
 
 #include <memory>
@@ -9,32 +9,32 @@
 
 namespace infinity {
 
-// A weight and where its values go, aligned to the dtype and apart from the weight.
+// A weight, and the destination of its values. `out` is aligned to the dtype and does not overlap the weight.
 struct DecodePart {
   EncodedWeight weight;
   std::byte* out = nullptr;
   DType dtype = DType::bf16;
 };
 
-//   waiting ──▶ ready  all that it waits for is done
+//   waiting ──▶ ready  all futures that it waits for are done
 //   waiting ──▶ done   the decoder was closed
-//   ready   ──▶ done   it was decoded, or something that it waited for failed
+//   ready   ──▶ done   it was decoded, or a future that it waited for failed
 //
-// One thread takes the jobs that are ready in the order in which they were submitted, and decodes them with the pool. A
-// job that waits holds nobody back. The futures are completed by the thread: their callbacks must not block.
+// One thread takes the ready jobs in the order in which they were submitted, and decodes them with the pool. A waiting
+// job delays no other job. The thread completes the futures: their callbacks must not block.
 class WeightDecoder {
  public:
   // Throws std::invalid_argument without a pool.
   WeightDecoder(std::shared_ptr<ThreadPool> pool, Isa isa);
-  // Decodes the jobs that are ready. Those that wait fail as canceled, or as what they wait for failed.
+  // Decodes the ready jobs. Waiting jobs fail as canceled, or with the failure of a future that they wait for.
   ~WeightDecoder();
   WeightDecoder(const WeightDecoder&) = delete;
   WeightDecoder& operator=(const WeightDecoder&) = delete;
 
-  // Decodes the parts when all of `after` is done. Where one of these failed nothing is decoded, and the future fails
-  // with the failure of the first that did; a timeout comes before every other, because it says that memory may be in
-  // use. The memory of the parts is not used any more once the future is done. Throws std::invalid_argument for a part
-  // without memory.
+  // Decodes the parts when all of `after` is done. If any of these failed, nothing is decoded, and the future fails
+  // with the first of their failures. A timeout takes precedence over every other failure, because it says that memory
+  // may be in use. Once the future is done, the memory of the parts is not used any more. Throws std::invalid_argument
+  // for a part without memory.
   Future decode(std::vector<DecodePart> parts, std::vector<Future> after = {});
 
  private:

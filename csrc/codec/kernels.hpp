@@ -1,4 +1,5 @@
-// What each instruction set provides: one table of plain functions, filled by kernels.inl compiled once per set.
+// Kernels of an instruction set: one table of plain functions. kernels.inl is compiled once per set and fills the
+// table.
 #pragma once
 
 #include <cstddef>
@@ -8,24 +9,24 @@
 
 namespace infinity {
 
-// Where values go.
+// Destination of decoded values.
 struct DecodeOutput {
   void* data;
   DType dtype;
-  bool past_caches;  // nobody reads them soon: they may be stored without fetching the lines that they overwrite
+  bool past_caches;  // not read soon: values may be stored without fetching the cache lines that they overwrite
 };
 
-// All take `numel` elements from the begin of a block on; those of `values` have the dtype.
+// All functions process `numel` elements that begin with a block. `values` have the given dtype.
 struct CodecKernels {
   void (*decode_nf4)(const std::uint8_t* codes, const float* scales, const DecodeOutput& out, std::size_t numel);
-  // `scales` as bf16.
+  // `scales` are bf16.
   void (*decode_int8)(const std::int8_t* codes, const std::uint16_t* scales, const DecodeOutput& out,
                       std::size_t numel);
-  // Elements of one row.
+  // The elements are those of one row.
   void (*decode_row)(const std::int8_t* codes, float scale, const DecodeOutput& out, std::size_t numel);
   // scales = map[codes] · nested + offset
   void (*unnest)(const std::uint8_t* codes, float nested, float offset, float* scales, std::size_t blocks);
-  // These return how many elements come before the first that is not finite: `numel` where all are.
+  // Both return the number of elements before the first that is not finite: `numel` if all are finite.
   std::size_t (*encode_nf4)(const void* values, DType dtype, std::size_t numel, std::uint8_t* codes, float* scales);
   std::size_t (*encode_int8)(const void* values, DType dtype, std::size_t numel, std::int8_t* codes,
                              std::uint16_t* scales);

@@ -1,4 +1,5 @@
-// What each instruction set provides: one table of plain functions, filled by kernels.inl compiled once per set.
+// Kernels of an instruction set: one table of plain functions. kernels.inl is compiled once per set and fills the
+// table.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +9,7 @@
 
 namespace infinity {
 
-// A segment's hyperparameters as the inner loop wants them; computed once, in double, then rounded to float.
+// A segment's hyperparameters in the form that the inner loop uses; computed once, in double, then rounded to float.
 struct Constants {
   Rule rule = Rule::adamw;
   bool uses_exp_avg = false;
@@ -21,19 +22,19 @@ struct Constants {
   float beta2 = 0.0f;
   float one_minus_beta2 = 0.0f;
   float decay = 1.0f;             // 1 − lr·wd
-  float l2 = 0.0f;                // weight decay that is added to the gradient
+  float l2 = 0.0f;                // weight decay added to the gradient
   float step_size = 0.0f;         // lr; Adam: lr / (1 − β1^t)
   float inverse_bc2_sqrt = 1.0f;  // Adam: 1 / √(1 − β2^t)
   float eps = 0.0f;
   float vanishing = 0.0f;  // the square of a smaller gradient adds exactly nothing to exp_avg_sq
-  float initial = 0.0f;    // Adagrad: what the sum begins with, at the first step
+  float initial = 0.0f;    // Adagrad: initial value of the sum, used at the first step
   std::uint64_t seed = 0;
   std::int64_t step = 1;
 };
 
 struct Kernels {
-  // Elements [begin, end) of the buffers, all of one segment; `index` of element `begin`, modulo kBlockNumel its place
-  // in its block. False when a result is not finite.
+  // Elements [begin, end) of the buffers, all of one segment. `index` is the index of element `begin`; modulo
+  // kBlockNumel it is the position in its block. Returns false if a result is not finite.
   bool (*update)(const StateFormat&, const StateBuffers&, std::size_t begin, std::size_t end, std::uint64_t index,
                  const Constants&);
   double (*sum_squares)(const void* data, DType dtype, std::size_t begin, std::size_t end);

@@ -1,5 +1,5 @@
-// In what form states are kept, and how many bytes that is. The functions are static, so that each translation unit
-// keeps its own, compiled for its own instruction set (see base/bits.hpp).
+// The forms in which states are kept, and their sizes in bytes. The functions are static, so that each translation unit
+// has its own, compiled for its own instruction set (see base/bits.hpp).
 #pragma once
 
 #include <cstddef>
@@ -9,9 +9,9 @@
 
 namespace infinity {
 
-// How the fp32 master is kept.
-//   weight:  the weight is fp32 and is the master itself; no second stream.
-//   split16: weight bf16 = high half, rounded half up; second stream int16 = what is left. Lossless.
+// Form of the fp32 master.
+//   weight:  the weight is fp32 and is itself the master; no second stream.
+//   split16: weight bf16 = high half, rounded half up; second stream int16 = the residual. Lossless.
 //   fp32:    weight bf16 or fp16; second stream is the fp32 master.
 //   none:    weight bf16, rounded stochastically; there is no master and no second stream.
 enum class Master : std::uint8_t { weight, split16, fp32, none };
@@ -20,25 +20,25 @@ enum class Master : std::uint8_t { weight, split16, fp32, none };
   return master == Master::split16 ? 2 : master == Master::fp32 ? 4 : 0;
 }
 
-// How exp_avg and exp_avg_sq are kept.
+// Form of exp_avg and exp_avg_sq.
 //   fp32
 //   bf16: rounded stochastically.
 //   int8: block-wise dynamic quantisation (Dettmers et al. 2022, arXiv 2110.02861), 256 elements per fp32 scale.
 enum class Moments : std::uint8_t { fp32, bf16, int8 };
 
 // [Note: layout of int8 moments]
-// A chunk is a page of 1,024 fp32 scales, then 262,144 codes, one byte each; the last chunk of a buffer has as many
-// codes as are left. So a moment is one stream of bytes, a tile of whole chunks begins on a page, and the scales cost
-// 1/64 byte per element. A block never holds elements of two parameters: parameters begin at multiples of 256.
+// A chunk is a page of 1,024 fp32 scales, then 262,144 codes of one byte each; the last chunk of a buffer has only the
+// remaining codes. So a moment is one stream of bytes, a tile of complete chunks begins on a page, and the scales cost
+// 1/64 byte per element. A block never contains elements of two parameters: parameters begin at multiples of 256.
 inline constexpr std::size_t kBlockNumel = 256;
 inline constexpr std::size_t kScalesBytes = 4096;
 inline constexpr std::size_t kChunkNumel = kScalesBytes / sizeof(float) * kBlockNumel;
 inline constexpr std::size_t kChunkBytes = kScalesBytes + kChunkNumel;
 
-// A cut between tiles or tasks lies at a multiple of this many elements: then every stream is cut between 4 KiB pages.
+// Tiles and tasks are divided at multiples of this many elements, so that every stream is divided between 4 KiB pages.
 inline constexpr std::size_t kCutNumel = 4096;
 
-// Bytes of the first `numel` elements of a moment; also where element `numel` begins, at a multiple of kChunkNumel.
+// Bytes of the first `numel` elements of a moment. For a multiple of kChunkNumel, also the offset of element `numel`.
 [[nodiscard]] static constexpr std::uint64_t moment_bytes(Moments moments, std::uint64_t numel) {
   if (moments == Moments::fp32) return numel * 4;
   if (moments == Moments::bf16) return numel * 2;
@@ -53,7 +53,7 @@ struct StateFormat {
   Moments moments;
 };
 
-// Throws std::invalid_argument when the master does not go with the weight.
+// Throws std::invalid_argument if the master does not go with the weight.
 void check_format(const StateFormat& format);
 
 }  // namespace infinity

@@ -1,4 +1,4 @@
-// The runtime of a device (CUDA, HIP, one that a test imitates) as native threads see it: a table of its functions.
+// The runtime of a device (CUDA, HIP, or an imitation in a test) for native threads: a table of its functions.
 #pragma once
 
 #include <cstddef>
@@ -10,48 +10,48 @@
 
 namespace infinity {
 
-// Functions with the signatures of cudart's; each returns 0, or the runtime's number of an error. Streams and events
-// are the runtime's handles, device addresses are numbers in pointers.
+// Functions with the signatures of cudart's. Each returns 0, or an error number of the runtime. Streams and events are
+// the runtime's handles; device addresses are numbers in pointers.
 struct DeviceCalls {
-  int (*enter)(int device) = nullptr;  // cudaSetDevice; may be missing
+  int (*enter)(int device) = nullptr;  // cudaSetDevice; may be null
   int (*copy)(void* to, const void* from, std::size_t nbytes, int kind, void* stream) = nullptr;  // cudaMemcpyAsync
   int (*record)(void* event, void* stream) = nullptr;                                             // cudaEventRecord
   int (*wait)(void* stream, void* event, unsigned flags) = nullptr;                               // cudaStreamWaitEvent
   int (*synchronize)(void* event) = nullptr;  // cudaEventSynchronize
 };
 
-// [Note: one gate] Nothing here links a device's runtime: whoever loaded it passes the addresses of its functions. They
-// may also be callbacks into Python, which take the GIL.
+// [Note: one gate] This library links no device's runtime: the code that loaded the runtime passes the addresses of its
+// functions. These may also be callbacks into Python, which take the GIL.
 //
-// Invariant: no lock is held around a call, for a thread that has the GIL may want it.
+// Invariant: no lock is held during a call, because a thread that has the GIL may wait for that lock.
 class DeviceGate {
  public:
-  // Throws std::invalid_argument when a function other than `enter` is missing.
+  // Throws std::invalid_argument if a function other than `enter` is missing.
   DeviceGate(int device, DeviceCalls calls) : device_(device), calls_(calls) {
     require(calls.copy != nullptr && calls.record != nullptr && calls.wait != nullptr && calls.synchronize != nullptr,
             "a device's gate needs the functions copy, record, wait and synchronize");
   }
 
-  // Each returns why the runtime refused, or nothing.
+  // Each function returns why the runtime refused, or nothing.
 
-  // Each thread calls it once, before it calls the others.
+  // Each thread calls this once, before it calls the others.
   [[nodiscard]] std::optional<Failure> enter() const {
     return calls_.enter == nullptr ? std::nullopt : failure("choosing the device", calls_.enter(device_));
   }
-  // Queues a copy between host and device, in the direction that the addresses say.
+  // Queues a copy between host and device, in the direction that follows from the addresses.
   [[nodiscard]] std::optional<Failure> copy(void* to, const void* from, std::size_t nbytes, void* stream) const {
     constexpr int kDefault = 4;  // cudaMemcpyDefault
     return failure("copying", calls_.copy(to, from, nbytes, kDefault, stream));
   }
-  // The event is reached once the stream has done all that was queued on it before.
+  // The event happens once the stream has done all work that was queued on it before.
   [[nodiscard]] std::optional<Failure> record(void* event, void* stream) const {
     return failure("recording an event", calls_.record(event, stream));
   }
-  // What is queued on the stream from now on begins when the event is reached.
+  // Work that is queued on the stream from now on begins after the event has happened.
   [[nodiscard]] std::optional<Failure> wait(void* stream, void* event) const {
     return failure("having a stream wait", calls_.wait(stream, event, 0));
   }
-  // The calling thread waits until the event is reached.
+  // The calling thread waits until the event has happened.
   [[nodiscard]] std::optional<Failure> synchronize(void* event) const {
     return failure("waiting for an event", calls_.synchronize(event));
   }

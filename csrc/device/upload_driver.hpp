@@ -1,4 +1,4 @@
-// What the uploads know of their jobs and pieces, and what they do next.
+// State of the uploads' jobs and pieces, and the choice of the next action.
 #pragma once
 
 #include <atomic>
@@ -16,23 +16,23 @@
 
 namespace infinity {
 
-// As with updates (update/driver.hpp), nothing here is locked: only the driver's thread calls these functions, but for
-// those marked "any thread". Others post to the inbox.
+// The driver has no locks, like that of updates (update/driver.hpp): only its thread calls these functions, except
+// those marked "any thread". Other threads post to the inbox.
 class UploadDriver {
  public:
   UploadDriver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceGate> gate,
                std::vector<UploadPiece> pieces, std::size_t piece_bytes);
 
-  // As in Uploads.
+  // See Uploads.
   void submit(const std::shared_ptr<UploadWork>& job);
   void cancel(const Future& future);
-  // Jobs that wait for the `after` of a part fail, and `run` returns when all is done.
+  // Fails the jobs that wait for the `after` of a part. `run` returns when all other jobs are done.
   void stop() { stopping_ = true; }
 
-  // The driver's thread.
+  // Called by the driver's thread.
   void run();
 
-  // Any thread.
+  // Called by any thread.
   [[nodiscard]] UploadCounters counters() const;
   [[nodiscard]] std::shared_ptr<const std::atomic<bool>> gave_up() const { return gave_up_; }
 
@@ -60,19 +60,19 @@ class UploadDriver {
   void free(const UploadPiece& piece);
   void finish(const Job& job);
 
-  const std::shared_ptr<Inbox> inbox_;  // outlives this: a device that was given up may answer late
+  const std::shared_ptr<Inbox> inbox_;  // outlives this object: a device that was given up may answer late
   const std::shared_ptr<IoEngine> engine_;
   const std::shared_ptr<const DeviceGate> gate_;
   const std::size_t piece_bytes_;
   const std::shared_ptr<std::atomic<bool>> gave_up_ = std::make_shared<std::atomic<bool>>(false);
 
-  std::deque<Job> jobs_;            // that are not done, in order
-  std::deque<Transfer> under_way_;  // being read, or read and not copied; in order
-  std::deque<Transfer> copied_;     // queued on a stream; the device may still read the pieces; in order
+  std::deque<Job> jobs_;            // jobs that are not done, in order
+  std::deque<Transfer> under_way_;  // transfers being read, or read and not copied; in order
+  std::deque<Transfer> copied_;     // transfers queued on a stream, whose pieces the device may still read; in order
   std::vector<UploadPiece> free_;
-  bool found_none_ = false;  // the next piece to read was counted as one without a piece
+  bool found_none_ = false;  // the next piece to read was already counted in without_a_piece
   bool stopping_ = false;
-  std::optional<Failure> broken_;  // what ended the uploads
+  std::optional<Failure> broken_;  // the failure that ended the uploads
 
   std::atomic<std::uint64_t> read_bytes_{0};
   std::atomic<std::uint64_t> pieces_{0};

@@ -1,4 +1,4 @@
-// Weights on their way from swap files to a device: read → copy, in pieces, several in flight.
+// Uploads of weights from swap files to a device: read → copy, in pieces, several in flight.
 #pragma once
 
 #include <atomic>
@@ -13,14 +13,14 @@
 
 namespace infinity {
 
-// A range of a file and where it goes.
+// A range of a file, and its destination.
 struct UploadPart {
   std::shared_ptr<SwapFile> file;
   std::uint64_t offset = 0;      // bytes, 4 KiB-aligned
   std::uint64_t nbytes = 0;      // bytes; the file is read to the end of the last page
-  std::byte* address = nullptr;  // of the device
+  std::byte* address = nullptr;  // destination in the device's memory
   bool verify = true;            // the pages are compared with their checksums
-  Future after;                  // the part is read once this is done, and its job fails as this does; null: at once
+  Future after;                  // the part is read once this is done, and the job fails if this fails; null: at once
 };
 
 struct UploadJob {
@@ -31,46 +31,47 @@ struct UploadJob {
 };
 
 struct UploadCounters {
-  std::uint64_t read_bytes = 0;       // that were read and are to be copied
-  std::uint64_t pieces = 0;           // that were given to the engine
-  std::uint64_t without_a_piece = 0;  // pieces that could be read, and found no free piece of the landing memory
+  std::uint64_t read_bytes = 0;       // bytes that were read to be copied
+  std::uint64_t pieces = 0;           // pieces that were given to the engine
+  std::uint64_t without_a_piece = 0;  // pieces that could have been read when no piece of the landing memory was free
 };
 
-// Jobs are done in the order in which they are submitted. A job's pieces are read as far as the landing memory reaches,
-// those of the next job while the last ones of the job before are copied. Copies are queued on the job's stream, in
-// order, as soon as their pieces are read. A job is done when its last copy and the event `ready` are queued: from then
-// on streams can wait for `ready`.
+// Jobs run in the order in which they are submitted. A job's pieces are read as far as the landing memory reaches. The
+// pieces of the next job are read while the last ones of the job before are copied. Copies are queued on the job's
+// stream, in order, as soon as their pieces are read. A job is done when its last copy and the event `ready` are
+// queued: from then on streams can wait for `ready`.
 //
 // A job that fails queues no more copies. Its future fails once nothing of it is in flight: its reads have ended, and
 // the device has done the copies that were queued, so that the device's memory is free again.
 //
-// [Note: back-pressure] A piece of the landing memory is used again when the device has read it. Where no piece is
-// free, the driver's thread waits for the event of the oldest copy; nobody else waits for it.
+// [Note: back-pressure] A piece of the landing memory is reused when the device has read it. If no piece is free, the
+// driver's thread waits for the event of the oldest copy; no other thread waits for it.
 //
 // Invariant: after a timeout (FailureKind) of a read, or an error of the runtime that leaves open whether the device
 // still reads a piece (of `record` after a copy, and of `synchronize`), no landing memory is reused, and every job,
 // present and future, fails with that failure.
 //
-// The futures are completed by the driver: their callbacks must not block.
+// The driver completes the futures: their callbacks must not block.
 class Uploads {
  public:
-  // `landing` is 4 KiB-aligned, is at hand for the device (pinned) and holds a piece of `piece_bytes`, a multiple of
-  // 4 KiB, for each of `events`, which are different. Throws std::invalid_argument otherwise. Keeps `engine` alive.
+  // `landing` is 4 KiB-aligned and pinned. It has one piece of `piece_bytes`, a multiple of 4 KiB, for each of
+  // `events`, which are different. Throws std::invalid_argument otherwise. Keeps `engine` alive.
   Uploads(std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceGate> gate, std::byte* landing,
           std::size_t landing_bytes, std::size_t piece_bytes, const std::vector<void*>& events);
-  // Waits for all that was given, and until the device has read all of the landing memory. Jobs that wait for the
-  // `after` of a part fail with ECANCELED.
+  // Waits for all jobs that were submitted, and until the device has read all of the landing memory. Jobs that wait for
+  // the `after` of a part fail with ECANCELED.
   ~Uploads();
   Uploads(const Uploads&) = delete;
   Uploads& operator=(const Uploads&) = delete;
 
   // Throws std::invalid_argument for a job without parts, or a part that the engine cannot read.
   Future upload(UploadJob job);
-  // Reads and copies no more of a job. It fails with ECANCELED once nothing of it is in flight, unless its last copy
-  // was queued before. Does not wait.
+  // Reads and copies no more of a job. The job fails with ECANCELED once nothing of it is in flight, unless its last
+  // copy was queued before. Does not wait.
   void cancel(const Future& job);
   [[nodiscard]] UploadCounters counters() const;
-  // True once a device may use the landing memory for ever, which must then never be freed. Outlives the uploads.
+  // True once a device may use the landing memory forever, which must then never be freed. The flag outlives the
+  // uploads.
   [[nodiscard]] std::shared_ptr<const std::atomic<bool>> abandoned() const;
 
  private:

@@ -1,4 +1,4 @@
-// What a pipeline knows of its jobs and tiles, and what it does next.
+// State of a pipeline's jobs and tiles, and the choice of the next action.
 #pragma once
 
 #include <array>
@@ -20,22 +20,22 @@
 
 namespace infinity {
 
-// [Note: one thread changes the state] Nothing here is locked: only the driver's thread calls these functions, but for
-// those marked "any thread". It runs the messages of an inbox: the pipeline's callers post what they ask for, and the
-// engine's threads post that a transfer has ended. It runs them before each thing that it does, and while it computes a
-// tile together with the pool, after each of its pieces. So a message waits for one piece at most.
+// [Note: one thread changes the state] The driver has no locks: only its thread calls these functions, except those
+// marked "any thread". The thread runs the messages of an inbox. The pipeline's callers post their requests, and the
+// engine's threads post that a transfer has ended. The driver runs messages before each action, and also after each
+// piece while it computes a tile together with the pool. So a message waits for one piece at most.
 //
 // Tiles are started in order, as far as the staging reaches: their states are read. Then they are computed, one after
-// the other, and their new states are written. Jobs in memory have a queue of their own and no staging: their tiles are
-// computed, in order, while no tile of another job is ready. So they do not let the disk idle, and wait for it only
-// where it is faster than the processor. While there is no other job, a tile in memory is as long as many: each ends
-// with threads that wait for the last piece, and the next one wakes them.
+// the other, and their new states are written. Jobs in memory have a separate queue and need no staging. Their tiles
+// are computed, in order, while no tile of another job is ready. So they do not keep the disk idle, and they wait for
+// the disk only where it is faster than the processor. While there is no other job, a tile in memory is as long as many
+// tiles: at the end of each tile, threads wait for its last piece, and the next tile must wake them.
 class Driver {
  public:
   Driver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool,
          Staging staging, std::size_t tile_numel, std::size_t tile_bytes, Isa isa);
 
-  // As in UpdatePipeline.
+  // See UpdatePipeline.
   void submit(std::shared_ptr<Job> job, bool speculative, const Future& ahead);
   void hold(const std::shared_ptr<Job>& job, bool speculative, const Future& ahead, const std::vector<Future>& after);
   void read_ahead(std::shared_ptr<Job> job) { jobs_ahead_.push_back(std::move(job)); }
@@ -43,20 +43,20 @@ class Driver {
   void cancel(const Future& future);
   [[nodiscard]] Staging& staging() { return staging_; }
   [[nodiscard]] UpdateCounters counters() const { return counters_; }
-  // Jobs whose tiles are not all started fail, and `run` returns when nothing is in flight.
+  // Fails the jobs whose tiles are not all started. `run` returns when nothing is in flight.
   void stop() { stopping_ = true; }
 
-  // The driver's thread.
+  // Called by the driver's thread.
   void run();
 
-  // Any thread.
+  // Called by any thread.
   [[nodiscard]] TileLog& log() { return log_; }
   [[nodiscard]] std::shared_ptr<const std::atomic<bool>> gave_up() const { return gave_up_; }
 
  private:
   using Queue = std::deque<std::shared_ptr<Job>>;
 
-  // A job that is held, and how it is to be submitted.
+  // A job that is held, and the arguments to submit it with.
   struct Held {
     std::shared_ptr<Job> job;
     bool speculative;
@@ -104,11 +104,11 @@ class Driver {
   void finish_if_ended(Job& job);
 
   [[nodiscard]] unsigned count(TilePhase phase) const { return counts_[static_cast<std::size_t>(phase)]; }
-  // Tiles that were read ahead and are not needed yet, and those that are dropped but are still being read.
+  // Tiles that were read ahead and are not needed yet, and tiles that are dropped but are still being read.
   [[nodiscard]] unsigned tiles_ahead() const { return count(TilePhase::ahead) + count(TilePhase::dropped); }
   [[nodiscard]] bool idle() const;
 
-  const std::shared_ptr<Inbox> inbox_;  // outlives this: a device that was given up may answer late
+  const std::shared_ptr<Inbox> inbox_;  // outlives this object: a device that was given up may answer late
   const std::shared_ptr<IoEngine> engine_;
   const std::shared_ptr<ThreadPool> pool_;
   Staging staging_;
@@ -119,12 +119,12 @@ class Driver {
   const std::shared_ptr<std::atomic<bool>> gave_up_ = std::make_shared<std::atomic<bool>>(false);
 
   std::vector<Held> held_;                                     // in the order in which they were submitted
-  Queue jobs_;                                                 // queued or begun, in the order in which they are done
-  Queue in_memory_;                                            // the same of jobs in memory
-  std::array<std::optional<std::uint64_t>, 2> begun_units_{};  // of each of the two, the unit that was begun last
-  Queue jobs_ahead_;                                           // that read ahead: neither taken over nor withdrawn
+  Queue jobs_;                                                 // queued or begun, in the order in which they run
+  Queue in_memory_;                                            // the same for jobs in memory
+  std::array<std::optional<std::uint64_t>, 2> begun_units_{};  // for each of the two queues, the unit begun last
+  Queue jobs_ahead_;                                           // jobs that read ahead: neither taken over nor withdrawn
   std::deque<std::shared_ptr<Tile>> reading_;                  // in order; the front is the next to compute
-  std::array<unsigned, kTilePhases> counts_{};                 // tiles in each phase
+  std::array<unsigned, kTilePhases> counts_{};                 // number of tiles in each phase
   bool stopping_ = false;
   std::optional<Failure> abandoned_;  // the timeout that ended the pipeline
   UpdateCounters counters_;

@@ -1,4 +1,4 @@
-// A job while it is worked on: what the driver knows of it.
+// A job that the driver works on, and its state.
 #pragma once
 
 #include <algorithm>
@@ -35,41 +35,41 @@ class PerState {
 
 struct Tile;
 
-//   held   ──▶ queued  what it waits for is done
-//   held   ──▶ done    something of that failed, or it is withdrawn or given up
+//   held   ──▶ queued  the futures that it waits for are done
+//   held   ──▶ done    one of these futures failed, or the job is withdrawn or given up
 //   ahead  ──▶ ending  it failed
 //   ahead  ──▶ done    another job takes it over, or it is withdrawn; tiles that are still being read are dropped
-//   queued ──▶ begun   its first tile was started, or passed over because nothing is to be done to it
+//   queued ──▶ begun   its first tile was started, or passed over because it has nothing to do
 //   queued ──▶ ending  its only tile was started or passed over, or it failed
 //   queued ──▶ done    it is withdrawn
 //   begun  ──▶ ending  its last tile was started or passed over, or it failed
 //   ending ──▶ done    none of its tiles is in the staging any more
 enum class JobPhase : std::uint8_t {
-  held,    // its inputs are not there yet
+  held,    // its inputs are not ready yet
   ahead,   // reads ahead; computes and writes nothing
-  queued,  // nothing of it was begun, but for what it took over from a job that read ahead
+  queued,  // no tile of it was begun, except those taken over from a job that read ahead
   begun,
   ending,  // starts no more tiles
   done,    // its future is done
 };
 
-// Only the driver's thread touches it, but for `given` and `streams`, which do not change once it is made.
+// Only the driver's thread accesses a job, except `given` and `streams`, which do not change once the job is made.
 struct Job {
   UpdateJob given;
-  PerState<const StateStream*> streams{};  // in `given`; null: the job has no such state
+  PerState<const StateStream*> streams{};  // pointers into `given`; null: the job has no such state
   UpdateFuture future = std::make_shared<UpdateCompletion>();
   JobPhase phase = JobPhase::queued;
   std::uint64_t next = 0;        // first element of the next tile to start
   std::uint64_t next_ahead = 0;  // first element of the next tile to read ahead
-  unsigned tiles = 0;            // in the staging
-  unsigned uncomputed = 0;       // of those that were started
-  unsigned weight_writes = 0;    // under way
-  std::size_t awaited = 0;       // futures that it waits for
+  unsigned tiles = 0;            // tiles in the staging
+  unsigned uncomputed = 0;       // started tiles that are not computed yet
+  unsigned weight_writes = 0;    // weight writes in flight
+  std::size_t awaited = 0;       // futures that the job waits for
   // Tiles that this job read ahead, or took over from a job that did; in order, from `next` on.
   std::deque<std::shared_ptr<Tile>> ahead;
   std::optional<Failure> failure;
 
-  // Throws std::logic_error for a step that is not listed above.
+  // Throws std::logic_error for a transition that is not listed above.
   void go(JobPhase to);
 
   [[nodiscard]] bool int8(State state) const { return is_moment(state) && given.format.moments == Moments::int8; }
@@ -77,40 +77,41 @@ struct Job {
     return state != State::grad && streams[state] != nullptr && streams[state]->file != nullptr;
   }
 
-  // Nothing of it is read from a file or written to one.
+  // Whether the job reads no file and writes none.
   [[nodiscard]] bool in_memory() const {
     return ahead.empty() && std::all_of(kStates.begin(), kStates.end(), [this](State state) {
              return streams[state] == nullptr || streams[state]->file == nullptr;
            });
   }
 
-  // Bytes of the first `numel` elements of a state; also where element `numel` begins, if a tile may begin there.
+  // Bytes of the first `numel` elements of a state. If a tile may begin at element `numel`, also its offset in bytes.
   [[nodiscard]] std::uint64_t bytes(State state, std::uint64_t numel) const;
 
-  // Bytes of a state's part of the largest tile, in whole pages.
+  // Bytes of a state's part of the largest tile, rounded up to complete pages.
   [[nodiscard]] std::size_t tile_bytes(State state, std::size_t tile_numel) const {
     return round_up_to_page(bytes(state, std::min<std::uint64_t>(tile_numel, given.numel)));
   }
 
-  // Bytes of the staging that a tile needs.
+  // Bytes of staging that a tile needs.
   [[nodiscard]] std::size_t staged_bytes(std::size_t tile_numel) const;
 
-  // Elements [begin, end) of a tile, all of one chunk, as bytes of the tile's part of a state. Int8: their codes.
+  // Elements [begin, end) of a tile, which are in one chunk, as a byte range of the tile's part of a state. For int8,
+  // the range of their codes.
   [[nodiscard]] std::pair<std::size_t, std::size_t> piece(State state, std::size_t begin, std::size_t end) const;
 
-  // Whether elements [first, end) are to be moved.
+  // Whether any of elements [first, end) must be moved.
   [[nodiscard]] bool anything_to_do(std::uint64_t first, std::uint64_t end) const;
 };
 
-// The job, ready to be worked on. Throws std::invalid_argument when it is inconsistent, or its tiles do not fit.
+// Makes a job that is ready to run. Throws std::invalid_argument if it is inconsistent, or its tiles do not fit.
 [[nodiscard]] std::shared_ptr<Job> make_job(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
 
-// The same of a job that reads ahead: its streams are those that it reads.
+// The same for a job that reads ahead; its streams are the streams that it reads.
 [[nodiscard]] std::shared_ptr<Job> make_job_ahead(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
 
-// Gives the tiles that `from` has in the staging to `job`, with the states that both read from the same place. False,
-// and nothing changed, where a buffer has no room for the states that `job` reads in addition: the tiles are to be
-// dropped.
+// Gives the tiles that `from` has in the staging to `job`, with the states that both read from the same place. Returns
+// false, and changes nothing, if a buffer has no room for the states that `job` reads in addition. Then the tiles must
+// be dropped.
 [[nodiscard]] bool take_over(Job& from, const std::shared_ptr<Job>& job, std::size_t tile_numel,
                              std::size_t tile_bytes);
 

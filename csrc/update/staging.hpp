@@ -1,4 +1,4 @@
-// The memory in which tiles are staged, cut to buffers of one tile each.
+// The memory in which tiles are staged, divided into buffers of one tile each.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +7,10 @@
 
 namespace infinity {
 
-// Only the driver's thread touches it.
+// Only the driver's thread accesses it.
 //
-// Invariant: after abandon() no buffer is handed out any more, whatever comes back: a device that was given up may
-// still write there.
+// Invariant: after abandon() no buffer is handed out any more, even if buffers come back: a device that was given up
+// may still write to them.
 class Staging {
  public:
   Staging(std::byte* memory, std::size_t buffers, std::size_t buffer_bytes, std::size_t ahead_tiles_max);
@@ -18,13 +18,13 @@ class Staging {
   [[nodiscard]] bool has_free() const { return !free_.empty(); }
   [[nodiscard]] std::byte* take();
   void give_back(std::byte* buffer);
-  // The most tiles that may be read ahead: a number of our own, and all that is lent.
+  // The most tiles that may be read ahead: a fixed number, and the number of lent buffers.
   [[nodiscard]] std::size_t ahead_tiles_max() const;
 
-  // More buffers: as many as fit in memory that belongs to somebody else.
+  // Adds as many buffers as fit in memory that belongs to somebody else.
   void lend(std::byte* memory, std::size_t nbytes);
-  // Hands out no more buffers of that memory. True once none is in use, false once the staging is abandoned. Throws
-  // std::invalid_argument when the memory was not lent, or is reclaimed already.
+  // Stops handing out buffers of that memory. The result is true once none is in use, and false once the staging is
+  // abandoned. Throws std::invalid_argument if the memory was not lent, or is reclaimed already.
   [[nodiscard]] std::future<bool> reclaim(const std::byte* memory);
 
   void abandon();
@@ -33,9 +33,9 @@ class Staging {
   struct Loan {
     std::byte* begin;
     std::byte* end;
-    std::size_t buffers;           // of them, when it ends: those in use
+    std::size_t buffers;           // number of buffers; once `ending`, the number in use
     bool ending = false;           // no buffer is handed out any more
-    std::promise<bool> reclaimed;  // where it ends
+    std::promise<bool> reclaimed;  // set when the loan ends
 
     [[nodiscard]] bool has(const std::byte* buffer) const { return begin <= buffer && buffer < end; }
   };
@@ -44,7 +44,7 @@ class Staging {
 
   const std::size_t buffer_bytes_;
   const std::size_t ahead_tiles_max_;
-  std::vector<std::byte*> free_;  // the last is handed out next
+  std::vector<std::byte*> free_;  // the last one is handed out next
   std::vector<Loan> loans_;
   bool abandoned_ = false;
 };
