@@ -50,7 +50,7 @@ struct IoEngine::Impl {
   };
   struct Device {
     dev_t number;
-    bool known;  // false until the first file comes
+    bool known;  // false until the first file is used
     std::shared_ptr<Lane> lane;
   };
 
@@ -60,13 +60,13 @@ struct IoEngine::Impl {
   const std::shared_ptr<IoLog> log = std::make_shared<IoLog>();
   const std::shared_ptr<Lane> first = Lane::open(options);
 
-  mutable std::mutex mutex;  // guards what follows
+  mutable std::mutex mutex;  // guards the members below
   std::condition_variable changed;
   std::vector<Device> devices;
   std::vector<Memory> registered;
   bool stop = false;
 
-  std::thread watchdog;  // last: starts when everything else is there
+  std::thread watchdog;  // last: the thread starts when all other members exist
 
   explicit Impl(const EngineOptions& given) : options(lane_options(given)), deadline(given.deadline) {
     devices.push_back({0, false, first});
@@ -99,7 +99,7 @@ struct IoEngine::Impl {
     }
   }
 
-  // Throws std::system_error where another lane cannot be opened.
+  // Throws std::system_error if another lane cannot be opened.
   std::shared_ptr<Lane> lane_of(const File& file) {
     const std::lock_guard lock(mutex);
     for (Device& device : devices) {
@@ -117,7 +117,7 @@ struct IoEngine::Impl {
     return lane;
   }
 
-  // The lanes that a request concerns, each with a bit for each member of the file that it serves.
+  // The lanes that serve a request, each with a bit for each member of the file that it serves.
   using Shares = std::vector<std::pair<std::shared_ptr<Lane>, std::uint64_t>>;
 
   Shares split(const IoRequest& io) {
@@ -161,7 +161,7 @@ IoEngine::IoEngine(EngineOptions options) {
 }
 
 IoEngine::~IoEngine() {
-  // In a forked child the threads do not exist: neither join them nor destroy what they hold.
+  // In a forked child the threads do not exist: neither join them nor destroy the objects that they own.
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 
@@ -181,7 +181,7 @@ void IoEngine::check(const IoRequest& request) {
   const auto end =
       sums != nullptr ? sums->pages() * kPageBytes : static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   if (request.offset > end || request.nbytes > end - request.offset) {
-    // Beyond that range a number may mean something else: to the kernel, -1 is "the current position".
+    // Beyond that range a number may have another meaning: for the kernel, -1 is "the current position".
     throw std::invalid_argument("no file reaches to offset " + std::to_string(request.offset) + " and " +
                                 std::to_string(request.nbytes) + " bytes on");
   }
@@ -210,7 +210,7 @@ Future IoEngine::submit(const IoRequest& request) {
 Future IoEngine::submit_after(const std::shared_ptr<IoEngine>& engine, const Future& first, const IoRequest& request) {
   check(request);
   auto chained = std::make_shared<Completion>();
-  // The callbacks must not own the futures that own them.
+  // The callbacks must not own the futures that own the callbacks.
   first->then([engine, chained, request, done = first.get()] {
     if (done->failure()) {
       chained->complete(done->failure());

@@ -21,7 +21,7 @@
 namespace infinity {
 namespace {
 
-// Aligned memory in which a block may be damaged without touching the caller's.
+// Aligned bounce buffer in which a block may be damaged without changing the caller's memory.
 class Bounce {
  public:
   explicit Bounce(std::size_t nbytes)
@@ -110,10 +110,10 @@ class FaultyBackend final : public Backend {
 
  private:
   static constexpr int kLateness = 4;           // completions that overtake a delayed one, if there are so many
-  static constexpr std::uint64_t kLatest = 16;  // at most, of a shuffled one
+  static constexpr std::uint64_t kLatest = 16;  // at most, for a shuffled one
   static constexpr std::uint64_t kDawdleNs = 1'000'000;
 
-  // Both bounds hold, so nothing is delayed for ever.
+  // Both bounds are finite, so no block is delayed forever.
   void shuffle(std::uint64_t token, std::uint64_t bits) {
     if (bits % 2 == 0) late_[token] = static_cast<int>(1 + bits / 2 % kLatest);
     if (bits / 64 % 8 == 0) std::this_thread::sleep_for(std::chrono::nanoseconds(bits / 512 % kDawdleNs));
@@ -125,7 +125,7 @@ class FaultyBackend final : public Backend {
     inner_->submit(op);
   }
 
-  // The next wait(), on this thread, returns it.
+  // The next wait(), on this thread, returns the result.
   void report(std::uint64_t token, std::int32_t res) { reported_.push_back({token, res}); }
 
   void flip(const BlockOp& op) {
@@ -155,7 +155,7 @@ class FaultyBackend final : public Backend {
     to_flip_.erase(found);
   }
 
-  // Delayed ones go on their way when enough have overtaken them, or nothing else is under way.
+  // Releases delayed results when enough others have overtaken them, or when nothing else is in flight.
   void release(std::vector<BlockResult>& results) {
     const auto due = [this](const BlockResult& result) { return outstanding_ == 0 || late_[result.token] <= 0; };
     const auto first_due =
@@ -174,13 +174,13 @@ class FaultyBackend final : public Backend {
   std::vector<BlockResult> reported_;
   std::vector<BlockResult> arrived_;
   std::vector<BlockResult> held_;
-  std::unordered_map<std::uint64_t, int> late_;  // by token: completions that still may overtake it
+  std::unordered_map<std::uint64_t, int> late_;  // by token: completions that may still overtake it
   std::unordered_map<std::uint64_t, BlockOp> to_flip_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Bounce>> bounces_;
-  std::unordered_map<std::uint64_t, std::pair<BlockOp, std::uint64_t>> written_;  // with its number in the journal
+  std::unordered_map<std::uint64_t, std::pair<BlockOp, std::uint64_t>> written_;  // with the op's number in the journal
   std::unordered_set<std::uint64_t> deadly_;
   std::size_t outstanding_ = 0;     // ops inside `inner_`
-  std::unique_ptr<Backend> inner_;  // last: gone before the memory its transfers use
+  std::unique_ptr<Backend> inner_;  // last: destroyed before the memory that its transfers use
 };
 
 }  // namespace

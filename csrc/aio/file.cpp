@@ -23,8 +23,8 @@ struct Alignment {
   std::uint32_t offset;
 };
 
-// Of Linux 6.1 (STATX_DIOALIGN, stx_dio_mem_align and what follows it). The headers may be older than the kernel, as
-// those are that wheels are built with; what they call spare then has the same place.
+// From Linux 6.1 (STATX_DIOALIGN, stx_dio_mem_align and the next field). The headers may be older than the kernel, like
+// those that wheels are built with; then these fields are at the same offset in the struct's spare room.
 constexpr unsigned kStatxAlignment = 0x2000;
 constexpr std::size_t kStatxAlignmentOffset = 0x98;
 static_assert(kStatxAlignmentOffset + sizeof(Alignment) <= sizeof(struct statx));
@@ -34,8 +34,8 @@ static_assert(kStatxAlignmentOffset == offsetof(struct statx, stx_dio_mem_align)
 static_assert(kStatxAlignmentOffset + offsetof(Alignment, offset) == offsetof(struct statx, stx_dio_offset_align));
 #endif
 
-// What direct I/O on this file needs; {0, 0} where the file system says that it has none. Kernels before 6.1 and some
-// file systems do not say: then 4 KiB, which every disk with blocks of up to 4 KiB takes.
+// Alignment that direct I/O on this file needs; {0, 0} if the file system says that it has no direct I/O. Kernels
+// before 6.1 and some file systems do not say: then 4 KiB, which every disk with blocks of up to 4 KiB accepts.
 Alignment direct_alignment(int fd) {
   struct statx info{};
   Alignment found{kPageBytes, kPageBytes};
@@ -45,7 +45,7 @@ Alignment direct_alignment(int fd) {
   return found;
 }
 
-// Both functions return an errno value. A reservation that a signal interrupts is asked for again.
+// Both functions return an errno value. A reservation that a signal interrupts is repeated.
 int reserve(int fd, off_t nbytes) {
   for (;;) {
     if (fallocate(fd, 0, 0, nbytes) == 0) return 0;
@@ -53,9 +53,9 @@ int reserve(int fd, off_t nbytes) {
   }
 }
 
-// Where the file system has no fallocate, the C library writes one byte per block, which is slower and guarantees the
-// same. Direct I/O refuses a write of one byte, so direct I/O is switched off meanwhile; what the page cache holds
-// afterwards is dropped.
+// If the file system has no fallocate, the C library writes one byte per block, which is slower and guarantees the
+// same. Direct I/O refuses a write of one byte, so direct I/O is switched off meanwhile. Afterwards the file's pages
+// are dropped from the page cache.
 int reserve_by_writing(int fd, off_t nbytes) {
   const int flags = fcntl(fd, F_GETFL);
   if (flags < 0 || fcntl(fd, F_SETFL, flags & ~O_DIRECT) != 0) return errno;
@@ -83,7 +83,7 @@ void File::open(bool create) {
   const int flags = O_RDWR | O_CLOEXEC | O_NOFOLLOW | (create ? O_CREAT : 0);
   fd_ = ::open(path_.c_str(), flags | (direct_ ? O_DIRECT : 0), 0600);
   if (fd_ < 0 && direct_ && errno == EINVAL) {
-    // The file system has no direct I/O (some network and memory file systems): go through the page cache.
+    // The file system has no direct I/O (some network and memory file systems): use the page cache.
     direct_ = false;
     fd_ = ::open(path_.c_str(), flags, 0600);
   }
@@ -96,7 +96,7 @@ void File::inquire() {
   device_ = info.st_dev;
   if (!direct_) return;
   const Alignment alignment = direct_alignment(fd_);
-  // We move multiples of 4 KiB. A file that needs larger blocks, or has no direct I/O, goes through the page cache.
+  // The engine moves multiples of 4 KiB. A file that needs larger blocks, or has no direct I/O, uses the page cache.
   if (alignment.offset == 0 || alignment.offset > kPageBytes || alignment.memory > kPageBytes) {
     const int flags = fcntl(fd_, F_GETFL);
     if (flags < 0 || fcntl(fd_, F_SETFL, flags & ~O_DIRECT) != 0) {
@@ -143,7 +143,7 @@ void File::preallocate(std::uint64_t nbytes) {
   int error = reserve(fd_, static_cast<off_t>(nbytes));
   if (error == EOPNOTSUPP) error = reserve_by_writing(fd_, static_cast<off_t>(nbytes));
   if (error == 0) return;
-  // A failed preallocation keeps the blocks that it got: give them back. If this fails, too, the first error is thrown.
+  // A failed preallocation keeps the blocks that it got: free them. If that fails, too, the first error is thrown.
   static_cast<void>(!ftruncate(fd_, static_cast<off_t>(before)));
   throw std::system_error(error, std::generic_category(), "preallocate " + path_);
 }

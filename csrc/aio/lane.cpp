@@ -14,8 +14,8 @@
 namespace infinity {
 namespace {
 
-// A Failure of the whole request. It takes the path from the request: the lane's thread may reset io.file at any
-// moment.
+// Returns a Failure of the complete request. It takes the path from the request, because the lane's thread may reset
+// io.file at any moment.
 Failure describe(const Request& request, FailureKind kind, int error, const std::string& cause) {
   const IoRequest& io = request.io;
   return composed({kind, verb_of(io.kind), request.path, io.offset, io.nbytes, error, cause, ""});
@@ -31,7 +31,7 @@ std::shared_ptr<Lane> Lane::open(LaneOptions options) {
   std::shared_ptr<Lane> lane(new Lane(std::move(options)));
   std::promise<void> opened;
   auto outcome = opened.get_future();
-  // The thread keeps the lane: an abandoned one must outlive its engine.
+  // The thread keeps the lane alive: an abandoned lane must outlive its engine.
   lane->thread_ = std::thread([lane, opened = std::move(opened)]() mutable {
     name_thread("infinity-io");
     lane->serve(opened);

@@ -1,4 +1,4 @@
-// The thread of a lane: it opens the back end, hands blocks to it as far as there is room, and looks at every result.
+// The thread of a lane: it opens the backend, gives blocks to it as long as there is room, and checks every result.
 #include <algorithm>
 #include <cerrno>
 #include <deque>
@@ -21,7 +21,7 @@ void add(std::atomic<std::uint64_t>& counter, std::uint64_t value) {
 
 }  // namespace
 
-// The lane as its thread sees it.
+// The state of the lane that only its thread uses.
 class Lane::Server {
  public:
   Server(Lane& lane, Backend& backend)
@@ -41,8 +41,8 @@ class Lane::Server {
       if (stopping && parts_.in_flight() == 0) return;
       if (!may_wait()) continue;
       results.clear();
-      // With many blocks in flight, wait for several results at once: fewer system calls, and the others keep the
-      // device busy meanwhile.
+      // With many blocks in flight, wait for several results at once: this takes fewer system calls, and the other
+      // blocks keep the device busy meanwhile.
       backend_.wait(results, std::max(parts_.in_flight() / kHandfulOf, 1u));
       for (const BlockResult& result : results) take(result);
     }
@@ -51,7 +51,7 @@ class Lane::Server {
  private:
   static constexpr unsigned kHandfulOf = 16;
 
-  // True when the lane is closed or abandoned.
+  // Returns true if the lane is closed or abandoned.
   bool take_incoming() {
     std::vector<std::pair<std::shared_ptr<Request>, std::uint64_t>> requests;
     std::vector<Task> tasks;
@@ -72,7 +72,7 @@ class Lane::Server {
     return stopping;
   }
 
-  // False when a task came in, or a request that can be started now.
+  // Returns false if there is a new task, or a new request that can be started now.
   bool may_wait() {
     const std::lock_guard lock(lane_.mutex_);
     if (!lane_.tasks_.empty() || (parts_.has_room() && !lane_.incoming_.empty())) return false;
@@ -145,7 +145,7 @@ class Lane::Server {
     backend_.submit(op);
   }
 
-  // Every result passes through here, so that no byte that was not moved is reported as moved.
+  // Every result passes through this function, so that no byte that was not moved is reported as moved.
   void take(const BlockResult& result) {
     Block block = std::move(blocks_[result.token]);
     blocks_[result.token] = Block{};
@@ -186,11 +186,11 @@ class Lane::Server {
     lane_.in_flight_ = parts_.in_flight();
   }
 
-  // True when the rest of the block was queued; false when the request has failed.
+  // Returns true if the rest of the block was queued; false if the request has failed.
   bool continue_short(Block& block, std::uint32_t moved) {
     Request& request = *block.part->request;
     const bool reading = request.io.kind == OpKind::read;
-    // Direct I/O must continue at a border of the device's blocks: the bytes after the last border are moved again.
+    // Direct I/O must continue at a boundary of the device's blocks: the bytes after the last boundary are moved again.
     const std::uint32_t kept = moved / block.file->offset_alignment() * block.file->offset_alignment();
     if (moved == 0 && reading) {
       request.fail(block.failure(0, "the file ends before the data does; was it truncated?"));
@@ -236,8 +236,8 @@ class Lane::Server {
   Lane& lane_;
   Backend& backend_;
   PartQueue parts_;
-  std::deque<Block> again_;    // continuations and retries go before new blocks
-  std::vector<Block> blocks_;  // in flight, by token
+  std::deque<Block> again_;    // continuations and retries; they precede new blocks
+  std::vector<Block> blocks_;  // blocks in flight, by token
   std::vector<std::uint64_t> free_tokens_;
 };
 
@@ -277,7 +277,7 @@ void Lane::serve(std::promise<void>& opened) {
   try {
     Server(*this, *backend).run();
   } catch (const std::exception& error) {
-    // The ring itself failed: we do not know which transfers it still does.
+    // The ring itself failed: it is unknown which transfers it still does.
     abandon(std::string("the I/O thread failed: ") + error.what());
   }
   {

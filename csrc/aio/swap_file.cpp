@@ -12,7 +12,8 @@
 namespace infinity {
 namespace {
 
-// Smooth weighted round robin: each turn everyone gains its share, the richest is picked and pays the sum.
+// Smooth weighted round robin: in each turn every member gains its share; the one with the most is picked and pays the
+// total.
 std::vector<std::uint32_t> make_cycle(const std::vector<unsigned>& shares) {
   const auto total = std::accumulate(shares.begin(), shares.end(), std::int64_t{0});
   std::vector<std::int64_t> credit(shares.size(), 0);

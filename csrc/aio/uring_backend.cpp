@@ -1,5 +1,5 @@
-// io_uring: one ring, created and used by the lane's thread. A read of an eventfd is always on the ring; writing to the
-// eventfd completes it, which wakes the thread.
+// io_uring: one ring, which the lane's thread creates and uses. A read of an eventfd is always on the ring; a write to
+// the eventfd completes the read, which wakes the thread.
 #include "aio/backend.hpp"
 
 #ifdef INFINITY_HAVE_URING
@@ -16,14 +16,14 @@
 namespace infinity {
 namespace {
 
-constexpr unsigned kFilesMax = 128;                            // registered at once
-constexpr unsigned kBuffersMax = 1024;                         // registered at once
-constexpr std::size_t kBufferBytesMax = std::size_t{1} << 30;  // of one registration, by the kernel
+constexpr unsigned kFilesMax = 128;                            // registered at the same time
+constexpr unsigned kBuffersMax = 1024;                         // registered at the same time
+constexpr std::size_t kBufferBytesMax = std::size_t{1} << 30;  // the kernel's limit for one registration
 constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
 
-// A ring may lie where one of another thread was, which nobody joined if its device had been given up. The kernel
-// orders the two, by unmapping the one before it maps the other, which ThreadSanitizer does not see: liburing calls no
-// libc for it. Called before a ring is closed, and before a new one is used.
+// A ring may be mapped at the address of an earlier ring whose thread nobody joined, because its device had been given
+// up. The kernel orders the two: it unmaps the first before it maps the second. ThreadSanitizer does not see this,
+// because liburing makes these system calls without libc. Called before a ring is closed, and before a new one is used.
 void order_rings() {
   static std::mutex rings;
   const std::lock_guard lock(rings);
@@ -47,10 +47,10 @@ std::string advice(int error) {
 class UringBackend final : public Backend {
  public:
   explicit UringBackend(unsigned queue_depth) {
-    open_ring(queue_depth + 1);  // one more for the wake-up read
+    open_ring(queue_depth + 1);  // one more entry for the wake-up read
     try {
       prove();
-      // Both tables start empty; kernels before 5.19 have no such tables and go without.
+      // Both tables start empty. Kernels before 5.19 have no such tables; the ring then works without.
       fixed_files_ = io_uring_register_files_sparse(&ring_, kFilesMax) == 0;
       fixed_buffers_ = io_uring_register_buffers_sparse(&ring_, kBuffersMax) == 0;
     } catch (...) {
@@ -88,9 +88,9 @@ class UringBackend final : public Backend {
   }
 
   void wait(std::vector<BlockResult>& results, unsigned at_least) override {
-    // A wake-up is one completion among those waited for: with several asked for it counts as one of them.
+    // A wake-up is one completion among those waited for: if several are requested, it counts as one of them.
     const int error = io_uring_submit_and_wait(&ring_, at_least);
-    // EINTR and EBUSY come again with the next call; anything else is a bug in how we use the ring.
+    // EINTR and EBUSY occur again with the next call; any other error is a bug in the use of the ring.
     if (error < 0 && error != -EINTR && error != -EBUSY && error != -EAGAIN) {
       throw std::system_error(-error, std::generic_category(), "io_uring_submit_and_wait");
     }
@@ -135,7 +135,7 @@ class UringBackend final : public Backend {
 
   void wake() override {
     const std::uint64_t one = 1;
-    // Cannot fail but by overflow, and then the thread is awake already.
+    // Fails only by overflow, and then the thread is awake already.
     static_cast<void>(!write(wake_fd_, &one, sizeof(one)));
   }
 
@@ -154,7 +154,7 @@ class UringBackend final : public Backend {
     return text;
   }
 
-  // The index of a file in the ring's table, or -1. A file enters it when first used.
+  // The index of a file in the ring's table, or -1. A file is added at its first use.
   int index_of(const File& file) {
     if (!fixed_files_) return -1;
     const auto found = std::find(files_.begin(), files_.end(), file.id());
@@ -172,7 +172,7 @@ class UringBackend final : public Backend {
     return index;
   }
 
-  // The registered range that holds all of a block, or -1.
+  // The registered range that contains all of a block, or -1.
   int buffer_of(const std::byte* data, std::size_t nbytes) const {
     for (std::size_t index = 0; index < buffers_.size(); ++index) {
       const Buffer& buffer = buffers_[index];
@@ -205,8 +205,8 @@ class UringBackend final : public Backend {
     throw std::system_error(-error, std::generic_category(), advice(-error));
   }
 
-  // A ring can be set up and still refuse to work (io_uring_enter filtered, or a kernel before 5.6 that has no read):
-  // the read we need anyway is tried once on an eventfd that has something to read.
+  // A ring can be set up and still refuse to work (io_uring_enter is filtered, or a kernel before 5.6 has no read). So
+  // the wake-up read, which is needed anyway, is tried once on an eventfd that has something to read.
   void prove() {
     wake_fd_ = eventfd(1, EFD_CLOEXEC);
     if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -231,7 +231,7 @@ class UringBackend final : public Backend {
 
   io_uring_sqe* next_sqe() {
     io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-    if (sqe == nullptr) {  // continuations may fill the queue before it was handed over
+    if (sqe == nullptr) {  // continuations may fill the queue before it was submitted
       io_uring_submit(&ring_);
       sqe = io_uring_get_sqe(&ring_);
     }

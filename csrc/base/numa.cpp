@@ -13,7 +13,7 @@
 namespace infinity {
 namespace {
 
-constexpr int kPreferred = 1;  // MPOL_PREFERRED of linux/mempolicy.h
+constexpr int kPreferred = 1;  // MPOL_PREFERRED in linux/mempolicy.h
 constexpr int kNodesMax = 1024;
 
 bool several_nodes() {

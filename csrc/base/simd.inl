@@ -1,7 +1,7 @@
 // Vectors of this instruction set's width, with the few operations that the compiler's own vector types do not have.
 //
-// Invariant: every operation is exact IEEE arithmetic or integer arithmetic with the same result on every instruction
-// set: minimum(a, b) is a < b ? a : b. A NaN is a NaN on every one of them; which NaN is not promised.
+// Invariant: every operation is exact IEEE arithmetic, or integer arithmetic with the same result on every instruction
+// set: minimum(a, b) is a < b ? a : b. A NaN is a NaN on all of them, but its payload is not specified.
 #if defined(__AVX512F__)
 constexpr std::size_t kLanes = 16;
 #elif defined(__AVX2__)
@@ -47,7 +47,7 @@ inline bool any_negative(Ints value) {
 #endif
 }
 
-// Largest of lanes that are not negative.
+// The largest of lanes that are not negative.
 inline std::int32_t largest(Ints value) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32(std::bit_cast<__m512i>(value));
@@ -66,7 +66,7 @@ inline std::int32_t largest(Ints value) {
 
 constexpr float kLargestFloat = 0x1.fffffep127f;
 
-// The same of floats that are not negative, by their bits: a NaN is larger than everything.
+// The largest of floats that are not negative, by their bits: a NaN is larger than all numbers.
 inline float largest_float(Ints bits) { return infinity::float_of(static_cast<std::uint32_t>(largest(bits))); }
 
 inline Ints maximum(Ints a, Ints b) { return a > b ? a : b; }
@@ -91,7 +91,7 @@ inline Floats maximum(Floats a, Floats b) {
 #endif
 }
 
-// 0 where the magnitude is below `limit`, which is not negative.
+// Replaces values whose magnitude is below `limit`, which is not negative, by 0.
 inline Floats zero_below(Floats value, float limit) {
   return floats_of(bits_of(value) & (magnitude_bits(value) >= static_cast<std::int32_t>(infinity::bits_of(limit))));
 }
@@ -132,12 +132,12 @@ inline Ints with_sign_of(Ints sign, Ints value) {
 #endif
 }
 
-// Truncates values within the range of int32.
+// Truncates values that are within the range of int32.
 inline Ints truncate(Floats value) { return __builtin_convertvector(value, Ints); }
 
-// Eight values, one of which a lane's low three bits choose.
+// Eight values; the low three bits of a lane choose one.
 struct alignas(64) Table {
-  float values[16];  // twice, for sixteen lanes
+  float values[16];  // each value twice, for sixteen lanes
 
   constexpr void set(std::size_t index, double value) { values[index] = values[index + 8] = static_cast<float>(value); }
 };
@@ -174,7 +174,7 @@ struct Lookup {
   }
 };
 
-// Bytes [0, kLanes) as integers.
+// Converts bytes [0, kLanes) to integers.
 inline Ints widen_bytes(const std::uint8_t* from) {
 #if defined(__AVX512F__)
   return std::bit_cast<Ints>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
@@ -187,7 +187,7 @@ inline Ints widen_bytes(const std::uint8_t* from) {
 #endif
 }
 
-// Four vectors of integers plus `offset`, 255 at most, as 4·kLanes bytes; what would be negative becomes 0.
+// Stores four vectors of integers plus `offset`, at most 255, as 4·kLanes bytes; negative sums become 0.
 template <std::int16_t offset>
 inline void store_bytes(std::uint8_t* to, const Ints (&values)[4]) {
 #if defined(__AVX512F__)
@@ -228,8 +228,8 @@ inline Ints scaled_upper_half(Ints bits) {
 #endif
 }
 
-// Copies what nobody reads soon, without fetching the lines that it overwrites; `nbytes` is a multiple of 64. Other
-// threads see it after finish_stores().
+// Copies data that is not read soon, without fetching the cache lines that it overwrites; `nbytes` is a multiple of 64.
+// Other threads see the data after finish_stores().
 inline void store_past_caches(void* to, const void* from, std::size_t nbytes) {
 #if defined(__SSE2__)
   const auto* const source = static_cast<const std::byte*>(from);
@@ -259,7 +259,7 @@ inline void store_past_caches(void* to, const void* from, std::size_t nbytes) {
   std::memcpy(to, from, nbytes);
 }
 
-// One vector; `to` is aligned to its size.
+// Stores one vector in the same way; `to` is aligned to the vector's size.
 template <class Vector>
 inline void store_vector_past_caches(void* to, Vector value) {
 #if defined(__AVX512F__)
@@ -282,7 +282,7 @@ inline void finish_stores() {
 constexpr std::size_t kDoubles = kLanes / 2;
 using Doubles = double __attribute__((vector_size(kLanes * 4)));
 
-// `sums` plus the squares of kDoubles values, in double. A square is exact there, so a fused product is the same.
+// `sums` plus the squares of kDoubles values, in double. A square is exact in double, so a fused product is the same.
 inline Doubles add_squares(Doubles sums, const float* values) {
 #if defined(__AVX512F__)
   const __m512d x = _mm512_cvtps_pd(_mm256_loadu_ps(values));

@@ -21,31 +21,31 @@
 namespace infinity {
 namespace {
 
-// One parallel_for, on its caller's stack.
+// One parallel_for, on the stack of its caller.
 struct Loop {
   const std::function<void(std::size_t)>& task;
   const std::size_t count;
   const Urgency urgency;
   std::atomic<std::size_t> next{0};
-  unsigned helping = 0;  // threads, besides the caller's
+  unsigned helping = 0;  // threads that help, without the caller's
 };
 
 }  // namespace
 
 void yield_by(int nice) {
-  // On Linux a thread has a priority of its own, by its id.
+  // On Linux each thread has a priority, which is set by the thread's id.
   if (nice > 0) setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), nice);
 }
 
-// Invariant: a loop is in `open` while it may have tasks that nobody took; its caller destroys it once it is not, and
-// nobody helps. The mutex guards all but the loops' `next`.
+// Invariant: a loop is in `open` while it may have tasks that no thread took. Its caller destroys the loop once it is
+// not in `open` and no thread helps. The mutex guards all members except the loops' `next`.
 struct ThreadPool::Shared {
   std::mutex mutex;
   std::condition_variable work;
-  std::condition_variable left;     // a loop is helped by nobody any more
-  std::condition_variable calm;     // no urgent loop is open any more
-  std::deque<Loop*> open;           // urgent ones first, each kind in the order in which they came
-  std::atomic<unsigned> urgent{0};  // of them
+  std::condition_variable left;     // signals that a loop has no helpers any more
+  std::condition_variable calm;     // signals that no urgent loop is open any more
+  std::deque<Loop*> open;           // urgent ones first, each kind in the order of arrival
+  std::atomic<unsigned> urgent{0};  // number of urgent loops in `open`
   bool stop = false;
   const int nice;
   const pid_t pid = getpid();
@@ -72,7 +72,7 @@ struct ThreadPool::Shared {
     work.notify_all();
   }
 
-  // All tasks of the loop are taken. The mutex is held.
+  // Removes a loop whose tasks are all taken. The caller holds the mutex.
   void close(Loop& loop) {
     const auto found = std::find(open.begin(), open.end(), &loop);
     if (found == open.end()) return;
@@ -86,14 +86,15 @@ struct ThreadPool::Shared {
     left.wait(lock, [&] { return loop.helping == 0; });
   }
 
-  // The caller of an ordinary loop stands back: one thread more than there are cores would make the others wait.
+  // Blocks the caller of an ordinary loop during urgent loops: one more thread than cores would delay the other
+  // threads.
   void stand_back() {
     if (urgent.load(std::memory_order_relaxed) == 0) return;
     std::unique_lock lock(mutex);
     calm.wait(lock, [&] { return urgent == 0; });
   }
 
-  // Returns whether it has taken the last task there is.
+  // Returns whether it has taken the loop's last task.
   bool help(Loop& loop) const {
     for (;;) {
       const std::size_t index = loop.next.fetch_add(1);
@@ -138,7 +139,7 @@ ThreadPool::ThreadPool(unsigned threads, int numa_node, int nice) : shared_(std:
 
 ThreadPool::~ThreadPool() {
   if (getpid() != shared_->pid) {
-    // In a forked child the threads do not exist: neither join them nor destroy what they hold.
+    // In a forked child the threads do not exist: neither join them nor destroy the objects that they own.
     static_cast<void>(shared_.release());
     return;
   }

@@ -86,7 +86,7 @@ std::unique_ptr<PyFile> stripe(const std::vector<const PyFile*>& files, std::vec
   return std::make_unique<PyFile>(std::make_shared<SwapFile>(std::move(members), std::move(shares), stripe_bytes));
 }
 
-// Calls `call`; an OSError that it raises names `path`.
+// Runs `call`; if it raises an OSError, adds `path` to the error.
 template <class Call>
 auto naming(const std::string& path, const Call& call) {
   try {
@@ -97,7 +97,7 @@ auto naming(const std::string& path, const Call& call) {
   }
 }
 
-// ValueError unless these are whole pages whose checksums are kept, if any are.
+// ValueError unless the range consists of complete pages which, if the file has checksums, all have one.
 void require_pages(const SwapFile& file, std::uint64_t offset, std::uint64_t nbytes) {
   const ChecksumTable* sums = file.checksums();
   const std::uint64_t end = sums == nullptr ? ~std::uint64_t{0} : sums->pages() * kPageBytes;
@@ -132,7 +132,7 @@ void bind_file(py::module_& module) {
       .def(
           "preallocate",
           [](const PyFile& file, std::uint64_t nbytes) {
-            const auto held = file.get();  // another thread may close it meanwhile
+            const auto held = file.get();  // a reference, because another thread may close the file meanwhile
             naming(held->members()[0]->path(), [&] {
               const py::gil_scoped_release unlocked;
               held->preallocate(nbytes);

@@ -67,7 +67,7 @@ PyFuture::PyFuture(Future future, std::vector<Memory> kept)
     : future_(std::move(future)), kept_(std::move(kept)), pid_(getpid()) {}
 
 PyFuture::~PyFuture() {
-  // In a forked child nobody would ever complete it, and the request's buffers are the parent's.
+  // In a forked child nobody would ever complete the future, and the request's buffers belong to the parent.
   if (pid_ != getpid() || kept_.empty()) return;
   {
     const py::gil_scoped_release unlocked;
@@ -81,7 +81,7 @@ PyFuture::~PyFuture() {
 bool PyFuture::wait(std::optional<double> timeout_s) const {
   using Clock = std::chrono::steady_clock;
   constexpr auto kSlice = std::chrono::milliseconds(100);
-  // A timeout beyond what a clock can count, such as infinity, means to wait without one.
+  // A timeout beyond the range of a clock, such as infinity, means to wait without a limit.
   constexpr double kForeverS = 1e9;
   if (timeout_s && !(*timeout_s < kForeverS)) timeout_s.reset();
   if (timeout_s && *timeout_s < 0) timeout_s = 0;
@@ -118,7 +118,7 @@ std::vector<Future> futures_of(const std::vector<const PyFuture*>& futures) {
 
 namespace {
 
-// Exports a range of the arena through the buffer protocol and keeps the arena alive.
+// Exports a range of the arena through the buffer protocol, and keeps the arena alive.
 struct ArenaView {
   std::shared_ptr<Arena> arena;
   std::size_t offset;

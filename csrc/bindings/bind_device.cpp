@@ -6,13 +6,13 @@
 namespace infinity::bindings {
 namespace {
 
-// A function of the device's runtime by its address; 0: none.
+// Converts the address of a function of the device's runtime to a pointer; 0 becomes null.
 template <class Call>
 Call* call_at(std::uintptr_t address) {
   return reinterpret_cast<Call*>(address);
 }
 
-// A handle of a stream or an event.
+// Converts the handle of a stream or an event to a pointer.
 void* handle_at(std::uintptr_t handle) { return reinterpret_cast<void*>(handle); }
 
 void bind_gate(py::module_& module) {
@@ -32,7 +32,7 @@ void bind_gate(py::module_& module) {
            py::arg("synchronize"), py::arg("enter") = 0, py::arg("keep") = py::none());
 }
 
-// A piece with the buffers that back it.
+// A piece, with the Python buffers of its memory.
 struct PyPiece {
   LandingPiece piece;
   Memory target;
@@ -63,7 +63,7 @@ PyPiece make_piece(const py::object& target, const std::string& dtype, const py:
   return result;
 }
 
-// The future of a landing, which also knows the sums.
+// The future of a landing, which also has the sums.
 class PyLanding : public PyFuture {
  public:
   PyLanding(LandingFuture future, std::vector<Memory> kept)
@@ -77,9 +77,9 @@ class PyLanding : public PyFuture {
   LandingFuture landing_;
 };
 
-// The landings, and the gate's object, whose functions they call.
+// The landings, and the object of the gate whose functions they call.
 struct PyLandings {
-  py::object gate;  // outlives the landings: declared first
+  py::object gate;  // declared first, so that it outlives the landings
   Closable<Landings> landings;
 };
 
@@ -111,9 +111,9 @@ void bind_landings(py::module_& module) {
       .def("close", [](PyLandings& self) { self.landings.close(); });
 }
 
-// The uploads, the memory in which their pieces land, and the gate's object, whose functions they call.
+// The uploads, the landing memory of their pieces, and the object of the gate whose functions they call.
 struct PyUploads {
-  py::object gate;  // outlives the uploads, as the memory does: declared first
+  py::object gate;  // declared first, like the memory, so that it outlives the uploads
   Memory landing;
   Closable<Uploads> uploads;
 
@@ -123,7 +123,7 @@ struct PyUploads {
     if (uploads.closed()) return;
     const auto abandoned = uploads.get()->abandoned();
     uploads.close();
-    if (*abandoned) static_cast<void>(new Memory(landing));  // a device may use it for ever
+    if (*abandoned) static_cast<void>(new Memory(landing));  // never freed, because a device may use it forever
   }
 };
 

@@ -8,7 +8,7 @@
 namespace infinity::bindings {
 namespace {
 
-// A stream with the buffers that back it.
+// A stream, with the Python buffers of its memory.
 struct PyStream {
   StateStream stream;
   Memory memory;
@@ -28,9 +28,9 @@ PyStream make_stream(const py::object& memory, const PyFile* file, std::uint64_t
   return result;
 }
 
-// The pipeline, and the memory its tiles are staged in.
+// The pipeline, and the memory in which its tiles are staged.
 struct PyPipeline {
-  Memory staging;  // outlives the pipeline: declared first
+  Memory staging;  // declared first, so that it outlives the pipeline
   std::map<std::byte*, Memory> lent;
   Closable<UpdatePipeline> pipeline;
 
@@ -40,14 +40,14 @@ struct PyPipeline {
     if (pipeline.closed()) return;
     const auto abandoned = pipeline.get()->abandoned();
     pipeline.close();
-    if (*abandoned) {  // a device that was given up may still write there
+    if (*abandoned) {  // a device that was given up may still write to this memory
       static_cast<void>(new Memory(staging));
       static_cast<void>(new std::map<std::byte*, Memory>(lent));
     }
   }
 };
 
-// Calls `call` without the GIL: the pipeline's driver answers it. The pipeline is kept meanwhile.
+// Runs `call` without the GIL, because the pipeline's driver answers it, and keeps the pipeline alive meanwhile.
 template <class Call>
 auto without_gil(const PyPipeline& self, const Call& call) {
   const std::shared_ptr<UpdatePipeline> pipeline = self.pipeline.get();
@@ -58,11 +58,11 @@ auto without_gil(const PyPipeline& self, const Call& call) {
 void require_room(const PyStream& stream, std::uint64_t nbytes, const char* name) {
   if (stream.stream.source != nullptr) require_fits(stream.source, nbytes, 4, name);
   if (stream.stream.memory == nullptr) return;
-  // With a file, whole pages are written from the memory.
+  // If there is a file, complete pages are written from the memory.
   require_fits(stream.memory, stream.stream.file != nullptr ? round_up_to_page(nbytes) : nbytes, 4, name);
 }
 
-// Gradients: a stream, or the memory they are in.
+// Gradients as a stream: the given one, or one of the memory that has them.
 PyStream gradient_stream(const py::object& grad, std::uint64_t nbytes, std::size_t itemsize) {
   PyStream result;
   if (py::isinstance<PyStream>(grad)) {
@@ -75,7 +75,7 @@ PyStream gradient_stream(const py::object& grad, std::uint64_t nbytes, std::size
   return result;
 }
 
-// The future of an update, which also knows when it is computed, and whether a result was not finite.
+// The future of an update, which also knows when all values are computed, and whether a result was not finite.
 class PyUpdate : public PyFuture {
  public:
   PyUpdate(UpdateFuture future, std::vector<Memory> kept, std::shared_ptr<std::atomic<bool>> not_finite)
@@ -94,7 +94,7 @@ class PyUpdate : public PyFuture {
 };
 
 void require_countable(std::uint64_t numel) {
-  constexpr std::uint64_t kNumelMax = std::uint64_t{1} << 48;  // its bytes can be counted
+  constexpr std::uint64_t kNumelMax = std::uint64_t{1} << 48;  // so that the number of bytes does not overflow
   if (numel > kNumelMax) throw py::value_error("a job cannot have so many elements");
 }
 

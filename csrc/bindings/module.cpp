@@ -1,4 +1,5 @@
-// infinity._native: the C++ core as Python sees it. The contract, with shapes and errors, is infinity/_native.pyi.
+// infinity._native: the Python interface of the C++ core. Its contract, with shapes and errors, is
+// infinity/_native.pyi.
 #include "bindings/common.hpp"
 
 PYBIND11_MODULE(_native, module) {

@@ -1,4 +1,4 @@
-// Choosing the kernels and cutting weights into tasks.
+// Choice of kernels, and division of weights into tasks.
 #include "codec/codec.hpp"
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace infinity {
 namespace {
 
-// A weight as large as this has left a core's L2 when its first value is read.
+// Size from which a weight has left a core's L2 before its first value is read.
 constexpr std::size_t kPastCachesBytes = std::size_t{2} << 20;
 constexpr std::size_t kGroupNumel = kNestedBlocks * kCodecBlockNumel;
 
@@ -31,11 +31,11 @@ const T* part_at(const EncodedWeight& weight, const CodecPart& part) {
   return reinterpret_cast<const T*>(weight.data + part.begin);
 }
 
-// Elements [begin, end) of a weight, which begin with a group of nested scales.
+// Elements [begin, end) of a weight; `begin` is the start of a group of nested scales.
 struct Span {
   std::size_t begin;
   std::size_t end;
-  std::byte* out;  // of the weight
+  std::byte* out;  // output of the complete weight
   DType dtype;
   bool past_caches;
 

@@ -20,12 +20,12 @@ Failure closed() {
   return {FailureKind::canceled, "decode", "", 0, 0, ECANCELED, kWhy, kWhy};
 }
 
-// Only the thread touches it.
+// Only the thread accesses it.
 struct DecodeJob {
   std::vector<DecodePart> parts;
-  std::vector<std::size_t> ends;  // of each part: the tasks up to its end
+  std::vector<std::size_t> ends;  // for each part: number of tasks up to its end
   Future future = std::make_shared<Completion>();
-  std::size_t waits = 0;  // for so many futures
+  std::size_t waits = 0;  // number of futures that it waits for
   std::optional<Failure> failure;
 };
 using Job = std::shared_ptr<DecodeJob>;
@@ -38,15 +38,15 @@ void check(const DecodePart& part) {
 
 }  // namespace
 
-// Invariant: only the thread touches `jobs` and `stopping`, also as it runs the messages of the inbox.
+// Invariant: only the thread accesses `jobs` and `stopping`, also while it runs messages of the inbox.
 struct WeightDecoder::Impl {
   const std::shared_ptr<ThreadPool> pool;
   const Isa isa;
   const pid_t pid = getpid();
-  const std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();  // outlives this: a read may end later
-  std::deque<Job> jobs;                                            // that are not done, as they were submitted
+  const std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();  // outlives this object: a read may end later
+  std::deque<Job> jobs;                                            // jobs that are not done, in the order of submission
   bool stopping = false;
-  std::thread thread;  // last: starts when everything else is there
+  std::thread thread;  // last: the thread starts when all other members exist
 
   Impl(std::shared_ptr<ThreadPool> given_pool, Isa given_isa)
       : pool(std::move(given_pool)), isa(given_isa), thread([this] { run(); }) {}
@@ -71,11 +71,11 @@ struct WeightDecoder::Impl {
     jobs.push_back(job);
     job->waits = after.size();
     for (const Future& future : after) {
-      if (future->done()) {  // at once: closing the decoder must not hide its failure
+      if (future->done()) {  // handled at once: closing the decoder must not hide its failure
         arrived(*job, future->failure());
         continue;
       }
-      // The callback must not own the future that owns it.
+      // The callback must not own the future that owns the callback.
       future->then([to = inbox, job, raw = future.get()] {
         to->post([job, failure = raw->failure()] { arrived(*job, failure); });
       });
@@ -125,7 +125,7 @@ WeightDecoder::WeightDecoder(std::shared_ptr<ThreadPool> pool, Isa isa) {
 }
 
 WeightDecoder::~WeightDecoder() {
-  // In a forked child the thread does not exist: neither join it nor destroy what it holds.
+  // In a forked child the thread does not exist: neither join it nor destroy the objects that it owns.
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 

@@ -1,6 +1,6 @@
 // 8 bits, linear (see [Note: int8]).
 
-// A block: value = code · scale, and for a row · 1/127, which is what bitsandbytes multiplies with.
+// Decodes a block: value = code · scale; for a row also · 1/127, which is the factor that bitsandbytes uses.
 template <class To, bool row>
 void decode_linear(const std::int8_t* codes, float scale, typename To::type* out) {
   constexpr float kRowFactor = 7.874015718698502e-3f;
@@ -21,7 +21,7 @@ void decode_linear(const std::int8_t* codes, float scale, typename To::type* out
   }
 }
 
-// A weight in blocks whose scales `scale_of` gives.
+// Decodes a weight in blocks; `scale_of` returns the scale of a block.
 template <class To, bool row, class ScaleOf>
 void decode_blocks(const std::int8_t* codes, const DecodeOutput& output, std::size_t numel, const ScaleOf& scale_of) {
   using T = typename To::type;
@@ -56,9 +56,9 @@ inline std::uint16_t int8_scale(float absmax) {
   return static_cast<std::uint16_t>((infinity::bits_of(absmax / 127.0f) + 0xffffu) >> 16);
 }
 
-// Rounded to the nearest integer, ties to even. Magnitudes of at most 2^22.
+// Rounds to the nearest integer, ties to even. Magnitudes are at most 2^22.
 inline Ints nearest_integers(Floats values) {
-  constexpr float kMagic = 0x1.8p23f;  // where the distance between floats is 1
+  constexpr float kMagic = 0x1.8p23f;  // the distance between floats is 1 at this magnitude
   return truncate(values + kMagic - kMagic);
 }
 

@@ -1,4 +1,4 @@
-// The kernels. Included by kernels_<isa>.cpp with INFINITY_ISA_NAMESPACE defined and compiled for exactly that
+// The kernels. kernels_<isa>.cpp defines INFINITY_ISA_NAMESPACE and includes this file, compiled for exactly that
 // instruction set.
 //
 // Invariant: no contraction, no reassociation, no approximate reciprocal; so the bits do not depend on the instruction
@@ -26,15 +26,15 @@ namespace {
 
 #include "base/simd.inl"
 
-// These use what that defines.
+// This file uses the one above.
 #include "codec/numbers.inl"
 
-// The next block of at most `left` values in fp32, with zeros where the last one has no values.
+// The next block of at most `left` values in fp32, padded with zeros if there are fewer values than a block's.
 template <class From>
 struct ValueBlock {
   alignas(64) float values[kCodecBlockNumel];
   std::size_t numel;
-  float absmax;  // infinite or NaN where a value is
+  float absmax;  // infinite or NaN if a value is
 
   ValueBlock(const typename From::type* from, std::size_t left)
       : numel(left < kCodecBlockNumel ? left : kCodecBlockNumel) {
@@ -51,7 +51,7 @@ struct ValueBlock {
   }
 
   [[nodiscard]] bool whole() const { return numel == kCodecBlockNumel; }
-  // How many values come before the first that is not finite.
+  // Number of values before the first that is not finite.
   [[nodiscard]] std::size_t finite() const {
     std::size_t count = 0;
     while (count < numel && is_finite(values[count])) ++count;
@@ -59,14 +59,14 @@ struct ValueBlock {
   }
 };
 
-// Brings codes that are decoded later into the L2 cache. The processor does not do it by itself as early as stores past
-// the caches need it, which take the same buffers. What lies there may be anything.
+// Prefetches codes that are decoded later into the L2 cache. The hardware prefetcher is too late for stores past the
+// caches, which use the same buffers. The address may be beyond the codes.
 inline void fetch_ahead(const void* codes) {
   constexpr std::size_t kDistance = 1024;
   __builtin_prefetch(static_cast<const std::byte*>(codes) + kDistance, 0, 2);
 }
 
-// Has `decode(block, values)` write each whole block of the output.
+// Calls `decode(block, values)` for each complete block, and writes the values to the output.
 template <class T, class Decode>
 void write_blocks(T* out, std::size_t blocks, bool past_caches, const Decode& decode) {
 #if defined(__SSE2__)
@@ -86,7 +86,7 @@ void write_blocks(T* out, std::size_t blocks, bool past_caches, const Decode& de
 #include "codec/int8.inl"
 #include "codec/nf4.inl"
 
-// Calls `work` with the type that stands for the dtype.
+// Calls `work` with the type that represents the dtype.
 template <class Work>
 inline auto with(DType dtype, const Work& work) {
   if (dtype == DType::fp32) return work(Fp32{});

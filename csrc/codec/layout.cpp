@@ -1,4 +1,4 @@
-// Where the parts of a stored form are.
+// Offsets and sizes of the parts of a stored form.
 #include "base/require.hpp"
 #include "codec/codec.hpp"
 

@@ -1,4 +1,4 @@
-// Scales of blocks in 8 bits, as bitsandbytes' C code makes them (see [Note: bitsandbytes, to the bit]).
+// Scales of blocks in 8 bits, computed like in bitsandbytes' C code (see [Note: bitsandbytes, to the bit]).
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -31,11 +31,12 @@ StepCodes nearest_of_steps() {
   return codes;
 }
 
-// `value` between −1 and 1, or not a number where a scale so small that it has no reciprocal met a zero.
+// `value` is between −1 and 1. If the group's scales are so small that the reciprocal of the largest is infinite, it is
+// infinite, or NaN for zero.
 std::size_t step_of(float value) {
   if (std::isnan(value)) return 0;
   const float share = (std::clamp(value, -1.0f, 1.0f) + 1.0f) * 0.5f;
-  // Exact in double, so that it is rounded once, as by a fused multiply and add.
+  // Exact in double, so that there is one rounding, as with a fused multiply and add.
   return static_cast<std::size_t>(static_cast<float>(static_cast<double>(share) * (kSteps - 1) + 0.5));
 }
 

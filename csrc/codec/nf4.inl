@@ -1,6 +1,6 @@
-// NF4. A block has 16 different values, so these are multiplied and rounded, and the codes look them up.
+// NF4. A block has 16 different values, so these are multiplied and rounded once, and then looked up for each code.
 
-// The 16 values of a block in the dtype of the output, and the way from codes to them.
+// The 16 values of a block in the dtype of the output, with the lookup of codes.
 template <class T>
 class BlockTable {
  public:
@@ -13,11 +13,11 @@ class BlockTable {
     }
   }
 
-  // A whole block from 32 bytes of codes.
+  // Decodes a complete block from 32 bytes of codes.
   void look_up(const std::uint8_t* codes, T* out) const {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 2) {
-      const __m512i table = _mm512_broadcast_i64x4(load<__m256i>(values_));  // of an index the lower four bits count
+      const __m512i table = _mm512_broadcast_i64x4(load<__m256i>(values_));  // an index's low four bits choose
       for (std::size_t i = 0; i < 32; i += 16) {
         const __m512i bytes = _mm512_cvtepu8_epi32(load<__m128i>(codes + i));
         const __m512i index = _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
@@ -55,7 +55,7 @@ class BlockTable {
 
  private:
 #if defined(__AVX2__)
-  // The nibbles of 16 bytes, a byte each, in the order of the elements.
+  // The nibbles of 16 bytes, one byte for each, in the order of the elements.
   struct Nibbles {
     __m128i first;
     __m128i second;
@@ -135,11 +135,11 @@ void decode_nf4(const std::uint8_t* codes, const float* scales, const DecodeOutp
   std::memcpy(out + whole * kCodecBlockNumel, values, rest * sizeof values[0]);
 }
 
-// How many bounds are below each value: its code.
+// The code of each value, which is the number of bounds below the value.
 inline Ints nf4_codes(Floats values) {
   static constexpr auto kBounds = bounds_of(kNf4Map);
 #if defined(__AVX2__)
-  // Four comparisons, each with the bound in the middle of what is left.
+  // Binary search: four comparisons, each with the middle one of the remaining bounds.
   static constexpr auto kTable = [](std::size_t first, std::size_t step) {
     Table table{};
     for (std::size_t i = 0; i < 8 && first + i * step < 15; ++i) table.set(i, kBounds.values[first + i * step]);
@@ -159,7 +159,7 @@ inline Ints nf4_codes(Floats values) {
 #endif
 }
 
-// Codes of a block of scaled values, two in a byte.
+// Stores the codes of a block of scaled values, two in a byte.
 inline void store_nf4_codes(const float* scaled, std::uint8_t* codes) {
   alignas(64) std::uint8_t wide[kCodecBlockNumel];
   for (std::size_t i = 0; i < kCodecBlockNumel; i += 4 * kLanes) {

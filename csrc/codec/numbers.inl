@@ -1,5 +1,5 @@
-// Vectors of fp32 from and to the three dtypes, rounded to the nearest, ties to even. What is infinite or NaN is
-// rounded one at a time, so that a NaN stays one.
+// Conversion of fp32 vectors from and to the three dtypes, rounded to the nearest, ties to even. Infinite and NaN
+// values are rounded one at a time, so that a NaN stays a NaN.
 struct Fp32 {
   using type = float;
   static inline float wide(float value) { return value; }
@@ -42,7 +42,7 @@ inline Floats load_wide(const Half* from) {
 #endif
 }
 
-// kLanes signed bytes.
+// Loads kLanes signed bytes.
 inline Floats load_wide(const std::int8_t* from) {
 #if defined(__AVX512F__)
   return std::bit_cast<Floats>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from))));
@@ -56,7 +56,7 @@ inline Floats load_wide(const std::int8_t* from) {
 #endif
 }
 
-// The values are no NaN; ±infinity is allowed.
+// The values must not be NaN; ±infinity is allowed.
 inline void store_rounded(float* to, Floats values) { store(to, values); }
 
 // The upper half of each lane is the rounded value.
@@ -87,7 +87,8 @@ inline void store_rounded(Half* to, Floats values) {
 #endif
 }
 
-// Two vectors, one after the other. As wide as it gets: what was stored in halves is late when it is loaded whole.
+// Stores two vectors, one after the other, with the widest store: a load of a complete vector after stores of its
+// halves would stall.
 template <class T>
 inline void store_rounded(T* to, Floats first, Floats second) {
 #if defined(__AVX512F__)

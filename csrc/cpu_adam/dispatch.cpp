@@ -1,4 +1,4 @@
-// Choosing the kernels, turning hyperparameters into constants, and cutting flat ranges into tasks.
+// Choice of kernels, conversion of hyperparameters to constants, and division of flat ranges into tasks.
 #include <unistd.h>
 
 #include <algorithm>
@@ -106,12 +106,12 @@ Constants constants_of(const Segment& segment) {
   return c;
 }
 
-// Runs `work(begin, end)` over elements that are cut where a partial of the whole begins, of which they are the ones
-// from `first` on. Returns what each gives.
+// Runs `work(begin, end)` over `numel` elements, divided where a partial of the larger array begins. `first` is the
+// index of the first element in that array. Returns the result for each partial.
 template <class Work>
 std::vector<double> partials_of(std::uint64_t first, std::size_t numel, ThreadPool& pool, const Work& work) {
   if (numel == 0) return {};
-  const std::size_t gone = first % kPartialNumel;  // elements of the first partial that come before
+  const std::size_t gone = first % kPartialNumel;  // elements of the first partial before this range
   std::vector<double> partials((gone + numel + kPartialNumel - 1) / kPartialNumel);
   pool.parallel_for(
       partials.size(),
@@ -156,7 +156,7 @@ void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, c
 
 std::size_t task_numel() {
   static const std::size_t numel = [] {
-    constexpr std::size_t kStreamBytes = 16;  // of an element, in most formats
+    constexpr std::size_t kStreamBytes = 16;  // per element, in most formats
     const long l2_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
     const std::size_t fits = l2_bytes > 0 ? static_cast<std::size_t>(l2_bytes) / 2 / kStreamBytes : 16 * 1024;
     return std::clamp<std::size_t>(std::bit_floor(fits), kCutNumel, 64 * 1024);  // divides a chunk

@@ -1,25 +1,25 @@
 // Block-wise dynamic 8-bit quantisation (Dettmers et al. 2022, arXiv 2110.02861): the 256 values of bitsandbytes and
-// torchao, found by arithmetic instead of a search.
+// torchao, computed by arithmetic instead of a search.
 //
 // [Note: the dynamic map]
-// In units of the block's largest magnitude times 10^-6, decade i = 0 … 6 holds the magnitudes from 10^(i−1) to 10^i
-// in P equal bins, P = 2^i where a sign is needed and 2^(i+1) where not; a code stands for the centre of its bin.
-// Beside them are 0 and exactly 1. With r = P + bin, which runs from 1 (or 2) without a gap and is P·2 − 1 at most,
-// the centre is  5^i · (18 r − 16 P + 9) / 20,  and both i and P can be read from the exponent of float(r). r = 128
-// (256) is exactly 1. Codes: 127 ± r, and 127 for zero, where a sign is needed; else r − 1, and 0 for zero. There is
-// no code for −1: it gets the one next to it.
+// In units of the block's largest magnitude times 10^-6, decade i = 0 … 6 contains the magnitudes from 10^(i−1) to 10^i
+// in P equal bins. P = 2^i if a sign is needed, and 2^(i+1) if not. A code represents the centre of its bin. Besides
+// these values there are 0 and exactly 1. With r = P + bin, which runs from 1 (or 2) without a gap and is at most P·2 −
+// 1, the centre is  5^i · (18 r − 16 P + 9) / 20,  and both i and P can be read from the exponent of float(r). r = 128
+// (256) is exactly 1. Codes with a sign are 127 ± r, and 127 for zero; codes without a sign are r − 1, and 0 for zero.
+// There is no code for −1: it gets the code next to it.
 //
-// A magnitude gets the nearest of these values. One exception: a second moment that is not zero never becomes zero,
-// since the update divides by its root.
+// A magnitude gets the nearest of these values. There is one exception: a second moment that is not zero never becomes
+// zero, because the update divides by its root.
 struct DynamicMap {
   // By the low three bits of the exponent of float(r).
   Table rest;    // 9 − 16 P
   Table weight;  // 5^i / 20, in units of the largest magnitude
-  // By decade; 7 stands for "exactly 1".
+  // By decade; 7 means "exactly 1".
   Table border;     // the largest magnitude that belongs to the decade
   Table slope;      // r = ⌊slope · magnitude + intercept⌋
-  Table intercept;  // where there is no sign, one less: ⌊…⌋ is the code
-  Table limit;      // at most this
+  Table intercept;  // without a sign, one less: then ⌊…⌋ is the code
+  Table limit;      // upper bound of r, or of the code
 };
 
 constexpr DynamicMap make_map(bool is_signed) {
@@ -49,7 +49,7 @@ constexpr DynamicMap make_map(bool is_signed) {
   map.slope.set(7, 0);
   map.intercept.set(7, last + 0.5 - shift);
   map.limit.set(7, last - shift);
-  if (is_signed) {  // one bin: below half of its centre is zero
+  if (is_signed) {  // one bin: a magnitude below half of its centre becomes zero
     map.slope.set(0, 1.0);
     map.intercept.set(0, 1.0 - 0.275);
   }
@@ -62,8 +62,8 @@ constexpr DynamicMap kMap = make_map(is_signed);
 constexpr std::int32_t kZeroCode = 127;  // of signed codes
 constexpr float kMapUnits = 1e6f;
 
-// Below this the reciprocal of a scale overflows, and a scale times the weight of a low decade has few bits: such a
-// block is lifted by a power of two meanwhile.
+// Below this scale, its reciprocal overflows, and the scale times the weight of a low decade has few bits. Such a block
+// is scaled by a power of two during encoding and decoding.
 constexpr float kSmallScale = 1e-30f;
 constexpr float kLift = 0x1p100f;
 
@@ -71,7 +71,7 @@ void multiply_block(float* values, float factor) {
   for (std::size_t i = 0; i < kBlockNumel; ++i) values[i] *= factor;
 }
 
-// Codes of a whole block → values. Where the scale is not finite they are not, either.
+// Decodes the codes of a complete block. If the scale is not finite, the values are not finite, either.
 template <bool is_signed>
 void decode_block(const std::uint8_t* codes, float scale, float* values) {
   if (!(scale <= kLargestFloat)) {
@@ -97,7 +97,7 @@ void decode_block(const std::uint8_t* codes, float scale, float* values) {
 // bits of a float are its logarithm, 0.026 too low at most; 154 / 2^16 is log10(2) / 2^7.
 inline Ints decade_or_one_less(Floats units) { return scaled_upper_half<0x3f80 - 19, 154>(bits_of(units)); }
 
-// The largest magnitude of a block; a NaN counts as larger than everything.
+// The largest magnitude of a block; a NaN counts as larger than all numbers.
 inline float largest_magnitude(const float* values) {
   Ints most{};
   for (std::size_t i = 0; i < kBlockNumel; i += kLanes) {
@@ -106,8 +106,8 @@ inline float largest_magnitude(const float* values) {
   return largest_float(most);
 }
 
-// Values of a whole block, which are scratch, → codes. `scale` is their largest magnitude. Of a block with a value that
-// is not finite nothing is kept but that: its scale is not finite.
+// Encodes the values of a complete block; the values are overwritten. `scale` is their largest magnitude. If a value is
+// not finite, the scale is not finite, either, and all other information of the block is lost.
 template <bool is_signed>
 void encode_block(float* values, float scale, std::uint8_t* codes) {
   const bool small = scale < kSmallScale;

@@ -1,11 +1,11 @@
-// The kernels. Included by kernels_<isa>.cpp with INFINITY_ISA_NAMESPACE defined and compiled for exactly that
+// The kernels. kernels_<isa>.cpp defines INFINITY_ISA_NAMESPACE and includes this file, compiled for exactly that
 // instruction set.
 //
 // [Note: a step in blocks]
-// A block is 256 elements of one parameter. Its gradient, master and moments are brought to fp32 in scratch that stays
-// in the L1 cache (fp32 streams are used where they lie), the optimizer's rule runs over the block, and the results go
-// back in their formats. So formats and rules are written once each and combine freely, and the streams still cross
-// memory once.
+// A block is 256 elements of one parameter. Its gradient, master and moments are converted to fp32 in scratch memory
+// that stays in the L1 cache (fp32 streams are used in place). The optimizer's rule runs over the block, and the
+// results are converted back to their formats. So each format and each rule is written once, all combinations work, and
+// the streams still cross the memory bus once.
 //
 // Invariant: no contraction, no reassociation, no approximate reciprocal; so the bits do not depend on the instruction
 // set.
@@ -30,7 +30,7 @@ namespace {
 #include "base/simd.inl"
 #include "cpu_adam/weights.inl"
 
-// These use what the two above define.
+// These files use the two above.
 #include "cpu_adam/int8.inl"
 #include "cpu_adam/philox.inl"
 #include "cpu_adam/reductions.inl"
@@ -55,13 +55,13 @@ StepFacts apply_rule(float* p, const float* g, const MomentPass& m, const Moment
                         : apply_to_blocks<SgdWithoutMomentum, past>(p, g, m, v, numel, c);
 }
 
-// Fills the rest of a scratch block with copies of its last element: the whole block is computed, but no values other
-// than those of its elements.
+// Fills the rest of a scratch block with copies of its last element: the complete block is computed, but only from
+// values of its elements.
 void pad(float* values, std::size_t numel) {
   for (std::size_t i = numel; i < kBlockNumel; ++i) values[i] = values[numel - 1];
 }
 
-// Elements [at, at + numel) of the buffers: all or some of block `block`, beginning with its element `offset`.
+// Elements [at, at + numel) of the buffers: all or some of block `block`, from its element `offset` on.
 struct Block {
   std::size_t at;
   std::size_t numel;
@@ -71,7 +71,7 @@ struct Block {
   [[nodiscard]] bool whole() const { return numel == kBlockNumel; }
 };
 
-// A block of new values: written where it goes, or put together in the L1 cache and stored past the caches.
+// A block of new values: written in place, or collected in the L1 cache and stored past the caches.
 template <class Value>
 class NewBlock {
  public:
@@ -103,11 +103,11 @@ Int8Place int8_place(void* data, std::size_t at) {
           reinterpret_cast<std::uint8_t*>(chunk) + kScalesBytes + inside};
 }
 
-// A block of a moment in fp32: where it lies, or in scratch.
+// A block of a moment in fp32: in place, or in scratch memory.
 template <bool is_signed>
 class Moment {
  public:
-  // `fresh`: it is zero, whatever the memory holds.
+  // `fresh`: the moment counts as zero, whatever the memory contains.
   Moment(Moments moments, const StateMemory& memory, const Block& block, bool fresh)
       : moments_(moments), memory_(memory), block_(block) {
     if (moments == Moments::fp32) to_ = static_cast<float*>(memory.to) + block.at;
@@ -145,7 +145,7 @@ class Moment {
     return goes_straight() && past_caches(memory_) && reinterpret_cast<std::uintptr_t>(to_) % sizeof(Floats) == 0;
   }
 
-  // Writes the values back in their format. `largest`: of their magnitudes.
+  // Writes the values back in their format. `largest` is the largest of their magnitudes.
   void store(const Constants& c, float largest) {
     const bool past = past_caches(memory_);
     if (moments_ == Moments::fp32) {
@@ -182,13 +182,13 @@ class Moment {
   float* to_ = nullptr;
 };
 
-// The memory of the master where that is fp32, else null.
+// The memory of the master if the master is fp32, else null.
 const StateMemory* wide_master(const StateFormat& format, const StateBuffers& buffers) {
   if (format.master == Master::weight) return &buffers.weight;
   return format.master == Master::fp32 ? &buffers.residual : nullptr;
 }
 
-// `finite`: the values are.
+// `finite`: whether all values are finite.
 void store_weights(const StateFormat& format, const StateBuffers& buffers, const Block& block, const float* master,
                    bool finite, const Constants& c) {
   const std::size_t at = block.at;
@@ -201,7 +201,7 @@ void store_weights(const StateFormat& format, const StateBuffers& buffers, const
     }
   }
   if (format.master == Master::weight) return;
-  // New weights beside an fp32 master are written only: past the caches also where they lie.
+  // New weights beside an fp32 master are only written, so they may be stored past the caches even if updated in place.
   const bool past = format.master == Master::fp32 ? buffers.weight.past_caches : past_caches(buffers.weight);
   if (format.weight == DType::fp16) {
     NewBlock<Half> narrow(static_cast<Half*>(buffers.weight.to) + at, block, past);
@@ -266,7 +266,7 @@ bool update_block(const StateFormat& format, const StateBuffers& buffers, const 
   return facts.finite;
 }
 
-// Whether all states are fp32 and are used where they lie: then many blocks are updated in one pass.
+// Whether all states are fp32 and are used in place: then many blocks are updated in one pass.
 bool all_in_place(const StateFormat& format, const StateBuffers& buffers, const Constants& c) {
   return format.master == Master::weight && format.moments == Moments::fp32 && format.grad == DType::fp32 && !c.fresh &&
          !buffers.weight.apart() && !buffers.exp_avg.apart() && !buffers.exp_avg_sq.apart();

@@ -1,11 +1,11 @@
-// Passes over gradients (landing, adding, the sum of squares), and a pass with the memory traffic of a step and next to
+// Passes over gradients (landing, adding, the sum of squares), and a pass with the memory traffic of a step and almost
 // no arithmetic.
 
-// 32 partial sums and a fixed tree, whatever the vector width: the same bits everywhere. The square of a float is exact
-// in double, so a fused multiply-add gives the same bits as a product and a sum.
+// 32 partial sums and a fixed tree, for every vector width: the same bits on every processor. The square of a float is
+// exact in double, so a fused multiply-add gives the same bits as a product and a sum.
 class SumSquares {
  public:
-  // Only the last call may be for a number that is no multiple of kWidth.
+  // Only the last call may pass a number that is no multiple of kWidth.
   void add(const float* values, std::size_t numel) {
     std::size_t i = 0;
     for (; i + kWidth <= numel; i += kWidth) {
@@ -35,11 +35,11 @@ class SumSquares {
   Doubles sums_[kParts] = {};
 };
 
-// Elements taken at a time: in fp32 they stay in the L1 cache.
+// Elements per run: in fp32 they stay in the L1 cache.
 constexpr std::size_t kRun = 1024;
 
-// Runs `take(at, count)` over [begin, end) in runs; it returns the run in fp32, or fills the scratch given and returns
-// it.
+// Calls `take(at, count, scratch)` for each run of [begin, end). It returns the run in fp32, or fills `scratch` and
+// returns that.
 template <class Take>
 double sum_squares_in_runs(std::size_t begin, std::size_t end, const Take& take) {
   alignas(64) float scratch[kRun];
@@ -59,7 +59,7 @@ double sum_squares(const void* data, DType dtype, std::size_t begin, std::size_t
   });
 }
 
-// dst += src, or dst = src; dst is fp32.
+// dst += src if `add`, else dst = src; dst is fp32.
 template <class Format>
 void take_in(float* dst, const void* src, bool add, std::size_t at, std::size_t count) {
   float* __restrict out = dst + at;
@@ -71,7 +71,7 @@ void take_in(float* dst, const void* src, bool add, std::size_t at, std::size_t 
   }
 }
 
-// dst is fp32, or of the dtype of src and nothing is added.
+// dst is fp32. Or it has the dtype of src, and then nothing is added.
 double land(void* dst, DType dst_dtype, const void* src, DType src_dtype, bool add, std::size_t begin,
             std::size_t end) {
   return sum_squares_in_runs(begin, end, [&](std::size_t at, std::size_t count, float* scratch) -> const float* {

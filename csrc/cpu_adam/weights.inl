@@ -1,5 +1,5 @@
-// Gradients and masters of a block: loops that the compiler can vectorise. Everything is inline, because convert.cpp
-// uses only some of it.
+// Gradients and masters of a block: loops that the compiler can vectorise. All functions are inline, because
+// convert.cpp uses only some of them.
 struct Fp32 {
   using type = float;
   static inline float load(float value) { return value; }
@@ -54,7 +54,7 @@ inline void store_fp16(const float* __restrict master, Half* __restrict weight, 
   for (std::size_t i = 0; i < numel; ++i) weight[i] = static_cast<Half>(master[i]);
 }
 
-// `numbers`, here and below: no value is a NaN.
+// `numbers`, in this and the next functions: no value is a NaN.
 inline void store_bf16(const float* __restrict master, std::uint16_t* __restrict weight, std::size_t numel,
                        bool numbers) {
   if (numbers) {

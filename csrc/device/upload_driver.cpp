@@ -44,13 +44,13 @@ UploadDriver::UploadDriver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngin
       piece_bytes_(piece_bytes),
       free_(std::move(pieces)) {}
 
-// What callers ask of the driver.
+// Requests of callers.
 
 void UploadDriver::submit(const Job& job) {
   jobs_.push_back(job);
   std::vector<UploadPart>& parts = job->given.parts;
   for (std::size_t part = 0; part < parts.size(); ++part) {
-    // The callback, and so the job, must not own the future that owns it.
+    // The callback, and so the job, must not own the future that owns the callback.
     const Future after = std::exchange(parts[part].after, nullptr);
     job->arrived.push_back(after == nullptr);
     if (after == nullptr) continue;
@@ -68,13 +68,13 @@ void UploadDriver::arrived(const Job& job, std::size_t part, const std::optional
 void UploadDriver::cancel(const Future& future) {
   const auto found = std::find_if(jobs_.begin(), jobs_.end(), [&](const Job& job) { return job->future == future; });
   if (found == jobs_.end()) return;
-  const Job job = *found;  // it leaves the list when it ends
+  const Job job = *found;  // a copy, because the job leaves the list when it ends
   fail(job, canceled("the upload was taken back"));
 }
 
 UploadCounters UploadDriver::counters() const { return {read_bytes_, pieces_, without_a_piece_}; }
 
-// What the driver does next.
+// The driver's next action.
 
 void UploadDriver::run() {
   broken_ = gate_->enter();
@@ -89,7 +89,7 @@ void UploadDriver::run() {
   wait_for_all_copies();
 }
 
-// Queues the copy of the oldest piece under way once it is read.
+// Queues the copy of the oldest piece in flight once it is read.
 bool UploadDriver::copy_next() {
   if (under_way_.empty() || !under_way_.front()->read) return false;
   const Transfer transfer = under_way_.front();
@@ -103,7 +103,7 @@ UploadDriver::Job UploadDriver::next_to_read() const {
   return found != jobs_.end() && (*found)->may_read() ? *found : nullptr;
 }
 
-// Has the engine read the next piece, where one of the landing memory is free.
+// Starts the read of the next piece, if a piece of the landing memory is free.
 bool UploadDriver::read_next() {
   const Job job = next_to_read();
   if (job == nullptr) return false;
@@ -120,14 +120,14 @@ bool UploadDriver::read_next() {
   ++pieces_;
   const Future future = engine_->submit({OpKind::read, IoClass::weights, part.file, offset, transfer->piece.memory,
                                          round_up_to_page(transfer->nbytes), !part.verify});
-  // The callback must not own the future that owns it.
+  // The callback must not own the future that owns the callback.
   future->then([this, inbox = inbox_, transfer, raw = future.get()] {
     inbox->post([this, transfer, failure = raw->failure()] { was_read(transfer, failure); });
   });
   return true;
 }
 
-// A free piece of the landing memory for the job's next piece. The job goes on to the piece after it.
+// Takes a free piece of the landing memory for the job's next piece, and advances the job to the piece after it.
 UploadDriver::Transfer UploadDriver::take_piece(const Job& job) {
   const UploadPart& part = job->given.parts[job->part];
   auto transfer = std::make_shared<UploadTransfer>();
@@ -147,7 +147,7 @@ UploadDriver::Transfer UploadDriver::take_piece(const Job& job) {
   return transfer;
 }
 
-// Where a piece is wanted and none is free, waits until the device has read the oldest one that was copied.
+// If a piece is needed and none is free, waits until the device has read the oldest one that was copied.
 bool UploadDriver::reuse_oldest() {
   if (copied_.empty() || !free_.empty() || broken_ || next_to_read() == nullptr) return false;
   const Transfer oldest = copied_.front();
@@ -160,7 +160,7 @@ bool UploadDriver::reuse_oldest() {
   return true;
 }
 
-// One piece.
+// Transitions of a piece.
 
 void UploadDriver::was_read(const Transfer& transfer, const std::optional<Failure>& failure) {
   const Job& job = transfer->job;
@@ -189,7 +189,7 @@ void UploadDriver::copy(const Transfer& transfer) {
   }
   job.copied = true;
   if ((failure = gate_->record(transfer->piece.event, stream))) {
-    lose(*failure);  // nobody can tell when the device has read the piece
+    lose(*failure);  // it is unknown when the device has read the piece
     fail(transfer->job, *failure);
     return;
   }
@@ -202,7 +202,7 @@ void UploadDriver::copy(const Transfer& transfer) {
   finish(transfer->job);
 }
 
-// Before a job's first copy.
+// Makes the stream wait for the job's events, before the job's first copy.
 std::optional<Failure> UploadDriver::queue_waits(UploadWork& job) const {
   if (job.copied) return std::nullopt;
   for (void* const event : job.given.waits) {
@@ -215,16 +215,16 @@ void UploadDriver::free(const UploadPiece& piece) {
   if (!*gave_up_) free_.push_back(piece);
 }
 
-// The device may use a piece for ever.
+// Records that the device may use a piece forever.
 void UploadDriver::lose(const Failure& failure) {
   if (!broken_) broken_ = failure;
   *gave_up_ = true;
   free_.clear();
 }
 
-// How a job ends.
+// The end of a job.
 
-// Of the pieces of the job that are under way, those that are read are dropped.
+// Drops the job's pieces in flight that are read already.
 void UploadDriver::fail(const Job& job, const Failure& failure) {
   if (job->phase == UploadPhase::done) return;
   // A timeout says that memory may be in use: no other failure may hide it.
@@ -280,7 +280,7 @@ void UploadDriver::wait_for_all_copies() {
 void UploadDriver::finish(const Job& job) {
   job->go(UploadPhase::done);
   jobs_.erase(std::find(jobs_.begin(), jobs_.end(), job));
-  job->given.parts.clear();  // first: who sees the future done and closes the file finds it closed
+  job->given.parts.clear();  // first, so that a caller who sees the future done and closes the file finds it closed
   job->future->complete(job->failure);
 }
 

@@ -31,7 +31,7 @@ Driver::Driver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, s
       tile_bytes_(tile_bytes),
       isa_(isa) {}
 
-// What callers ask of the driver.
+// Requests of callers.
 
 Driver::Queue::iterator Driver::find(Queue& queue, const Future& future) {
   return std::find_if(queue.begin(), queue.end(), [&](const auto& job) { return job->future == future; });
@@ -43,7 +43,8 @@ void Driver::submit(std::shared_ptr<Job> job, bool speculative, const Future& ah
   queue.insert(speculative ? place_of_next(queue) : queue.end(), std::move(job));
 }
 
-// Behind the job that was begun, and the others of its unit: else they would wait for all units that come later.
+// The place after the job that was begun, and after the other jobs of its unit. Otherwise these would wait for all
+// units that come later.
 Driver::Queue::iterator Driver::place_of_next(Queue& queue) {
   const auto& unit = begun_unit(queue);
   return std::find_if(queue.begin(), queue.end(), [&](const auto& job) {
@@ -51,7 +52,7 @@ Driver::Queue::iterator Driver::place_of_next(Queue& queue) {
   });
 }
 
-// The job that reads ahead, checked: `by` may take it over, and no job that is held will.
+// Finds the job that reads ahead, and checks that `by` may take it over and that no held job will.
 std::shared_ptr<Job> Driver::require_ahead(const Future& ahead, const Job& by) {
   const auto found = find(jobs_ahead_, ahead);
   require(found != jobs_ahead_.end(), "the job to take over does not read ahead");
@@ -70,7 +71,7 @@ void Driver::take_over_ahead(const Future& ahead, const std::shared_ptr<Job>& by
   finish(*from);
 }
 
-// Jobs that are held.
+// Held jobs.
 
 void Driver::hold(const std::shared_ptr<Job>& job, bool speculative, const Future& ahead,
                   const std::vector<Future>& after) {
@@ -79,7 +80,7 @@ void Driver::hold(const std::shared_ptr<Job>& job, bool speculative, const Futur
   job->awaited = after.size();
   held_.push_back({job, speculative, ahead});
   for (const Future& each : after) {
-    // The callback must not own the future that owns it.
+    // The callback must not own the future that owns the callback.
     each->then([this, inbox = inbox_, job, raw = each.get()] {
       inbox->post([this, job, failure = raw->failure()] { arrived(job, failure); });
     });
@@ -97,19 +98,19 @@ void Driver::arrived(const std::shared_ptr<Job>& job, const std::optional<Failur
 
 void Driver::enter(const Held& held) {
   held.job->go(JobPhase::queued);
-  // The job that read ahead may have been withdrawn since.
+  // The job that read ahead may have been withdrawn meanwhile.
   const bool still_ahead = held.ahead != nullptr && find(jobs_ahead_, held.ahead) != jobs_ahead_.end();
   submit(held.job, held.speculative, still_ahead ? held.ahead : nullptr);
 }
 
-// The job fails, and what was read ahead for it is dropped.
+// Fails the job, and drops the tiles that were read ahead for it.
 void Driver::drop_held(const Held& held, const Failure& why) {
   held.job->failure = why;
   finish(*held.job);
   if (held.ahead != nullptr) static_cast<void>(withdraw(held.ahead));
 }
 
-// The job is not held any more. Nothing where it was not.
+// Removes a job from the held ones, and returns it; an empty Held if the job is not held.
 Driver::Held Driver::take_held(const Future& future) {
   const auto found =
       std::find_if(held_.begin(), held_.end(), [&](const Held& held) { return held.job->future == future; });
@@ -146,7 +147,7 @@ bool Driver::withdraw(const Future& future) {
     if (found == queue->end()) continue;
     const auto job = *found;
     const bool untouched = is_untouched(*job);
-    if (untouched || queue == &jobs_ahead_) queue->erase(found);  // one that failed is over anyway
+    if (untouched || queue == &jobs_ahead_) queue->erase(found);  // a job that has failed is removed anyway
     if (!untouched) return false;
     if (!job->failure) job->failure = canceled("the update was taken back");
     drop_ahead(*job);
@@ -164,7 +165,7 @@ void Driver::cancel(const Future& future) {
   }
 }
 
-// What the driver does next.
+// The driver's next action.
 
 void Driver::run() {
   for (;;) {
@@ -193,7 +194,7 @@ void Driver::wait() {
   }
 }
 
-// The tile of the first job that ends at `end` is started or passed over.
+// Records that the tile of the first job that ends at `end` was started or passed over.
 void Driver::advance(Queue& queue, std::uint64_t end) {
   const auto job = queue.front();
   begun_unit(queue) = job->given.unit;
@@ -206,7 +207,7 @@ void Driver::advance(Queue& queue, std::uint64_t end) {
   }
 }
 
-// Starts the first job's next tile, or passes over it where nothing is to be done to it. False when there is no job, or
+// Starts the first job's next tile, or passes over a tile that has nothing to do. Returns false if there is no job, or
 // no buffer for the tile.
 bool Driver::start_next_tile() {
   if (jobs_.empty()) return false;
@@ -243,8 +244,8 @@ bool Driver::start_next_tile() {
   return true;
 }
 
-// Starts to read the next tile of a job that reads ahead, or gives one up that failed. Such a job stays in its queue
-// until it is taken over or withdrawn.
+// Starts to read the next tile of a job that reads ahead, or gives up such a job that failed. A job that reads ahead
+// stays in its queue until it is taken over or withdrawn.
 bool Driver::read_next_ahead() {
   for (const auto& job : jobs_ahead_) {
     if (job->phase != JobPhase::ahead) continue;
@@ -263,7 +264,7 @@ bool Driver::read_next_ahead() {
   return false;
 }
 
-// Computes the next tile once it is read, or passes over it where its job failed. While none is read, one in memory.
+// Computes the next tile if it is read, or passes over it if its job failed. If it is not read, computes one in memory.
 bool Driver::compute_next() {
   if (reading_.empty() || reading_.front()->pending > 0) return compute_in_memory();
   const auto tile = reading_.front();
@@ -277,7 +278,8 @@ bool Driver::compute_next() {
   return true;
 }
 
-// As start_next_tile, of jobs in memory: a tile that is started is computed at once. False when there is no job.
+// Does the same as start_next_tile for jobs in memory, but computes a started tile at once. Returns false if there is
+// no job.
 bool Driver::compute_in_memory() {
   if (in_memory_.empty()) return false;
   const auto job = in_memory_.front();
@@ -328,7 +330,7 @@ void Driver::compute(const std::shared_ptr<Tile>& tile) {
   tell(job);
 }
 
-// One tile.
+// Transitions of a tile.
 
 std::shared_ptr<Tile> Driver::take_tile(const std::shared_ptr<Job>& job, std::uint64_t first, TilePhase phase,
                                         std::size_t tiles) {
@@ -355,7 +357,7 @@ void Driver::transfer(const std::shared_ptr<Tile>& tile, OpKind kind, const std:
   tile->pending += static_cast<unsigned>(states.size());
   for (const State state : states) {
     const Future future = engine_->submit(tile->request(kind, state));
-    // The callback must not own the future that owns it.
+    // The callback must not own the future that owns the callback.
     future->then([this, inbox = inbox_, tile, state, raw = future.get()]() mutable {
       inbox->post(
           [this, tile = std::move(tile), state, failure = raw->failure()] { transferred(tile, state, failure); });
@@ -372,7 +374,7 @@ void Driver::transferred(const std::shared_ptr<Tile>& tile, State state, const s
   if (written || tile->phase == TilePhase::dropped) leave(tile);
 }
 
-// The tile leaves the staging.
+// Removes the tile from the staging.
 void Driver::leave(const std::shared_ptr<Tile>& tile) {
   go(*tile, TilePhase::gone);
   if (tile->buffer != nullptr) staging_.give_back(tile->buffer);
@@ -392,7 +394,7 @@ void Driver::drop_ahead(Job& job) {
   while (!job.ahead.empty()) drop_next(job);
 }
 
-// How a job ends.
+// The end of a job.
 
 void Driver::fail(Job& job, const Failure& failure) {
   const bool timeout = failure.kind == FailureKind::timeout;
@@ -413,7 +415,7 @@ void Driver::give_up(const std::shared_ptr<Job>& job) {
   finish_if_ended(*job);
 }
 
-// Jobs whose tiles are not all started fail. Tiles that were started go on.
+// Fails the jobs whose tiles are not all started. Started tiles continue.
 void Driver::give_up_all(const Failure& why) {
   for (const Held& held : std::exchange(held_, {})) {
     held.job->failure = why;

@@ -34,7 +34,7 @@ struct Span {
 };
 enum class Pages : std::uint8_t { read, written };
 
-// Whether checksums are kept of a state, and pages of it were read, or will be written.
+// Whether a state has checksums, and pages of it were read or will be written.
 bool checked(const Job& job, State state, Pages which) {
   const StateStream* stream = job.streams[state];
   if (stream == nullptr || stream->file == nullptr || stream->file->checksums() == nullptr) return false;
@@ -49,7 +49,7 @@ Span span_of(const Tile& tile, State state, Pages which, std::size_t begin, std:
           round_up_to_page(end - begin)};
 }
 
-// Elements [begin, end) of all states.
+// The pages of elements [begin, end) of all states.
 std::vector<Span> pages(const Tile& tile, Pages which, std::size_t begin, std::size_t end) {
   std::vector<Span> result;
   for (const State state : kStates) {
@@ -96,19 +96,19 @@ std::vector<Sums> sums_of(const std::vector<Span>& spans) {
   return result;
 }
 
-// The current values of a state that go to another place than the new ones: those of the tile's element 0.
+// The current values of a state whose new values are written to another place, from the tile's element 0 on.
 const std::byte* source_of(const Tile& tile, State state) {
   const StateStream* stream = tile.job->streams[state];
   if (stream == nullptr || stream->source == nullptr) return nullptr;
   return stream->source + tile.job->bytes(state, tile.first);
 }
 
-// Copies bytes [begin, end) of the tile's part of a state from there.
+// Copies bytes [begin, end) of the tile's part of a state from its source.
 void bring(const Tile& tile, State state, std::size_t begin, std::size_t end) {
   std::memcpy(tile.memory[state] + begin, source_of(tile, state) + begin, end - begin);
 }
 
-// The states whose new values go to another place.
+// The states whose new values are written to another place than that of the current ones.
 std::vector<State> states_apart(const Tile& tile) {
   std::vector<State> result;
   std::copy_if(kStates.begin(), kStates.end(), std::back_inserter(result),
@@ -116,7 +116,8 @@ std::vector<State> states_apart(const Tile& tile) {
   return result;
 }
 
-// An update of a piece changes some of the scales of its chunk only, so each page of them is brought before all pieces.
+// Copies the pages of scales from their source before any piece is updated, because the update of a piece changes only
+// some of the scales of its chunk.
 void bring_scales(const Tile& tile) {
   for (const State state : states_apart(tile)) {
     if (!tile.job->int8(state)) continue;
@@ -127,8 +128,8 @@ void bring_scales(const Tile& tile) {
   }
 }
 
-// The last page of a state is written whole. What of it is behind the last element is not read with a source: it is
-// zero, so that two runs write the same bytes.
+// The last page of a state is written completely. With a source, the bytes after the last element are not read: they
+// are set to zero, so that two runs write the same bytes.
 void zero_padding(const Tile& tile) {
   for (const State state : states_apart(tile)) {
     if (!tile.job->written(state)) continue;
@@ -143,7 +144,7 @@ bool changes(const UpdateJob& job, const Segment& segment, State state) {
   return state != State::exp_avg_sq || segment.hyper.uses_exp_avg_sq();
 }
 
-// Of elements [begin, end), brings what the update leaves alone: the rest it reads from its source.
+// Copies those of elements [begin, end) that the update does not change; the update reads the others from the source.
 void bring_rest(const Tile& tile, std::size_t begin, std::size_t end) {
   const UpdateJob& job = tile.job->given;
   for (const State state : states_apart(tile)) {
@@ -182,7 +183,8 @@ void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa)
   if (!finite && job.not_finite != nullptr) *job.not_finite = true;
 }
 
-// New weights may be fetched again at once, and the next units wait for their states: other writes come last.
+// Chooses the class of a transfer. New weights may be fetched again at once, and the next units wait for their states,
+// so other writes come last.
 IoClass class_of(OpKind kind, State state) {
   if (kind == OpKind::read) return IoClass::states;
   return state == State::weight ? IoClass::weights : IoClass::writeback;
@@ -228,7 +230,8 @@ IoRequest Tile::request(OpKind kind, State state) const {
 }
 
 std::optional<Failure> update_tile(const Tile& tile, ThreadPool& pool, Isa isa, const std::function<void()>& between) {
-  // The pages of scales belong to no piece: they are checked and brought before, and taken after.
+  // The pages of scales belong to no piece: they are checked and copied before the pieces, and their checksums are
+  // taken after them.
   if (auto damage = first_damage(scale_pages(tile, Pages::read))) return damage;
   bring_scales(tile);
   zero_padding(tile);

@@ -20,7 +20,7 @@ struct UpdatePipeline::Impl {
   const std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();
   const int nice;
   Driver driver;
-  std::thread thread;  // last: starts when everything else is there
+  std::thread thread;  // last: the thread starts when all other members exist
 
   Impl(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, Staging staging, std::size_t numel,
        std::size_t nbytes, Isa isa)
@@ -44,10 +44,10 @@ struct UpdatePipeline::Impl {
     inbox->post(std::move(message));
   }
 
-  // Has the driver's thread call `call`. Returns what it returns, or throws what it throws.
+  // Runs `call` on the driver's thread. Returns its result, or throws its exception.
   template <class Call>
   auto ask(Call call) {
-    // Shared: the driver's thread is not done with it yet when the answer is there.
+    // Shared, because the driver's thread still uses the task when its result is available.
     const auto task = std::make_shared<std::packaged_task<decltype(call())()>>(std::move(call));
     auto answer = task->get_future();
     post([task] { (*task)(); });
@@ -71,7 +71,7 @@ UpdatePipeline::UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr
 }
 
 UpdatePipeline::~UpdatePipeline() {
-  // In a forked child the threads do not exist: neither join them nor destroy what they hold.
+  // In a forked child the threads do not exist: neither join them nor destroy the objects that they own.
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 
@@ -86,7 +86,7 @@ UpdateFuture UpdatePipeline::submit(UpdateJob job, bool speculative, const Futur
     }
   };
   if (ahead != nullptr) {
-    impl_->ask(begin);  // the driver may refuse it
+    impl_->ask(begin);  // waits, because the driver may refuse the job
   } else {
     impl_->post(begin);
   }
