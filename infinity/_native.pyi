@@ -87,17 +87,21 @@ class File:
     def locate(self, offset: int) -> tuple[str, int]:
         """Return the path of the member that holds a byte, and the byte's offset in that member."""
     def remember(self, offset: int, data: Buffer) -> None:
-        """Take the data's pages as the content of the file from `offset` on: later reads are checked against them."""
+        """Record these complete pages as the file's content from `offset` on; later reads are checked against it."""
     def block_sums(self, offset: int, nbytes: int) -> bytes:
-        """Return a little-endian 64-bit sum of the remembered sums of each 256 KiB; b'' without checksums."""
+        """Return one little-endian 64-bit sum of checksums for each 256 KiB of complete pages; b'' without them."""
     def close(self) -> None:
         """Close the descriptor once no request uses it. Idempotent."""
 
 class Failure:
     """Cause of a failed request. `errno` is 0 if no system call failed.
 
-    `kind`: 'io', 'corruption' (a page differs from its checksum), 'timeout' (the device was given up and may still use
-    the memory), 'canceled' (the engine was closed first), 'device' (the runtime of the compute device refused).
+    The kinds are:
+        io: the device or the system reported an error.
+        corruption: a page differs from its checksum.
+        timeout: the device was given up and may still use the memory.
+        canceled: the engine was closed first.
+        device: the runtime of the compute device refused.
     """
 
     kind: Literal["io", "corruption", "timeout", "canceled", "device"]
@@ -269,9 +273,9 @@ class ThreadPool:
 BLOCK_NUMEL: int
 """Elements with a common scale and common random bits; parameters begin at multiples of this."""
 CUT_NUMEL: int
-"""Elements that a tile's length is a multiple of."""
+"""Number of elements that divides the length of every tile."""
 CHUNK_NUMEL: int
-"""Elements that a tile's length is a multiple of with int8 moments, unless the tile is the complete job."""
+"""Number of elements that divides the length of a tile with int8 moments, unless the tile is the complete job."""
 
 def task_numel() -> int:
     """Return the elements that a thread updates at a time; their streams fit half of a core's L2 cache."""

@@ -74,8 +74,9 @@ def encode_weights(
         isa: instruction set; None: `select_isa()`.
 
     Raises:
-        ValueError: a value is NaN or infinite (the message has the index of the first one, and the content of `codes`
-            and `scales` is undefined), another codec, or a buffer is short, read-only, misaligned or overlaps another.
+        ValueError: a value is NaN or infinite; the message has the index of the first one, and the content of `codes`
+            and `scales` is undefined. Or the codec is another one; or a buffer is short, read-only, misaligned or
+            overlaps another.
     """
 
 def nest_scales(scales: Buffer, offset: float, codes: Buffer, nested_scales: Buffer) -> None:

@@ -144,9 +144,10 @@ class Uploads:
         Returns:
             A future that is done once the last copy and `ready` are queued: from then on a stream can wait for `ready`.
             It fails once nothing of the job is in flight, neither read nor copy. It fails like a read or an `after`
-            that failed; with kind 'io' and errno 0 for an error of the gate; or with 'canceled'. After a read that
-            failed with 'timeout', or an error of the gate after which the device may still read a piece, this job and
-            all later ones fail with that failure, and the landing memory is never freed.
+            that failed; with kind 'io' and errno 0 for an error of the gate; or with 'canceled'. Two
+            failures end the uploads: a read that failed with 'timeout', and an error of the gate after which the
+            device may still read a piece. Then this job and all later ones fail with that failure, and the landing
+            memory is never freed.
 
         Raises:
             ValueError: no parts; a part that is empty, misaligned or not within its file's checksums; or `close` was

@@ -22,7 +22,7 @@ from infinity.strict import parse_json, parse_yaml
 
 _FILE_BYTES_MAX = 64 << 10
 _MISTAKES_MAX = 10
-"""Mistakes that one error names."""
+"""Maximum number of mistakes that one error names."""
 _KEY_CHARS_MAX = 80
 _STEPS_END = 10**12
 PINS_MAX = 64

@@ -90,8 +90,8 @@ struct Fault {
 };
 
 // The faults of one engine, which all its lanes use, and its journal. If there is a journal, every write and sync is
-// appended to it when it is submitted and when it has completed, so that a test can tell which data a power cut could
-// have left.
+// appended to it when it is submitted, and again when it has completed. From the journal a test can tell which data a
+// power cut could have left.
 //
 // A record: one letter ('W' a write begins, 'w' it ended, 'S' and 's' a sync), 7 bytes of zeros, then little-endian 64
 // bits each: a number that is the same for both ends, the result, the offset, the length of the data and that of the

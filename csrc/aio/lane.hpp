@@ -49,8 +49,7 @@ struct LaneCounters {
 //   EINTR, EAGAIN                            is retried, at most kRetriesMax times for a block
 //   a page that differs from its checksum    fails the request as corruption
 //   any other error, the end of the file     fails the request with a Failure that names path, offset, length and errno
-//   a failed sync                            is never retried: the kernel may have dropped pages that it could not
-// write
+//   a failed sync                            is never retried: the kernel may have dropped the unwritten pages
 //
 // When a request fails, its blocks that were not submitted yet are dropped. Its part is finished only when none of its
 // blocks is in flight.

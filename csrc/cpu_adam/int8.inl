@@ -4,10 +4,10 @@
 // [Note: the dynamic map]
 // In units of the block's largest magnitude times 10^-6, decade i = 0 … 6 contains the magnitudes from 10^(i−1) to 10^i
 // in P equal bins. P = 2^i if a sign is needed, and 2^(i+1) if not. A code represents the centre of its bin. Besides
-// these values there are 0 and exactly 1. With r = P + bin, which runs from 1 (or 2) without a gap and is at most P·2 −
-// 1, the centre is  5^i · (18 r − 16 P + 9) / 20,  and both i and P can be read from the exponent of float(r). r = 128
-// (256) is exactly 1. Codes with a sign are 127 ± r, and 127 for zero; codes without a sign are r − 1, and 0 for zero.
-// There is no code for −1: it gets the code next to it.
+// these values there are 0 and exactly 1. Let r = P + bin: over all decades it runs from 1 (or 2) without a gap, and in
+// each decade its maximum is P·2 − 1. The centre is  5^i · (18 r − 16 P + 9) / 20,  and both i and P can be read from
+// the exponent of float(r). r = 128 (256) is exactly 1. Codes with a sign are 127 ± r, and 127 for zero; codes without
+// a sign are r − 1, and 0 for zero. There is no code for −1: it gets the code next to it.
 //
 // A magnitude gets the nearest of these values. There is one exception: a second moment that is not zero never becomes
 // zero, because the update divides by its root.

@@ -47,9 +47,9 @@ struct UploadCounters {
 // [Note: back-pressure] A piece of the landing memory is reused when the device has read it. If no piece is free, the
 // driver's thread waits for the event of the oldest copy; no other thread waits for it.
 //
-// Invariant: after a timeout (FailureKind) of a read, or an error of the runtime that leaves open whether the device
-// still reads a piece (of `record` after a copy, and of `synchronize`), no landing memory is reused, and every job,
-// present and future, fails with that failure.
+// Invariant: two failures end the uploads: a timeout (FailureKind) of a read, and an error of the runtime that leaves
+// open whether the device still reads a piece (of `record` after a copy, and of `synchronize`). After one of them no
+// landing memory is reused, and every job, present and future, fails with that failure.
 //
 // The driver completes the futures: their callbacks must not block.
 class Uploads {

@@ -2,8 +2,8 @@
 
 [Note: streams and events] A stream is a queue of work on the device; the host runs ahead of it. An event is a position
 in a stream. `wait` orders the work of another stream after an event. `synchronize` orders the host after an event, and
-sleeps, because its cores belong to the update. Before memory is written, all earlier uses of the memory must have
-ended; before it is read, the write must have ended. No order is implicit: `copy` runs after the work that is queued on
+sleeps, because its cores belong to the update. A write of memory must be ordered after all earlier uses of the memory,
+and a read after the write. No order is implicit: `copy` runs after the work that is queued on
 its own stream and after the events it is given. The memory of a copy must not change before the copy's event.
 
 tests/sim has another Accelerator. Its copies run as late, as early or as randomly as their events allow, and it checks

@@ -29,7 +29,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 Kind = Literal["forward", "backward", "fetch", "stall", "step"]
 
 _SPANS_MAX = 1 << 20
-"""Most spans that are kept, some 200 MB."""
+"""Maximum number of spans that are kept, some 200 MB."""
 
 
 class Span(NamedTuple):

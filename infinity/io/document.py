@@ -42,7 +42,7 @@ _JSON_BYTES_MAX = 256 << 20
 _DATA_BYTES_MAX = 4 << 30
 _OBJECTS_MAX = 1_000_000
 _LISTS_MAX = 4_000_000
-"""Most lists that the JSON of a document may have.
+"""Maximum number of lists that the JSON of a document may have.
 
 Larger documents are neither written nor read, because the parsed value takes many times the size of its JSON.
 """

@@ -132,7 +132,7 @@ class Generations:
 
     @property
     def _place(self) -> Path:
-        """Path that commands of the command line take for this store."""
+        """Path of this store as commands of the command line take it."""
         return place_of(self._directory.path)
 
     @property

@@ -25,7 +25,7 @@ def read_part(store: SwapStore, extent: Extent, begin: int, nbytes: int) -> torc
 
 
 _PIECES = 32
-"""Reads in flight, each into a piece of the memory; fewer if the memory has fewer pages."""
+"""Maximum number of reads in flight, each into a piece of the memory; fewer if the memory has fewer pages."""
 
 
 def read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -> Iterator[SwapIOError | None]:

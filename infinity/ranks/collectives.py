@@ -1,7 +1,7 @@
 """Collectives over torch.distributed, as asynchronous works that can be polled.
 
 [Note: what of gloo is used]
-According to the source of torch 2.13, gloo's `all_gather_into_tensor` makes a temporary of the complete output, so
+According to the source of torch 2.13, gloo's `all_gather_into_tensor` makes a temporary of the complete output. So
 weights are gathered by one in-place broadcast from each rank. Its `reduce_scatter_tensor` is a clone and an all-reduce
 of everything, rounds bf16 sums at every hop and cannot be polled. So gradients are sent by `all_to_all_single`, which
 writes directly, and the owner adds them. A header is sent by `all_to_all_single`, too: directly to each rank, whereas
@@ -60,8 +60,8 @@ def alone(operation: Operation) -> list[bytes]:
 
 
 def begin_gather(moved: Gather, group: Group, talking: ProcessGroup) -> list[Work]:
-    ends = list(accumulate(moved.slices))
     """Start one broadcast from each rank that has a slice."""
+    ends = list(accumulate(moved.slices))
     return [
         _work(dist.broadcast(moved.buffer[end - nbytes : end], rank, group=talking, async_op=True))
         for rank, nbytes, end in zip(group.ranks, moved.slices, ends, strict=True)
@@ -70,8 +70,8 @@ def begin_gather(moved: Gather, group: Group, talking: ProcessGroup) -> list[Wor
 
 
 def begin_all_to_all(moved: AllToAll, talking: ProcessGroup) -> list[Work]:
-    received, sent = list(moved.receive_splits), list(moved.send_splits)
     """Start an all-to-all exchange of pieces."""
+    received, sent = list(moved.receive_splits), list(moved.send_splits)
     return [_work(dist.all_to_all_single(moved.receive, moved.send, received, sent, group=talking, async_op=True))]
 
 

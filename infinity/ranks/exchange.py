@@ -11,8 +11,8 @@ uses the same group as headers. No wait is unbounded: several times a second the
 (see watch.py), and after the deadline it asks which rank is missing. The functions in `after` must bound their own
 waits.
 
-A header costs a message from each rank to each. On two busy cores, that took 1 to 1.5 ms for N = 2 processes and 2 to
-4 ms for N = 4, nearly all of it waiting for a core.
+A header costs a message from each rank to each. On two busy cores that took 1 to 1.5 ms for N = 2 processes, and 2 to
+4 ms for N = 4. Nearly all of this time was waiting for a core.
 
 A gloo collective cannot be aborted. If another rank never joins one, it stays with gloo's threads until the process of
 that rank closes the connection; the result of `close` reports this.
@@ -277,7 +277,7 @@ class Exchange:
         self._drop_all()
 
     def _begin_next(self, *, wait: bool) -> bool:
-        """Send the header of the next operation, and return whether one was sent. Args: wait: wait for a submission."""
+        """Send the header of the next operation, and return whether one was sent. With `wait`, wait for one first."""
         with self._changed:
             while wait and not self._queue and self._broken is None:
                 self._changed.wait()

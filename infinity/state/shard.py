@@ -26,13 +26,13 @@ from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Group, ParameterSpec, Unit
 
 SHARD_NUMEL = 64 << 10
-"""Elements: every slice begins at a multiple of this number.
+"""Number of elements that divides the begin of every slice.
 
-It is the smallest number that is a multiple of the elements of a partial (65,536), of a block of int8 moments (256) and
-of a page of 16-bit values (2,048).
+The number is the least common multiple of the elements of a partial (65,536), of a block of int8 moments (256) and of
+a page of 16-bit values (2,048).
 """
 SHARD_NUMEL_MIN = PAGE_BYTES // 2
-"""The same without partials: the norm of the gradients then differs in the last bits with the number of ranks."""
+"""The same without partials. The norm of the gradients then differs in the last bits with the number of ranks."""
 
 Range = tuple[int, int]
 """Elements [begin, end)."""

@@ -26,7 +26,7 @@ from infinity.state.codec import Codec, encoded_ranges
 from infinity.state.dtypes import require_supported
 
 ELEMENT_ALIGNMENT = _native.BLOCK_NUMEL
-"""Every parameter begins at a multiple of this many elements of its group, so no block of moments spans parameters."""
+"""Number of elements that divides each parameter's offset in its group: no block of moments spans two parameters."""
 
 
 @dataclass(frozen=True)
