@@ -17,8 +17,8 @@ This module makes a generation durable, pins it for a checkpoint folder, and res
    returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before a copy that the
    pinned manifest names may be written. A resume keeps all pinned generations, older or newer than its own, even if the
    run makes a generation of the same step again.
-7. Each state that changes has more copies than the number of generations that can be kept and pinned at once. If it
-   has not, nothing is written and an error says so (`Generations.require_room`).
+7. Each state that changes has more copies than the number of generations that can be kept and pinned at once. If there
+   are too few copies, nothing is written and an error says so (`Generations.require_room`).
 A power cut may restore a removed manifest whose copies have been overwritten. Such a manifest is older than an
 undamaged one, and the next resume removes it.
 """

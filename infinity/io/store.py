@@ -70,6 +70,7 @@ class SwapStore:
     Args:
         paths: directories; at least one.
         nbytes: size of all extents, over all paths.
+        engine: engine that moves the data.
         scratch_bytes: room after the extents for data that belongs to no generation; it may differ when a run is
             resumed.
         checksums: compare every page that is read with the checksum of the page that was written.
