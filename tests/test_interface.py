@@ -126,7 +126,7 @@ KEYS: dict[str, object] = {
 OPTIONS = {
     "infinity run": "--verbose --resume config script arguments",
     "infinity finetune": (
-        "--options --model --revision --trust-remote-code --data --eval-data --eval-split --eval-steps "
+        "--options --model --revision --trust-remote-code --data --columns --eval-data --eval-split --eval-steps "
         "--config --output --from-checkpoint --resume --keep-store --steps --epochs --batch-size --micro-batches "
         "--gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr --min-lr "
         "--beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale "
