@@ -3,6 +3,7 @@ apart."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import re
@@ -50,10 +51,15 @@ Read = Callable[..., PackedData]
 
 
 @functools.cache
-def byte_level() -> Any:
+def _byte_level() -> Any:
     by = bytes_of_text()
     by.backend_tokenizer.decoder = decoders.ByteLevel()
     return by
+
+
+def byte_level() -> Any:
+    """A tokenizer whose tokens are bytes. Each caller has one of its own, which it may change."""
+    return copy.deepcopy(_byte_level())
 
 
 @pytest.fixture

@@ -166,9 +166,9 @@ def test_an_interrupt_while_the_model_is_saved_waits_for_it(
 
     save = models.save_model
 
-    def interrupted(model: Any, directory: Path, options: Any) -> None:
+    def interrupted(*given: Any) -> None:
         signal.raise_signal(signal.SIGINT)
-        save(model, directory, options)
+        save(*given)
 
     monkeypatch.setattr(models, "save_model", interrupted)
     assert run(short) == 130
