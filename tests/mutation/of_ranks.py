@@ -114,7 +114,7 @@ OF_RANKS = [
         "infinity/io/generations.py",
         " or pin.folder not in eligible.folders:\n",
         ":\n",
-        (_PINS, "-k", "not_all_ranks_have"),
+        (_PINS, "-k", "its_pin_goes_with_the_next_resume"),
     ),
     Mutant(
         "what ranks go on from are parts of one generation, not of two of the same step",

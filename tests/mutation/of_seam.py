@@ -253,14 +253,14 @@ OF_SEAM = [
         "infinity/tiers/uploads.py",
         "        self._accelerator.synchronize(self._accelerator.record(self._stream))\n",
         "",
-        _DISTURBED,
+        ("tests/tiers/test_uploads.py",),
     ),
     Mutant(
         "the end waits for what comes down",
         "infinity/tiers/downloads.py",
         "        self._native.close()\n        self._rest()\n",
         "        self._native.close()\n",
-        _DISTURBED,
+        ("tests/tiers/test_downloads.py",),
     ),
     Mutant(
         "a copy of weights that no native thread took is waited for",

@@ -3,6 +3,7 @@ find it. Whether they find it is for `make mutation-test` to say."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,11 @@ def test_a_mutant_can_be_made_and_has_its_tests(mutant: Mutant) -> None:
     files = [test.split("::")[0] for test in mutant.tests if test.startswith("tests/")]
     assert files
     assert [file for file in files if not (ROOT / file).exists()] == []
+    if "-k" in mutant.tests:
+        words = set(re.findall(r"\w+", mutant.tests[mutant.tests.index("-k") + 1])) - {"and", "or", "not"}
+        text = "".join(path.read_text() for file in files for path in _sources(ROOT / file))
+        assert [word for word in sorted(words) if word not in text] == []
+
+
+def _sources(path: Path) -> list[Path]:
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
