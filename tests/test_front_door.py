@@ -26,11 +26,11 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
     assert imported_by("import infinity").split() == []
 
 
-@pytest.mark.long(kept="only here a command is imported in a process that has imported nothing before")
-def test_a_name_and_a_command_import_what_they_need() -> None:
+@pytest.mark.long(kept="only here names are imported in a process that has imported nothing before")
+def test_names_import_what_they_need() -> None:
     """In a new process, where no test has imported it before."""
     needed = "import sys; from infinity import AdamW; assert {'torch', 'numpy'} <= sys.modules.keys()"
-    assert "transformers" in imported_by(f"{needed}; import infinity.cli.finetune").split()
+    assert "transformers" in imported_by(f"{needed}; import infinity.hf").split()
 
 
 def test_the_three_lists_of_public_names_agree() -> None:
