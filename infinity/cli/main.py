@@ -9,6 +9,9 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+
+from packaging.requirements import Requirement
 
 from infinity.cli.arguments import build_parser
 from infinity.cli.options import TOKENS_MAX
@@ -25,6 +28,7 @@ from infinity.errors import (
     StoreNotEmptyError,
 )
 
+_OF_FINETUNE = ("trl", "datasets")
 _SWAP_CONFIG_FIRST = ". The swap config comes first, then the script: infinity run swap.yaml train.py"
 
 
@@ -118,13 +122,17 @@ def _require_possible_pass(options: argparse.Namespace) -> None:
 
 
 def _require_libraries() -> None:
-    """Raises ConfigError."""
-    missing = [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]
+    """Raises ConfigError for a library that is missing, or older than the extra `hf` asks for."""
+    install = 'pip install "infinity-offload[hf]"'
+    missing = [name for name in _OF_FINETUNE if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"infinity finetune trains with TRL, and {' and '.join(missing)} cannot be imported: "
-            'pip install "infinity-offload[hf]"'
+            f"infinity finetune trains with TRL, and {' and '.join(missing)} cannot be imported: {install}"
         )
+    for each in map(Requirement, metadata.requires("infinity-offload") or ()):
+        version = metadata.version(each.name) if each.name in _OF_FINETUNE else ""
+        if version and not each.specifier.contains(version, prereleases=True):
+            raise ConfigError(f"infinity finetune needs {each.name}{each.specifier}, and {version} is there: {install}")
 
 
 def _quiet_libraries() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,10 @@ def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(
         "optional-dependencies"
     ][extra]
     assert {re.split("[>=]", each)[0] for each in wanted} >= {"trl", "datasets"}
+
+
+def test_a_library_that_is_too_old_is_named(job: Job, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "1.2.0" if name == "trl" else version(name))
+    assert run(job) == 2
+    assert "infinity finetune needs trl>=1.16, and 1.2.0 is there: pip install" in capsys.readouterr().err
