@@ -1,1 +1,1 @@
-"""The command line: infinity finetune."""
+"""The command line `infinity`."""

@@ -1,4 +1,4 @@
-"""What an output says of how to do its run again: the options, the swap config, and the command."""
+"""The files in an output that repeat its run: the options and the swap config; and the command that uses them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ OPTIONS_NAME = "run.yaml"
 CONFIG_NAME = "swap.yaml"
 _FILE_BYTES_MAX = 1 << 20
 _NOT_AGAIN = ("output",)
-"""Each run has its own."""
+"""Options that are not written, because each run has its own value."""
 
 
 def write_again(options: argparse.Namespace, config: SwapConfig, origin: Origin, directory: Path) -> None:
-    """Write the options of a run and its swap config, as `again` names them. Raises OSError."""
+    """Write the options of a run and its swap config to the files that the command of `again` names.
+
+    Raises:
+        OSError: the files cannot be written.
+    """
     of_trainer = {name: each[0] if len(each) == 1 else each or True for name, each in (options.trainer or {}).items()}
     values = {
         name.replace("_", "-"): value
@@ -30,13 +34,18 @@ def write_again(options: argparse.Namespace, config: SwapConfig, origin: Origin,
         if value is not None and value is not False and name not in _NOT_AGAIN
     }
     for name, content in ((OPTIONS_NAME, values), (CONFIG_NAME, config.model_dump(mode="json"))):
-        # JSON is YAML, and leaves no doubt which words are texts.
+        # JSON is YAML, and its quotes make clear which values are strings.
         lines = (f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in content.items())
         (directory / name).write_text("".join(lines), encoding="utf-8")
 
 
 def again(options: argparse.Namespace, *, extended: bool) -> str:
-    """The command that does the run again, once its output is complete."""
+    """Return the command that repeats the run. It works once the output is complete.
+
+    Args:
+        options: options of the run.
+        extended: whether the run was begun for another number of steps, which the text then mentions.
+    """
     options_file, config_file = options.output / OPTIONS_NAME, options.output / CONFIG_NAME
     line = command("finetune", "--options", options_file, "--config", config_file, "--output", "DIRECTORY")
     if extended:
@@ -45,14 +54,20 @@ def again(options: argparse.Namespace, *, extended: bool) -> str:
 
 
 def form_of(directory: Path) -> tuple[str, Path] | None:
-    """The form in which the frozen weights of a run rested, as its output says, and the file that says it; None where
-    the output says none: it is of another program, of an older version, or of a run that took the weights as they were.
+    """Return the form of the frozen weights in the run of an output, and the file that names this form.
+
+    Args:
+        directory: the output.
+
+    Returns:
+        None if no file names a form: the output is from another program or an older version, or the run kept the
+            weights in the form of the checkpoint.
     """
     for file in (directory / OPTIONS_NAME, directory / CONFIG_NAME):
         try:
             values: Any = parse_yaml(read_regular(file, _FILE_BYTES_MAX).decode())
         except (OSError, ValueError):
-            continue  # it is only asked for a hint
+            continue  # the form is only a hint, so errors are ignored
         form = values.get("frozen") if isinstance(values, dict) else None
         if form in FROZEN_NAMES:
             return str(form), file

@@ -1,4 +1,4 @@
-"""Batches of sequences, and the inputs that a model is given for one."""
+"""Batches of sequences, and the inputs of a model for a batch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from infinity.base import accelerator
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences that a model is trained on at once, in host memory until a model takes them.
+    """Sequences that a model is trained on at once, in host memory.
 
     Attributes:
-        ids: int64 [sequences, tokens].
-        labels: as `ids`, NOTHING where a token is not learned; None: all are.
-        positions: int64 [sequences, tokens], from 0 for each example; None: from 0 for each sequence.
+        ids: tokens, int64 [sequences, tokens].
+        labels: `ids`, with NOTHING in place of the tokens that are not learned; None: all tokens are learned.
+        positions: positions, int64 [sequences, tokens], counted from 0 in each example; None: from 0 in each sequence.
     """
 
     NOTHING: ClassVar[int] = -100
-    """What torch's cross entropy ignores."""
+    """Label that torch's cross entropy ignores."""
 
     ids: torch.Tensor
     labels: torch.Tensor | None = None
@@ -29,24 +29,33 @@ class Batch:
 
     @property
     def learned(self) -> int:
-        """Tokens that have a part in the loss."""
+        """Number of tokens that contribute to the loss."""
         if self.labels is None:
             return self.ids.shape[0] * (self.ids.shape[1] - 1)
         return int(learned_in(self.labels))
 
     def inputs_of(self, model: Any) -> dict[str, Any]:
-        """What a model of transformers is called with to compute logits, on its device. Without a mask, and without a
-        cache, it tells the examples of a sequence apart by their positions."""
+        """Return the arguments for a call of a transformers model that computes logits, on the model's device.
+
+        There is no attention mask: without a mask and without a cache, the model separates the examples of a sequence
+        by their positions.
+        """
         given = {"input_ids": self.ids} | ({} if self.positions is None else {"position_ids": self.positions})
         return {name: accelerator.bring(tensor, model.device) for name, tensor in given.items()}
 
     def of_trainer(self) -> dict[str, torch.Tensor]:
-        """The batch as a Trainer takes it, in host memory: where no positions are said, those of the model. A mask of
-        ones would let the host wait for the device, to see that nothing is masked."""
+        """Return the batch in the form of a Trainer, in host memory.
+
+        There is no attention mask: with a mask of ones, the host would wait for the device to learn that nothing is
+        masked. If the batch has no positions, the model counts them.
+        """
         apart = {} if self.positions is None else {"position_ids": self.positions}
         return {"input_ids": self.ids, "labels": self.ids if self.labels is None else self.labels, **apart}
 
 
 def learned_in(labels: torch.Tensor) -> torch.Tensor:
-    """How many tokens have a part in the loss, on the device of the labels. The first of a sequence follows nothing."""
+    """Return the number of tokens that contribute to the loss, as a tensor on the device of the labels.
+
+    The first token of a sequence does not contribute, because no token before it predicts it.
+    """
     return (labels[:, 1:] != Batch.NOTHING).sum()

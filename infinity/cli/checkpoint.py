@@ -38,11 +38,11 @@ _BUFFER_BYTES = 32 << 20
 
 
 def checkpoint(options: argparse.Namespace) -> int:
-    """Run one of list, verify, export, unpin and remove; returns the exit code: 1 when something is damaged.
+    """Run one of list, verify, export, unpin and remove. Return the exit code, which is 1 if something is damaged.
 
     Raises:
-        ResumeError: the directory holds no store.
-        StoreLockedError: a run is using it.
+        ResumeError: a directory has no store.
+        StoreLockedError: a run is using the store.
     """
     paths = [path.expanduser() for path in options.directory]
     if options.act == "list":
@@ -61,7 +61,7 @@ def checkpoint(options: argparse.Namespace) -> int:
 
 
 def _list_all(path: Path) -> int:
-    """List the stores of all ranks in a directory, or that of one process."""
+    """List the stores of all ranks in a directory, or the store of a single process. Return 1 if one is damaged."""
     counts = counts_in(path)
     damaged = [_list(path)] if not counts or 1 in counts else []
     for count in (each for each in counts if each > 1):
@@ -76,7 +76,10 @@ def _list_all(path: Path) -> int:
 
 
 def _list(path: Path) -> int:
-    """List the generations of a store. Only manifests are read, so a run may be using the store meanwhile."""
+    """List the generations of a store, and return 1 if the store is damaged.
+
+    Only headers and manifests are read, so a run may be using the store at the same time.
+    """
     of_store = header_in(path)
     header = of_store.header
     _say(f"{path}: run {header.run[:8]}, begun {header.created}, {format_bytes(header.nbytes)} reserved")
@@ -103,7 +106,7 @@ def _list(path: Path) -> int:
 
 
 def _list_generations(path: Path, run: str) -> int:
-    """List what is kept and what is pinned. Returns how much of it is damaged."""
+    """List the generations that are kept or pinned, and return the number of damaged files."""
     pins, damaged = list[Pin](), 0
     try:
         pins = read_pins(path)
@@ -168,7 +171,12 @@ def _damage(store: SwapStore, manifest: Manifest, memory: memoryview) -> Iterato
 
 
 def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
-    """Write the tokenizer into the copy of a run of `infinity finetune`, so that a next run needs only the copy."""
+    """Write the tokenizer of a run of `infinity finetune` to an exported model, so that the next run can begin from it.
+
+    Args:
+        directory: directory of the exported model.
+        tracked: state that the run tracked in the generation.
+    """
     from infinity.cli import job
     from infinity.cli.tokenizer import load_tokenizer
 
@@ -188,8 +196,14 @@ def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
 
 
 def _remove(paths: list[Path], *, pinned: bool) -> int:
-    """Remove a store; with `pinned` even where checkpoint folders that are there pin its generations. An interrupted
-    removal can be done again: the files that identify the store go last, and a part that is already gone is no error.
+    """Remove a store.
+
+    An interrupted removal can be repeated: the files that identify the store are removed last, and a part that is
+    already gone is not an error.
+
+    Args:
+        paths: all directories of the store.
+        pinned: whether to remove it although existing checkpoint folders pin its generations.
     """
     counts = counts_in(paths[0])
     for count in (count for count in counts if count > 1):
@@ -213,11 +227,11 @@ def _remove(paths: list[Path], *, pinned: bool) -> int:
 
 
 def _require_one_store(paths: Sequence[Path]) -> None:
-    """Check that these are all directories of one store, some of which may be removed already.
+    """Check that these are all directories of one store. Some of its parts may already be removed.
 
     Raises:
-        NoStoreError: a directory holds no store, and the store did not have a part there.
-        ConfigError: these may not be all directories of the store; or it cannot be told which store one belongs to.
+        NoStoreError: a directory has no store, and the store never had a part in it.
+        ConfigError: directories of the store may be missing, or the store of a directory cannot be determined.
         ManifestError: a header cannot be understood.
     """
     found = {path: _header_or_problem(path) for path in paths}
@@ -253,7 +267,12 @@ def _header_or_problem(path: Path) -> Header | DamagedFileError | NoStoreError:
 def _refusal(
     found: dict[Path, Header | DamagedFileError | NoStoreError], known: dict[Path, Header]
 ) -> NoStoreError | ConfigError:
-    """The error for directories of which none has the header of a store with that many parts."""
+    """Return the error if no directory has the header of a store with as many parts as there are directories.
+
+    Args:
+        found: header or problem of each directory.
+        known: headers of the directories that have one.
+    """
     nothing = next((each for each in found.values() if isinstance(each, NoStoreError)), None)
     if nothing is not None:
         return nothing
@@ -268,7 +287,11 @@ def _refusal(
 
 
 def _require_own(path: Path, header: Header) -> None:
-    """Raises ConfigError where the header of a store without generations may have been copied from another store."""
+    """Check that the header of a store without generations was not copied from another store.
+
+    Raises:
+        ConfigError: it may have been copied.
+    """
     swap = path / SWAP_NAME
     if not swap.exists() or (is_there(header, path) and swap.stat().st_size >= header.nbytes):
         return

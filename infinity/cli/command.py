@@ -9,12 +9,19 @@ import sys
 from pathlib import Path
 
 _TOGETHER = ("finetune", "run")
-"""Of the other commands one process does all: of several that remove a store, all but one fail."""
+"""Commands that run on all ranks. Any other command runs in one process; if each rank removed a store, all but one
+would fail."""
 
 
 def command(*arguments: object) -> str:
-    """A command line that starts this program again: as `infinity` if the shell finds it by that name, else as
-    called. A rank names the launcher for what ranks do together."""
+    """Return a command line that starts this program again.
+
+    The program is `infinity` if the shell finds this program by that name, else it is named as it was called. On one of
+    several ranks, commands that run on all ranks begin with the launcher.
+
+    Args:
+        arguments: the command and its arguments, which are quoted for the shell.
+    """
     program = _program(together=arguments[0] in _TOGETHER)
     return " ".join([program, *(shlex.quote(str(argument)) for argument in arguments)])
 

@@ -1,4 +1,4 @@
-"""`infinity convert`: a DeepSpeed config becomes a swap config, and what has no counterpart is named."""
+"""`infinity convert`: turns a DeepSpeed config into a swap config, and names the keys that have no counterpart."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from infinity.strict import parse_yaml
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Print the swap config, and the report on stderr; or with --output write the one and print the other.
+    """Print the swap config to stdout and the report to stderr. With --output, write the swap config and print the
+    report.
 
     Raises:
-        ConfigError: the input is no DeepSpeed config, or has a value that decides on a key of the swap config and is
-            none; or the output is there already, or cannot be written.
+        ConfigError: the input is not a DeepSpeed config, or has an invalid value that a key of the swap config depends
+            on; or the output exists already, or cannot be written.
     """
     output: Path | None = options.output
     require_alone("--force", options.force or None, "--output", output is not None)
@@ -31,7 +32,7 @@ def convert(options: argparse.Namespace) -> None:
     source = read(options.input)
     conversion = converted(source)
     text = swap_text(conversion, source)
-    load_config(values_of(conversion.lines))  # the words of an error are about the values, and not about a file
+    load_config(values_of(conversion.lines))  # checked as values, so that an error is about them and not about a file
     if load_config(parse_yaml(text)) != load_config(values_of(conversion.lines)):
         raise AssertionError(f"the swap config reads back as something else:\n{text}")
     said = report(conversion, source, output)
@@ -45,7 +46,16 @@ def convert(options: argparse.Namespace) -> None:
 
 
 def _write(path: Path, text: str, *, replace: bool) -> None:
-    """Raises ConfigError."""
+    """Write a file.
+
+    Args:
+        path: the file.
+        text: its content.
+        replace: whether an existing file is replaced.
+
+    Raises:
+        ConfigError: the file exists and is not to be replaced, or cannot be written.
+    """
     try:
         if replace:
             require_replaceable(path)

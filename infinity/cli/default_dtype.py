@@ -1,8 +1,8 @@
-"""The default of `--dtype`, and a line that says why it is the one.
+"""The default of `--dtype`, and a line that explains it.
 
-The processor's flags decide, never a timing, so that a machine always has the same default: torch multiplies matrices
-of a 16-bit dtype fast where the processor has instructions for it that torch uses, and elsewhere slower than fp32 ones.
-On a GPU the default is bf16.
+On a GPU the default is bf16. On a CPU torch multiplies matrices of a 16-bit dtype fast if the processor has
+instructions for the dtype that torch uses; otherwise it multiplies them slower than fp32 matrices. The processor's
+flags decide, not a timing, so that a machine always has the same default.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from infinity.cli.machine_facts import processor
 _ROOT = Path("/")
 _X86 = {"bf16": ("avx512_bf16", "amx_bf16"), "fp16": ("avx512_fp16", "amx_fp16")}
 _ARM: Mapping[str, Sequence[str]] = {"bf16": ("bf16",), "fp16": ()}
-"""For each 16-bit dtype the flags of the processors that have instructions for it, in the order of preference. torch
-uses none for fp16 on 64-bit ARM."""
+"""Flags of the processors that have instructions for a 16-bit dtype, by dtype, in the order of preference. On 64-bit
+ARM torch uses no fp16 instructions."""
 
 Source = Literal["default", "option", "run"]
-"""Who chose a dtype: nobody, the user, or the run that is resumed."""
+"""Source of a dtype: the default, an option of the user, or the run that is resumed."""
 
 
 class DefaultDtype(NamedTuple):
-    """A dtype by its name on the command line, and why it is the default."""
+    """Name of a dtype on the command line, and the reason why it is the default."""
 
     name: str
     why: str
 
 
 def default_dtype(device: str, root: Path = _ROOT) -> DefaultDtype:
-    """The dtype of the weights where none is chosen.
+    """Return the dtype of the weights if the user chooses none.
 
     Args:
         device: type of the device that computes, such as "cpu".
-        root: of /proc, for tests.
+        root: directory that contains /proc, for tests.
     """
     if device != "cpu":
         return DefaultDtype("bf16", "the default on a GPU")
@@ -50,8 +50,17 @@ def default_dtype(device: str, root: Path = _ROOT) -> DefaultDtype:
 
 
 def dtype_line(name: str, source: Source, device: str, root: Path = _ROOT) -> str | None:
-    """A line for the user about the dtype `name`: why it is the default, or that it is slow on this processor. None
-    for a chosen dtype that is not slow."""
+    """Return a line for the user about the dtype `name`: why it is the default, or that it is slow on this processor.
+
+    Args:
+        name: the dtype by its name on the command line.
+        source: source of the dtype.
+        device: type of the device that computes, such as "cpu".
+        root: directory that contains /proc, for tests.
+
+    Returns:
+        None for a dtype that was chosen and is not slow.
+    """
     default = default_dtype(device, root)
     if source == "default":
         if name != "fp32":
@@ -75,7 +84,7 @@ def _fast_flags(flags: frozenset[str]) -> Mapping[str, Sequence[str]]:
 
 
 def _no(flags: Sequence[str]) -> str:
-    """'no a', 'neither a nor b', 'none of a, b, c'."""
+    """Return 'no a', 'neither a nor b' or 'none of a, b, c'."""
     if len(flags) > 2:
         return f"none of {', '.join(flags)}"
     return f"neither {flags[0]} nor {flags[1]}" if len(flags) == 2 else f"no {flags[0]}"

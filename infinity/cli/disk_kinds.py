@@ -1,4 +1,4 @@
-"""How a disk is attached, by the names and places that the kernel gives it in /sys."""
+"""Kinds of disks (NVMe, SATA, network…), told by the names and attributes of a disk in /sys."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ _NAMES: tuple[tuple[str, DiskKind], ...] = (
     (r"mmcblk\d", "card"),
 )
 _NETWORK_MODELS = ("Elastic Block Store", "nvme_card-pd", "PersistentDisk", "NVMe Accelerator")
-"""Parts of the model that volumes of a cloud's network have, which look like local NVMe."""
+"""Parts of the model names of a cloud's network volumes, which look like local NVMe drives."""
 _VIRTUAL_MODELS = ("QEMU", "VMware", "Virtual", "VBOX")
 
 
 def kind_of(filesystem: str, disk: Path | None) -> DiskKind:
-    """The kind of a disk; '' where the system does not tell.
+    """Return the kind of a disk; '' if the system does not tell it.
 
     Args:
-        disk: its directory in /sys, with all links resolved; None where the file system has no block device.
+        filesystem: type of the file system on the disk, such as "ext4".
+        disk: the disk's directory in /sys, with all links resolved; None if the file system has no block device.
     """
     if filesystem in MEMORY_FILESYSTEMS:
         return "memory"
@@ -56,7 +57,14 @@ def kind_of(filesystem: str, disk: Path | None) -> DiskKind:
 
 
 def _transports(device: Path) -> set[str]:
-    """Of the controller, or of all controllers below a subsystem of several paths; empty where none tells."""
+    """Return the transports of an NVMe controller, or of all controllers of a multipath subsystem.
+
+    Args:
+        device: directory of the controller or the subsystem in /sys.
+
+    Returns:
+        An empty set if no controller tells its transport.
+    """
     places = [device, *(device.glob("nvme[0-9]*") if device.is_dir() else [])]
     return {text for place in places if (text := text_of(place / "transport"))}
 

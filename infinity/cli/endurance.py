@@ -1,4 +1,4 @@
-"""The wear of an NVMe drive, as the drive itself tells it to smartctl: /sys says nothing of it."""
+"""The wear of an NVMe drive, which the drive reports to smartctl. /sys does not have it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from infinity.base.small_files import number_in
 
-_NVME_UNIT_BYTES = 512_000  # what NVMe's "data units" count
+_NVME_UNIT_BYTES = 512_000  # size of one of NVMe's "data units"
 _ENDURANCE_READABLE_PERCENT = 5  # below, the estimate is too coarse
 _SYSTEM_PROGRAMS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
-"""Where the program is, and where the PATH of a user who is not root may not look."""
+"""Directories that often have the program, and that the PATH of a user other than root may lack."""
 _ASK_S = 5
 
 
@@ -23,9 +23,9 @@ class Endurance:
     """The wear of a drive, as the drive reports it.
 
     Attributes:
-        written_bytes: by hosts, over its life.
-        percentage_used: of the rated endurance, 0 to 255.
-        rated_bytes: an estimate of the rated endurance, written / used; None below 5 %, where the percentage is too
+        written_bytes: bytes that hosts have written over the drive's life.
+        percentage_used: used share of the rated endurance, 0 to 255 percent.
+        rated_bytes: estimated rated endurance: written bytes / used share. None below 5 %, where the percentage is too
             coarse.
     """
 
@@ -35,12 +35,12 @@ class Endurance:
 
 
 def smartctl() -> str | None:
-    """The path of the program; None where it is not installed."""
+    """Return the path of the program; None if it is not installed."""
     return shutil.which("smartctl", path=os.pathsep.join([os.environ.get("PATH", os.defpath), *_SYSTEM_PROGRAMS]))
 
 
 def endurance_of(device: str) -> Endurance | None:
-    """The wear of a drive; None where no program tells it. Asking may take seconds, and may need root.
+    """Return the wear of a drive; None if smartctl does not report it. This may take seconds, and may need root.
 
     Args:
         device: kernel name of the disk ('nvme0n1').
@@ -57,7 +57,7 @@ def endurance_of(device: str) -> Endurance | None:
 
 
 def parse_smartctl(report: object) -> Endurance | None:
-    """From `smartctl -j -a`, of the health log; None where it does not tell both numbers."""
+    """Return the wear in a report of `smartctl -j -a`; None if its health log lacks one of the two numbers."""
     log = report.get("nvme_smart_health_information_log") if isinstance(report, Mapping) else None
     if not isinstance(log, Mapping):
         return None

@@ -1,4 +1,4 @@
-"""`infinity finetune`: train a causal language model on text with a swap config, and save it for transformers."""
+"""`infinity finetune`: trains a causal language model on text with a swap config, and saves it for transformers."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ from infinity.sharded.together import Tell
 
 
 def finetune(options: argparse.Namespace) -> int:
-    """Run the job and return the exit code. Cheap checks come before expensive work.
+    """Run the job and return the exit code. Cheap checks are made before expensive work.
 
     Raises:
-        InfinityError, OSError: nothing is left in the output directory. If the model was already complete, the message
-            says where it is.
+        InfinityError, OSError: the job failed, and the output directory is empty. If the model was already complete,
+            the message says where it is.
     """
     with joined() as world, meeting() as tell, ExitStack() as held, models.naming_the_option():
         begun = _begin(options, world, tell, held)
@@ -62,11 +62,11 @@ def finetune(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A job whose files were looked at.
+    """A job whose options, config and data were read and checked.
 
     Attributes:
-        resuming: whether it goes on with a run.
-        output, owner: on rank 0.
+        resuming: whether the job resumes a run.
+        output, owner: None on all ranks but rank 0.
     """
 
     world: World
@@ -81,7 +81,17 @@ class _Begun:
 
 
 def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStack) -> _Begun | None:
-    """All ranks begin the same job. None where nothing is left to do. Args: held: closes the data."""
+    """Check the job on all ranks, and read its data.
+
+    Args:
+        options: options of the command line.
+        world: this process among the ranks.
+        tell: function that sends a value to all ranks and returns the values of all.
+        held: closes the files of the data.
+
+    Returns:
+        The job, which is the same on all ranks; None if the run has ended and nothing is left to do.
+    """
     resumed = job.directory_of(options, None if options.config is None else load_config(options.config))
     has_ended = world.speaks and resumed is not None and nothing_to_go_on_with(options, resumed.expanduser().absolute())
     if tell("whether the run has ended", has_ended)[0]:
@@ -120,13 +130,19 @@ def _say_dtype(name: str, source: Source) -> None:
 
 
 def _as_asked(config: SwapConfig, options: argparse.Namespace) -> SwapConfig:
-    """The swap config with what the options of the run say about it."""
+    """Return the swap config, changed by the options that stand for its keys."""
     vertical = {"vertical": True} if options.micro_batches > 1 else {}
     return config.model_copy(update=vertical | ({"frozen": options.frozen} if options.frozen else {}))
 
 
 def _carry_out(begun: _Begun, tell: Tell, held: ExitStack) -> int:
-    """Args: held: removes a run's directory that nobody needs."""
+    """Train, and save the result. Return the exit code.
+
+    Args:
+        begun: the job.
+        tell: function that sends a value to all ranks and returns the values of all.
+        held: removes the run's temporary directory.
+    """
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
     try:
         model = models.load(options, config, resuming=begun.resuming)
@@ -170,7 +186,8 @@ def _carry_out(begun: _Begun, tell: Tell, held: ExitStack) -> int:
 
 
 def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
-    """The error that says what `infinity finetune` can do about it."""
+    """Return the error for a store with the generations of an earlier run. It names the commands that resume or remove
+    the run."""
     paths = config.nvme.paths
     return StoreNotEmptyError(
         f"{printable(paths[0])} holds the generations of an earlier run. To go on with it: "
@@ -186,7 +203,10 @@ def _result(options: argparse.Namespace) -> str:
 
 
 def _follow(model: Any, options: argparse.Namespace, batch: Batch | None, tell: Tell, stopped: int) -> int:
-    """What rank 0 needs of the others until its result is complete. Returns 0, or the exit code if a signal came.
+    """Take part in the collective operations of rank 0 until its result is complete.
+
+    Returns:
+        0, or the exit code if a signal came.
 
     Raises:
         PeerError: another rank failed.
@@ -198,7 +218,7 @@ def _follow(model: Any, options: argparse.Namespace, batch: Batch | None, tell: 
         except (PeerError, SwapIOError):
             raise
         except InfinityError:
-            pass  # rank 0 could not write: it says so, and goes on from there
+            pass  # rank 0 could not write; it reports the error and decides how to continue
 
     def compute() -> None:
         if batch is not None:
@@ -212,8 +232,7 @@ def _follow(model: Any, options: argparse.Namespace, batch: Batch | None, tell: 
 
 
 def _store_of(model: Any, config: SwapConfig, world: World) -> str | None:
-    """The run of the store that keeps the model's generations; None where none are kept. Says how often commits are
-    made."""
+    """Print how often commits are made, and return the run id of the store; None if no generations are kept."""
     commits = statistics(model).plan.placement.commits
     print(printable(f"commits: {commits}"), flush=True)
     if not commits.every:
@@ -223,14 +242,22 @@ def _store_of(model: Any, config: SwapConfig, world: World) -> str | None:
 
 
 def _beside(options: argparse.Namespace, config: SwapConfig, origin: job.Origin, *, resuming: bool) -> Owner:
-    """The owner of the directories beside the output. Raises ConfigError where they cannot be this run's."""
+    """Return the owner of the directories beside the output.
+
+    Raises:
+        ConfigError: the directories belong to another run, or cannot be made.
+    """
     owner = Owner.of(options, config, origin, resumes=resuming)
     run_directory.prepare(options, owner)
     return owner
 
 
 def _output(options: argparse.Namespace, config: SwapConfig, done: int | None) -> Output:
-    """The output directory. Raises ConfigError if the result cannot be written there."""
+    """Return the output directory.
+
+    Raises:
+        ConfigError: the result cannot be written to the directory.
+    """
     if done is not None and options.steps is not None and done >= options.steps:
         _require_new(options.output, config, done)
         print(
@@ -251,7 +278,11 @@ def _output(options: argparse.Namespace, config: SwapConfig, done: int | None) -
 
 
 def _require_new(output: Path, config: SwapConfig, steps: int) -> None:
-    """Raises ConfigError if the output of a run that has done all of its steps seems to be there."""
+    """Check that the output of a run that has done all of its steps is missing or empty.
+
+    Raises:
+        ConfigError: the output is not empty, so it is probably the result of the run.
+    """
     if output.is_dir() and any(output.iterdir()):
         remove = command("checkpoint", "remove", *config.nvme.paths)
         raise ConfigError(
@@ -273,10 +304,10 @@ def _save(
     """Write the result and move it to the output. The model is written first, so that a later failure does not lose it.
 
     Returns:
-        What the model computes of `batch`; and 0, or the exit code if a signal came meanwhile.
+        The model's results for `batch`, None without a batch; and 0, or the exit code if a signal came meanwhile.
 
     Raises:
-        InfinityError: the result is not in the output; says where the model is, or how it can be written again.
+        InfinityError: the result is not in the output; says where the model is, or how to write it again.
     """
     model = run.model
     # Without generations the weights are in this process only: if the output's disk fails, try the others.
@@ -292,7 +323,7 @@ def _save(
         except PeerError:
             if not directory.is_dir():
                 raise
-            # The model is complete, and stays: the next thing that takes all ranks says what became of the others.
+            # The model is complete, so it is kept. The next collective operation reports the failure of the other rank.
 
     def write_rest(directory: Path) -> None:
         nonlocal expected
@@ -301,7 +332,7 @@ def _save(
             expected = verifying.expected_of(model, run.options, batch)
         lead(model, "end")
         close(model)
-        tell("closing the model", None)  # then nobody uses the stores
+        tell("closing the model", None)  # after this no rank uses its store
         tokenizer.save_pretrained(directory)
         write_report(report, run.history.facts, run.history.samples, directory)
         write_again(run.options, config, run.origin, directory)
@@ -322,7 +353,11 @@ def _save(
 
 
 def _require_model(name: str, *, resuming: bool) -> None:
-    """Raises ModelError."""
+    """Check that the model can be trained.
+
+    Raises:
+        ModelError: it cannot; names the option.
+    """
     try:
         models.require(name, lambda text: print(printable(text), flush=True), adapters=False)
     except ModelError as error:
@@ -330,7 +365,7 @@ def _require_model(name: str, *, resuming: bool) -> None:
 
 
 def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
-    """End a run that was asked to stop, so that it can be resumed from here."""
+    """Commit the last step of a run that a signal stopped, print how to resume it, and return the exit code."""
     commit(model)
     print(printable(f"stopped after step {step}; go on with: {command('finetune', '--resume', config.nvme.paths[0])}"))
     return code

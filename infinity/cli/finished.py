@@ -1,10 +1,10 @@
-"""What becomes of the store of a run whose output is complete: it is removed, and a note stays in its place, so that
-`--resume` can say where the output is.
+"""The end of a run whose output is complete: its store is removed, and a note replaces it, from which `--resume` learns
+where the output is.
 
 [Note: the order]
-The output is written beside its place, fsynced and renamed, and the directory is fsynced (checkpoint/aside.py). Then
-the note is written and fsynced. Only then the store goes. A crash in between leaves both the output and the store; with
-the note, the next --resume removes the store.
+The output is written to a directory beside its final place, fsynced and renamed, and the parent directory is fsynced
+(checkpoint/aside.py). Then the note is written and fsynced. Only then is the store removed. A crash before the removal
+leaves both the output and the store. If the note was written, the next --resume removes the store.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Finished(Record):
     """The note that a finished run leaves in the first of its nvme.paths.
 
     Attributes:
-        run: the store's run.
+        run: run id of the store.
         output: directory of the complete output.
-        steps: optimizer steps that were done.
-        ended: date, ISO 8601.
-        epochs: passes over the data; None where steps were given.
+        steps: number of optimizer steps of the run.
+        ended: date of the end, ISO 8601.
+        epochs: number of passes over the data; None if the number of steps was given instead.
     """
 
     run: Name
@@ -53,8 +53,17 @@ class Finished(Record):
 
 
 def finish(paths: Sequence[Path], run: str, output: Path, steps: int, epochs: int | None) -> None:
-    """Note that the output of a run is complete, and remove the run's store, or those of its ranks. What fails is said
-    on stderr: the run and its output are all right."""
+    """Write the note that the output of a run is complete, and remove the run's store, or the stores of its ranks.
+
+    A failure is only printed to stderr, because the output is complete.
+
+    Args:
+        paths: the run's nvme.paths.
+        run: run id of the store.
+        output: directory of the complete output.
+        steps: number of optimizer steps of the run.
+        epochs: number of passes over the data; None if the number of steps was given instead.
+    """
     first = paths[0].expanduser()
     note = Finished(run=run, output=str(output), steps=steps, ended=now(), epochs=epochs)
     try:
@@ -68,7 +77,7 @@ def finish(paths: Sequence[Path], run: str, output: Path, steps: int, epochs: in
 
 
 def _remove(run: str, paths: Sequence[Path]) -> int:
-    """Remove the store of a run, or those of its ranks; returns the bytes that are freed."""
+    """Remove the store of a run, or the stores of its ranks. Return the freed bytes."""
     first = paths[0].expanduser()
     of_ranks = [store.name for store in stores_of(first, run) if store != first]
     stores = [[path.expanduser() / name for path in paths] for name in of_ranks]
@@ -77,15 +86,17 @@ def _remove(run: str, paths: Sequence[Path]) -> int:
 
 
 def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
-    """Whether --resume means a finished run, whose store is removed. If so, says it, and removes what a crash has left
-    of the store.
+    """Return whether --resume names a finished run with nothing left to do.
+
+    If so, print where its output is, and remove the parts of its store that a crash has left.
 
     Args:
+        options: options of the command line.
         directory: the first of the run's nvme.paths.
 
     Raises:
-        ResumeError: --resume names the run, and the options ask for more steps or another output.
-        StoreLockedError, SwapIOError: what is left of the store cannot be removed.
+        ResumeError: the store is removed, and the options ask for more steps or another output, or the output is gone.
+        StoreLockedError, SwapIOError: the remaining parts of the store cannot be removed.
     """
     note = _note_in(directory)
     if note is None:
@@ -104,7 +115,7 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
         return False
     if not Path(note.output).is_dir():
         if left:
-            return False  # the store can write it again
+            return False  # the output can be written again from the store
         raise ResumeError(
             f"nothing to resume in {directory}: the run ended after step {note.steps}, its store is removed, and its "
             f"output is not in {note.output} any more."
@@ -124,7 +135,7 @@ def _result(output: Path) -> str:
 
 
 def _note_in(directory: Path) -> Finished | None:
-    """The note in a directory; None where there is none that is about the store there."""
+    """Return the note in a directory; None if there is none, or if it is not about the store in this directory."""
     path = directory / FINISHED_NAME
     try:
         note = Finished.model_validate_json(files.read_regular(path, _NOTE_BYTES_MAX))

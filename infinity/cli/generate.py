@@ -1,4 +1,4 @@
-"""`infinity generate`: a model goes on from a prompt, with its weights where the swap config says."""
+"""`infinity generate`: a model continues a prompt, with its weights in the tiers of the swap config."""
 
 from __future__ import annotations
 
@@ -32,15 +32,19 @@ from infinity.runtime.statistics import statistics
 from infinity.sizes import format_bytes
 
 _DIRECTORY = "generate"
-"""Below each of nvme.paths, so that the store of a run in these stays as it is."""
+"""Directory for the model's store in each of nvme.paths. The store of a run in these paths is not touched."""
 _PROMPT_BYTES_MAX = 16 << 20
 
 
 def generate(options: argparse.Namespace, out: Outlet) -> int:
-    """Print what the model writes to stdout, and everything else to stderr. Returns the exit code.
+    """Print the model's text to stdout, and everything else to stderr. Return the exit code.
+
+    Args:
+        options: options of the command line.
+        out: stdout.
 
     Raises:
-        InfinityError: nothing of the model's store stays.
+        InfinityError: the options cannot be used, or the model failed. The model's store is removed.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("infinity generate runs in one process: start it without torchrun")
@@ -90,7 +94,7 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
 
 
 def _choose_dtype(options: argparse.Namespace) -> None:
-    """Set the dtype where none is given, and say so."""
+    """Set the dtype if none is given, and print the reason."""
     device, given = current_device().type, options.dtype is not None
     options.dtype = options.dtype or default_dtype(device).name
     line = dtype_line(options.dtype, "option" if given else "default", device)
@@ -99,7 +103,7 @@ def _choose_dtype(options: argparse.Namespace) -> None:
 
 
 def _lost(out: Outlet) -> bool:
-    """Whether nobody can read the text any more."""
+    """Return whether stdout failed, so that the text can no longer be read."""
     return out.failure is not None
 
 
@@ -137,7 +141,17 @@ def _prompt(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
 
 
 def _most(model: str, prompt: int, wanted: int, how: dict[str, Any]) -> int:
-    """How many tokens there is room for. Raises ConfigError where the prompt alone is too long."""
+    """Return the maximum number of tokens to write: `wanted`, or fewer if the model has too few positions.
+
+    Args:
+        model: directory or hub id of the model.
+        prompt: number of the prompt's tokens.
+        wanted: number of tokens that the user wants.
+        how: options for transformers' from_pretrained.
+
+    Raises:
+        ConfigError: the prompt alone is too long.
+    """
     positions = positions_of(load_config_of(model, **how))
     if positions is None or prompt + wanted <= positions:
         return wanted
@@ -154,8 +168,16 @@ def _streamer(tokenizer: Any) -> Any:
 
 
 def _form_of_adapters(base: str, name: str, config: SwapConfig) -> str | None:
-    """The form of the base that adapters were trained beside, where their directory says another than the swap config;
-    a line says that it is taken."""
+    """Return the form of the frozen weights that adapters were trained with, and print that this form is used.
+
+    Args:
+        base: the model.
+        name: directory of the adapters, or the model itself.
+        config: the swap config.
+
+    Returns:
+        None if there are no adapters, if their directory names no form, or if the swap config has the same form.
+    """
     found = None if base == name else form_of(Path(name).expanduser())
     if found is None or found[0] == config.frozen:
         return None
@@ -169,7 +191,8 @@ def _form_of_adapters(base: str, name: str, config: SwapConfig) -> str | None:
 
 @contextlib.contextmanager
 def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: dict[str, Any]) -> Iterator[Any]:
-    """The model, which is not trained and so has no states; its store goes with the block."""
+    """Offload the model for the block. The model is not trained, so it has no optimizer states. Its store is removed
+    at the end of the block."""
     below = [path.expanduser() / _DIRECTORY for path in config.nvme.paths]
     made = [path.parent for path in below if not path.parent.exists()]
     nvme = config.nvme.model_copy(update={"paths": below})
@@ -190,5 +213,5 @@ def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: 
             close(model, discard=True)
     finally:
         for path in made:
-            with contextlib.suppress(OSError):  # somebody else's files are in it by now
+            with contextlib.suppress(OSError):  # another process may have put files there
                 path.rmdir()

@@ -1,4 +1,4 @@
-"""What is known of the steps of a run: their figures, the losses on held-out data, and what the model wrote."""
+"""The history of a run: figures of its steps, losses on held-out data, and samples of text that the model wrote."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _WHOLE = {"step", "tokens", "read_bytes", "written_bytes"}
 
 
 class Evaluated(NamedTuple):
-    """The loss after a step: the mean over the tokens that are learned; nan where it is not finite."""
+    """The held-out loss after a step: the mean over the tokens that are learned; nan if it is not finite."""
 
     step: int
     loss: float
 
 
 def best_of(evaluations: Sequence[Evaluated]) -> Evaluated | None:
-    """The first with the lowest loss; None where none is finite."""
+    """Return the first evaluation with the lowest loss; None if no loss is finite."""
     finite = [each for each in evaluations if math.isfinite(each.loss)]
     return min(finite, key=lambda each: each.loss, default=None)
 
 
 class Sample(NamedTuple):
-    """What the model wrote after a step, when it was given a prompt."""
+    """Text that the model wrote for a prompt after a step."""
 
     step: int
     prompt: str
@@ -37,7 +37,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class History:
-    """What is known of all steps of a run, those before a resume included; generations keep it."""
+    """The history of all steps of a run, including the steps before a resume. It is part of each generation."""
 
     facts: list[StepFacts] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)

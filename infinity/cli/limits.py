@@ -1,4 +1,4 @@
-"""Limits of the model: the length of a sequence, and the tokens of its vocabulary."""
+"""Checks of the data against the model's limits: the length of a sequence, and the size of the vocabulary."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ def require_fit(model: str, sequence_length: int, largest_token: int, **options:
     """Check the data against the model's config, before the model is loaded.
 
     Args:
-        options: of transformers' from_pretrained.
+        model: directory or hub id of the model.
+        sequence_length: tokens of a sequence.
+        largest_token: largest token in the data.
+        options: options for transformers' from_pretrained.
 
     Raises:
-        ConfigError: the sequences are longer than the model's positions.
-        ModelError: its vocabulary does not have the data's tokens.
+        ConfigError: the sequences are longer than the model's maximum.
+        ModelError: the model's vocabulary does not have the data's tokens.
     """
     config = load_config_of(model, **options)
     text, positions = config.get_text_config(), positions_of(config)
@@ -32,13 +35,21 @@ def require_fit(model: str, sequence_length: int, largest_token: int, **options:
 
 
 def positions_of(config: Any) -> int | None:
-    """How long a sequence may be; None where the config does not say it."""
+    """Return the maximum length of a sequence in tokens; None if the config does not have it."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
 
 
 def require_vocabulary(vocabulary: int, largest_token: int) -> None:
-    """Raises ModelError where a token of the data is not among the model's `vocabulary` embeddings."""
+    """Check that the model has an embedding for each token of the data.
+
+    Args:
+        vocabulary: number of the model's embeddings.
+        largest_token: largest token in the data.
+
+    Raises:
+        ModelError: it has not.
+    """
     if largest_token >= vocabulary:
         raise ModelError(
             f"the tokenizer gives token {largest_token}, the model's vocabulary has {vocabulary}; are they a pair? "

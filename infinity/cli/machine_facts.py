@@ -1,4 +1,4 @@
-"""What the system tells of the processor: its name, its instructions and its caches."""
+"""Facts about the processor: its name, its instructions and its caches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Processor:
     """The processor.
 
     Attributes:
-        model: its name; '' where the system does not tell.
-        flags: names of its features, as Linux calls them.
+        model: name of the processor; '' if the system does not tell it.
+        flags: names of its features in Linux.
     """
 
     model: str
@@ -26,10 +26,10 @@ class Processor:
 
 
 def processor(root: Path = _ROOT) -> Processor:
-    """The processor that runs this.
+    """Return the processor of this machine.
 
     Args:
-        root: of /proc, for tests.
+        root: directory that contains /proc, for tests.
     """
     told = dict(fields(text_of(root / "proc/cpuinfo")))
     return Processor(
@@ -39,10 +39,13 @@ def processor(root: Path = _ROOT) -> Processor:
 
 
 def last_cache_bytes(root: Path = _ROOT) -> int:
-    """Of the largest caches that these cores have, together; 0 where the system does not say.
+    """Return the total size of the last-level caches of the cores that this process may use.
 
     Args:
-        root: of /sys, for tests.
+        root: directory that contains /sys, for tests.
+
+    Returns:
+        0 if the system does not tell it.
     """
     found: dict[tuple[int, str], int] = {}
     for cpu in os.sched_getaffinity(0):

@@ -1,5 +1,5 @@
-"""`infinity`: the entry point. Errors are one line on stderr. The exit code is 2 for bad input, 1 for a failed run, 130
-after Ctrl-C. The modules that a command needs are imported after its options were checked."""
+"""The entry point of `infinity`. An error is one line on stderr. The exit code is 2 for bad input, 1 for a failed run,
+and 130 after Ctrl-C. The modules of a command are imported after its options were checked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SWAP_CONFIG_FIRST = ". The swap config comes first, then the script: infinity r
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["run"]:  # what a script prints and raises is its own
+    if given[:1] == ["run"]:  # the output and the exceptions of a script are passed on unchanged
         with interruptible_imports():
             from infinity.cli.run import run
 
@@ -88,7 +88,7 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
 
         return _finished(plan(options), out)
     _quiet_libraries()
-    if not options.verbose:  # each try of the hub is said several times; the error says what came of them
+    if not options.verbose:  # the hub logs each attempt several times; the final error says how the attempts ended
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     if options.command == "generate":
         with interruptible_imports():
@@ -105,14 +105,22 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
 
 
 def _finished(code: int, out: Outlet) -> int:
-    """The exit code of a command whose output is its work: 1 where the output was lost, but for a closed pipe."""
+    """Flush the output of a command whose purpose is its output, and return the exit code.
+
+    Returns:
+        1 in place of 0 if the output was lost for another reason than a closed pipe.
+    """
     out.flush()
     lost = out.failure is not None and not isinstance(out.failure, BrokenPipeError)
     return code or int(lost)
 
 
 def _require_possible_pass(options: argparse.Namespace) -> None:
-    """Raises ConfigError."""
+    """Check that the tokens of one backward pass are not too many.
+
+    Raises:
+        ConfigError: they are.
+    """
     tokens = (options.batch_size or 1) * (options.sequence_length or 1)
     if tokens > TOKENS_MAX:
         raise ConfigError(
@@ -122,7 +130,11 @@ def _require_possible_pass(options: argparse.Namespace) -> None:
 
 
 def _require_libraries() -> None:
-    """Raises ConfigError for a library that is missing, or older than the extra `hf` asks for."""
+    """Check that the libraries for training are installed, and new enough for the extra `hf`.
+
+    Raises:
+        ConfigError: one is missing or too old; names it.
+    """
     install = 'pip install "infinity-offload[hf]"'
     missing = [name for name in _OF_FINETUNE if importlib.util.find_spec(name) is None]
     if missing:
@@ -136,8 +148,8 @@ def _require_libraries() -> None:
 
 
 def _quiet_libraries() -> None:
-    """Libraries draw progress bars with carriage returns: not into a file or a pipe. Nor does TRL report what is
-    trained here to its authors, unless the user asks for that."""
+    """Switch off progress bars if stderr is not a terminal, because libraries draw them with carriage returns. Switch
+    off the hub's telemetry unless the user asks for it, so that TRL does not report the training to its authors."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not sys.stderr.isatty():
         for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):

@@ -1,5 +1,5 @@
-"""Directories beside an output that belong to one run: a mark in them says to which. Nothing in a directory of anybody
-else is replaced or removed."""
+"""Directories beside an output that belong to one run. A file in each, the mark, names the run. Files in a directory
+without this run's mark are never replaced or removed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ _BYTES_MAX = 64 << 10
 
 
 class _Mark(Record):
-    """Attributes:
-    run: that the directory belongs to.
-    swap: the first of its nvme.paths; '-' where it has none.
+    """The mark.
+
+    Attributes:
+        run: run that the directory belongs to.
+        swap: the first of the run's nvme.paths; '-' if the run has none.
     """
 
     run: Name
@@ -32,12 +34,13 @@ class _Mark(Record):
 
 @dataclass(frozen=True)
 class Owner:
-    """A run that has such directories.
+    """A run that owns directories.
 
     Attributes:
         run: job.Origin.run.
-        swap: the first of its nvme.paths.
-        begins_anew: it was asked to go on, and nothing was durable yet: what the same command left counts as its own.
+        swap: the first of the run's nvme.paths; '-' if the run has none.
+        begins_anew: whether the run was asked to resume, but begins at step 0 because no generation was durable yet.
+            Directories that an earlier run with the same `swap` left then count as this run's.
     """
 
     run: str
@@ -50,11 +53,15 @@ class Owner:
         return cls(origin.run, swap, options.resume is not None and not resumes)
 
     def require(self, directory: Path, what: str, instead: str) -> None:
-        """Raises ConfigError unless the directory is missing, empty, or this run's.
+        """Check that a directory is missing, empty, or owned by this run.
 
         Args:
-            what: is in it, for the message.
-            instead: what to choose another one with.
+            directory: the directory.
+            what: description of the directory's content, for the message.
+            instead: option that chooses another directory, for the message.
+
+        Raises:
+            ConfigError: the directory is not empty, and not owned by this run.
         """
         if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
             return
@@ -67,7 +74,11 @@ class Owner:
             )
 
     def make(self, directory: Path) -> None:
-        """Make the directory, and mark it. Raises OSError, InfinityError."""
+        """Make the directory, and write this run's mark into it.
+
+        Raises:
+            OSError, InfinityError: the directory cannot be made, or the mark cannot be written.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         found = _mark_in(directory)
         if found is None or found.run != self.run:

@@ -1,12 +1,13 @@
-"""Messages as chat templates and TRL have them: a `role`, a `content` that is a string, and `tool_calls` with objects.
+"""Conversion of published lists of messages to the form of chat templates and TRL: each message has a `role`, a
+`content` that is a string, and `tool_calls` that are objects.
 
-| a list as published                            | becomes                                                        |
+| published form                                 | result                                                         |
 |---|---|
 | `role` and `content` (OpenAI)                  | the same; a content that is a list of texts is joined          |
 | `from` and `value` (ShareGPT)                  | `role` and `content`                                           |
-| strings (LIMA, UltraChat)                      | the user's and the assistant's in turn: the user begins        |
+| strings (LIMA, UltraChat)                      | messages of the user and the assistant in turn, first the user |
 | `input` and `output`, or pairs (Capybara)      | a message of the user and one of the assistant                 |
-| `function_call`, as a field or as who speaks   | a message of the assistant with `tool_calls`                   |
+| `function_call`, as a field or as a role       | a message of the assistant with `tool_calls`                   |
 | `weight`, `train`, `loss`                      | whether the message is learned (`answers_learned`)             |
 """
 
@@ -23,14 +24,18 @@ from infinity.errors import ConfigError
 from infinity.strict import parse_yaml
 
 TABLE: dict[str, Any] = parse_yaml(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))
-"""layouts.yaml, which says what its parts are."""
+"""Content of layouts.yaml, whose comments describe its parts."""
 ROLES: dict[str, str] = {each: role for role, names in TABLE["roles"].items() for each in (role, *names)}
-"""By the names that datasets have for a speaker: the name that chat templates have."""
+"""Roles of chat templates, by the names that datasets have for them."""
 _SHAREGPT = {"from": "role", "value": "content"}
 
 
 def messages_of(given: list[Any], where: str) -> list[dict[str, Any]]:
-    """Messages of a list of messages, of strings, or of questions with their answers.
+    """Return the messages in a list of messages, of strings, or of questions with their answers.
+
+    Args:
+        given: the list.
+        where: its place in the data, for messages of errors.
 
     Raises:
         ConfigError: the list is empty, or one of its entries has another shape.
@@ -62,7 +67,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
             raise ConfigError(f"{where} has '{other}' and '{key}'; leave one of them")
         if other in message:
             message[key] = message.pop(other)
-    if message.get("role") == "function_call":  # LLaMA-Factory's
+    if message.get("role") == "function_call":  # the form of LLaMA-Factory
         calls = from_json(message.pop("content", None), f"{where}: the value of a function_call")
         message |= {"role": "assistant", "tool_calls": calls if isinstance(calls, list) else [calls]}
     calls = _calls(message, where)
@@ -77,8 +82,11 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Take the calls out of a message, with arguments as objects, which templates write as JSON. (OpenAI has JSON in a
-    string, which they would write as a string of JSON.)"""
+    """Remove the calls from a message and return them, with their arguments as objects.
+
+    Chat templates write arguments as JSON. OpenAI's arguments are already JSON in a string, which a template would
+    encode a second time.
+    """
     older, given = message.pop("function_call", None), message.pop("tool_calls", None)
     if older and given:
         raise ConfigError(f"{where} has 'function_call' and 'tool_calls'; leave one of them")
@@ -92,17 +100,17 @@ def _calls(message: dict[str, Any], where: str) -> list[dict[str, Any]]:
         try:
             parsed = json.loads(arguments) if isinstance(arguments, str) else None
         except (ValueError, RecursionError):
-            parsed = None  # the model is to write what is no JSON as it is
+            parsed = None  # arguments that are not JSON stay a string, which the model learns to write
         parsed = parsed if isinstance(parsed, dict) else {} if arguments in (None, "") else arguments
         calls.append(call | {"function": function | {"arguments": parsed}})
     return calls
 
 
 def _text_of(parts: list[Any], where: str) -> str:
-    """The text of a content that is a list of parts, joined by line breaks (as vLLM and llama.cpp do).
+    """Return the text of a content that is a list of parts, joined by line breaks (as vLLM and llama.cpp do).
 
     Raises:
-        ConfigError: a part is something else than text.
+        ConfigError: a part is not text.
     """
     for part in parts:
         what = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -115,10 +123,12 @@ def _text_of(parts: list[Any], where: str) -> str:
 
 
 def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool | None]:
-    """What each message asks for: to be learned, or not; None where it says nothing. Takes the fields away.
+    """Return for each message whether its fields `weight`, `train` and `loss` ask that it is learned; None if it has
+    none of them. The fields are removed from the messages.
 
     Raises:
-        ConfigError: a weight between 0 and 1, or a message that is not the assistant's and is to be learned.
+        ConfigError: a weight is not 0 or 1, a message of another role than the assistant's is to be learned, or a field
+            asks for a part of a message.
     """
     asked: list[bool | None] = []
     for index, message in enumerate(messages):
@@ -142,15 +152,26 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
 
 
 def unicode(text: str, where: str) -> str:
-    """Returns `text`. Raises ConfigError for half of a surrogate pair, which JSON can express and which is no
-    character."""
+    """Return `text`, after a check that it has only characters.
+
+    Raises:
+        ConfigError: it has half of a surrogate pair, which JSON can express and which is not a character.
+    """
     if re.search("[\ud800-\udfff]", text):
         raise ConfigError(f"{where}: the text has half of a surrogate pair (\\ud800 to \\udfff)")
     return text
 
 
 def listed(value: Any, what: str) -> list[Any]:
-    """A list, or JSON of one. Raises ConfigError."""
+    """Return a list that is given as a list or as JSON.
+
+    Args:
+        value: the list or the JSON.
+        what: its name, for messages of errors.
+
+    Raises:
+        ConfigError: the value is not a list.
+    """
     found = from_json(value, what) if isinstance(value, str) else value
     if not isinstance(found, list):
         raise ConfigError(f"{what} is {kind(found)}; it must be a list")
@@ -158,7 +179,15 @@ def listed(value: Any, what: str) -> list[Any]:
 
 
 def from_json(text: Any, what: str) -> Any:
-    """What a string of JSON says. Raises ConfigError."""
+    """Return the value of a string of JSON.
+
+    Args:
+        text: the JSON.
+        what: its name, for messages of errors.
+
+    Raises:
+        ConfigError: the text is not valid JSON.
+    """
     try:
         return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
@@ -166,5 +195,5 @@ def from_json(text: Any, what: str) -> Any:
 
 
 def kind(value: Any) -> str:
-    """What a value is, for messages."""
+    """Return the type of a value in words, for messages."""
     return "null" if value is None else f"a {type(value).__name__}"

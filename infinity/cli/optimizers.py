@@ -1,5 +1,5 @@
-"""`--optimizer` and `--dtype`: the optimizers by their names on the command line; and loss scaling, without which small
-fp16 gradients would be rounded to zero."""
+"""Optimizers and dtypes by their names on the command line, and loss scaling, without which small fp16 gradients would
+be rounded to zero."""
 
 from __future__ import annotations
 
@@ -34,7 +34,17 @@ _HAVE_EPS = ("adamw", "adam", "adagrad")
 
 
 def moments_of(name: str, beta1: float | None, beta2: float | None, eps: float | None) -> dict[str, Any]:
-    """Options of an optimizer: its own, but for those that are given. Raises ConfigError for one that it has not."""
+    """Return the options `betas` and `eps` for an optimizer.
+
+    Args:
+        name: the optimizer.
+        beta1: value of the option; None: the optimizer's default.
+        beta2: value of the option; None: the optimizer's default.
+        eps: value of the option; None: the optimizer's default.
+
+    Raises:
+        ConfigError: an option was given that the optimizer does not have.
+    """
     options: dict[str, Any] = {}
     for option, value in (("--beta1", beta1), ("--beta2", beta2)):
         if value is not None and name not in _BETAS:
@@ -50,13 +60,24 @@ def moments_of(name: str, beta1: float | None, beta2: float | None, eps: float |
 
 
 def make_optimizer(name: OptimizerName, params: Iterable[Any], **options: Any) -> OffloadedOptimizer:
-    """An optimizer with its own defaults and `options`: lr, weight_decay, max_grad_norm, seed,
-    accumulation_steps."""
+    """Make an optimizer.
+
+    Args:
+        name: the optimizer.
+        params: parameters that it updates.
+        options: lr, weight_decay, max_grad_norm, seed, accumulation_steps, betas and eps, in place of the optimizer's
+            defaults.
+    """
     return _MAKE[name](params, **options)
 
 
 def make_scaler(model: nn.Module, *, wanted: bool) -> torch.amp.GradScaler:
-    """A scaler for the model's loss. It is disabled, and does nothing, unless the model has trainable fp16 weights."""
+    """Make a scaler for the model's loss. Unless the model has trainable fp16 weights, it is disabled and does nothing.
+
+    Args:
+        model: the model.
+        wanted: whether the loss may be scaled.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     enabled = wanted and any(parameter.dtype == torch.float16 for parameter in trained)
     if enabled:

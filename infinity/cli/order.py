@@ -12,13 +12,15 @@ from infinity.errors import ConfigError
 
 
 class Order(Sampler[int]):
-    """The index of every sequence of a run. Pass 0, 1, … over the data follow each other, each in an order of its own
-    that (seed, pass) determines. A batch may have the end of one pass and the beginning of the next, so that every step
-    has as many sequences.
+    """Sampler of the indices of all sequences of a run, which consists of passes over the data.
+
+    The passes are numbered from 0. Each pass has its own order, which (seed, pass) determines. A batch may contain the
+    end of one pass and the beginning of the next, so that every step has the same number of sequences.
 
     Args:
-        sequences: of one pass.
-        numel: sequences of the whole run.
+        sequences: number of sequences of one pass.
+        numel: number of sequences of the run.
+        seed: seed of the run.
     """
 
     def __init__(self, sequences: int, numel: int, seed: int) -> None:
@@ -37,8 +39,9 @@ class Order(Sampler[int]):
 
 
 class DataIdentity:
-    """The data and the batches of a run, as generations keep them: a run goes on with the same ones only. It is asked
-    for the next step's batches first, so that what a generation keeps is of the moment before the step."""
+    """Identity of the data and the batches of a run. It is part of each generation, so that a run can only be resumed
+    with the same data and batches. It is an iterator that the run advances before the batches of each step, so that a
+    generation contains its state from before the step."""
 
     def __init__(self, digest: str, batch_size: int, seed: int) -> None:
         self._values = {"batch_size": batch_size, "seed": seed, "tokens": digest}
@@ -47,12 +50,16 @@ class DataIdentity:
         return self
 
     def __next__(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def state_dict(self) -> dict[str, Any]:
         return self._values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError for the state of other data or batches."""
+        """Check that the state is of the same data and batches.
+
+        Raises:
+            ConfigError: it is not.
+        """
         if state != self._values:
             raise ConfigError("the text, the tokenizer or the batches are not those of the run: give the same --data")

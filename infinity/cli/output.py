@@ -1,8 +1,7 @@
-"""The output directory of `infinity finetune`. It is checked before anything is done, and a complete model is never
-lost.
+"""The output directory of `infinity finetune`. It is checked before the run begins, and a complete model is never lost.
 
-The result is written to a directory beside the output, which is then renamed. Once the model is complete there, no
-later error removes it: the error says where the model is.
+The result is written to a directory beside the output, and this directory is then renamed. Once the model is complete
+in it, no later error removes the model: the error says where the model is.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from infinity.errors import ConfigError, InfinityError, SwapIOError, printable
 from infinity.sizes import format_bytes
 
 _NAME_CHARS = 48
-"""Characters of the output's name in the name of the directory beside it, as file names are limited in length."""
+"""Maximum number of characters of the output's name in the name of the directory beside the output. File names are
+limited in length."""
 _REST_BYTES = 64 << 20
 """Upper bound for the bytes of the tokenizer, the report and the loss curve."""
 
@@ -53,15 +53,16 @@ class Output:
     """The directory that --output names: missing, or empty.
 
     Args:
-        apart: directories that the output must not be, contain, or lie in, by the option that names them.
+        directory: the output.
+        apart: directories that the output must not equal, contain or be inside of, by the option that names them.
 
     Raises:
-        ConfigError: the result cannot be written to the output. Nothing is left behind.
+        ConfigError: the result cannot be written to the output. No files are left.
     """
 
     def __init__(self, directory: Path, apart: Mapping[str, Sequence[Path]] | None = None) -> None:
         self._named = f"--output {printable(directory)}"
-        if any("\ud800" <= character <= "\udfff" for character in str(directory)):  # as Python has bytes that are not
+        if any("\ud800" <= character <= "\udfff" for character in str(directory)):  # bytes that are not UTF-8
             raise ConfigError(f"{self._named}: the name is not UTF-8, which the files of a model need; choose another")
         try:
             self._target = directory.resolve()
@@ -78,8 +79,8 @@ class Output:
 
     @property
     def disk(self) -> Path:
-        """The directory in which the result is written first: the parent of the output; or the output itself, if the
-        parent cannot be written or is on another disk."""
+        """The directory that the result is first written to: the parent of the output. If the parent cannot be written
+        or is on another disk, it is the output itself."""
         above = self._target.parent
         if not self._target.is_dir():
             return above
@@ -87,7 +88,14 @@ class Output:
         return above if same and os.access(above, os.W_OK | os.X_OK) else self._target
 
     def require_room(self, model_bytes: int) -> None:
-        """Raises ConfigError if the disk has no room for a model of this size."""
+        """Check that the disk has room for the output.
+
+        Args:
+            model_bytes: bytes of the model.
+
+        Raises:
+            ConfigError: the disk has too little room.
+        """
         needed, free = model_bytes + _REST_BYTES, shutil.disk_usage(self.disk).free
         if needed > free:
             raise ConfigError(
@@ -96,10 +104,11 @@ class Output:
             )
 
     def save(self, write: Callable[[Path], None], elsewhere: Sequence[Path] = ()) -> Saved:
-        """Have the model written beside the output; if that fails, to one of the directories `elsewhere`.
+        """Write the model to a new directory beside the output. If that fails, write it to one of `elsewhere`.
 
         Args:
-            write: makes the directory that it is given, and writes the model there.
+            write: function that makes the directory it is given, and writes the model to it.
+            elsewhere: directories on other disks, which are tried in order.
 
         Raises:
             SwapIOError: the model cannot be read from the store.
@@ -114,14 +123,18 @@ class Output:
                 return Saved(made / "model", problem)
             except BaseException as error:
                 if made is not None:
-                    shutil.rmtree(made, ignore_errors=True)  # ours, made above
+                    shutil.rmtree(made, ignore_errors=True)  # this call has made the directory
                 if isinstance(error, SwapIOError) or not isinstance(error, OSError | InfinityError):
                     raise
                 problem = problem or str(error)
         raise InfinityError(f"{self._named}: the model could not be saved. {problem}")
 
     def publish(self, saved: Saved, write: Callable[[Path], None]) -> None:
-        """Write the files that belong beside the model, and move everything to the output.
+        """Write the other files of the output, and move the model and these files to the output.
+
+        Args:
+            saved: the complete model.
+            write: function that writes the other files to the model's directory.
 
         Raises:
             InfinityError: the result is not in the output; says where the model is.
@@ -145,7 +158,7 @@ class Output:
             for path in made.iterdir():
                 if os.path.lexists(self._target / path.name):
                     raise FileExistsError(f"{self._target / path.name} appeared")
-            move_into(made, self._target, last="config.json")  # without its config no half of a model loads
+            move_into(made, self._target, last="config.json")  # a model without its config cannot be loaded
             made.rmdir()
         else:
             put_in_place(made, self._target)
@@ -156,7 +169,17 @@ class Output:
 
 
 def require_apart(what: str, directory: Path, option: str, other: Path) -> None:
-    """Raises ConfigError where a directory is `other`, in it, or around it."""
+    """Check that two directories are not the same, and that neither is inside the other.
+
+    Args:
+        what: name of the first directory, for the message.
+        directory: the first directory.
+        option: option that names the second directory, for the message.
+        other: the second directory.
+
+    Raises:
+        ConfigError: they are not apart.
+    """
     mine, others = directory.resolve(), other.expanduser().resolve()
     if mine == others:
         raise ConfigError(f"{what} is {option} {printable(other)}, too; choose a directory for each")

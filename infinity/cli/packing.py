@@ -1,4 +1,4 @@
-"""Putting examples into sequences of one length, so that little of them is padding."""
+"""Packing of examples into sequences of equal length, with little padding."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections.abc import Sequence
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """The indices of the examples of each sequence. The longest come first, each into the sequence with the least room
-    that it fits into (best fit decreasing, as in TRL): the result depends on the lengths alone.
+    """Return the indices of the examples of each sequence.
+
+    The examples are placed from the longest to the shortest, each into the sequence with the least free room that it
+    fits into (best fit decreasing, as in TRL). The result depends only on the lengths.
 
     Args:
-        lengths: tokens of each example, `room` at most.
+        lengths: tokens of each example, at most `room`.
         room: tokens of a sequence.
     """
     bins: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # room that is left, sequence; ascending
+    free: list[tuple[int, int]] = []  # (free room, sequence), ascending
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         at = bisect_left(free, (lengths[index], -1))
         if at == len(free):

@@ -1,4 +1,4 @@
-"""`infinity checkpoint unpin`, and what the other acts say of pins."""
+"""`infinity checkpoint unpin`, and the parts of `list` and `remove` that are about pins."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from infinity.sharded.stores import parts_of, stores_of
 
 
 def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> int:
-    """Let the generations of checkpoint folders go.
+    """Unpin the generations that checkpoint folders pin. Return the exit code.
 
     Args:
         paths: the directories of the store.
-        folders: that are unpinned; whether they are there or not.
-        all_gone: unpin all folders that are not there.
+        folders: folders to unpin, existing or not.
+        all_gone: whether to unpin all folders that no longer exist.
 
     Raises:
-        ConfigError: no folder is given, one of them pins nothing, or the directory is that of one of several ranks.
+        ConfigError: no folder is given, a folder pins nothing, or the directory belongs to one of several ranks.
         StoreLockedError: a run is using the store.
     """
     if not folders and not all_gone:
@@ -62,7 +62,11 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
 
 
 def _pins_in(places: Sequence[Path]) -> Pins:
-    """Raises ResumeError where no store is there."""
+    """Return the pins of a store.
+
+    Raises:
+        ResumeError: there is no store.
+    """
     return Pins(places, header_in(places[0]).header.run, *rank_of(places[0]))
 
 
@@ -71,8 +75,16 @@ def _goes(pin: Pin, folders: Collection[str], *, all_gone: bool) -> bool:
 
 
 def generations_with(pins: Sequence[Pin], path: Path) -> Iterator[tuple[int, Path, str]]:
-    """The generations in a directory: those that are kept, the newest first, and then those that only `pins` have.
-    Yields the step, the manifest, and who pins it, in words."""
+    """Yield the generations in a directory: first the kept ones, then those that are only pinned.
+
+    Args:
+        pins: the pins of the store.
+        path: directory of the store.
+
+    Yields:
+        The step, the path of the manifest, and text that names the folders that pin it. The newest comes first, in each
+            of the two parts.
+    """
     known = set[str]()
     for number, manifest in generations_in(path).items():
         digest = _digest_in(manifest) if pins else ""
@@ -90,7 +102,7 @@ def _said_of(pins: Sequence[Pin], digest: str) -> str:
 
 
 def _digest_in(manifest: Path) -> str:
-    """The digest of the generation of a manifest; "" where it is damaged, and pins nothing."""
+    """Return the digest of the generation of a manifest; "" if the manifest is damaged, as no pin has this digest."""
     try:
         return digest_of(manifest_bytes(manifest))
     except ManifestError:
@@ -98,20 +110,20 @@ def _digest_in(manifest: Path) -> str:
 
 
 def let_go(path: Path, *, pinned: bool) -> None:
-    """Before a store is removed: see to it that no checkpoint folder looks resumable afterwards.
+    """Prepare the removal of a store: after it, no checkpoint folder may look resumable.
 
     Args:
         path: a directory of the store, which is locked.
-        pinned: remove the store although folders that are there need it.
+        pinned: whether to remove the store although existing folders need it.
 
     Raises:
-        ResumeError: such folders are there; names them. Or it cannot be known.
+        ResumeError: existing folders need the store, and are named; or the pins cannot be read.
     """
     try:
         pins = read_pins(path)
     except ManifestError:
         if pinned:
-            return  # which folders it named is not known
+            return  # the folders that the damaged file named are not known
         raise
     there = [pin for pin in pins if not is_gone(pin)]
     if there and not pinned:

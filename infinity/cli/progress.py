@@ -18,7 +18,7 @@ class StepFacts:
     """One optimizer step.
 
     Attributes:
-        grad_norm: before clipping; nan for a step that was skipped.
+        grad_norm: norm of the gradients before clipping; nan for a skipped step.
     """
 
     step: int
@@ -46,10 +46,13 @@ class StepFacts:
 
 
 class PlainProgress:
-    """A line at the first and last step, and every few seconds between, or every so many steps.
+    """Progress in plain lines: one at the first step, one at the last step, and others in between.
 
     Args:
-        every: steps between lines; None: seconds count.
+        total: number of steps of the run.
+        stream: stream that the lines are printed to.
+        every: steps between lines; None: `every_s` determines when lines are printed.
+        every_s: seconds between lines, at least.
     """
 
     def __init__(self, total: int, stream: TextIO, every: int | None = None, every_s: float = 10.0) -> None:
@@ -78,20 +81,29 @@ class PlainProgress:
         self.say(f"step {facts.step}/{self._total}  {facts.line()}  left {left:.0f} s")
 
     def say(self, text: str) -> None:
-        """Print a line. A signal handler may call this while another line is being written. A stream cannot be written
-        to at that moment, so the handler's line follows the other one."""
+        """Print a line.
+
+        A signal handler may call this method while another line is being written. The stream cannot be written to at
+        that moment, so the handler's line is printed after the other line.
+        """
         self._lines.append(text)
         while self._lines and not self._writing:
             self._writing = True
             try:
-                if self._lines:  # a signal handler may have written them since
+                if self._lines:  # a signal handler may have written the lines since the check
                     print(self._lines.pop(0), file=self._stream, flush=True)
             finally:
                 self._writing = False
 
 
 class RichProgress:
-    """One live line with a bar. Args: every: also leave a line every so many steps."""
+    """Progress in one live line with a bar.
+
+    Args:
+        total: number of steps of the run.
+        console: console that shows the line.
+        every: steps between permanent lines; None: no permanent lines.
+    """
 
     def __init__(self, total: int, console: Console, every: int | None = None) -> None:
         self._total = total
@@ -123,8 +135,15 @@ class RichProgress:
 
 
 def open_progress(total: int, every: int | None) -> PlainProgress | RichProgress:
-    """The live line if stdout is a terminal, else plain lines. FORCE_COLOR and the like, which rich obeys, do not
-    matter: a pipe never gets carriage returns."""
+    """Return a live line if stdout is a terminal, else plain lines.
+
+    FORCE_COLOR and similar variables, which rich obeys, have no effect here, so that a pipe never gets carriage
+    returns.
+
+    Args:
+        total: number of steps of the run.
+        every: steps between permanent lines; None: the default.
+    """
     if not sys.stdout.isatty():
         return PlainProgress(total, sys.stdout, every)
     return RichProgress(total, Console(file=sys.stdout), every)

@@ -1,4 +1,4 @@
-"""What --data and the options about evaluation name: read, checked and divided."""
+"""Reading of the data for training and evaluation, which --data and the options about evaluation name."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from infinity.errors import ConfigError, printable
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on, and is evaluated on.
+    """The data of a run.
 
     Attributes:
-        trained, held_out: sequences; `held_out` None where there is no evaluation.
-        summary, notes: what was read, and what was left out of it and why.
-        has_examples: whether not every token is learned, or there is padding.
+        trained: sequences to train on.
+        held_out: sequences for evaluation; None if there is no evaluation.
+        summary: text about the data that was read.
+        notes: lines about data that was left out, and why.
+        has_examples: whether some tokens are not learned, or there is padding.
         shares_sequences: whether some sequence has more than one example.
         has_chats: whether some example is a conversation.
+        largest_token: the largest token in the data.
     """
 
     trained: Sequences
@@ -41,13 +44,16 @@ class Data:
 
 
 def read(options: argparse.Namespace, tokenizer: Any, disk: Path, held: ExitStack) -> Data:
-    """Read everything. The tokens are written to files without a name on `disk`.
+    """Read all data of a run. The tokens are written to unnamed files on `disk`.
 
     Args:
+        options: options of the run.
+        tokenizer: tokenizer of the model.
+        disk: directory on the disk for the tokens.
         held: closes the files.
 
     Raises:
-        ConfigError: as PackedData, and where `disk` cannot be written.
+        ConfigError: the data cannot be used (see PackedData), or `disk` cannot be written.
     """
 
     def packed(option: str, paths: Sequence[Path]) -> PackedData:

@@ -1,4 +1,4 @@
-"""What can be said of a swap config before there is a model: whether its directories can be used."""
+"""Checks of a swap config that need no model: whether its directories and its engine can be used."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from infinity.plan.planner import require_paths
 
 
 def require_ready(config: SwapConfig) -> None:
-    """Nothing is written.
+    """Check the directories and the engine of a swap config. Nothing is written.
 
     Raises:
-        ConfigError: nvme.paths is missing, or names what is no directory that can be written or made; or `nvme.engine`
-            is one that the kernel refuses.
+        ConfigError: nvme.paths is missing, or has a path that is not a directory and cannot become one, or that cannot
+            be written; or the kernel refuses `nvme.engine`.
     """
     require_paths(config)
     for path in config.nvme.paths:

@@ -1,4 +1,5 @@
-"""The report at the end of a run: where the time went, what was moved, and how near to the bound the steps came."""
+"""The report at the end of a run: the time per step by cause, the bytes that were moved, and the efficiency, which
+compares the measured time with a lower bound."""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ from infinity.sizes import format_bytes
 from infinity.units.speculation import Counts
 
 _LAST = 10
-"""The last loss is the mean of so many steps, because the loss of one step says little. The first step is not among
+"""Number of steps whose mean is the last loss, because the loss of one step says little. The first step is not one of
 them."""
 
 _SMOOTH = 0.9
-"""What the smoothed loss keeps of the steps before."""
+"""Weight of the earlier steps in the smoothed loss."""
 
 _STALLS: dict[Cause, str] = {
     "fetch": "waiting: weights",
@@ -38,32 +39,38 @@ assert set(_STALLS) == set(CAUSES)
 
 @dataclass(frozen=True)
 class Report:
-    """Figures of a run. Figures per step are means over its steps; the first step, which learns the order of the units,
-    is left out if there are others.
+    """Figures of a run.
+
+    Figures per step are means over the steps of this process. The first step, which learns the order of the units, is
+    left out unless it is the only step.
 
     Attributes:
         first_loss: the first finite loss; nan if there is none.
-        last_loss: the mean of the last `last_steps` finite losses; nan if there is none.
-        warm_up: there was only one step, so that the figures contain the warm-up of the first step.
+        last_loss: mean of the last `last_steps` finite losses; nan if there is none.
+        warm_up: whether there was only one step, so that the figures include the warm-up of the first step.
         step_s: seconds per step.
-        stall_s: seconds per step that were stalls, by cause (base/timeline.py: Cause), by the host's clock.
-        compute_s: the rest of the step. A GPU computes while the host waits; with a GPU it is the step without
-            `device_idle_s`.
-        device_idle_s: seconds in which the GPU waited for weights or for optimizer.step, by the GPU's clock.
-        fetch_wait_s, gradient_s, update_s: sums of stalls: fetch and room; gradient; step and update.
-        adam_s: the update's arithmetic, whether or not compute ran at the same time.
-        bytes_per_parameter: bytes that the engine moved per step and parameter of the model, trained or not, counted.
-        planned_bytes_per_parameter: the same by the design's formula for this placement.
-        io_bound_s: the I/O alone: seconds in which the engine was busy.
-        compute_bound_s: the processors alone, see processors_alone.
+        stall_s: seconds of stalls per step, by cause (base/timeline.py: Cause), by the host's clock.
+        compute_s: seconds per step without stalls. A GPU computes while the host waits, so with a GPU only
+            `device_idle_s` is subtracted from the step.
+        device_idle_s: seconds per step in which the GPU waited for weights or for optimizer.step, by the GPU's clock.
+        fetch_wait_s: stalls of the causes fetch and room.
+        gradient_s: stalls of the cause gradient.
+        update_s: stalls of the causes step and update.
+        adam_s: seconds per step of the update's arithmetic, whether or not compute ran at the same time.
+        bytes_per_parameter: bytes that the engine moved, per step and parameter, trained or not, counted.
+        planned_bytes_per_parameter: planned bytes_per_parameter for this placement, if no weights are cached between
+            passes and no update is undone.
+        io_bound_s: bound by I/O: seconds per step in which the engine was busy.
+        compute_bound_s: bound by the processors, see processors_alone.
         efficiency: the larger bound / step_s.
-        peak_rss_bytes: of the whole process.
-        state_bytes: weights, master and moments of the model.
-        cached_bytes: the share of these that rests in RAM.
-        parameters, trained_parameters: how many the model has, and trains; of this rank's slices.
-        data, notes: what was trained on; and what was left out of it, and why.
+        peak_rss_bytes: peak resident memory of the process.
+        state_bytes: bytes of the model's weights, master and moments.
+        cached_bytes: part of `state_bytes` that is kept in RAM.
+        parameters, trained_parameters: numbers of all parameters and of trained ones; of this rank's slices.
+        data: summary of the training data.
+        notes: parts of the data that were left out, and why.
         evaluations: losses on held-out data.
-        again: the command that does the run again.
+        again: command that repeats the run.
     """
 
     steps: int
@@ -102,7 +109,8 @@ class Report:
     again: str
 
     def _idle_row(self) -> list[tuple[str, str]]:
-        """With a GPU, the line that adds up with compute to the step; the stalls are those of the host."""
+        """Return the row of the GPU's idle time; without a GPU, no row. Idle time and compute add up to the step; the
+        stalls in the other rows are the host's."""
         if self.device == "cpu":
             return []
         idle = "waiting for weights and for optimizer.step; the lines below are the host's, beside it"
@@ -186,13 +194,11 @@ def make_report(
     evaluations: Sequence[Evaluated] = (),
     again: str = "",
 ) -> Report:
-    """Figures of the steps between two snapshots of the counters.
+    """Make the report of the steps between two snapshots of the counters.
 
-    Args:
-        facts: the steps between `before` and `after`.
-        losses: of all steps of the run.
-        warm_up: whether the first step of the process is among `facts`.
-        data, notes, evaluations, again: as Report has them.
+    `facts` are the steps between the snapshots `before` and `after`. `losses` are the losses of all steps of the run.
+    `warm_up` says whether the first step of the process is one of `facts`. The other arguments are attributes of the
+    report.
     """
     steps = max(len(facts), 1)
     seconds = sum(fact.seconds for fact in facts) / steps
@@ -244,7 +250,8 @@ def make_report(
 
 
 def without(earlier: Statistics, before: Statistics, after: Statistics) -> Statistics:
-    """Counters that, subtracted from later ones, leave out what was counted between `before` and `after`."""
+    """Return `earlier` with the counts between `before` and `after` added. The difference of later counters and the
+    result then excludes these counts."""
     summed = ("read_bytes", "written_bytes", "weight_bytes_read", "io_busy_s", "device_idle_s", "adam_s")
     moved = {name: getattr(earlier, name) + getattr(after, name) - getattr(before, name) for name in summed}
     stalls = {cause: earlier.stall_s[cause] + after.stall_s[cause] - before.stall_s[cause] for cause in earlier.stall_s}
@@ -252,18 +259,34 @@ def without(earlier: Statistics, before: Statistics, after: Statistics) -> Stati
 
 
 def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: str) -> float:
-    """Seconds of a step in which nothing waits for I/O.
+    """Return the seconds that a step would take if nothing waited for I/O.
 
-    Without a GPU compute and Adam share the cores: the result is their sum, but at most the step itself, because they
-    slow each other down when they run at the same time. With a GPU, which computes beside Adam, it is the longer of the
-    two.
+    Without a GPU, compute and Adam use the same cores. The result is their sum, but at most the step itself, because
+    they slow each other down when they run at the same time. With a GPU, compute and Adam run on different processors,
+    and the result is the longer of the two.
+
+    Args:
+        step_s: seconds per step.
+        compute_s: seconds per step without stalls (see Report).
+        adam_s: seconds per step of the update's arithmetic.
+        device: type of the device that computes, such as "cpu".
     """
     return min(compute_s + adam_s, step_s) if device == "cpu" else max(compute_s, adam_s)
 
 
 def write_report(report: Report, facts: Sequence[StepFacts], samples: Sequence[Sample], directory: Path) -> None:
-    """Write report.json, report.txt, loss.csv and loss.png; where there were evaluations, evaluation.csv; and where
-    there were samples, samples.jsonl. JSON has null in place of nan. Raises OSError."""
+    """Write report.json, report.txt, loss.csv and loss.png; evaluation.csv if there were evaluations; and samples.jsonl
+    if there were samples. JSON has null in place of nan.
+
+    Args:
+        report: the report.
+        facts: all steps of the run.
+        samples: all samples of the run.
+        directory: existing directory for the files.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     values = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(report).items()
@@ -311,7 +334,8 @@ def _plot(facts: Sequence[StepFacts], evaluations: Sequence[Evaluated], path: Pa
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """An exponential mean without the bias of its first steps; losses that are not finite are passed over."""
+    """Return the exponential means of losses, corrected for the bias of the first steps. Losses that are not finite are
+    ignored."""
     mean, weight, smoothed = 0.0, 0.0, []
     for loss in losses:
         if math.isfinite(loss):

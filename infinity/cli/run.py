@@ -1,4 +1,4 @@
-"""`infinity run`: an unchanged script of Trainer, TRL, PEFT, Accelerate or Lightning, with its models offloaded."""
+"""`infinity run`: runs an unchanged script of Trainer, TRL, PEFT, Accelerate or Lightning with its models offloaded."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from infinity.runtime.pins import generation_of
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script in this process, as `python SCRIPT ARGS` would; what it raises goes through. The exit code is 2
-    where the swap config, its directories, the script or the checkpoint folder cannot be used, or the script asks for
-    what infinity cannot do; 130 after Ctrl-C, which ends in one line."""
+    """Run the script in this process, as `python SCRIPT ARGS` would. The script's exceptions are passed on.
+
+    Returns:
+        The exit code. 2: the swap config, its directories, the script or the checkpoint folder cannot be used, or the
+            script needs something that infinity cannot do. 130: Ctrl-C, which prints one line. 0: success.
+    """
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
     with _speaking(logging.INFO if options.verbose else logging.WARNING, f"{who}%(message)s"):
@@ -30,7 +33,14 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _speaking(level: int, line: str) -> Iterator[None]:
-    """What infinity says goes to stderr, by a handler of its own logger: the root logger is the script's."""
+    """Print infinity's log records to stderr in the block.
+
+    The handler belongs to infinity's own logger, because the root logger belongs to the script.
+
+    Args:
+        level: lowest level of the records that are printed.
+        line: format of a line.
+    """
     ours, handler = logging.getLogger("infinity"), logging.StreamHandler()
     handler.setFormatter(logging.Formatter(line))
     before = ours.level, ours.propagate
@@ -50,7 +60,7 @@ def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
         if options.config.suffix == ".py":
             raise ConfigError(f"{options.config} is a script: the swap config comes first, infinity run CONFIG SCRIPT")
         config = load_config(options.config)
-        if options.resume is not None and not several:  # the ranks have not met
+        if options.resume is not None and not several:  # several ranks are not connected yet
             generation_of(options.resume, config)
         if not options.script.is_file():
             raise ConfigError(f"there is no script {options.script}: infinity run CONFIG SCRIPT [ARGS...]")
@@ -62,13 +72,13 @@ def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
 
     try:
         launch(config, options.script, options.arguments, options.resume)
-    except KeyboardInterrupt:  # a line said what is durable
+    except KeyboardInterrupt:  # a line that names the durable generation was already printed
         if os.environ.get("INFINITY_DEBUG"):
             raise
         return INTERRUPTED
     except Exception as error:
         if isinstance(error, ConfigError) and not os.environ.get("INFINITY_DEBUG"):
-            return _refuse(error, who)  # it says what to change, and where
+            return _refuse(error, who)  # the message says what to change, so no traceback is needed
         _say_it_last(error, who)
         raise
     return 0
@@ -80,7 +90,8 @@ def _refuse(error: InfinityError, who: str) -> int:
 
 
 def _say_it_last(error: BaseException, who: str) -> None:
-    """Let the line after the traceback be the message of infinity that is at its bottom, which names the fix."""
+    """Install a hook that prints the message of infinity's error after the traceback of the exception that it caused.
+    The message names the fix."""
     cause = cause_of(error)
     if cause is None:
         return

@@ -1,5 +1,5 @@
-"""OUTPUT-steps, the directory beside an output: the models of --save-every and --save-best, as TRL's trainer saves
-them, and the files of trackers. A run goes on from its store and not from these."""
+"""OUTPUT-steps, the directory beside an output with the models of --save-every and --save-best, in the form of TRL's
+trainer, and with the files of trackers. A run is resumed from its store, not from these models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ def directory_of(output: Path) -> Path:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for options that do nothing without another one, or need a library that is not there."""
+    """Check the options about saving and trackers.
+
+    Raises:
+        ConfigError: an option does nothing without another option, or needs a library that is not installed.
+    """
     held_out = options.eval_data or options.eval_split
     require_alone("--save-limit", options.save_limit, "--save-every", options.save_every)
     require_alone("--save-best", options.save_best or None, "--eval-data or --eval-split", held_out)
@@ -47,7 +51,11 @@ def _is_needed(options: argparse.Namespace) -> bool:
 
 
 def prepare(options: argparse.Namespace, owner: Owner) -> None:
-    """Raises ConfigError where the directory cannot be made, or is another run's."""
+    """Check that the directory can be made, or is this run's.
+
+    Raises:
+        ConfigError: the directory cannot be made, or is not this run's.
+    """
     if not _is_needed(options):
         return
     directory = directory_of(options.output)
@@ -67,7 +75,7 @@ def folder_of(directory: Path, step: int) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder holds a complete model: a trainer writes the file of its state last."""
+    """Return whether a folder has a complete model. A trainer writes the file of its state last."""
     return Path(folder, TRAINER_STATE_NAME).is_file()
 
 
@@ -87,8 +95,15 @@ def models_in(directory: Path) -> dict[int, Path]:
 
 
 def tidy(options: argparse.Namespace, done: int) -> None:
-    """Remove incomplete models, which an interruption left, and models of steps after `done`, which the run does again.
-    Raises OSError."""
+    """Remove incomplete models, which an interruption left, and models of steps that the run repeats.
+
+    Args:
+        options: options of the run.
+        done: number of steps that the run has done.
+
+    Raises:
+        OSError: a model cannot be removed.
+    """
     if not _is_needed(options):
         return
     directory = directory_of(options.output)
@@ -100,8 +115,12 @@ def tidy(options: argparse.Namespace, done: int) -> None:
 
 
 def rotate(options: argparse.Namespace, evaluations: Sequence[Evaluated]) -> None:
-    """Remove the models of --save-every but the newest --save-limit, models that are no longer the best, and incomplete
-    models. The best model in the directory stays. Raises OSError."""
+    """Remove the models of --save-every except the newest --save-limit, models that are no longer the best, and
+    incomplete models. With --save-best, the best model in the directory stays.
+
+    Raises:
+        OSError: a model cannot be removed.
+    """
     directory = directory_of(options.output)
     there = models_in(directory)
     of_every = [step for step, folder in there.items() if _is_of_every(step, folder, options)]
@@ -121,7 +140,7 @@ def _is_of_every(step: int, folder: Path, options: argparse.Namespace) -> bool:
         return True
     try:
         every: int = json.loads((folder / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["save_steps"]
-        return step % every == 0  # before a resume the interval may have been another one
+        return step % every == 0  # the interval may have changed at a resume
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
         return True
 
@@ -132,10 +151,16 @@ def _remove(folder: Path) -> None:
 
 
 def require_room(options: argparse.Namespace, last: int, done: int, model_bytes: int) -> None:
-    """Raises ConfigError if the disk has no room for the models that will be saved, and for the output beside them.
+    """Check that the disk has room for the models that will be saved, and for the output beside them.
 
     Args:
-        last, done: steps of the run, and those that it has done.
+        options: options of the run.
+        last: number of steps of the run.
+        done: number of steps that the run has done.
+        model_bytes: bytes of a saved model.
+
+    Raises:
+        ConfigError: the disk has too little room.
     """
     most = 2 * bool(options.save_best)  # a better model is complete before the older one is removed
     if options.save_every is not None:
@@ -156,8 +181,16 @@ def require_room(options: argparse.Namespace, last: int, done: int, model_bytes:
 
 
 def made(options: argparse.Namespace, owner: Owner | None, held: ExitStack) -> Path:
-    """The directory; one that `held` removes where nothing is kept in it. Args: owner: None on other ranks than the
-    first. Raises OSError, InfinityError."""
+    """Return the directory, made if necessary.
+
+    Args:
+        options: options of the run.
+        owner: owner of the directory, who makes it; None on ranks other than the first.
+        held: removes the directory at its end if the options need none; then it is a temporary directory.
+
+    Raises:
+        OSError, InfinityError: the directory cannot be made.
+    """
     if not _is_needed(options):
         return Path(held.enter_context(tempfile.TemporaryDirectory()))
     directory = directory_of(options.output)
@@ -167,7 +200,13 @@ def made(options: argparse.Namespace, owner: Owner | None, held: ExitStack) -> P
 
 
 def said(options: argparse.Namespace, evaluations: Sequence[Evaluated], failed: Sequence[str]) -> list[str]:
-    """Lines that say where models of steps are, once the output is there. Args: failed: why some are not."""
+    """Return lines that name the saved models of steps. The output is complete when this is called.
+
+    Args:
+        options: options of the run.
+        evaluations: all evaluations of the run.
+        failed: lines about models that could not be saved, which come first.
+    """
     directory, lines = directory_of(options.output), list(failed)
     there = models_in(directory)
     if there:

@@ -1,4 +1,4 @@
-"""The evaluations of a run as they are said, and what the model writes after each of them."""
+"""The callback that prints the evaluations of a run, and samples of the model's text after each evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,17 @@ _TOKENS = 64
 
 
 def prompts_of(options: argparse.Namespace, model: Any, tokenizer: Any, *, chat: bool) -> dict[str, torch.Tensor]:
-    """The tokens of the prompts of --sample. Raises ConfigError for one that the model cannot take."""
+    """Return the tokens of the prompts of --sample, by prompt.
+
+    Args:
+        options: options of the run.
+        model: the model.
+        tokenizer: tokenizer of the model.
+        chat: whether prompts are messages of a user, in the tokenizer's chat template.
+
+    Raises:
+        ConfigError: a prompt and its answer have too many tokens for the model.
+    """
     most, positions = options.sample_tokens or _TOKENS, positions_of(model.config)
     prompts = {prompt: prompt_ids(tokenizer, prompt, chat=chat) for prompt in options.sample or ()}
     for ids in prompts.values():
@@ -35,13 +45,15 @@ def prompts_of(options: argparse.Namespace, model: Any, tokenizer: Any, *, chat:
 
 
 class Samples(TrainerCallback):  # type: ignore[misc]
-    """After each evaluation.
+    """The callback for each evaluation.
 
     Args:
-        prompts: as prompts_of.
-        most: tokens to write; None: the default.
-        log: tells trackers; None: they take no texts.
-        speaks: whether this process warns.
+        prompts: result of prompts_of.
+        most: maximum number of tokens of a sample; None: the default.
+        history: history that evaluations and samples are added to.
+        progress: progress that shows them.
+        log: function that gives texts to trackers; None: no tracker takes texts.
+        speaks: whether this process prints warnings.
     """
 
     def __init__(
@@ -62,7 +74,7 @@ class Samples(TrainerCallback):  # type: ignore[misc]
         self._speaks = speaks
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **named: Any) -> None:
-        step, loss = state.global_step, float(np.float32(metrics["eval_loss"]))  # the same with any number of ranks
+        step, loss = state.global_step, float(np.float32(metrics["eval_loss"]))  # fp32: equal for any number of ranks
         found = Evaluated(step, loss if math.isfinite(loss) else math.nan)
         self._history.evaluations.append(found)
         self._progress.say(f"step {step}: held-out loss {found.loss:.4f}")
@@ -76,7 +88,8 @@ class Samples(TrainerCallback):  # type: ignore[misc]
             self._log(written)
 
     def _written(self, model: Any, ids: torch.Tensor, tokenizer: Any) -> str:
-        """The likeliest tokens, so that all ranks have the same, and no random number is drawn."""
+        """Return the model's text for a prompt. It consists of the likeliest tokens, so that all ranks write the same
+        text, and no random number is drawn."""
         training = model.training
         model.eval()
         try:

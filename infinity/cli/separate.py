@@ -1,4 +1,4 @@
-"""Whether a model keeps the examples of one sequence apart."""
+"""A check that a model keeps the examples of one sequence separate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ _SHARE_MAX = 0.1
 
 
 def require_separates(model: Any) -> None:
-    """Compare the logits of two examples in one sequence with those of the same two apart; what they differ by without
-    any separation is the measure. All ranks call.
+    """Check that the second of two examples in one sequence does not depend on the first. All ranks call this.
+
+    The logits of the two examples in one sequence are compared with their logits in separate sequences. The tolerance
+    is a share of the difference that appears if the examples are joined without any separation.
 
     Raises:
-        ModelError: an example sees those before it.
+        ModelError: the model does not separate the examples.
     """
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = (torch.arange(sum(_LENGTHS)) * 7919 + 11) % vocabulary

@@ -1,4 +1,4 @@
-"""Each step of a run: measured, shown, made durable, and the last one where a signal came."""
+"""The callback that measures, shows and commits each step of a run, and ends the run after a signal."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ _STAY = "the step is skipped and the weights stay as they are"
 
 
 class StepWatch(TrainerCallback):  # type: ignore[misc]
-    """The last of a Trainer's callbacks.
+    """The callback for each step. It is the last of a Trainer's callbacks.
 
     Args:
-        scaler: of the loss, enabled or not.
-        step_tokens: tokens of a step, of all ranks.
-        options: of the run.
+        scaler: scaler of the loss, enabled or not.
+        step_tokens: tokens of a step on all ranks.
+        options: options of the run.
 
     Attributes:
-        began, first, now: counters before the first step of this process, after it, and after the last one; without
-            what evaluating and saving moved.
-        stopped: the exit code, where a signal ended the run early.
+        began: counters before the first step of this process. Counts of evaluations and of saving are excluded, as in
+            `first` and `now`.
+        first: counters after the first step of this process.
+        now: counters after the last step.
+        stopped: exit code if a signal ended the run early, else 0.
     """
 
     def __init__(
@@ -71,7 +73,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._loss, self._rate, self._skipped, self._scale = 0.0, 0.0, 0, 1.0
         self.began = self.first = self.now = statistics(self._model)
         self._measured = time.perf_counter()  # the time of `now`
-        self._paused: tuple[Statistics, float] | None = (self.now, self._measured)  # a run that goes on may evaluate
+        self._paused: tuple[Statistics, float] | None = (self.now, self._measured)  # a resumed run may evaluate first
         self.stopped = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -79,7 +81,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._traced.before(state.global_step + 1)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        parts = torch.stack(self._trainer.take_losses()).tolist()  # a device's host waits here for all that was queued
+        parts = torch.stack(self._trainer.take_losses()).tolist()  # the host waits here for the device's queued work
         self._loss = _mean(told(self._model, "the loss", parts))
         self._rate = float(self._optimizer.param_groups[0]["lr"])
         self._skipped, self._scale = self._optimizer.skipped_steps, self._scaler.get_scale()
@@ -94,16 +96,16 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._end_trace(step)
         if self.stopped:
             control.should_training_stop = True
-            control.should_evaluate = control.should_save = False  # what is due comes when the run goes on
+            control.should_evaluate = control.should_save = False  # both are done when the run is resumed
         if step == state.max_steps:
             control.should_log = True
-            control.should_save = False  # the output is its model
+            control.should_save = False  # the model of the last step is the output
         if control.should_evaluate or control.should_save:
             synchronize(self._model)
             self._pause()
 
     def _finish(self, step: int) -> None:
-        """Note what the step did, make it durable, and show it."""
+        """Record the figures of the step, finish its commit, and show it."""
         self._say_if_skipped(step)
         now, then = statistics(self._model), self._measured
         self._measured = time.perf_counter()
@@ -112,7 +114,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             loss=self._loss,
             learning_rate=self._rate,
             grad_norm=self._optimizer.last_grad_norm,
-            seconds=self._measured - then,  # with the end of the earlier step's commit, as in the statistics
+            seconds=self._measured - then,  # includes the end of the earlier step's commit, like the statistics
             tokens=self._tokens,
             read_bytes=now.read_bytes - self.now.read_bytes,
             written_bytes=now.written_bytes - self.now.written_bytes,
@@ -122,7 +124,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             self.first = now  # the first step learns the order of units
         self._history.facts.append(facts)
         self._unlogged.append(facts)
-        finish_commit(self._model)  # a step that is shown is durable
+        finish_commit(self._model)  # the step is durable before it is shown
         self._progress.update(facts)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -150,7 +152,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             print(f"warning: a model cannot be removed: {raised(error)}; the run goes on", file=sys.stderr, flush=True)
 
     def figures(self) -> dict[str, float]:
-        """Return figures of the steps since the last entry in a tracker, beside those that a Trainer has."""
+        """Return figures of the steps since the last entry in a tracker, in addition to a Trainer's own figures."""
         since, self._unlogged = self._unlogged, []
         if not since:
             return {}
@@ -165,7 +167,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
     def _end_trace(self, step: int) -> None:
         if self._traced.after(step, stopping=bool(self.stopped)):
             self._progress.say(f"trace of the steps until {step}: {self._traced.path} (open it in ui.perfetto.dev)")
-            self._measured = time.perf_counter()  # writing the trace is no part of a step
+            self._measured = time.perf_counter()  # the time of writing the trace is not counted as a step's
 
     def _say_if_skipped(self, step: int) -> None:
         lower = self._scaler.get_scale()
@@ -175,7 +177,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             self._progress.say(f"step {step}: a gradient is not finite; {_STAY}")
 
     def _pause(self) -> None:
-        """What comes until the next step begins is no part of a step."""
+        """Exclude the time and the counts from now to the next step from the measurements."""
         self._paused = statistics(self._model), time.perf_counter()
 
     def _go_on(self) -> None:
@@ -188,5 +190,10 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
 
 
 def _mean(parts: Sequence[Sequence[float]]) -> float:
-    """The loss of a step, from the parts of all ranks: as one process with all their batches adds it up."""
+    """Return the loss of a step from the losses of all ranks. The sum is formed in the order of a single process that
+    has the batches of all ranks.
+
+    Args:
+        parts: losses of the micro-batches, by rank.
+    """
     return sum((sum(of_ranks) / len(parts) for of_ranks in zip(*parts, strict=True)), 0.0)

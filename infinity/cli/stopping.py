@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run of `infinity finetune` where it can go on from later."""
+"""Handling of Ctrl-C and SIGTERM: a run of `infinity finetune` ends after its step, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from types import FrameType
 from infinity.ranks.ranks import rank_and_world
 
 _REPEATED_S = 2.0
-"""torchrun sends its ranks one signal several times at once."""
+"""Seconds in which a second signal counts as a repetition. torchrun sends a signal to its ranks several times at
+once."""
 
 
 @dataclass
 class Stop:
-    """Whether the run was asked to stop.
+    """A request to stop the run.
 
     Attributes:
-        asked: the exit code, once a Ctrl-C or SIGTERM came; a second one interrupts at once.
-        at: when it came, by time.monotonic().
+        asked: 0, or the exit code once Ctrl-C or SIGTERM came. A second signal interrupts at once.
+        at: time of the signal, by time.monotonic().
     """
 
     asked: int = 0
@@ -30,7 +31,14 @@ class Stop:
 
 @contextmanager
 def stop_when_asked(say: Callable[[str], None], promise: str) -> Iterator[Stop]:
-    """In the block, the first Ctrl-C or SIGTERM only says `promise` and is noted."""
+    """Record the first Ctrl-C or SIGTERM in the block, and print `promise`.
+
+    A second signal raises KeyboardInterrupt. With several ranks, a second signal within _REPEATED_S is ignored.
+
+    Args:
+        say: function that prints a line.
+        promise: line that tells the user what happens next.
+    """
     stop = Stop()
     _, ranks = rank_and_world()
 

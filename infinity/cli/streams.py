@@ -1,11 +1,12 @@
-"""What both programs do with their terminal: lines that go on when nobody reads them, and Ctrl-C in one line.
+"""The standard streams of both programs: failing writes do not end the work, and Ctrl-C ends it with one line.
 
 [Note: when the reader of the output is gone]
-`infinity finetune … | head` closes the pipe while the run goes on for days: the run must not end with it. So a write
-that fails is said once on stderr, and from there on that stream goes nowhere. The exit code stays that of the work.
-`infinity checkpoint … | head` does the same without a word, for `remove` must not end half-way; where its output was
-lost for another reason than a closed pipe (a full disk), it ends with 1. `infinity doctor` does as `checkpoint` does.
-infinity-bench writes to disks for nothing but its output: it ends, silently, with 141, as a program that SIGPIPE ends.
+`infinity finetune … | head` closes the pipe while the run has days to go, and the run must not end. So the first write
+that fails is reported on stderr, and further output of that stream is discarded. The exit code is that of the run.
+`infinity checkpoint … | head` does the same without a report, because `remove` must not end half-way. If its output was
+lost for another reason than a closed pipe, such as a full disk, its exit code is 1. `infinity doctor` behaves like
+`checkpoint`. The only purpose of infinity-bench is its output, so it ends silently with exit code 141, like a program
+that SIGPIPE ends.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class ReaderGoneError(Exception):
 
 
 class Outlet:
-    """A stream whose failures are kept and not raised.
+    """A stream that records failures instead of raising them.
 
     Args:
-        go_on: False: a closed pipe raises ReaderGoneError, once.
+        stream: stream that is written to.
+        go_on: whether a closed pipe is only recorded. If not, it raises ReaderGoneError once.
 
     Attributes:
-        failure: the first failure.
+        failure: the first failure; None if there was none.
     """
 
     def __init__(self, stream: Any, *, go_on: bool) -> None:
@@ -67,7 +69,7 @@ class Outlet:
     def _lose(self, error: OSError) -> None:
         first, self.failure = self.failure is None, self.failure or error
         nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(nowhere, self._stream.fileno())  # also what the stream holds back goes there
+        os.dup2(nowhere, self._stream.fileno())  # the stream's buffered text is discarded, too
         os.close(nowhere)
         if not first:
             return
@@ -83,7 +85,12 @@ class Outlet:
 
 @contextmanager
 def outlets(*, go_on: bool) -> Iterator[Outlet]:
-    """Make outlets of sys.stdout and sys.stderr; gives the first. Characters that the encoding lacks are escaped."""
+    """Replace sys.stdout and sys.stderr by outlets in the block, and yield the outlet of stdout. Characters that the
+    encoding lacks are escaped.
+
+    Args:
+        go_on: whether a closed pipe of stdout is only recorded (see Outlet).
+    """
     _open_what_is_closed()
     streams = sys.stdout, sys.stderr
     for stream in streams:
@@ -99,8 +106,8 @@ def outlets(*, go_on: bool) -> Iterator[Outlet]:
 
 
 def _open_what_is_closed() -> None:
-    """Open /dev/null for each standard stream that is closed (`>&-`). Otherwise the next file, perhaps a swap file,
-    would get the stream's number, and be printed to."""
+    """Open /dev/null for each standard stream that is closed (`>&-`). Otherwise the next file that is opened, perhaps a
+    swap file, would get the stream's descriptor, and text would be printed into it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is not None:
             continue
@@ -114,8 +121,11 @@ def _open_what_is_closed() -> None:
 
 @contextmanager
 def interruptible_imports() -> Iterator[None]:
-    """In the block Ctrl-C ends the process at once, with one line. Raised inside an import, KeyboardInterrupt might be
-    swallowed or reported as another error. Nothing is lost, because no work has begun."""
+    """Let Ctrl-C end the process in the block at once, with one line.
+
+    A KeyboardInterrupt that is raised inside an import might be swallowed or reported as another error. Nothing is
+    lost, because no work has begun.
+    """
     mine = threading.current_thread() is threading.main_thread()
     previous = signal.getsignal(signal.SIGINT)
     if not mine or previous is not signal.default_int_handler:

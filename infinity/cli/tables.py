@@ -1,4 +1,4 @@
-"""Rows of tables: parquet, CSV and arrow files, and directories that `datasets` has saved."""
+"""Reading of tables: parquet, CSV and arrow files, and directories that `datasets` has saved."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from infinity.echo import raised
 from infinity.errors import ConfigError, printable
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
-"""Endings of files whose rows are read, and what `datasets` calls their format."""
+"""Names that `datasets` has for the formats of tables, by the file names' endings."""
 _SAVED = ("state.json", "dataset_dict.json")
 
 
 def is_saved_dataset(directory: Path) -> bool:
-    """Whether the directory was written by `Dataset.save_to_disk`."""
+    """Return whether the directory was written by `save_to_disk` of `datasets`."""
     return any((directory / name).is_file() for name in _SAVED)
 
 
 def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a table, or of a directory that `save_to_disk` wrote; cells without a value are left out.
+    """Yield the rows of a table, or of a directory that `save_to_disk` wrote. Cells without a value are left out.
 
     Raises:
-        ConfigError: `datasets` is not installed; the file cannot be read, or the directory has no split 'train'.
+        ConfigError: `datasets` is not installed, the file cannot be read, or the directory has no split 'train'.
     """
     datasets = _library(path)
     try:

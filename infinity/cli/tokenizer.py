@@ -15,10 +15,11 @@ TOKENIZER_FILE = re.compile(r"tokenizer|vocab|merges|spiece|sentencepiece|\.mode
 
 
 def load_tokenizer(name: str, **options: Any) -> Any:
-    """The tokenizer in a directory, or of a hub id.
+    """Load a tokenizer.
 
     Args:
-        options: of transformers' from_pretrained.
+        name: directory or hub id.
+        options: options for transformers' from_pretrained.
 
     Raises:
         ModelError: there is no tokenizer, or it cannot be loaded.
@@ -36,7 +37,7 @@ def load_tokenizer(name: str, **options: Any) -> Any:
     except Exception as error:  # each kind of tokenizer raises errors of its own
         where = "" if Path(name).is_dir() else "there is no such directory, and from the Hugging Face hub: "
         raise ModelError(f"cannot load the tokenizer of '{name}': {where}{raised(error)}") from error
-    # Without files transformers makes an empty tokenizer, which gives no tokens for any text.
+    # If the files are missing, transformers makes an empty tokenizer, which gives no tokens for any text.
     added = tokenizer.get_added_vocab()
     if sum(token not in added for token in tokenizer.get_vocab()) < 2:
         raise ModelError(absent)
@@ -44,5 +45,5 @@ def load_tokenizer(name: str, **options: Any) -> Any:
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether the directory has files of a tokenizer, as save_pretrained writes them."""
+    """Return whether the directory has files of a tokenizer that save_pretrained wrote."""
     return any((directory / name).is_file() for name in _FILES)

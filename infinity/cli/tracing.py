@@ -12,17 +12,22 @@ from infinity.errors import ConfigError, printable
 from infinity.runtime.trace import require_writable, trace
 
 _STEPS = 5
-"""Steps that are traced by default: enough to see one step go over into the next, few enough for a browser."""
+"""Number of steps that are traced by default: enough to see how a step overlaps with the next, and few enough for a
+viewer in a browser."""
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ConfigError if --trace cannot be written."""
+    """Check that the file of --trace can be written.
+
+    Raises:
+        ConfigError: it cannot, or --trace-steps was given without --trace.
+    """
     if options.trace is None:
         if options.trace_steps is not None:
             raise ConfigError("--trace-steps needs --trace FILE")
         return
     there = options.trace.expanduser()
-    if there.exists() and not there.is_file():  # the file is replaced, and a device must not be
+    if there.exists() and not there.is_file():  # the file is replaced, and a device file must not be
         raise ConfigError(f"--trace {printable(there)}: it is not a regular file")
     options.trace = require_writable(there)
     if options.output in options.trace.parents:
@@ -30,19 +35,21 @@ def check(options: argparse.Namespace) -> None:
 
 
 class TracedSteps(ExitStack):
-    """Traces some steps of a run. A run that ends early leaves a trace of the steps that it did.
+    """A trace of some steps of a run. A run that ends early leaves a trace of the steps that it did.
 
     Args:
-        path: of the trace; None: nothing is traced.
-        steps: the first and the last step; None: the second to the sixth step of this process, because the first one
-            learns the order of the units.
-        done, total: number of steps that the run has done, and of all its steps.
+        model: the offloaded model.
+        path: file for the trace; None: nothing is traced.
+        steps: the first and the last step of the trace; None: the second to the sixth step of this process, because the
+            first step learns the order of the units.
+        done: number of steps that the run has done.
+        total: number of all steps of the run.
 
     Attributes:
-        path: of the trace.
+        path: file for the trace; None if nothing is traced.
 
     Raises:
-        ConfigError: none of the steps will be done.
+        ConfigError: this process will do none of the steps.
     """
 
     def __init__(
@@ -62,7 +69,11 @@ class TracedSteps(ExitStack):
             self.enter_context(trace(self._model, self.path))
 
     def after(self, step: int, *, stopping: bool = False) -> bool:
-        """Whether the trace was written now: after its last step, or after the run's last step if that comes first."""
+        """Write the trace after its last step, or when the run stops in a step of the trace.
+
+        Returns:
+            Whether the trace was written now.
+        """
         if self.path is None or not self._first <= step <= self._last or (step != self._last and not stopping):
             return False
         self.close()

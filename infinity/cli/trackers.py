@@ -1,5 +1,5 @@
-"""The trackers of --logger in a run that may go on: TensorBoard and wandb go on where the run does. A Trainer gives
-all of them the figures."""
+"""The trackers of --logger. A Trainer gives them the figures of a run. If the run is resumed, TensorBoard and wandb
+continue its records."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _TAKE_TEXTS = {"tensorboard", "trackio", "wandb"}
 
 
 def take_texts(options: argparse.Namespace) -> bool:
-    """Return whether a tracker shows texts."""
+    """Return whether one of the trackers shows texts."""
     return bool(_TAKE_TEXTS.intersection(options.logger or ()))
 
 
 @contextmanager
 def opened(options: argparse.Namespace, run: str, directory: Path, done: int) -> Iterator[list[TrainerCallback]]:
-    """Open trackers, and yield callbacks that a Trainer needs beside those of its report_to.
+    """Open trackers, and yield the callbacks that a Trainer needs in addition to those of its report_to.
 
     Args:
-        run: tells it from other runs.
-        directory: for their files.
-        done: steps that the run has done.
+        options: options of the run.
+        run: run id.
+        directory: directory for the trackers' files.
+        done: number of steps that the run has done.
     """
     callbacks: list[TrainerCallback] = []
     with ExitStack() as held:
@@ -41,7 +42,7 @@ def opened(options: argparse.Namespace, run: str, directory: Path, done: int) ->
             callbacks.append(TensorBoardCallback(writer))
         if "wandb" in (options.logger or ()):
             wandb: Any = importlib.import_module("wandb")
-            # The Trainer's callback goes on with a run that is there.
+            # The Trainer's callback uses a run that is already open.
             wandb_run = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", _PROJECT),
                 name=(options.trainer or {}).get("run_name", [options.output.name])[0],

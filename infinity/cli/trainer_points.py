@@ -1,5 +1,5 @@
-"""The table of a Trainer's private names that `infinity finetune` uses. infinity/integrations/points.py has the
-functions that `infinity run` replaces."""
+"""A table of a Trainer's private names that `infinity finetune` uses. The functions that `infinity run` replaces are in
+infinity/integrations/points.py."""
 
 from __future__ import annotations
 
@@ -52,17 +52,21 @@ POINTS = (
         ("inputs",),
     ),
 )
-"""Methods that are called, or replaced in a subclass."""
+"""Private methods that are called, or replaced in a subclass."""
 
 ATTRIBUTES = {
     (_TRAINER, "_train_batch_size"): "a run's batches have another size than its options say",
     ("transformers.training_args.TrainingArguments", "_n_gpu"): "TRL refuses a machine with several GPUs",
 }
-"""What objects have, and what breaks first when it is gone."""
+"""Private attributes that are used, with the first thing that breaks if the attribute is gone."""
 
 
 def require_points() -> None:
-    """Raises NotAvailableError where the library lacks one; names it."""
+    """Check that the library has all methods of the table.
+
+    Raises:
+        NotAvailableError: a method is missing; names it.
+    """
     import transformers
 
     for point in POINTS:

@@ -1,4 +1,4 @@
-"""`--verify-output`: what was written computes, without infinity, what was trained."""
+"""`--verify-output`: a check that the saved model, loaded without infinity, gives the logits of the trained model."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ from infinity.state.codec import Codec, decode, encode, encoded_bytes
 
 @dataclass(frozen=True)
 class Expected:
-    """What the trained model computes.
+    """Results of the trained model that the saved model must give.
 
     Attributes:
-        encoded: the codecs of the weights that rest encoded, by name.
+        logits: logits of a batch.
+        encoded: codecs of the weights that are kept encoded, by name.
     """
 
     logits: torch.Tensor
@@ -34,7 +35,11 @@ class Expected:
 
 
 def require_possible(options: argparse.Namespace) -> None:
-    """Raises NotAvailableError where what is written could not be loaded without infinity."""
+    """Check that the output will be loadable without infinity, if --verify-output is given.
+
+    Raises:
+        NotAvailableError: it will not.
+    """
     if not (options.verify_output and _has_adapters(options)):
         return
     config = load_config_of(options.model, **named(options))
@@ -46,7 +51,13 @@ def require_possible(options: argparse.Namespace) -> None:
 
 
 def expected_of(model: Any, options: argparse.Namespace, batch: Any) -> Expected:
-    """Of an offloaded model, with its adapters merged where they are in the output. All ranks call."""
+    """Compute the results of an offloaded model. All ranks call this.
+
+    Args:
+        model: the offloaded model.
+        options: options of the run; with --merge, the model computes with merged adapters, like the output.
+        batch: sequences that the logits are computed for.
+    """
     with computing_merged(model) if options.merge else nullcontext():
         return Expected(logits_of(model, batch), _encoded(model))
 
@@ -59,7 +70,18 @@ def logits_of(model: Any, batch: Any) -> torch.Tensor:
 
 
 def verify(directory: Path, options: argparse.Namespace, batch: Any, expected: Expected) -> None:
-    """Raises InfinityError where what was written does not compute what was trained."""
+    """Check that the saved model gives the expected logits.
+
+    Args:
+        directory: the output.
+        options: options of the run.
+        batch: sequences that the logits are computed for.
+        expected: results of the trained model.
+
+    Raises:
+        InfinityError: a logit differs.
+        NotAvailableError: the device has no room for the model without infinity.
+    """
     plain = _moved(_load_plainly(directory, options, expected.encoded), expected.logits.device)
     plain.config.use_cache = False
     again = logits_of(plain, batch)
@@ -73,7 +95,7 @@ def verify(directory: Path, options: argparse.Namespace, batch: Any, expected: E
 
 
 def _moved(model: Any, device: torch.device) -> Any:
-    """A plain model where the other one has computed: elsewhere it computes other bits."""
+    """Move a plain model to the device of the trained model. On another device the bits of its results may differ."""
     try:
         return model.to(device)
     except torch.OutOfMemoryError as error:
@@ -84,7 +106,7 @@ def _moved(model: Any, device: torch.device) -> Any:
 
 
 def _has_adapters(options: argparse.Namespace) -> bool:
-    """Whether the output is adapters."""
+    """Return whether the output consists of adapters."""
     return options.lora is not None and not options.merge
 
 
@@ -95,7 +117,13 @@ def _encoded(model: nn.Module) -> dict[str, Codec]:
 
 
 def _load_plainly(directory: Path, options: argparse.Namespace, encoded: dict[str, Codec]) -> Any:
-    """A model that `infinity finetune` has written, without infinity."""
+    """Load the output without infinity.
+
+    Args:
+        directory: the output, a model or adapters.
+        options: options of the run.
+        encoded: codecs of the weights that were kept encoded, by name; used if the output consists of adapters.
+    """
     from transformers import AutoModelForCausalLM
 
     if not _has_adapters(options):
@@ -108,7 +136,7 @@ def _load_plainly(directory: Path, options: argparse.Namespace, encoded: dict[st
 
 
 def _round(parameter: nn.Parameter, name: str, codec: Codec) -> None:
-    """Give a weight the value that it has where it rests encoded: the adapters were trained beside that."""
+    """Round a weight by encoding and decoding it, because the adapters were trained with the rounded weight."""
     data = torch.empty(encoded_bytes(codec, parameter.shape), dtype=torch.uint8)
     encode(name, parameter.detach().reshape(-1), codec, data.numpy().data, _native.ThreadPool(1))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`infinity finetune` under torchrun: this process is one of several ranks, of which rank 0 speaks for all."""
+"""`infinity finetune` under torchrun: this process is one of several ranks. Rank 0 prints and writes for all ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from infinity.sharded.stores import ranks_said
 from infinity.sharded.together import Tell
 
 _WAIT_S = 24 * 3600.0
-"""Seconds that ranks wait for one that is alive, and reads the text or writes the result. One that died is noticed."""
+"""Seconds that ranks wait for a rank that is alive and reads the text or writes the result. A rank that died is noticed
+earlier."""
 
 _LEADING = "what rank 0 is about to do"
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks of a run; by itself where there is no other.
+    """The position of this process among the ranks of a run. The default is a run with one process.
 
     Attributes:
-        rank: of this process.
-        count: of all.
+        rank: rank of this process.
+        count: number of ranks.
     """
 
     rank: int = 0
@@ -39,7 +40,7 @@ class World:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process reads and writes what there is one of: the output, the report, the terminal."""
+        """Whether this process writes for all ranks: the output, the report and the terminal."""
         return self.rank == 0
 
     def __str__(self) -> str:
@@ -50,18 +51,45 @@ ALONE = World()
 
 
 def told(model: nn.Module, what: str, value: Any) -> list[Any]:
-    """What each rank tells, in the order of the ranks; JSON. All ranks call, outside of forward and backward. Raises
-    PeerError."""
+    """Send a value to all ranks, and return the values of all ranks in their order.
+
+    All ranks call this, outside of forward and backward.
+
+    Args:
+        model: the offloaded model.
+        what: name of the value, the same on all ranks.
+        value: value that JSON can represent.
+
+    Raises:
+        PeerError: another rank failed.
+    """
     return registry.coordinator_of(model).world.tell(what, value)
 
 
 def lead(model: nn.Module, act: str, *arguments: str) -> None:
-    """On rank 0: it is about to do something that takes all ranks, who `follow`. Raises PeerError."""
+    """Tell the other ranks, which run `follow`, which collective act comes next. Rank 0 calls this before the act.
+
+    Args:
+        model: the offloaded model.
+        act: key of the act in `follow`, or "end".
+        arguments: arguments of the act.
+
+    Raises:
+        PeerError: another rank failed.
+    """
     told(model, _LEADING, [act, *arguments])
 
 
 def follow(model: nn.Module, acts: dict[str, Callable[..., object]]) -> None:
-    """On the other ranks: do what rank 0 says, until it says "end". Raises PeerError."""
+    """Do the acts that rank 0 names by `lead`, until it names "end". All ranks but rank 0 call this.
+
+    Args:
+        model: the offloaded model.
+        acts: functions by the names of the acts.
+
+    Raises:
+        PeerError: another rank failed.
+    """
     while True:
         act, *arguments = told(model, _LEADING, None)[0]
         if act == "end":
@@ -70,21 +98,29 @@ def follow(model: nn.Module, acts: dict[str, Callable[..., object]]) -> None:
 
 
 def meeting() -> AbstractContextManager[Tell]:
-    """What each rank tells all hear, and an error of one ends all. All ranks call. Raises PeerError."""
+    """Return a context in which all ranks can exchange values, before a model is offloaded. All ranks call this.
+
+    An error of one rank ends the context on all ranks.
+
+    Raises:
+        PeerError: another rank failed.
+    """
     return together.meeting(_WAIT_S)
 
 
 @contextmanager
 def joined() -> Iterator[World]:
-    """The ranks that torchrun started meet, where it did; only the first of them prints to stdout.
+    """Connect the ranks if torchrun started this process, and yield the position of this process among them.
+
+    If this call connects the ranks, only rank 0 prints to stdout in the block.
 
     Raises:
-        ConfigError: the environment is not that of a rank.
+        ConfigError: the environment does not name the rank of this process.
         InfinityError: the ranks do not find each other.
     """
     rank, world_size = rank_and_world()
     count = os.environ.get("WORLD_SIZE", "1")
-    if world_size > 1 or count == "1":  # whoever called main has made the group
+    if world_size > 1 or count == "1":  # the caller of main has made the process group, or there is one process
         yield World(rank, world_size)
         return
     try:

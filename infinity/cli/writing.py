@@ -1,4 +1,4 @@
-"""What a model writes after a prompt, token by token."""
+"""Generation of text by a model, token by token after a prompt."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class WritingError(ModelError):
 
 @dataclass(frozen=True)
 class Drawing:
-    """How tokens are drawn by their probability. None is what the model's generation_config.json says, or else
-    transformers.
+    """Settings for random sampling of tokens by their probability.
+
+    A setting that is None has the value of the model's generation_config.json, or the default of transformers.
 
     Attributes:
-        temperature: positive.
-        top_p, top_k: draw from the likeliest tokens only: as many as have this probability together; so many.
-        seed: of torch's generator.
+        temperature: divisor of the logits, positive.
+        top_p: total probability of the likeliest tokens that a token is drawn from.
+        top_k: number of the likeliest tokens that a token is drawn from.
+        seed: seed of torch's generator.
     """
 
     temperature: float
@@ -36,25 +38,28 @@ class Drawing:
 
 
 def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = None) -> torch.Tensor:
-    """The tokens of a prompt, int64 [1, tokens].
+    """Return the tokens of a prompt, int64 [1, tokens].
 
     Args:
-        chat: as a user's message, by the tokenizer's chat template, behind which the assistant's answer begins.
-        system: a system's message before it; with `chat` only.
+        tokenizer: tokenizer of the model.
+        prompt: text of the prompt.
+        chat: whether the prompt is a user's message in the tokenizer's chat template. The tokens then end where the
+            assistant's answer begins.
+        system: system message before the prompt; only with `chat`.
 
     Raises:
-        ConfigError: the template refuses it, or there are no tokens in it.
+        ConfigError: the template refuses the prompt, or the prompt has no tokens.
     """
     if not chat:
         ids = list(tokenizer(prompt, verbose=False)["input_ids"])
-        end = tokenizer.eos_token_id  # which some tokenizers put behind every text
+        end = tokenizer.eos_token_id  # some tokenizers append it to every text
         ids = ids[:-1] if end is not None and len(ids) > 1 and ids[-1] == end else ids
     else:
         said = [] if system is None else [{"role": "system", "content": system}]
         said.append({"role": "user", "content": prompt})
         try:
             ids = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)["input_ids"]
-        except Exception as error:  # a template is a program that came with the model
+        except Exception as error:  # a template is a program of the model's author and may raise anything
             raise ConfigError(f"the model's chat template refuses the prompt: {raised(error)}") from error
     if not ids:
         raise ConfigError("the prompt has no tokens: the tokenizer makes nothing of it")
@@ -71,22 +76,27 @@ def write(
     streamer: Any = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[int]:
-    """The tokens that a model of transformers writes after a prompt, until the one that ends a text: those of its own
-    `generate`.
+    """Generate tokens after a prompt with a transformers model's own `generate`, until a token ends the text.
 
     Args:
-        ids: [1, tokens], of the prompt.
-        most: tokens at most.
-        drawing: None: each is the likeliest one, and no random number is drawn.
-        streamer: is given each token once it is there.
-        stop: asked after each token.
+        model: the model.
+        ids: tokens of the prompt, [1, tokens].
+        tokenizer: tokenizer of the model.
+        most: maximum number of tokens.
+        drawing: settings for sampling; None: each token is the likeliest one, and no random number is drawn.
+        streamer: streamer of transformers that receives each token.
+        stop: function that is called after each token, and returns whether to stop.
+
+    Returns:
+        The tokens after the prompt.
 
     Raises:
-        WritingError: before the first token, and on all ranks alike.
+        WritingError: transformers cannot generate with the model or its settings. This is raised before the first
+            token, and on all ranks.
     """
     settings = copy.deepcopy(model.generation_config)
     settings.update(max_new_tokens=most, max_length=None, do_sample=drawing is not None, use_cache=True)
-    # One sequence, a token at a time, whatever the model's own settings search for.
+    # Write one sequence, a token at a time, even if the model's own settings ask for a search.
     settings.update(num_beams=1, num_return_sequences=1, return_dict_in_generate=False)
     for name in ("penalty_alpha", "num_beam_groups", "prompt_lookup_num_tokens", "assistant_early_exit"):
         if getattr(settings, name, None):
@@ -114,14 +124,14 @@ def write(
         )
     except InfinityError:
         raise
-    except (ValueError, TypeError, NotImplementedError) as error:  # what transformers raises for settings
+    except (ValueError, TypeError, NotImplementedError) as error:  # raised by transformers for settings that it refuses
         raise WritingError(f"transformers cannot let the model write ({raised(error)})") from error
     written: list[int] = found[0, ids.shape[1] :].tolist()
     return written
 
 
 class _Stop:
-    """A stopping criterion of transformers."""
+    """A stopping criterion of transformers that asks a function."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self._stop = stop
