@@ -88,14 +88,14 @@ class MemoryConfig(_Section):
     """Memory budgets. A budget that is omitted is measured."""
 
     device: Size | None = None
-    """Device memory; omitted = measured. Half of it is for weights and for gradients on their way to RAM, and is
-    allocated once; the rest is for activations. Without a GPU this is RAM."""
+    """Device memory that infinity may use; omitted = measured. One half is for weights and for gradients on their way
+    to RAM, and is allocated once. The other half is for activations. Without a GPU this is RAM."""
     host: Size | None = None
-    """RAM for everything that infinity keeps or stages there; omitted = 80 % of the RAM that is available when the
-    model is offloaded (give a size on a virtual machine that gets more RAM as it uses it). It holds gradients (2 B
-    per bf16 parameter; 4 B where several backward passes are added, which the plan reserves for as many units as fit
-    if accumulation_steps is given; with gradients: nvme those of two units in fp32), staging, and states that rest in
-    RAM."""
+    """RAM for everything that infinity keeps or stages there, such as gradients, staging buffers and states in RAM;
+    omitted = 80 % of the RAM that is available when the model is offloaded. Give a size on a virtual machine that gets
+    more RAM as it uses it. Gradients take 2 B per bf16 parameter, or 4 B where the gradients of several backward passes
+    are added. If accumulation_steps is given, the plan reserves these 4 B for as many units as fit. With gradients:
+    nvme, RAM has room for the gradients of two units in fp32."""
 
 
 class NvmeConfig(_Section):
@@ -107,87 +107,93 @@ class NvmeConfig(_Section):
         AfterValidator(_different),
         Field(max_length=64),
     ] = Field(default_factory=list)
-    """Directories for the swap files, one for each disk. Each belongs to one run at a time, and is made if the
-    directory above it is there. Several are striped in proportion to their bandwidth, as infinity-bench measured it
-    or as a short probe finds at the start."""
+    """Directories for the swap files, one for each disk. Each directory belongs to one run at a time, and is made if
+    its parent directory exists. Data is striped over several directories in proportion to the bandwidth of their
+    disks, which infinity-bench measured, or which a short probe measures at the start."""
     engine: Literal["auto", "io_uring", "threads"] = "auto"
-    """Who moves the bytes. threads is for kernels and containers that refuse io_uring; auto: io_uring where it
-    works."""
+    """Engine of the disk I/O. io_uring: the kernel's asynchronous interface. threads: for kernels and containers that
+    refuse io_uring. auto: io_uring where it works, else threads."""
     block: Size | None = None
-    """Larger transfers are cut into blocks of this size; omitted = as infinity-bench measured, else 1 MiB."""
+    """Size of the blocks that larger transfers are cut into; omitted = as infinity-bench measured, else 1 MiB."""
     in_flight: Size | None = None
-    """Bytes in flight on each disk at most; omitted = as infinity-bench measured, else 32 MiB."""
+    """Maximum number of bytes in flight on each disk; omitted = as infinity-bench measured, else 32 MiB."""
     queue_depth: Whole = Field(default=128, ge=1, le=1024)
-    """Blocks in flight on each disk at most."""
+    """Maximum number of blocks in flight on each disk."""
     deadline_s: Annotated[float, BeforeValidator(_number)] = Field(default=300.0, gt=0, le=86400, allow_inf_nan=False)
-    """Seconds that a disk may leave a block unanswered. After that the run ends with an error that names the disk,
+    """Seconds that a disk may take to complete a block. After that the run ends with an error that names the disk,
     instead of hanging."""
     checksums: bool = True
-    """Check every 4 KiB that is read against what was written. Takes 0.1 % of the swap's size in RAM."""
+    """Whether each 4 KiB that is read is compared with the checksum of the 4 KiB that were written. The checksums take
+    RAM: 0.1 % of the size of the swap files."""
 
 
 class UpdateConfig(_Section):
-    """Division of the optimizer's pass into tiles and threads. It never changes a bit of the result."""
+    """Division of an update into tiles and threads. It never changes a bit of the result."""
 
     tile: Size | None = None
-    """How the optimizer's pass is cut: bytes of one fp32 moment per tile; omitted = as the threads' caches hold, 1
-    MiB at least. Never changes a bit of the result."""
+    """Size of the tiles that an update is cut into: bytes of one fp32 moment per tile; omitted = as many bytes as fit
+    the threads' caches, at least 1 MiB. Never changes a bit of the result."""
     threads: Whole | None = Field(default=None, ge=1, le=THREADS_MAX)
-    """Compute threads of the update; omitted = the cores this process may use, and no more than torch uses. Never
-    changes a bit of the result."""
+    """Number of compute threads of an update; omitted = the number of cores that this process may use, but at most the
+    number of threads that torch uses. Never changes a bit of the result."""
 
 
 class RanksConfig(_Section):
     """Weights of other ranks that each rank keeps. Without torchrun the section has no effect."""
 
     gather: Literal["auto", "world", "node", "none"] = "auto"
-    """From which ranks weights come each time they are used, once they came from all ranks after an update. world: from
-    all (ZeRO-3). node: from those of this machine, which keep a copy of all weights in RAM together (hpZ). none: from
-    nowhere; each rank keeps a copy of all weights in RAM (ZeRO-2). auto: node where there are several machines and the
-    copy takes half of memory.host at most, else world. Never changes a bit of the result."""
+    """Ranks that weights are gathered from each time they are used. The first gather after an update is always from
+    all ranks. world: all ranks (ZeRO-3). node: the ranks of this machine, which together keep a copy of all weights in
+    RAM (hpZ). none: no rank; each rank keeps a copy of all weights in RAM (ZeRO-2). auto: node where there are several
+    machines and the copy takes at most half of memory.host, else world. Never changes a bit of the result."""
 
 
 class SwapConfig(_Section):
     """Where states are kept and how they move (docs/reference/config.md)."""
 
     weights: Tier = "auto"
-    """Where the weights rest between uses."""
+    """Tier of the weights between uses."""
     optimizer: Tier = "auto"
-    """Where the rest of the fp32 master and both moments rest."""
+    """Tier of the optimizer states between updates: both moments, and the fp32 master or its 16-bit residual (see
+    master)."""
     gradients: Literal["host", "device", "nvme", "auto"] = "auto"
-    """Where gradients wait for the step: in RAM as far as memory.host reaches, the rest on NVMe (which moves 4 B per
-    bf16 parameter for the first micro-batch: 2 B written, 2 B read; and 8 B in fp32 for each further one)."""
+    """Tier in which gradients wait for the step. auto: RAM for as many units as memory.host has room for, and NVMe for
+    the other units. nvme: NVMe for all units. On NVMe, the first micro-batch moves 4 B per bf16 parameter (2 B written,
+    2 B read), and each further one 8 B in fp32."""
     activations: Literal["auto", "keep", "recompute", "host", "nvme"] = "auto"
-    """Whether activations are kept, or computed again in backward. auto: recompute where the model can."""
+    """Whether activations are kept, or recomputed in backward. auto: recompute where the model supports it."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
     ranks: RanksConfig = Field(default_factory=RanksConfig)
     overlap: Annotated[Literal["auto", "during_backward", "before_forward", "off"], BeforeValidator(_word)] = "auto"
-    """When updates run. during_backward speculates: it begins updates before the step is decided, and redoes those that
-    the step makes wrong. before_forward begins updates with the step; each unit's next use waits for its own update.
-    off: step() returns when all updates are done. auto: during_backward as long as its updates are kept, else
-    before_forward. Never changes a bit of the result."""
+    """Time at which updates run. during_backward speculates: it begins updates before the step is decided, and does
+    the updates again that the step proves wrong. before_forward begins updates with the step; each unit's next use
+    waits for its own update. off: step() returns when all updates are done. auto: during_backward while its updates
+    prove right and, on a GPU, while it is faster; else before_forward. Never changes a bit of the result."""
     vertical: bool = False
-    """Whether a backward pass has several micro-batches, which go through one unit after the other, so that its weights
-    are fetched once for all of them: as infinity.backward does it, and the Trainer under `infinity run`."""
+    """Whether a backward pass has several micro-batches, all of which go through one unit before the next unit. A
+    unit's weights are then fetched once for all of them. infinity.backward makes such passes, and so does the Trainer
+    under `infinity run`."""
     commit_every: Annotated[int | Literal["auto"], PlainValidator(_steps_or_auto)] = "auto"
     """Steps between durable generations. 0: no generations; states are updated in place, in half the space, and a run
-    that dies has to begin again from a saved model. auto: as often as the disks have room for and costs little; the
-    plan says how often that is, and why."""
+    that dies has to begin again from a saved model. auto: as often as the disks have room for it and it costs little;
+    the plan says how often that is, and why."""
     keep: Whole = Field(default=1, ge=1, le=64)
-    """How many generations stay; each takes the space of the states once more."""
+    """Number of generations that are kept. Each takes the space of the states once more."""
     pins: Whole = Field(default=0, ge=0, le=PINS_MAX)
-    """How many generations checkpoint folders may pin at once; each takes the space of the states once more."""
+    """Maximum number of generations that checkpoint folders pin at once. Each takes the space of the states once
+    more."""
     master: Literal["split16", "fp32", "none"] = "split16"
-    """The fp32 master of bf16 weights. split16: stored as the weight and a 16-bit rest, without loss. fp32: stored
-    whole beside the weight. none: no master; weights are rounded stochastically."""
+    """Form of the fp32 master of bf16 weights. split16: the weight and a 16-bit residual, which together are the exact
+    master. fp32: the full master, stored in addition to the weight. none: no master; weights are rounded
+    stochastically."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    """The form of the optimizer's moments. bf16 and int8 move fewer bytes."""
+    """Form of the optimizer's moments. bf16 and int8 move fewer bytes."""
     frozen: Literal["auto", "bf16", "int8", "nf4"] = "auto"
-    """How weights of blocks that are not trained rest: in 4 (nf4) or 8 bits (int8), or as they are (bf16, be they of
-    another dtype). Embeddings, head, norms and adapters stay as they are. auto: as the checkpoint has them, be it one
-    that bitsandbytes quantized."""
+    """Form in which the weights of blocks that are not trained are kept. nf4: in 4 bits. int8: in 8 bits. bf16: not
+    encoded, in their own dtype (bf16 or another one); a quantized checkpoint is decoded once. auto: in the form that
+    the checkpoint has, also if bitsandbytes quantized it. Embeddings, head, norms and adapters are not encoded."""
 
     def require_available(self, source: str = "") -> None:
         """Refuse values whose feature this version does not have yet.
