@@ -1,4 +1,4 @@
-"""infinity's optimizer pass against DeepSpeedCPUAdam and torch.optim.AdamW(fused=True), taking turns, in memory.
+"""Comparison of infinity's optimizer pass with DeepSpeedCPUAdam and torch.optim.AdamW(fused=True), in memory.
 
     bench/adam_vs_peers.py [--json FILE]
 
@@ -7,9 +7,10 @@ Needs DeepSpeed in .venv-peers (bench/peers/setup.sh). Two workloads on flat sta
   step   fp32 gradients, fp32 states: the optimizer's arithmetic alone
   pass   what a trainer does: bf16 gradients in, norm, unscale, clip, AdamW, bf16 weights out
 
-Every contender is a process of its own with memory in huge pages; each round runs all of them, in an order that turns;
-ratios are within a round. A peer's pass is measured as it is usually written (cast, norm, multiply, step, cast), and in
-the fastest of the other ways that we know, probed first: the norm of the bf16 gradients, the factor handed to the step.
+Every contender is a separate process with its memory in huge pages. Each round runs all contenders, in an order that
+rotates; ratios are taken within a round. A peer's pass is measured twice: as it is usually written (cast, norm,
+multiply, step, cast), and in the fastest known other way, which is probed first (norm of the bf16 gradients, or the
+clipping factor passed to the step).
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 _PROBES = 3
 _BOUND_BYTES = 28
 _STEP_BYTES = 28
-"""fp32 parameter, two moments and gradient read, all but the gradient written."""
+"""Bytes per parameter of a step: fp32 parameter, moments and gradient are read; all but the gradient are written."""
 _PASS_BYTES = 28
-"""split16: gradient read for the norm; weight, residual and moments read and written, gradient read."""
+"""Bytes per parameter of a pass with split16.
+
+The gradient is read for the norm and again for the update; weight, residual and moments are read and written.
+"""
 
 
 class Contender(JsonWorker):
-    """The driver's side of one worker."""
+    """One worker, seen from the driver."""
 
     def __init__(self, name: str, python: Path, module: str, log: Path, arguments: list[str], isa: str = "") -> None:
         environment = {"OMP_NUM_THREADS": arguments[1]} | ({"INFINITY_ISA": isa} if isa else {})
@@ -46,7 +50,7 @@ class Contender(JsonWorker):
         self.rows: list[str] = self.answer()["rows"]
 
     def run(self, row: str) -> float:
-        """Seconds of one run."""
+        """Run a row once and return its seconds."""
         answer = self.ask({"do": "run", "row": row})
         if not answer["check"] == answer["check"]:
             raise RuntimeError(f"{self.name}: the weights are NaN after '{row}'")
@@ -58,9 +62,9 @@ class Measured:
     """Medians of one thread count.
 
     Attributes:
-        parameters_per_s: by row, "peer: row" for peers.
-        ratios: of rates, by what is compared; medians of the ratio within a round.
-        bound_bytes_per_s: of reading and writing in place.
+        parameters_per_s: by row; "peer: row" for peers.
+        ratios: ratios of rates, by the pair that is compared; medians of the ratios within a round.
+        bound_bytes_per_s: rate of reading and writing in place.
     """
 
     threads: int
@@ -75,7 +79,7 @@ _PLAIN = "pass, norm of fp32"
 
 
 def fastest_pass(peer: Contender) -> str:
-    """Of those that are not the plain one; a tie goes to either."""
+    """Return the peer's fastest pass, apart from the plain one."""
     passes = [row for row in peer.rows if row.startswith("pass") and row != _PLAIN]
     return min(passes, key=lambda row: statistics.median(peer.run(row) for _ in range(_PROBES)))
 
@@ -113,7 +117,7 @@ def _label(row: str) -> str:
 
 def _conclude(numel: int, threads: int, isa: str, rounds: int, seconds: dict[str, list[float]]) -> Measured:
     def ratio(ours: str, *others: str) -> float:
-        """Of our rate to the best of the others', within rounds."""
+        """Return the median over rounds of our rate divided by the best of the others' rates in the same round."""
         return statistics.median(
             min(seconds[other][number] for other in others) / seconds[ours][number] for number in range(rounds)
         )

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The loss of a large vocabulary, with and without whole logits: seconds and peak memory, in turns.
+"""Seconds and peak memory of the loss over a large vocabulary, with and without the complete logits in memory.
 
     python bench/chunked_loss.py --json build/chunked-loss.json        # 8,192 tokens, 128 k words, hidden 512
     python bench/chunked_loss.py --tokens 2048 --rounds 3              # the short one
@@ -9,8 +9,9 @@
 | whole | torch: `cross_entropy(linear(hidden, weight).float(), labels)` |
 | chunked | infinity.chunked_cross_entropy |
 
-Each turn is forward and backward, in a process of its own, so that its peak is its own. `above` is the peak over what
-the process had before; the gradients of the hidden states and of the head are a part of it in both. Quote the ratios.
+Each turn is a forward and a backward in a separate process, so that the peak belongs to this turn alone. `above` is the
+peak minus the memory that the process had before. It includes the gradients of the hidden states and of the head for
+both contenders. Quote the ratios.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ CONTENDERS = ("whole", "chunked")
 
 
 def turn(contender: str, tokens: int, vocabulary: int, hidden: int, dtype: str) -> dict[str, float]:
-    """In a process of its own: one loss, forward and backward."""
+    """Run one loss, forward and backward. Called in a process of its own."""
     import torch
     from torch.nn import functional
 
@@ -45,7 +46,7 @@ def turn(contender: str, tokens: int, vocabulary: int, hidden: int, dtype: str) 
     states = torch.randn(tokens, hidden, generator=generator).to(kind).requires_grad_()
     weight = (torch.randn(vocabulary, hidden, generator=generator) / hidden**0.5).to(kind).requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    functional.linear(states[:64], weight[:64]).sum().backward()  # what torch sets up
+    functional.linear(states[:64], weight[:64]).sum().backward()  # torch allocates its own workspaces first
     states.grad = weight.grad = None
     before, began = _peak_bytes(), time.perf_counter()
     if contender == "whole":

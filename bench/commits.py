@@ -1,10 +1,12 @@
-"""What durability and checksums cost a step: `python bench/commits.py`.
+"""Cost of durability and checksums per step: `python bench/commits.py`.
 
-Contenders take turns, step by step, on the model of bench/peers/workload.py: commit_every 0 and 1, with checksums and
-without.
-A disk may be faster in one place than in another, so all stores are made anew several times, in an order that turns;
-ratios are taken within a round. Reported: medians of the seconds of a step (all of its update and its commit
-included), and of the ratios; bytes written per step, counted by the engine; and the parts of a commit.
+Contenders take turns, step by step, on the model of bench/peers/workload.py: commit_every 0 and 1, with and without
+checksums.
+
+A disk may be faster in one region than in another. So all stores are created again several times, in an order that
+rotates, and ratios are taken within a round. The report has medians of the seconds of a step (including its complete
+update and its commit) and of the ratios. It also has the bytes written per step, counted by the engine, and the parts
+of a commit.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ _WARM_UP = 2
 
 @dataclass
 class Contender:
-    """One model, its store and what its steps took."""
+    """One model, its store, and the measurements of its steps."""
 
     model: Any
     optim: Any
@@ -59,7 +61,7 @@ class Contender:
         self.model(input_ids=tokens, labels=tokens).loss.backward()
         self.optim.step()
         self.optim.zero_grad()
-        infinity.synchronize(self.model)  # the rest of the update would run in another contender's turn
+        infinity.synchronize(self.model)  # otherwise the end of the update would run in another contender's turn
         updated = time.perf_counter()
         registry.coordinator_of(self.model).finish_commit()
         ended = time.perf_counter()
@@ -84,7 +86,7 @@ def open_contender(work: Workload, placement: tuple[str, str], options: dict[str
 
 
 def measure(name: str, work: Workload, directory: Path, rounds: int, repeats: int) -> dict[str, Any]:
-    """Medians over all rounds of all repeats."""
+    """Return the medians over all rounds of all repeats."""
     names = [each for each in CONTENDERS if name != "all in RAM" or "no checksums" not in each]
     seconds: dict[str, list[float]] = {each: [] for each in names}
     facts: dict[str, dict[str, Any]] = {each: {} for each in names}
@@ -108,7 +110,7 @@ def measure(name: str, work: Workload, directory: Path, rounds: int, repeats: in
                 }
                 infinity.close(contender.model)
             opened.clear()
-            gc.collect()  # modules and their hooks refer to each other
+            gc.collect()  # modules and their hooks form reference cycles
     ratios = {
         f"{one} / {other}": statistics.median(
             mine / others for mine, others in zip(seconds[one], seconds[other], strict=True)

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""The cost per parameter at three sizes: seconds per parameter and token, and bytes moved per parameter.
+"""Cost per parameter at three model sizes: seconds per parameter and token, and bytes moved per parameter.
 
     python bench/cost_per_parameter.py --json build/cost.json --plot build/cost.png
     python bench/cost_per_parameter.py --sizes 0.02e9 0.04e9 --limit 1.5GB --steps 3     # to try the script
 
-Each size is a run as of bench/large_model.py: loaded, trained and saved under a memory limit, as many tokens per step
-for all. --limit is that of the largest. The smaller ones get less, in proportion to their parameters once the
-interpreter is left out: under one limit for all a small model would have its gradients and states in memory, move
-fewer bytes, and the flat line would say nothing about offloading. The least that a few blocks and the activations take
-does not shrink in proportion, so the smallest ones get a little more.
+Each size is a run of bench/large_model.py: a model is loaded, trained and saved under a memory limit, with the same
+number of tokens per step for all sizes. --limit is the limit of the largest model. After the interpreter's memory is
+subtracted, a smaller model gets a limit in proportion to its parameters. With the same limit for all, a small model
+would keep its gradients and states in memory and move fewer bytes; a flat line would then say nothing about offloading.
+The minimum for a few blocks and the activations does not shrink in proportion, so the smallest models get a little
+more.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from peers.report import format_table
 
 
 def cost(result: dict[str, Any]) -> dict[str, float]:
-    """What one size costs. The first step, which learns the order of units, is left out of the seconds."""
+    """Return the cost of one size. Its seconds leave out the first step, which learns the order of units."""
     parameters = result["input_bytes"] // 2
     seconds = statistics.median(step["seconds"] for step in result["steps"][1:] or result["steps"])
     tokens = result["training"]["batch"] * result["training"]["tokens"]
@@ -42,7 +43,7 @@ def cost(result: dict[str, Any]) -> dict[str, float]:
 
 
 def table(costs: Sequence[dict[str, float]]) -> str:
-    """A row per size; the last column is the cost per parameter and token over that of the smallest."""
+    """Return a table with a row per size. Its last column is the cost relative to the smallest size."""
     header = ("parameters", "limit", "not reclaimable", "s/step", "ns/(param·token)", "B/param", "cost / smallest's")
     first = costs[0]["ns_per_parameter_and_token"]
     return format_table(
@@ -63,7 +64,7 @@ def table(costs: Sequence[dict[str, float]]) -> str:
 
 
 def plot(costs: Sequence[dict[str, float]], path: Path) -> None:
-    """Write a PNG: both costs over the size. Raises OSError."""
+    """Write a PNG that shows both costs by size. Raises OSError."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Weights to 4 and 8 bits and back to bf16, on the processor: infinity, its peers and a plain copy, in turns.
+"""Encoding of weights to 4 and 8 bits and decoding to bf16 on the CPU: infinity, its peers and a plain copy.
 
     python bench/frozen_codec.py --json build/frozen-codec.json        # 64 Mi parameters, one thread and two
 
@@ -11,9 +11,9 @@
 | torchao | `to_nf4` and `get_original_weight`, blocks of 64, always nested |
 
 Peers that are not installed are left out: `pip install bitsandbytes==0.50.2 torchao` in the environment that runs this,
-or `bench/peers/setup.sh` and then `.venv-peers/bin/python` with infinity in it. A peer allocates what it returns; it is
-measured as it is called. Every round runs all of them, in an order that turns; `/ copy` is the median of the ratios of
-rates within a round.
+or `bench/peers/setup.sh` and then `.venv-peers/bin/python` with infinity in it. A peer allocates its result in each
+call, and this is included in its time, as in normal use. Every round runs all contenders, in an order that rotates.
+`/ copy` is the median of the ratios of rates within a round.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Rows = dict[str, Callable[[], object]]
 
 
 def own_rows(values: Any, out: Any, threads: int) -> Rows:
-    """Of infinity, and the copy."""
+    """Return the rows of infinity and of the copy."""
     import torch
 
     from infinity import _native
@@ -88,7 +88,7 @@ def rows_of_torchao(values: Any) -> Rows:
     try:
         from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
     except ImportError:
-        from torchao.dtypes.nf4tensor import to_nf4  # before 0.18
+        from torchao.dtypes.nf4tensor import to_nf4  # older than 0.18
 
     square = values.view(4096, -1)
     kept = to_nf4(square, 64, 256)
@@ -99,10 +99,10 @@ def rows_of_torchao(values: Any) -> Rows:
 
 
 def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
-    """In a process of its own, whose OpenMP has as many threads.
+    """Time all rows. Called in a process of its own, whose OpenMP has `threads` threads.
 
     Returns:
-        `seconds` of each round by row, and `missing`: why a peer has none.
+        `seconds` of each round, by row; and `missing`: by peer, the reason why it has no rows.
     """
     import torch
 
@@ -127,7 +127,7 @@ def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
 
 
 def summarise(numel: int, seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """By row: parameters per second, and the rate as a share of the copy's."""
+    """Return by row: parameters per second, and the rate as a share of the copy's rate."""
     return {
         row: {
             "parameters_per_s": numel / statistics.median(each),

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""How fast a frozen base comes in: from a bf16 checkpoint to the store in 4 or 8 bits, beside reading it alone.
+"""Rate of importing a frozen base from a bf16 checkpoint into the store in 4 or 8 bits, beside reading alone.
 
     python bench/frozen_ingest.py --json build/frozen-ingest.json
     python bench/frozen_ingest.py --layers 4 --hidden 512 --rounds 1        # the short one
 
-`read` opens each shard and copies every tensor once; `ahead` does so with the advice to read ahead that infinity gives.
-`bf16`, `int8` and `nf4` are `infinity.offload` of a model that was loaded with defer=True and frozen but for its norms:
-every weight is read, encoded, and written to the store. Before each turn the checkpoint is dropped from the page cache.
-Rates are bytes of the checkpoint per second; the model without values is made before the clock starts.
+`read` opens each shard and copies every tensor once. `ahead` does the same with the read-ahead advice that infinity
+gives to the kernel. `bf16`, `int8` and `nf4` are `infinity.offload` of a model that was loaded with defer=True and
+frozen except for its norms: every weight is read, encoded, and written to the store. Before each turn the checkpoint is
+evicted from the page cache. Rates are bytes of the checkpoint per second. The model without values is created before
+the clock starts.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FORMS = ("bf16", "int8", "nf4")
 
 
 def make_checkpoint(args: argparse.Namespace, directory: Path) -> int:
-    """Write a Llama with random weights. Returns its bytes."""
+    """Write a Llama with random weights and return its size in bytes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=args.hidden,
@@ -53,7 +54,7 @@ def make_checkpoint(args: argparse.Namespace, directory: Path) -> int:
 
 
 def forget(directory: Path) -> None:
-    """Drop the files of a directory from the page cache."""
+    """Evict the files of a directory from the page cache."""
     for path in directory.iterdir():
         handle = os.open(path, os.O_RDONLY)
         try:

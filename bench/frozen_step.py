@@ -1,6 +1,5 @@
 #!/usr/bin/env python3
-"""A step of LoRA on a frozen base that rests on NVMe in bf16, in 8 and in 4 bits, in turns; with the disk as it is and
-throttled.
+"""Step time of LoRA on a frozen base on NVMe in bf16, 8 bits and 4 bits, with the disk at full speed and throttled.
 
     python bench/frozen_step.py --json build/frozen-step.json                    # as root: a cgroup throttles the disk
     python bench/frozen_step.py --layers 4 --hidden 512 --rounds 2 --systems bf16,nf4,processor       # the short one
@@ -9,13 +8,13 @@ throttled.
 |---|---|
 | bf16, int8, nf4 | the form of the base on NVMe, which is read in forward and in backward |
 | ...-throttled | the same, reading and writing 0.5 GB/s at most |
-| processor | the base in RAM in bf16: what the processor has to compute |
+| processor | the base in RAM in bf16: the CPU's computing alone |
 | ...-decoding | the base in RAM in that form: computing, and decoding beside it |
 
-The bound of a system is the largest of three: `processor`; its own replay, which is its reading and decoding with
-nothing else; and, for a form that is decoded, the time of decoding alone (twice the parameters at the rate that one
-thread decodes with while nothing else runs). The embedding and the head are bf16 in every form. Quote the ratios, which
-are taken within rounds; single times on a shared machine mean nothing.
+The bound of a system is the largest of three times. The first is `processor`. The second is the system's replay: its
+reading and decoding with nothing else. The third, for a form that is decoded, is the time of decoding alone: twice the
+parameters, at the rate that one thread reaches while nothing else runs. The embedding and the head are bf16 in every
+form. Quote the ratios, which are taken within rounds; single times on a shared machine mean nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def job(system: str, workload: Workload, directory: Path) -> Job:
 
 
 def decode_seconds(form: str, numel: int, threads: int) -> float:
-    """What decoding so many elements to bf16 takes where nothing else runs: the median of five."""
+    """Return the seconds of decoding `numel` elements to bf16 while nothing else runs: the median of five."""
     import torch
 
     from infinity import _native
@@ -81,7 +80,7 @@ def decode_seconds(form: str, numel: int, threads: int) -> float:
 
 
 def summarise(rounds: list[dict[str, dict[str, Any]]], numel: int, decoding: dict[str, float]) -> dict[str, Any]:
-    """By system: medians of seconds, of its bound, of what it takes of that and of bf16 beside it."""
+    """Return by system: medians of the seconds, the bound, and the ratios of the seconds to the bound and to bf16."""
     summary = {}
     for name in rounds[0]:
         form, _, kind = name.partition("-")

@@ -1,4 +1,4 @@
-"""Collects what a machine without a network needs to build and run infinity beside its own torch: `make gpu-bundle`.
+"""Collector of everything that a machine without a network needs to build and run infinity with its own torch.
 
 bench/gpu_bundle.py [--python 3.12]         .bundle/: wheels, headers, liburing.a, licences, MANIFEST.json
 bench/gpu_bundle.py --check                 whether .bundle is whole and small enough
@@ -33,11 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def make(python: str) -> None:
-    """Replace the bundle. What is there stays until the new one is whole.
-
-    Raises:
-        BundleError: it cannot be made.
-    """
+    """Replace the bundle. The old bundle stays in place until the new one is complete."""
     beside = tree_bytes(ROOT)
     with tempfile.TemporaryDirectory(dir=ROOT, prefix=f"{FOLDER}-") as temporary:
         folder = Path(temporary) / "new"
@@ -67,7 +63,7 @@ def _download(names: Sequence[str], python: str, into: Path) -> None:
 
 
 def _add_if_it_fits(names: tuple[str, ...], python: str, folder: Path, limit: int) -> None:
-    """Wheels of `names` and of what they need."""
+    """Add wheels of `names` and of their dependencies, if the bundle stays small enough."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         there = {wheel.name for wheel in (folder / "wheels").iterdir()}
         _download(names, python, Path(temporary))
@@ -81,7 +77,7 @@ def _add_if_it_fits(names: tuple[str, ...], python: str, folder: Path, limit: in
 
 
 def _collect_debian(package: str, files: dict[str, str], folder: Path) -> dict[str, str]:
-    """Copy a package's files: the installed ones, or those of the archive where it is not installed."""
+    """Copy a package's files: the installed ones, or those from the archive if the package is not installed."""
     asked = _run(["dpkg-query", "-W", "-f", "${db:Status-Abbrev} ${Version}", package], check=False)
     with tempfile.TemporaryDirectory() as temporary:
         source, version = Path("/"), asked.stdout.split()[-1] if asked.stdout.startswith("ii") else ""
@@ -105,7 +101,7 @@ def _collect_debian(package: str, files: dict[str, str], folder: Path) -> dict[s
 
 
 def _describe(wheel: Path) -> dict[str, Any]:
-    """The manifest's line for a wheel: name, size, digest, licence."""
+    """Return the manifest's line for a wheel: name, size, digest, licence."""
     with zipfile.ZipFile(wheel) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         fields = email.message_from_bytes(archive.read(metadata))

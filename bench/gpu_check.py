@@ -1,14 +1,15 @@
-"""The first ten minutes on a machine with a GPU: infinity is built, the machine measured, the GPU's tests run, a step
-timed beside torch's. `make gpu-check` calls it.
+"""Check of a machine with a GPU in ten minutes; `make gpu-check` calls it.
+
+infinity is built, the machine is measured, the GPU's tests run, and a step is timed beside torch's.
 
 bench/gpu_check.py [--out DIR] [--stages 0,5] [--budget 570]
 
-Each stage (gpu/stages.py) is a process of its own with a time limit, and one JSON line on stdout and in
-DIR/gpu-check.jsonl, with what was expected beside what was seen. A stage that fails does not stop the others; without
-the build there are none. Needs no network, and of Python the standard library and torch alone; what else is missing
-comes from .bundle (`make gpu-bundle`).
+Each stage (gpu/stages.py) is a separate process with a time limit. It gives one JSON line on stdout and in
+DIR/gpu-check.jsonl, with the expectations beside the measurements. A stage that fails does not stop the others, but
+without the build no other stage runs. The check needs no network, and of Python only the standard library and torch;
+missing packages come from .bundle (`make gpu-bundle`).
 
-Exit code: 0 nothing failed; 1 something did; 2 there is no GPU, and the stages that need none have run.
+Exit code: 0 nothing failed; 1 something failed; 2 there is no GPU, and only the stages that need none have run.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _TOLD = ("failed", "missed", "known", "skipped")
 
 
 class Check:
-    """One run over the stages: what is measured, and where it is written."""
+    """One run over the stages, which collects their lines and writes them."""
 
     def __init__(self, out: Path, work: Path, budget: Budget, torch: TorchFacts, settings: dict[str, Any]) -> None:
         self._out, self._work = out, work
@@ -47,7 +48,7 @@ class Check:
         self._file = (out / "gpu-check.jsonl").open("w")
 
     def run(self, stages: list[Stage]) -> int:
-        """Returns the exit code."""
+        """Run the stages and return the exit code."""
         for stage in stages:
             line = self._run(stage)
             self._lines[stage.name] = line
@@ -61,7 +62,7 @@ class Check:
         return 2 if self._torch.missing() else 1 if failed else 0
 
     def _shorten_log(self) -> None:
-        """Its end says more than its beginning, and a folder that is copied back takes no large files."""
+        """Cut the log to its end, which says more than its beginning, so that the copied folder has no large files."""
         log = self._out / "gpu-check.log"
         content = log.read_bytes() if log.exists() else b""
         if len(content) > _LOG_BYTES_MAX:
@@ -88,7 +89,7 @@ class Check:
 
 
 def summary(line: dict[str, Any]) -> str:
-    """For people: a stage's verdict, and the measurements that are not as expected."""
+    """Return a line for people: a stage's verdict, and the measurements that are not as expected."""
     said = ", ".join(f"{name} ({verdict})" for name, verdict in line.get("verdicts", {}).items() if verdict in _TOLD)
     why = line.get("died") or line.get("reason") or said
     return (

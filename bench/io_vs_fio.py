@@ -1,15 +1,15 @@
-"""infinity's engines and fio on one file, taking turns: `python bench/io_vs_fio.py [--path DIR]`.
+"""Comparison of infinity's engines with fio on one file: `python bench/io_vs_fio.py [--path DIR]`.
 
 [Note: fio's memory]
-infinity's buffers are in huge pages, which fio only uses where some are reserved for it. On 4 KiB pages a 1 MiB
+infinity's buffers are in huge pages. fio uses huge pages only where some are reserved for it. On 4 KiB pages a 1 MiB
 transfer is hundreds of scattered pieces, and on some devices (virtio) half as fast. So the comparison says which pages
-fio had; with `sysctl vm.nr_hugepages=64` it is one of engines alone.
+fio had. With `sysctl vm.nr_hugepages=64` both have huge pages, and only the engines differ.
 
 [Note: how two programs are compared on a disk that changes by the second]
-A shared or virtual disk may swing by a factor of two within seconds, so neither a mean nor a best says anything. Each
-round runs every contender once, in an order that turns round by round (A B C, C B A, …), and gives the ratios within
-the round. fio stands in the round twice: how far fio is from itself is the noise of the method, and a contender is as
-good as fio when its median ratio lies above the 5 % quantile of fio against fio.
+A shared or virtual disk may swing by a factor of two within seconds, so neither a mean nor a best time is meaningful.
+Each round runs every contender once, in an order that rotates from round to round (A B C, C B A, …), and gives the
+ratios within the round. fio runs twice in each round: the difference between its two runs is the noise of the method. A
+contender is as good as fio when its median ratio is above the 5 % quantile of fio against fio.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Ratio:
-    """A contender against fio over all rounds: 5 %, 50 % and 95 % quantiles of rate / fio's rate.
+    """A contender against fio over all rounds: 5 %, 50 % and 95 % quantiles of its rate divided by fio's.
 
     Attributes:
         rate: median, bytes per second.
         cpu_s_per_gb: median.
-        cpu_ratio: median of processor time per byte / fio's.
+        cpu_ratio: median of CPU time per byte, divided by fio's.
     """
 
     contender: str
@@ -59,10 +59,10 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One kind of workload, all contenders.
+    """One kind of workload and all contenders.
 
     Attributes:
-        fio: its version, and the pages its buffers are in.
+        fio: its version, and the pages that its buffers are in.
         noise_low: the 5 % quantile of fio against fio.
     """
 
@@ -78,7 +78,7 @@ class Comparison:
 def compare_with_fio(
     scratch: Scratch, rig: Rig, workload: Workload, rounds: int, say: Callable[[str], None] = lambda _: None
 ) -> Comparison:
-    """Run `rounds` rounds of `workload`.
+    """Compare the contenders in `rounds` rounds of `workload`.
 
     Raises:
         BenchError: fio is missing or failed; the disk failed.
@@ -105,7 +105,7 @@ def compare_with_fio(
 
 
 def _order(names: list[str], number: int) -> list[str]:
-    """Forwards and backwards in turn (ABBA), beginning one further on every second round."""
+    """Return the names forwards and backwards in turn (ABBA), rotated by one position every second round."""
     start = number // 2 % len(names)
     turned = names[start:] + names[:start]
     return turned if number % 2 == 0 else turned[::-1]
@@ -130,14 +130,14 @@ def _ratio(name: str, samples: Sequence[Sample], reference: Sequence[Sample]) ->
 
 
 def require_fio() -> str:
-    """fio's version. Raises BenchError where it is not installed."""
+    """Return the version of fio. Raises BenchError when fio is not installed."""
     if shutil.which("fio") is None:
         raise BenchError("fio is not installed: apt install fio")
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
 def huge_pages_for(workload: Workload) -> bool:
-    """Whether enough huge pages are reserved for fio's buffers (vm.nr_hugepages): it has no other way to them."""
+    """Return whether enough huge pages are reserved (vm.nr_hugepages) for fio's buffers, as fio requires."""
     wanted = workload.block_bytes * workload.queue_depth // _HUGE_PAGE_BYTES + 1
     lines = Path("/proc/meminfo").read_text().splitlines()
     free = next((int(line.split()[1]) for line in lines if line.startswith("HugePages_Free:")), 0)
@@ -145,7 +145,7 @@ def huge_pages_for(workload: Workload) -> bool:
 
 
 def fio_arguments(workload: Workload, path: str, file_bytes: int) -> list[str]:
-    """The command line that does `workload` on the file at `path`."""
+    """Return the command line that runs `workload` on the file at `path`."""
     engine = "io_uring" if workload.engine in ("auto", "io_uring") else "psync"
     arguments = [
         *("fio", "--name=reference", f"--filename={path}", f"--rw={FIO_NAMES[workload.kind]}"),
@@ -156,25 +156,25 @@ def fio_arguments(workload: Workload, path: str, file_bytes: int) -> list[str]:
     if huge_pages_for(workload):
         arguments.append("--iomem=mmaphuge")
     if engine == "io_uring":
-        arguments += ["--registerfiles=1", "--fixedbufs=1"]  # its best, and what ours does
+        arguments += ["--registerfiles=1", "--fixedbufs=1"]  # fio's fastest settings, which infinity's engine uses too
     return [*arguments, "--rwmixread=50"] if workload.kind == "mixed" else arguments
 
 
 def run_fio(workload: Workload, path: str, file_bytes: int) -> Sample:
-    """Run it once.
+    """Run fio once.
 
     Raises:
-        BenchError: fio failed; says what it said.
+        BenchError: fio failed; the message has fio's output.
     """
     done = subprocess.run(fio_arguments(workload, path, file_bytes), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BenchError(f"fio ended with code {done.returncode}: {(done.stderr or done.stdout).strip()[:500]}")
-    # Warnings may come before the JSON.
+    # Warnings may precede the JSON.
     return parse_fio(json.loads(done.stdout[done.stdout.index("{") :]))
 
 
 def parse_fio(report: dict[str, Any]) -> Sample:
-    """The sample in fio's JSON: bytes and time of its job, and the processor time it says it took."""
+    """Return the sample in fio's JSON: bytes and time of its job, and the CPU time that fio reports."""
     job = report["jobs"][0]
     if job.get("error"):
         raise BenchError(f"fio reports error {job['error']}")
@@ -188,7 +188,7 @@ def parse_fio(report: dict[str, Any]) -> Sample:
 
 
 def text(of: Comparison) -> str:
-    """A line for each contender. As good as fio: the median ratio lies above the 5 % quantile of fio against fio."""
+    """Return a line for each contender. As good as fio: its median ratio is above fio's own 5 % quantile."""
     lines = [f"{of.kind}, {of.block_bytes >> 10} KiB × {of.queue_depth}, {of.fio}"]
     for each in of.ratios:
         line = f"  {each.contender:<10}{each.rate / 1e9:6.2f} GB/s  {each.median:.3f}× ({each.low:.2f}–{each.high:.2f})"

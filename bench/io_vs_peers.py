@@ -1,8 +1,8 @@
-"""infinity's I/O engine against DeepSpeed's async_io, taking turns: `python bench/io_vs_peers.py [--path DIR]`.
+"""Comparison of infinity's I/O engine with DeepSpeed's async_io: `python bench/io_vs_peers.py [--path DIR]`.
 
 Needs DeepSpeed in .venv-peers (bench/peers/setup.sh). Every row's files are preallocated and written once before the
-timing; each round runs both contenders, in an order that turns (A B, B A, …); ratios are within a round. DeepSpeed gets
-the fastest of several settings, probed per row. Exit code 1 when data read back differ.
+timing. Each round runs both contenders, in an order that alternates (A B, B A, …); ratios are taken within a round.
+DeepSpeed gets the fastest of several settings, probed per row. The exit code is 1 when data that are read back differ.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ ROWS = (
     Row("10,000 of 256 KiB, one file", "write", 10_000, 256 << 10, one_file=True),
     Row("512 MiB and 512 MiB at once", "mixed", 2, 512 << 20),
 )
-_INFINITY: dict[str, Any] = {}  # its defaults
+_INFINITY: dict[str, Any] = {}  # the engine's defaults
 _DEFAULT = {"block_size": 1 << 20, "queue_depth": 8, "intra_op_parallelism": 1}
-"""Of the "aio" section of DeepSpeed's config."""
+"""Defaults of the "aio" section of DeepSpeed's config."""
 _PROBES = 2
 
 
 def deepspeed_settings(row: Row) -> list[dict[str, int]]:
-    """What is tried. A request is cut into as many equal slices as there are threads."""
+    """Return the settings to try. DeepSpeed cuts a request into as many equal slices as it has threads."""
     blocks = sorted({min(1 << 20, row.tensor_bytes), 256 << 10})
     return [
         {"block_size": block, "queue_depth": depth, "intra_op_parallelism": threads}
@@ -72,7 +72,10 @@ class Versus:
 
 @dataclass(frozen=True)
 class Result:
-    """One row. Rates in bytes per second; `best` is the fastest of the probed settings, `default` DeepSpeed's own."""
+    """Result of one row. Rates are in bytes per second.
+
+    `best` is the fastest of the probed settings of DeepSpeed, `default` DeepSpeed's own setting.
+    """
 
     row: Row
     rounds: int
@@ -131,7 +134,7 @@ def _versus(row: Row, settings: dict[str, int], mine: list[dict[str, float]], it
 
 
 def _fastest(row: Row, worker: IoWorker) -> dict[str, int]:
-    """DeepSpeed's best settings for this row."""
+    """Return DeepSpeed's fastest settings for this row."""
     times = []
     for settings in deepspeed_settings(row):
         worker.configure(settings)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The bytes that a step of LoRA moves per parameter of its base, which rests on NVMe and is frozen.
+"""Bytes that a step of LoRA moves per parameter of its frozen base on NVMe.
 
     python bench/lora_bytes.py --json build/lora.json
     python bench/lora_bytes.py --frozen nf4 --json build/lora-nf4.json      # the base in 4 bits, or int8
     python bench/lora_bytes.py --layers 12 --hidden 256      # a small model, to try the script itself
 
-The base is read once for the forward and once for the backward, which recomputes: 4 bytes per parameter in bf16, less
-what stays on the device between the two; and it is never written. Adapters are read and written with their optimizer
-states. The bytes are those that infinity counts at the disk, of the last step.
+The base is read once for the forward and once for the backward, which recomputes. These are 4 bytes per parameter in
+bf16, less the weights that stay on the device between the two. The base is never written. Adapters are read and written
+with their optimizer states. The bytes are infinity's own count of disk traffic in the last step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from peers.report import machine_facts, write_result
 
 
 def measure(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    """Of the last step: bytes per parameter of the base."""
+    """Return the bytes that the last step moved, per parameter of the base."""
     torch.manual_seed(0)
     sizes = {"hidden_size": args.hidden, "intermediate_size": 11 * args.hidden // 4, "num_hidden_layers": args.layers}
     base = LlamaForCausalLM(LlamaConfig(vocab_size=8 * args.hidden, num_attention_heads=args.hidden // 64, **sizes))

@@ -1,4 +1,4 @@
-"""How long reading and writing the manifest of a generation takes: one with many extents, in memory-warm files.
+"""Time to read and write the manifest of a generation with many extents, with its file in the page cache.
 
     bench/manifest.py [--extents 100000] [--rounds 5]
 
@@ -22,7 +22,7 @@ _EXTENT_BYTES = 256 << 10
 
 
 def manifest_of(count: int) -> Manifest:
-    """One with `count` extents of 256 KiB, four to a unit."""
+    """Return a manifest with `count` extents of 256 KiB, four per unit."""
     extents = [
         ExtentRecord(
             unit=f"model.layers.{index // len(_STATES)}",

@@ -1,8 +1,8 @@
 """Peak memory of loading, training and saving a model whose states do not fit the budgets.
 
-A process of its own makes the checkpoint. Another one loads it, trains and saves, and reports its peak RSS less what
-the interpreter with torch and transformers takes. With --cgroup (root, cgroup v1) the second one also runs under a
-memory limit set at what is allowed.
+One process makes the checkpoint. A second process loads the model, trains and saves. It reports its peak RSS minus the
+memory of the interpreter with torch and transformers. With --cgroup (root, cgroup v1) the second process also runs
+under a memory limit equal to the allowed memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
-"""A step of several micro-batches: all of them through one unit after the other, and one after the other, in turns;
-with the disk as it is and throttled, beside plain torch in memory and DeepSpeed ZeRO-3.
+"""Step time with several micro-batches, in vertical and in ordinary order, beside torch and DeepSpeed ZeRO-3.
+
+In vertical order, all micro-batches pass through a unit before the next unit. In ordinary order, a micro-batch passes
+through all units before the next micro-batch. The disk has its full speed or is throttled; torch has all states in
+memory.
 
     bash bench/peers/setup.sh                                         # once: DeepSpeed's own environment
     python bench/micro_batches.py --json build/micro-batches.json     # as root: the disk is throttled by a cgroup
@@ -10,12 +13,13 @@ with the disk as it is and throttled, beside plain torch in memory and DeepSpeed
 |---|---|
 | vertical, ordinary | infinity.backward(..., vertical=True and False); weights and optimizer states on NVMe |
 | ...-throttled | the same, reading and writing 0.5 GB/s each at most |
-| processor | infinity with everything in RAM and no overlap: what the processor has to do |
+| processor | infinity with everything in RAM and no overlap: the CPU's work alone |
 | torch | plain torch in memory with the same recomputation; weights and moments in bf16, no fp32 master |
 | deepspeed | ZeRO-3, weights and optimizer states on NVMe, as many accumulation steps |
 
-The bound of a system is the larger of `processor` and of its own replay: the bytes of its step with nothing else, in
-the same round. Quote the ratios, which are taken within rounds; single times on a shared machine mean nothing.
+The bound of a system is the longer of `processor` and its own replay, which moves the bytes of its step with nothing
+else, both in the same round. Quote the ratios, which are taken within rounds; single times on a shared machine mean
+nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +58,8 @@ def job(system: str, workload: Workload, directory: Path) -> Job:
     kept = workload.tokens * workload.hidden * 2 * (workload.layers + 2) * workload.micro_batches
     blocks = _BLOCKS_ON_DEVICE * 2 * workload.numel // workload.layers
     memory = {
-        "device": 2 * max(blocks, kept),  # half of it is for weights
-        "host": workload.numel * 4 + (1 << 29),  # gradients in fp32, and what moves states
+        "device": 2 * max(blocks, kept),  # half of this is for weights
+        "host": workload.numel * 4 + (1 << 29),  # gradients in fp32, and staging for states
     }
     options = {"weights": "nvme", "optimizer": "nvme", "overlap": "auto", "memory": memory}
     return Job(workload, str(directory / system), options | {"vertical": "vertical" in system})
@@ -69,8 +73,10 @@ def worker_of(system: str, workload: Workload, directory: Path, args: argparse.N
 
 
 def summarise(rounds: list[dict[str, dict[str, Any]]], numel: int) -> dict[str, dict[str, float]]:
-    """By system: medians of seconds, of its bound, of what it takes of that and of the ordinary order beside it, and
-    bytes per parameter."""
+    """Return by system: medians of the seconds, the bound and two ratios, and bytes per parameter.
+
+    The ratios are those of the seconds to the bound, and to the ordinary order's seconds.
+    """
     summary = {}
     for name in rounds[0]:
         bounds = [

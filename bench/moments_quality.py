@@ -1,12 +1,12 @@
-"""Does training with bf16 or int8 moments end where fp32 moments end?
+"""Losses of training with bf16 and int8 moments, compared with fp32 moments.
 
 A Llama of 20.5 M parameters is trained from scratch on the sources of the Python standard library, with each form of
-the moments and several seeds; a seed fixes the initial weights and the order of the data, so runs of one seed differ
-in nothing but the moments. Writes every loss, the held-out loss at the end, and a plot of the curves.
+the moments and several seeds. A seed fixes the initial weights and the order of the data, so runs with the same seed
+differ only in their moments. The script writes every loss, the held-out loss at the end, and a plot of the curves.
 
     bench/moments_quality.py --output bench/results/2026-11-21-moments-quality.json
 
-Runs that are in the output already are not repeated.
+Runs that are already in the output are not repeated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def build_model(seed: int) -> Any:
 def train(
     moments: str, seed: int, data: PackedData, held_out: PackedData, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One run, everything in RAM: where states lie changes no bit."""
+    """Run one training with all states in RAM; their place does not change any bit."""
     config = {"weights": "host", "optimizer": "host", "activations": "keep", "moments": moments}
     model = infinity.offload(build_model(seed), config, device="cpu")
     model.train()
@@ -82,7 +82,7 @@ def train(
 
 
 def loss_of(model: Any, data: PackedData, index: int) -> torch.Tensor:
-    """The mean loss of one sequence."""
+    """Return the mean loss of one sequence."""
     loss: torch.Tensor = model(**data.rows([index]).of_trainer()).loss
     return loss
 
@@ -96,7 +96,7 @@ def evaluate(model: Any, data: PackedData) -> float:
 
 
 def prepare(directory: Path, tokens: int) -> tuple[PackedData, PackedData]:
-    """Training text and text of other files, in sequences of `tokens`."""
+    """Return the training text, and text from other files, in sequences of `tokens`."""
     text = directory / "text"
     collect_text(text, _TEXT_BYTES)
     tokenizer = train_tokenizer(text)

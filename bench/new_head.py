@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Peak memory and losses of plain scripts that put a new head on a checkpoint of twice memory.host, with and without
-`infinity run`: a sequence classification by a loop, and a reward model by TRL's RewardTrainer.
+"""Peak memory and losses of plain scripts that add a new head to a checkpoint, with and without `infinity run`.
+
+The checkpoint is twice as large as memory.host. The scripts train a sequence classifier with a loop, and a reward model
+with TRL's RewardTrainer.
 
     python bench/new_head.py
     python bench/new_head.py --hidden 256 --layers 2 --host 16 --device 16    # to try the script itself
 
-Each runs in a process of its own. Its peak is that which the kernel counted, pages of mapped files included, less what
-the process has before it loads the model, when the libraries have trained a tiny one. Weights are fp32, so that the
-losses can be compared.
+Each script runs in a process of its own. Its peak is the peak that the kernel counted, including pages of mapped files.
+The memory that the process has before it loads the model, after the libraries have trained a tiny model, is subtracted.
+Weights are fp32, so that the losses can be compared.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ def rss() -> int:
 
 
 def warmed_up() -> int:
-    """What memory the process has once the libraries have trained something."""
+    """Return the memory of the process after the libraries have trained a tiny model."""
     import torch
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -49,7 +51,7 @@ def warmed_up() -> int:
 
 
 def classification(checkpoint: Path) -> tuple[int, list[float]]:
-    """Returns what memory the process had before the model, and the losses."""
+    """Train a classifier. Returns the memory of the process before the model was loaded, and the losses."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -69,7 +71,7 @@ def classification(checkpoint: Path) -> tuple[int, list[float]]:
 
 
 def reward(checkpoint: Path) -> tuple[int, list[float]]:
-    """Returns what memory the process had before the model, and the losses."""
+    """Train a reward model. Returns the memory of the process before the model was loaded, and the losses."""
     import torch
     from datasets import Dataset
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -102,7 +104,7 @@ SCRIPTS = {"classification": classification, "reward": reward}
 
 
 def run(command: list[str], log: Path) -> tuple[int, dict[str, Any]]:
-    """Returns the peak of a process, and what it wrote."""
+    """Run a command. Returns the peak memory of its process, and the JSON that it wrote."""
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT)
         _, status, usage = os.wait4(process.pid, 0)
@@ -112,7 +114,7 @@ def run(command: list[str], log: Path) -> tuple[int, dict[str, Any]]:
 
 
 def measure(work: Path, name: str, budget: int) -> dict[str, Any]:
-    """A script, plain and under infinity."""
+    """Run a script without and with infinity; return the peaks and losses of both."""
     me = [str(Path(__file__).resolve()), "--work", str(work), "--part", name, "--result"]
     found: dict[str, Any] = {}
     for kind, launcher in (("plain", []), ("infinity", ["-m", "infinity.run", str(work / "swap.json")])):

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""What infinity's own Python costs a step: a model of many small layers, one thread, beside plain torch, in turns.
+"""Cost of infinity's own Python code per step: a model of many small layers, one thread, beside plain torch.
 
     python bench/overhead.py --json build/overhead.json
     python bench/overhead.py --layers 24 --placements ram --rounds 5      # the short one, while you change something
     python bench/overhead.py --layers 24 --clipped --device 6             # no step updates during its backward
 
-A layer has 200,000 fp32 parameters and a step 32 tokens, so there is little to compute and next to nothing to move:
-what a step takes longer than plain torch's (torch.optim.AdamW, its default) is the work of hooks, transitions and
-updates. Placements: `ram`, weights and optimizer states in RAM; `states`, the states on NVMe; `nvme`, the weights there
-too, with room for five layers, or as --device says. torch computes with one thread, and so do the updates of infinity,
-beside it.
+A layer has 200,000 fp32 parameters and a step 32 tokens, so there is little to compute and almost nothing to move. The
+extra time of a step over plain torch (torch.optim.AdamW with its defaults) is the work of hooks, transitions and
+updates. Placements: `ram` has weights and optimizer states in RAM; `states` has the states on NVMe; `nvme` has the
+weights on NVMe too, with device memory for five layers, or as --device says. torch computes with one thread. infinity's
+updates have one thread of their own.
 
-Every contender is a process of its own, set up once, that has one turn per round (bench/peers/protocol.py). Quote the
-ratios, which are taken within rounds. The cost per unit should be the same for any number of layers.
+Every contender is a separate process, which is set up once and has one turn per round (bench/peers/protocol.py). Quote
+the ratios, which are taken within rounds. The cost per unit should be the same for any number of layers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from peers.workload import Job, Workload
 _CHECKOUT = BENCH_DIR.parent
 _MODEL = Workload(hidden=128, intermediate=352, heads=4, vocabulary=512, tokens=32, dtype="float32", max_grad_norm=None)
 _CLIPS = 1e-3
-"""A norm that every step's gradients exceed."""
-_LAYERS_ON_DEVICE = 10  # of which the plan gives weights a half, and activations the rest
+"""Maximum norm that every step's gradients exceed."""
+_LAYERS_ON_DEVICE = 10  # the plan gives half of their memory to weights, half to activations
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "ram": {"weights": "host", "optimizer": "host"},
@@ -48,12 +48,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured.
+    """Settings of a measurement.
 
     Attributes:
-        layers: of the model.
+        layers: layers of the model.
         clipped: every step's gradients are clipped.
-        device: memory.device in bytes; 0: room for five layers where weights are on NVMe, and all there is elsewhere.
+        device: memory.device in bytes; 0: room for five layers if weights are on NVMe, otherwise the
+            default.
     """
 
     layers: int
@@ -62,7 +63,7 @@ class Setting:
 
 
 def job(placement: str, setting: Setting, directory: Path) -> Job:
-    """What a worker is told. Args: placement: of PLACEMENTS, or "torch"."""
+    """Return a worker's job. Args: placement: a key of PLACEMENTS, or "torch"."""
     layers = setting.layers
     workload = replace(_MODEL, layers=layers, max_grad_norm=_CLIPS if setting.clipped else None)
     if placement == "torch":
@@ -75,7 +76,7 @@ def job(placement: str, setting: Setting, directory: Path) -> Job:
 
 
 def measure(setting: Setting, placements: Sequence[str], rounds: int, directory: Path) -> dict[str, list[float]]:
-    """Seconds of a step by contender, one per round; each round begins with another contender."""
+    """Return the seconds of a step by contender, one per round; each round begins with another contender."""
     workers = []
     for name in ("torch", *placements):
         kind = "torch" if name == "torch" else "infinity"
@@ -88,8 +89,10 @@ def measure(setting: Setting, placements: Sequence[str], rounds: int, directory:
 
 
 def summarise(seconds: dict[str, list[float]], layers: int) -> dict[str, dict[str, float]]:
-    """By contender: seconds of a step, its ratio to plain torch's of the same round, and what it takes longer, per
-    layer: medians, and the 5th and 95th percentiles."""
+    """Return by contender: the seconds of a step, the ratio to torch's, and the extra seconds per layer.
+
+    Ratios and extra seconds are taken within a round. Each has its median and its 5th and 95th percentiles.
+    """
     summary = {}
     for name, steps in seconds.items():
         ratios = [mine / plain for mine, plain in zip(steps, seconds["torch"], strict=True)]

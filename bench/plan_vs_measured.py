@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What `infinity plan` predicts beside what comes: bytes and seconds of a step, for several models and placements.
+"""Predictions of `infinity plan` beside measurements: bytes and seconds of a step, for several models and placements.
 
     python bench/plan_vs_measured.py --json build/plan-vs-measured.json
     python bench/plan_vs_measured.py --cases llama-nvme,llama-ram      # some of them
 
-Each case is a process (two ranks: two processes) that offloads a model with random weights, makes some steps unmeasured
-and then five, each timed by itself. Before and after these five it measures what the prediction counts with: the disk
-by a replay of a step's bytes with nothing else, the processor's rates as `infinity plan` does (several ranks: all rates
-are those of llama-nvme). Predicted is with the means of the two.
+Each case is a process (two ranks: two processes) that offloads a model with random weights. It makes some unmeasured
+steps and then five steps that are timed one by one. Before and after these five it measures the rates that the
+prediction needs: the disk's by a replay of a step's bytes with nothing else, the CPU's as `infinity plan` does. The
+prediction uses the mean of the two measurements. Cases with several ranks use the rates of llama-nvme.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ CASES: dict[str, dict[str, Any]] = {
     "llama-vertical": {"model": "llama", "config": {**_NVME, "vertical": True}, "micro_batches": 4},
     "llama-clipping": {"model": "llama", "config": _NVME, "clip": 0.01},
 }
-"""By name: a model, keys of the swap config, and what the training has beside the default."""
+"""Cases by name: a model, keys of the swap config, and settings of the training that differ from the default."""
 
 
 def memory_of(case: dict[str, Any], numel: int, blocks: int, ranks: int) -> dict[str, int]:
-    """Budgets: three blocks on the device, gradients in fp32 and half a GiB in RAM, and the weights where they rest."""
+    """Return budgets. Device: three blocks. Host: fp32 gradients, half a GiB, and the weights whose home is RAM."""
     weights = 2 * numel if case["config"]["weights"] == "host" else 0
     return {"device": (6 * 2 * numel // blocks + 192 * _MIB) * ranks, "host": 4 * numel + weights + ranks * (512 << 20)}
 
@@ -81,7 +81,7 @@ def build(case: dict[str, Any], device: str) -> Any:
 
 
 def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dict[str, Any]:
-    """Train, measure and predict. Args: known: rates, which are not measured then."""
+    """Train, measure and predict. Args: known: rates that are given and therefore not measured."""
     import torch
 
     import infinity
@@ -137,7 +137,7 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
     for _ in range(_WARMUP):
         step()
     rates = [_rates(config, plain, length, directory)]
-    replays = [replay_step(coordinator_of(model))] if ranks == 1 else []  # which is of one process
+    replays = [replay_step(coordinator_of(model))] if ranks == 1 else []  # a replay supports one process only
     step()
     infinity.synchronize(model)
     taken, before = [], infinity.statistics(model)
@@ -154,7 +154,7 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
         **{name: (getattr(rates[0], name) + getattr(rates[1], name)) / 2 for name in ("dram", "flops", "decode")},
         adam={"fp32": (rates[0].adam["fp32"] + rates[1].adam["fp32"]) / 2},
     )
-    if known:  # of the whole machine: what several ranks measure at once is their share
+    if known:  # rates of the complete machine; ranks that measure at the same time each see only their share
         machine = replace(machine, dram=known["dram"], flops=known["flops"], adam={"fp32": known["adam"]})
     rate = known.get("disk") or statistics.mean(
         (each.read_bytes + each.written_bytes) / each.seconds for each in replays
@@ -207,7 +207,7 @@ def _rates(config: Any, plain: Any, length: int, directory: Path) -> Any:
 
 
 def run(name: str, scratch: Path, known: dict[str, float]) -> dict[str, Any]:
-    """The case, in a process for each rank; what rank 0 found. Args: known: rates of the machine, for several ranks."""
+    """Run the case in a process per rank; return rank 0's result. Args: known: rates, for several ranks."""
     ranks = CASES[name].get("ranks", 1)
     with tempfile.TemporaryDirectory(prefix=f"plan-{name}-", dir=scratch) as directory, socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,8 +1,9 @@
-"""How long a fetch takes while bulk traffic is queued: `python bench/priority.py [--path DIR]`.
+"""Time of a fetch while bulk traffic is queued: `python bench/priority.py [--path DIR]`.
 
-A fetch (class weights) is issued at even intervals while gigabytes of optimizer-state traffic (class states, half
-reads, half writes, in the tiles an update moves) wait in the same engine. Reported: the fetch's time against the same
-fetch on an idle queue, taken before and after, and the states' rate against the same traffic without any fetch.
+Fetches (class weights) are issued at even intervals while gigabytes of optimizer-state traffic are queued in the same
+engine. The traffic (class states) is half reads and half writes, in the tiles that an update moves. Two ratios are
+reported: the fetch's time against the same fetch on an idle queue, taken before and after; and the traffic's rate
+against the same traffic without any fetch.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def timed_fetch(engine: _native.IOEngine, scratch: Scratch, at: int, into: _nati
 
 
 def run_traffic(traffic: Traffic) -> float:
-    """Seconds the traffic takes on its own."""
+    """Return the seconds that the traffic takes without fetches."""
     began = time.perf_counter()
     wait(traffic.start())
     return time.perf_counter() - began
@@ -98,7 +99,7 @@ def fetch_under_load(
     places: list[int],
     alone_s: float,
 ) -> tuple[list[float], float]:
-    """The fetches' seconds, issued evenly over the time the traffic takes, and the traffic's seconds."""
+    """Return the seconds of the fetches, issued evenly while the traffic runs, and the seconds of the traffic."""
     took: list[float] = []
     began = time.perf_counter()
     futures = traffic.start()

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What each of N ranks keeps and moves, by the plan alone: nothing is measured, and no model is made.
+"""Bytes that each of N ranks keeps and moves, by the plan alone: nothing is measured, and no model is created.
 
     python bench/ranks.py                            # 13 B on 64 ranks, 1 T on 512
     python bench/ranks.py --model 13B --ranks 1 2 4 64
 
-Each job has a row for ZeRO-3, hpZ and ZeRO-2 (ranks.gather: world, node, none). Beside our bytes stand those of ZeRO
-(arXiv 1910.02054, table 1) of mixed-precision Adam: 16 B per parameter cut over the ranks in ZeRO-3, and in ZeRO-2 2 B
-of weights on each and 14 B cut. Ours are 12 B with split16, cut, and the copies of weights that hpZ and ZeRO-2 keep
-(arXiv 2104.07857 has 20 B with gradients in fp32, which here wait in RAM for the update only). hpZ is ZeRO-3 with a
-copy of 2 B on each machine (ZeRO++, arXiv 2306.10209, §3.2).
+Each job has a row for ZeRO-3, hpZ and ZeRO-2 (ranks.gather: world, node, none). infinity's bytes are shown beside those
+of ZeRO with mixed-precision Adam (arXiv 1910.02054, table 1). In ZeRO-3 these are 16 B per parameter, sharded over the
+ranks. In ZeRO-2 they are 2 B of weights on each rank and 14 B sharded. infinity has 12 B with split16, sharded, and the
+copies of weights that hpZ and ZeRO-2 keep. arXiv 2104.07857 has 20 B with gradients in fp32; infinity's gradients are
+in RAM only until the update. hpZ is ZeRO-3 with a copy of 2 B on each machine (ZeRO++, arXiv 2306.10209, §3.2).
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ MODELS: dict[str, dict[str, Any]] = {
 VOCABULARY = 32000
 ON_MACHINE = 8
 DEVICE_GIB = {"13B": 24, "1T": 80}
-"""So small that not all weights of 13 B have slots: where they have, none is gathered twice."""
+"""Device memory in GiB, too small for slots for all weights of 13 B; otherwise no weight would be gathered twice."""
 STAGES = {"world": "ZeRO-3", "node": "hpZ", "none": "ZeRO-2"}
 GIB = 1 << 30
 DISK_RATE = 6e9
 """Bytes per second of each rank's disk, half read and half written: the middle of a PCIe 4 drive's data sheet."""
 FLOPS = 4.5e14
-"""Per second and device, of dense bf16: 0.45 of an H100's peak."""
+"""Dense bf16 FLOPs per second and device: 0.45 of an H100's peak."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank of a job: the one with the most.
+    """One rank of a job: the rank that has the most.
 
     Attributes:
-        parameters: of the model.
-        slice_numel: parameters that the rank keeps, with what rounding up gives it.
-        padding: of the whole job, elements that slots have beyond the parameters, as a share.
-        gather: from which ranks weights come after the first time in a step.
-        state_bytes, weight_bytes: that the rank keeps, wherever they rest.
-        copies_bytes: of the weights that it keeps for the ranks of G, in RAM.
-        paper_bytes: what a rank keeps by the papers.
-        far_bytes, near_bytes: of weights that come from ranks of other machines, or of this one, in a step with one
-            forward and one backward pass.
-        moved_bytes: of a step, read and written on the rank's disk.
-        io_s: seconds of it.
-        tokens: per device and step, from which on computing takes longer than the disk.
+        parameters: parameters of the model.
+        slice_numel: parameters that the rank keeps, including those that rounding up adds.
+        padding: elements of the job's slots beyond the parameters, as a share.
+        gather: ranks that weights are gathered from after the first time in a step.
+        state_bytes, weight_bytes: bytes that the rank keeps, in any tier.
+        copies_bytes: bytes of the weights that it keeps in RAM for the ranks of G.
+        paper_bytes: bytes that a rank keeps according to the papers.
+        far_bytes, near_bytes: bytes of weights that are received from ranks of other machines, or of this machine, in a
+            step with one forward and one backward pass.
+        moved_bytes: bytes per step, read and written on the rank's disk.
+        io_s: seconds for moved_bytes.
+        tokens: tokens per device and step, from which on computing takes longer than the disk.
     """
 
     model: str
@@ -91,7 +91,7 @@ def units_of(name: str) -> tuple[Unit, ...]:
 
 
 def near_of(count: int, gather: str) -> int:
-    """The ranks of G."""
+    """Return the number of ranks of G."""
     return {"world": count, "node": min(count, ON_MACHINE), "none": 1}[gather]
 
 
@@ -110,7 +110,7 @@ def plan_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Plan
     )
     near = near_of(count, gather)
     peers = Peers(
-        Cut(count, 0),  # which never has less than another
+        Cut(count, 0),  # rank 0 never has less than another rank
         min(count, ON_MACHINE),
         together=count > 1,
         near=Cut(near, 0) if near < count else None,
@@ -124,7 +124,7 @@ def row_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Row:
     numel = sum(unit.numel for unit in units)
     kept = sum(end - begin for unit in units for group in unit.groups for begin, end in slices_of(group.numel, count))
     io_s = made.forecast.step_bytes / DISK_RATE
-    weights, once = 2 * numel, 1 if near < count else 2  # fetches of a step that are from all ranks
+    weights, once = 2 * numel, 1 if near < count else 2  # number of gathers in a step that are from all ranks
     return Row(
         model=name,
         ranks=count,
@@ -140,7 +140,7 @@ def row_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Row:
         near_bytes=once * weights * (here - 1) / count + (2 - once) * weights * (near - 1) / near,
         moved_bytes=made.forecast.step_bytes,
         io_s=io_s,
-        tokens=io_s * FLOPS / (8 * numel),  # forward, recomputation, and backward twice: 2 FLOP per parameter each
+        tokens=io_s * FLOPS / (8 * numel),  # forward, recomputation, and backward twice: 2 FLOPs per parameter each
     )
 
 
@@ -160,7 +160,7 @@ def main() -> None:
     for name, count in jobs:
         for gather, stage in STAGES.items():
             if near_of(count, gather) == count and gather != "world":
-                continue  # the row above
+                continue  # the same as the row above
             try:
                 row = row_of(name, units[name], count, gather)
             except PlanError as error:

@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
-"""A training step of N ranks of infinity, of DeepSpeed ZeRO-3 (weights and states on NVMe) and of FSDP2 with CPU
-offload, in turns: seconds, and the memory of all ranks together.
+"""Step time of N ranks of infinity, DeepSpeed ZeRO-3 and FSDP2 with CPU offload, and the memory of all ranks together.
+
+DeepSpeed has weights and states on NVMe.
 
     bash bench/peers/setup.sh                                     # once: the peers' own environment
     python bench/ranks_vs_peers.py --json build/ranks.json
     python bench/ranks_vs_peers.py --dtype float32 --layers 8     # a processor without AVX-512 takes minutes in bf16
 
-All ranks compute on the CPU with one thread each. A turn is that of bench/step_vs_peers.py (peers/protocol.py); its
-time is that of the slowest rank, its memory the sum of the ranks' proportional set sizes after it, and of their peaks.
-Every round begins with another system. Quote the ratios; single times on a shared machine mean nothing.
+All ranks compute on the CPU with one thread each. A turn is the same as in bench/step_vs_peers.py (peers/protocol.py).
+Its time is the time of the slowest rank. Its memory is the sum of the ranks' proportional set sizes after the turn, and
+the sum of their peaks. Every round begins with another system. Quote the ratios; single times on a shared machine mean
+nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ SYSTEMS = ("infinity", "deepspeed", "fsdp2")
 
 
 class Ranks:
-    """The workers of one system, as one worker: each order goes to all of them, and the answers become one."""
+    """The workers of one system as one worker: each order goes to all of them, and their answers are merged."""
 
     def __init__(self, name: str, workers: Sequence[Worker]) -> None:
         self.name = name
@@ -46,7 +48,7 @@ class Ranks:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Of rank 0."""
+        """Facts of rank 0."""
         return self._workers[0].facts
 
     def start(self) -> None:
@@ -74,7 +76,7 @@ def ranks_of(name: str, count: int, workload: Workload, swap: Path, args: argpar
         setting = setting_of("infinity-nvme-lean")
         assert setting is not None
         options = setting.options(workload, None)
-        options["memory"]["device"] *= count * (2 if workload.dtype == "float32" else 1)  # which the ranks share
+        options["memory"]["device"] *= count * (2 if workload.dtype == "float32" else 1)  # memory that the ranks share
     elif name == "deepspeed":
         python, options = args.peers_python, params_on_nvme(workload)
     directory = "" if name == "fsdp2" else str(swap / name)

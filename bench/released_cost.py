@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""What the class of released parameters costs a training step, and two versions of infinity in turns:
-`python bench/released_cost.py --before DIR`.
+"""Cost of the class of released parameters per training step, for two versions of infinity.
+
+    python bench/released_cost.py --before DIR
 
 DIR is a checkout of another version that has the packages which bench/peers/worker_infinity.py imports, built in an
 environment of its own:
@@ -8,12 +9,12 @@ environment of its own:
     git worktree add --detach DIR COMMIT && make -C DIR bootstrap
 
 Both versions train the model of bench/peers/workload.py on the CPU. They are set up first and then have one turn of
-four steps each per round, in an order that turns. Reported: medians of the seconds and of the CPU seconds of a step,
-and of the ratios within a round. The default contender moves nothing, so that its step is the shortest and the disk
-does not blur it; infinity-nvme brings and gives back every weight.
+four steps each per round, in an order that rotates. The report has medians of the seconds and of the CPU seconds of a
+step, and of the ratios within a round. The default contender moves nothing, so its step is the shortest and has no
+noise from the disk. infinity-nvme fetches and releases every weight.
 
-Without --before: only how many calls of __torch_function__ a step makes, by function, and the CPU time of the calling
-thread in them and in changing the classes. That bound does not depend on what else the machine does.
+Without --before, the report has only the calls of __torch_function__ per step, by function, and the calling thread's
+CPU time in these calls and in class changes. This bound does not depend on other load of the machine.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the workers: on a busy machine threads must not spin
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the workers: threads must not spin on a busy machine
 
 from peers.contenders import setting_of
 from peers.process import BENCH_DIR, Worker
@@ -45,7 +46,7 @@ _COUNTED = 3
 
 
 def measure(python: dict[str, Path], job: Callable[[str], Job], rounds: int) -> dict[str, Any]:
-    """Turns of each version: `seconds` and `cpu_seconds` of a step, by name, one per round."""
+    """Return the turns of each version by name: `seconds` and `cpu_seconds` of a step, one per round."""
     steps: dict[str, list[dict[str, float]]] = {name: [] for name in python}
     workers = [
         Worker(name, interpreter, "peers.worker_infinity", job(name), _LOGS / f"released-{name}.log")
@@ -63,7 +64,7 @@ def measure(python: dict[str, Path], job: Callable[[str], Job], rounds: int) -> 
 
 
 def summarise(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians by version, and of the ratios after / before within a round."""
+    """Return medians by version, and medians of the ratios after / before within a round."""
     if [each["loss"] for each in steps["before"]] != [each["loss"] for each in steps["after"]]:
         raise SystemExit("the two versions do not end in the same losses: they do not make the same steps")
     summary: dict[str, Any] = {}
@@ -79,7 +80,7 @@ def summarise(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 class Meter:
-    """Calls, and the CPU time of the calling thread in the outermost of them."""
+    """Counter of calls, and of the calling thread's CPU time in the outermost calls."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -100,7 +101,7 @@ class Meter:
 
 
 def count(workload: Workload, job: Job) -> dict[str, Any]:
-    """Of a step: calls of __torch_function__ and changes of classes, their CPU seconds, and those of the step."""
+    """Return a step's calls of __torch_function__ and class changes, their CPU seconds, and the step's CPU seconds."""
     import torch
     from peers import worker_infinity
 

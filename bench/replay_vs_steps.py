@@ -1,8 +1,8 @@
-"""The replay of a step's I/O against real training steps, taking turns: `python bench/replay_vs_steps.py`.
+"""Replays of a step's I/O compared with real training steps: `python bench/replay_vs_steps.py`.
 
-Both use the same extents of one swap file, since a disk may be faster in one place than in another: a replay writes
-back what it read, so training goes on as if there had been none. Reported: seconds with at least one transfer in flight
-(the engine's count) of each, and their ratio, for weights on NVMe and in RAM.
+Both use the same extents of one swap file, since a disk may be faster in one region than in another. A replay writes
+back the bytes that it read, so it does not affect the training. The report has the seconds with at least one transfer
+in flight (the engine's count) of each, and their ratio, for weights on NVMe and in RAM.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def io_seconds(model: Any) -> float:
 
 
 def measure(weights: str, directory: Path, rounds: int, work: Workload) -> dict[str, Any]:
-    """Medians over `rounds` rounds of one real step and one replay, in an order that turns."""
+    """Return the medians over `rounds` rounds of one real step and one replay, in alternating order."""
     config = {
         "weights": weights,
         "optimizer": "nvme",

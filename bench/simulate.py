@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""A training step in simulated time (bench/simulation): what a machine that is not here would take, or, with measured
-steps, how near the simulation comes to this machine.
+"""Training steps in simulated time (bench/simulation), on machines that are not available.
+
+With measured steps, the script shows how near the simulation is to this machine.
 
     python bench/simulate.py --out build/simulated                     # every machine and model: JSON, tables, a plot
     python bench/simulate.py --machines h200 --models 8B --moments fp32 --out build/one
@@ -11,7 +12,7 @@ steps, how near the simulation comes to this machine.
     python bench/simulate.py --calibrate-gpu bench/results/2026-11-26-gpu-h200.json --out build/calibration
                              # rows of stage 8 of bench/gpu_check.py
 
-Nothing is measured here, and what is written says so. Some minutes for everything; a 70 B model takes most of them.
+The script measures nothing, and its output says so. A complete run takes some minutes, most of them for 70 B.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MOMENTS = ("fp32", "int8")
 
 
 def scenarios(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every machine, model and form of the moments: unclipped and clipped, and the changed policies."""
+    """Yield every machine, model and form of the moments: unclipped and clipped, and the changed policies."""
     for machine_name in args.machines:
         machine = MACHINES[machine_name]
         for model in args.models:
@@ -104,7 +105,7 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _written(rows: Sequence[dict[str, Any]], out: Path) -> str:
-    """The tables; all figures go to `out`, and a plot."""
+    """Write all figures and a plot to `out`; return the tables."""
     machines = {name: machine for name, machine in MACHINES.items() if any(row["machine"] == name for row in rows)}
     written = {name: machine.__dict__ for name, machine in machines.items()}
     _write(out / "simulated.json", {"simulated": True, "machines": written, "rows": rows})
@@ -115,7 +116,7 @@ def _written(rows: Sequence[dict[str, Any]], out: Path) -> str:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """One row to a line, figures in six digits."""
+    """Write one row per line, with figures in six digits."""
     lines = [f'"{name}": {_rows(part) if name == "rows" else json.dumps(_short(part))}' for name, part in value.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""One training step of infinity, of DeepSpeed ZeRO-3 (optimizer states on NVMe) and of plain torch in memory, in turns.
+"""Step time of infinity, of DeepSpeed ZeRO-3 (optimizer states on NVMe) and of plain torch in memory.
 
     bash bench/peers/setup.sh                                 # once: the peers' own environment
     python bench/step_vs_peers.py --json build/step.json      # the comparison
@@ -8,10 +8,10 @@
     python bench/step_vs_peers.py --contenders deepspeed,processor,infinity-host,infinity-host-cached
     python bench/step_vs_peers.py --try-params-nvme           # what DeepSpeed needs for weights on NVMe too
 
-Contenders are named in peers/contenders.py. All compute on the CPU, are set up first and then have one turn each per
-round, so that what the machine does meanwhile hits all alike; a turn of infinity also has a replay of the step's bytes,
-its I/O alone. Where memory does not hold all at once they run in groups, each with the peers and the bounds in it.
-Quote the ratios; single times on a shared machine mean nothing.
+Contenders are named in peers/contenders.py. All compute on the CPU. They are set up first and then have one turn each
+per round, so that other load of the machine affects all equally. A turn of infinity also has a replay, which moves the
+step's bytes without computing. If memory is too small for all contenders at once, they run in groups; each group has
+the peers and the bounds in it. Quote the ratios; single times on a shared machine mean nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SETUP_COMMAND = "bash bench/peers/setup.sh"
 
 
 class Bench:
-    """The command line resolved: which interpreters and directories, and how a worker for a contender is made."""
+    """The command line resolved: interpreters, directories, and the creation of a worker for a contender."""
 
     def __init__(self, args: argparse.Namespace, swap_dir: Path) -> None:
         self.args = args
@@ -74,10 +74,10 @@ class Bench:
         return Worker(name, python, f"peers.worker_{kind}", job, log, timeout_s=self.args.time_limit)
 
     def worker(self, name: str, run: Run) -> Worker:
-        """A worker for a contender, not started yet.
+        """Return a worker for a contender, not started yet.
 
         Raises:
-            WorkerError: it is to cache, and what its budget is made from was not measured.
+            WorkerError: the contender caches states, and the measurements that its budget depends on are missing.
         """
         if name == "deepspeed":
             return self.deepspeed_worker(name, self.deepspeed_options)
@@ -94,7 +94,7 @@ class Bench:
         return self._worker(name, self.args.infinity_python, "infinity", job)
 
     def _cache_budget(self, setting: Setting, run: Run) -> int:
-        """The memory.host with which a caching contender takes the memory asked for, from what was measured so far."""
+        """Return the memory.host with which a caching contender takes the requested memory, by measurements so far."""
         name, twin = setting.name, setting.uncached.name
         for needed in (twin, *(["deepspeed"] if self.args.cached_like == "deepspeed" else [])):
             if not run.warmup.get(needed):
@@ -110,7 +110,7 @@ class Bench:
         return budget
 
     def choose_deepspeed(self) -> None:
-        """Settle DeepSpeed's settings: those asked for, or the fastest of a short probe."""
+        """Choose DeepSpeed's settings: the requested ones, or the fastest of a short probe."""
         if self.args.deepspeed_variant:
             self.deepspeed_options = parse_variant(self.args.deepspeed_variant, self.workload)
             return
@@ -127,7 +127,7 @@ class Bench:
 
 
 def _peak_rss(run: Run, name: str) -> int:
-    """Of a step, warm."""
+    """Return the peak RSS of a warm step."""
     return int(run.warmup[name][-1]["peak_rss_bytes"])
 
 
@@ -140,7 +140,7 @@ def _describe_trial(trial: Trial) -> str:
 
 
 def _start(bench: Bench, name: str, run: Run) -> Worker | None:
-    """Set a contender up and warm it; a failure takes it out of the run and is reported."""
+    """Set a contender up and warm it up; report a failure and remove the contender from the run."""
     worker = None
     try:
         worker = bench.worker(name, run)
@@ -163,7 +163,10 @@ def _take_out(name: str, worker: Worker | None, error: WorkerError, run: Run) ->
 
 
 def _in_rounds(workers: list[Worker], run: Run, rounds: range) -> None:
-    """A turn each per round, each round beginning with another contender; then the disk under each one's files."""
+    """Run the rounds; each worker has a turn per round, and each round begins with another worker.
+
+    After each round, the rate of the disk is measured in each contender's files.
+    """
     for number in rounds:
         turn = number % max(len(workers), 1)
         began, used_before = time.monotonic(), {worker.name: worker.cpu_seconds() for worker in workers}
@@ -180,13 +183,13 @@ def _in_rounds(workers: list[Worker], run: Run, rounds: range) -> None:
             idle = worker.cpu_seconds() - used_before[worker.name] - step.pop("turn_cpu_seconds")
             step["idle_cpu_share"] = idle / max(elapsed - step.pop("turn_seconds"), 1e-9)
             run.steps.setdefault(worker.name, []).append(step)
-            if worker.facts["replays"] or worker.name.startswith("deepspeed"):  # has files
+            if worker.facts["replays"] or worker.name.startswith("deepspeed"):  # the worker has files
                 run.disk.setdefault(worker.name, []).append(mixed_rate(Path(worker.job.swap_dir)))
         print("  " + ", ".join(f"{name} {step['seconds']:.2f} s" for name, step in turns.items()), flush=True)
 
 
 def _turn(worker: Worker) -> dict[str, Any]:
-    """A step and, where the contender can, its I/O alone; and what the whole turn took."""
+    """Run a step and, if the contender can, a replay; return the measurements of both and of the complete turn."""
     began, used_before = time.monotonic(), worker.cpu_seconds()
     step = worker.step()
     if worker.facts["replays"]:
@@ -198,14 +201,14 @@ def _turn(worker: Worker) -> dict[str, Any]:
 
 
 def measure(bench: Bench, names: list[str]) -> Run:
-    """Run the contenders, all at once or in groups where memory allows it, else one after the other."""
+    """Run the contenders all at once, else in groups if memory allows it, else one after the other."""
     groups = None if bench.args.one_at_a_time else groups_that_fit(names, bench.workload, _available_bytes())
     run = Run(interleaved=groups is not None)
     for repeat in range(bench.args.repeats):
         for index, group in enumerate(groups or [[name] for name in names]):
             if run.interleaved:
                 print(f"taking turns: {', '.join(group)}", flush=True)
-            # Where they do not take turns the steps of the same number are compared all the same.
+            # Contenders that do not take turns are compared by steps of the same number.
             first = (repeat * len(groups) + index if groups else repeat) * bench.args.rounds
             with ExitStack() as running:
                 workers = []
@@ -219,7 +222,7 @@ def measure(bench: Bench, names: list[str]) -> Run:
 
 
 def _in_turn(group: list[str], repeat: int) -> list[str]:
-    """Another one is set up first each time; what caches comes after what its budget is made from."""
+    """Return the order of set-up, which rotates; contenders that cache are after those that their budget depends on."""
     turn = repeat % len(group)
     return sorted(group[turn:] + group[:turn], key=lambda name: "-cached" in name)
 
@@ -252,7 +255,7 @@ def try_params_nvme(bench: Bench) -> list[dict[str, str]]:
 
 @contextmanager
 def _swap_directory(parent: Path) -> Iterator[Path]:
-    """A fresh directory under `parent`, removed whatever happens."""
+    """Create a directory under `parent`, and remove it afterwards in any case."""
     parent.mkdir(parents=True, exist_ok=True)
     directory = Path(tempfile.mkdtemp(prefix="step-", dir=parent))
     try:
@@ -292,10 +295,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _chosen(args: argparse.Namespace) -> list[str]:
-    """The contenders to run; those whose environment is missing are dropped, or refused where they were asked for.
+    """Return the contenders to run. A default contender whose environment is missing is dropped.
 
     Raises:
-        SystemExit: an unknown contender, or one asked for whose environment is missing.
+        SystemExit: an unknown contender, or a requested one whose environment is missing.
     """
     names = (args.contenders or DEFAULT).split(",")
     try:
@@ -314,9 +317,9 @@ def _chosen(args: argparse.Namespace) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; 0 when every contender asked for ran."""
+    """Run the comparison; return 0 when every requested contender ran."""
     args = _parse(argv)
-    # Absolute, but not resolved: a virtual environment's interpreter is a link that must stay one.
+    # Absolute, but not resolved: a virtual environment's interpreter is a symbolic link that must stay one.
     args.peers_python, args.infinity_python = (
         Path(os.path.abspath(p)) for p in (args.peers_python, args.infinity_python)
     )

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What transformers' Trainer under `infinity run` costs a step beside infinity's own three lines, in turns.
+"""Cost per step of transformers' Trainer under `infinity run`, compared with infinity's own three lines.
 
     python bench/trainer_overhead.py --json build/trainer.json
     python bench/trainer_overhead.py --small --rounds 3      # a tiny model, to try the script itself
@@ -29,11 +29,14 @@ from peers.workload import Job, Workload
 
 PLACEMENTS = {"nvme": {"weights": "nvme", "optimizer": "nvme"}, "ram": {"weights": "host", "optimizer": "host"}}
 _TOLERANCE = 2e-2
-"""Of the losses: clip_grad_norm_'s factor is fp32, and bf16 weights that are rounded the other way show it."""
+"""Relative tolerance of the losses.
+
+clip_grad_norm_'s factor is fp32, and bf16 weights that are rounded the other way change the losses.
+"""
 
 
 def measure(workload: Workload, options: dict[str, Any], rounds: int, directory: Path) -> dict[str, list[float]]:
-    """Seconds of a step by contender, one per round; each round begins with another contender."""
+    """Return the seconds of a step by contender, one per round; each round begins with another contender."""
     workers = []
     for name in ("infinity", "trainer"):
         swap = directory / name / "swap"

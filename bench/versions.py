@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""A step of this infinity beside a step of another version of it, in turns, and the other one beside itself.
+"""Step time of this infinity compared with another version, and of the other version compared with itself.
 
     git worktree add ../before COMMIT && make -C ../before bootstrap
     python bench/versions.py ../before/.venv/bin/python --json build/versions.json
     python bench/versions.py ../before/.venv/bin/python --small --rounds 3   # a tiny model, to try the script itself
 
-The other version runs twice: how far its own two runs are apart is what the machine does to a ratio, and only a ratio
-outside of that says something of the versions. Quote the ratios, which are taken within rounds. The losses of all three
+The other version runs twice. The difference between its two runs is the machine's noise, and only a ratio outside of
+this noise says something about the versions. Quote the ratios, which are taken within rounds. The losses of all three
 must be the same to the last bit.
 """
 
@@ -39,7 +39,7 @@ Steps = dict[str, list[dict[str, Any]]]
 
 
 def measure(name: str, workload: Workload, pythons: dict[str, Path], rounds: int, directory: Path) -> Steps:
-    """What each version's worker found, by round. Each round begins with another version."""
+    """Return the measurements of each version's worker, by round. Each round begins with another version."""
     setting = setting_of(name)
     if setting is None or setting.cached:
         raise SystemExit(f"'{name}' is no contender that is compared here; name some like {CONTENDERS}")
@@ -65,7 +65,7 @@ def measure(name: str, workload: Workload, pythons: dict[str, Path], rounds: int
 
 
 def ratios_of(steps: Steps, key: str) -> dict[str, dict[str, float]]:
-    """Of what was found in the same rounds: the median, and the 5th and 95th of a hundred."""
+    """Return ratios within the same rounds: the median, and the 5th and 95th percentiles."""
     return {
         f"{one} / {other}": _spread([a[key] / b[key] for a, b in zip(steps[one], steps[other], strict=True)])
         for one, other in ((NEW, OLD), (AGAIN, OLD))
@@ -96,7 +96,7 @@ def main() -> None:
     args = parser.parse_args()
     workload = replace(SMALL if args.small else WORKLOADS[args.workload], max_grad_norm=args.max_grad_norm)
     args.swap_dir.mkdir(parents=True, exist_ok=True)
-    # Absolute, but not resolved: a virtual environment's interpreter is a link that must stay one.
+    # Absolute, but not resolved: a virtual environment's interpreter is a symbolic link that must stay one.
     other = Path(os.path.abspath(args.other))
     pythons = {NEW: Path(sys.executable), OLD: other, AGAIN: other}
     result: dict[str, Any] = {"machine": machine_facts(args.swap_dir), "workload": asdict(workload)}

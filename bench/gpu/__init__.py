@@ -1,1 +1,1 @@
-"""What `make gpu-check` and `make gpu-bundle` are made of: the stages, the process around each, the bundle."""
+"""Parts of `make gpu-check` and `make gpu-bundle`: the stages, the process around each stage, the bundle."""

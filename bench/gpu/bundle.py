@@ -1,4 +1,4 @@
-"""What the bundle holds, and whether a bundle is whole and small enough: checks that need neither pip nor a network."""
+"""Contents of the bundle, and checks of its completeness and size that need neither pip nor a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpu.environment import BUILD, IMPORT
 
 FOLDER = ".bundle"
 LIMIT_BYTES = 64 << 20
-"""Of the bundle and the working tree together: what travels to a machine without a network."""
+"""Largest size of the bundle and the working tree together, which are sent to a machine without a network."""
 
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1)),
@@ -21,7 +21,7 @@ PLATFORMS = (
     "manylinux2010_x86_64",
     "manylinux1_x86_64",
 )
-"""Binary wheels that run with glibc 2.28 or newer."""
+"""Platform tags of the binary wheels that run with glibc 2.28 or newer."""
 
 DEBIAN_FILES = {
     "libxxhash-dev": {"usr/include/xxhash.h": "include"},
@@ -31,24 +31,25 @@ DEBIAN_FILES = {
         "usr/lib/x86_64-linux-gnu/liburing.a": "lib",
     },
 }
-"""By Debian package: which of its files go into which folder of the bundle."""
+"""File patterns by Debian package, each with the folder of the bundle that its files are copied into."""
 
 NATIVE_FILES = ("include/xxhash.h", "include/liburing.h", "include/liburing/io_uring.h", "lib/liburing.a")
 
 
 class BundleError(RuntimeError):
-    """The bundle is not what a machine without a network needs."""
+    """The bundle lacks something that a machine without a network needs."""
 
 
 def check(folder: Path, python: str, *, beside_bytes: int = 0) -> int:
     """Check a bundle for one Python version.
 
     Args:
+        folder: the bundle's folder.
         python: version, such as "3.12".
-        beside_bytes: what travels with the bundle.
+        beside_bytes: size of the files that are sent with the bundle.
 
     Returns:
-        Bytes of the folder.
+        Size of the folder in bytes.
 
     Raises:
         BundleError: names every file that is missing, every wheel that does not fit, or the size.
@@ -75,12 +76,12 @@ def folder_bytes(folder: Path) -> int:
 
 
 def tree_bytes(root: Path) -> int:
-    """Of the files that travel."""
+    """Return the bytes of the files that are sent to the machine."""
     return sum((root / name).lstat().st_size for name in tree_files(root))
 
 
 def tree_files(root: Path) -> list[str]:
-    """The files that git knows or does not ignore, by their path below `root`."""
+    """Return the paths, relative to `root`, of the files that git tracks or does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=root,
@@ -92,7 +93,7 @@ def tree_files(root: Path) -> list[str]:
 
 
 def _misfits(wheels: Iterable[Path], python: str) -> list[str]:
-    """Why wheels cannot be installed for a CPython of this version on x86-64 Linux."""
+    """Return the reasons why wheels cannot be installed for a CPython of this version on x86-64 Linux."""
     major, minor = (int(part) for part in python.split("."))
     platforms = list(PLATFORMS)
     wanted = {*cpython_tags((major, minor), platforms=platforms), *compatible_tags((major, minor), platforms=platforms)}

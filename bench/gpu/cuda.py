@@ -1,4 +1,4 @@
-"""What several stages do on a GPU: sleep there, time copies, hold pinned memory."""
+"""Helpers on a GPU that several stages use: kernels that sleep, timed copies, pinned memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DEVICE = "cuda"
 
 
 class Sleeper:
-    """Kernels that keep a stream busy for about as long as asked."""
+    """Kernels that keep a stream busy for about the requested time."""
 
     _CYCLES = 20_000_000
 
     def __init__(self) -> None:
-        torch.cuda._sleep(self._CYCLES)  # the clock comes up
+        torch.cuda._sleep(self._CYCLES)  # raises the GPU's clock before the measurement
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         torch.cuda._sleep(self._CYCLES)
@@ -30,12 +30,12 @@ class Sleeper:
         return f"{self._cycles_per_ms:.0f} cycles per ms"
 
     def sleep(self, ms: float) -> None:
-        """On the current stream."""
+        """Keep the current stream busy for about `ms` milliseconds."""
         torch.cuda._sleep(int(ms * self._cycles_per_ms))
 
 
 def current_device() -> torch.device:
-    """The GPU, with its index."""
+    """Return the GPU, with its index."""
     return torch.device(DEVICE, torch.cuda.current_device())
 
 
@@ -44,7 +44,7 @@ def accelerator() -> TorchAccelerator:
 
 
 def pinned_arena(nbytes: int) -> PinnedArena:
-    """Raises RuntimeError when it cannot be registered."""
+    """Return a pinned arena. Raises RuntimeError when the memory cannot be registered."""
     arena = PinnedArena(nbytes)
     refused = arena.pin(accelerator())
     if refused:
@@ -53,7 +53,7 @@ def pinned_arena(nbytes: int) -> PinnedArena:
 
 
 def milliseconds(work: Callable[[], None], *streams: torch.cuda.Stream) -> float:
-    """From the first to the last of what `work` puts on the streams, by events on the GPU."""
+    """Return the milliseconds between the first and last operation of `work` on the streams, by GPU events."""
     main = torch.cuda.current_stream()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

@@ -1,7 +1,8 @@
-"""A Python in which infinity runs, on a machine without a network: the given one, or a virtual environment over it.
+"""Choice of a Python that runs infinity without a network: the given one, or a virtual environment on top of it.
 
-What the machine has is left as it is. The virtual environment sees the packages of the given Python, and has beside
-them what is missing (from the bundle) and infinity, built from this checkout. Uses the standard library alone.
+The machine's own installation is not changed. The virtual environment sees the packages of the given Python. It adds
+the missing packages, from the bundle, and infinity, built from this checkout. This module uses the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 ENVIRONMENT = Path("build") / "gpu-venv"
-"""Relative to the checkout."""
+"""Path of the virtual environment, relative to the checkout."""
 
 BUILD = ("scikit-build-core", "pybind11", "cmake", "ninja")
-"""Distributions that building infinity takes. cmake and ninja may be programs of the system instead."""
+"""Distributions that the build of infinity needs. cmake and ninja may be system programs instead."""
 IMPORT = ("numpy", "pydantic", "pyyaml", "psutil")
-"""Distributions that `import infinity` takes, beside torch."""
+"""Distributions that `import infinity` needs, beside torch."""
 STAGES = (("pytest", "pytest-timeout", "hypothesis"), ("rich",), ("safetensors",), ("transformers",))
-"""Groups that single stages take. A stage whose group is missing says so; the others run."""
+"""Groups of distributions that single stages need. A stage whose group is missing reports it; the others run."""
 
 _PROGRAMS = ("cmake", "ninja")
 _HAS_NATIVE = "from infinity import _native; import infinity; print(infinity.__file__)"
@@ -39,16 +40,16 @@ _SITES = "import json, sys; print(json.dumps([p for p in sys.path if p.endswith(
 
 
 class PreparationError(RuntimeError):
-    """No Python could be made to run infinity; says what is missing and what to do."""
+    """No Python could be prepared to run infinity; the message says what is missing and what to do."""
 
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """What torch says of itself under one Python.
+    """Facts about torch under one Python.
 
     Attributes:
-        cuda: the CUDA that torch was built for; None: none, or no torch at all.
-        devices: GPUs it sees.
+        cuda: the CUDA version that torch was built for; None when there is none, or no torch.
+        devices: number of GPUs that torch sees.
     """
 
     python: Path
@@ -58,7 +59,7 @@ class TorchFacts:
     gpu: str = ""
 
     def missing(self) -> str:
-        """Why nothing can run on a GPU; '' where it can."""
+        """Return the reason why nothing can run on a GPU; '' when a GPU can be used."""
         if self.devices:
             return ""
         if self.torch is None:
@@ -67,7 +68,7 @@ class TorchFacts:
 
 
 def probe_torch(python: Path) -> TorchFacts:
-    """Ask a Python, in a process of its own, for its torch and the GPUs that torch sees."""
+    """Return the version of torch under a Python and the GPUs that torch sees. Both are read in a separate process."""
     asked = _run([python, "-c", _TORCH], check=False)
     try:
         found = json.loads(asked.stdout.strip().splitlines()[-1])
@@ -77,8 +78,11 @@ def probe_torch(python: Path) -> TorchFacts:
 
 
 def choose_python(candidates: list[Path]) -> TorchFacts:
-    """The candidate whose torch sees a GPU, else one whose torch was built for CUDA, else one that has infinity, else
-    one that has torch; the first of equals."""
+    """Choose the best candidate; the first of equal ones.
+
+    The preferred one has a torch that sees a GPU. The next are one whose torch was built for CUDA, one that has
+    infinity, and one that has torch.
+    """
     probed = [probe_torch(python) for python in candidates]
     for good in (
         lambda each: each.devices > 0,
@@ -93,7 +97,7 @@ def choose_python(candidates: list[Path]) -> TorchFacts:
 
 
 def has_infinity(python: Path, root: Path | None = None) -> bool:
-    """Whether infinity, its native core included, can be imported; with `root`, whether it is that checkout's."""
+    """Return whether infinity and its native core can be imported; with `root`, whether they are that checkout's."""
     asked = _run([python, "-c", _HAS_NATIVE], check=False, cwd=Path("/"))
     if asked.returncode:
         return False
@@ -101,17 +105,20 @@ def has_infinity(python: Path, root: Path | None = None) -> bool:
 
 
 def prepared(root: Path, python: Path) -> Path | None:
-    """The Python that `prepare` would return, where there is nothing left to do for it; else None."""
+    """Return the Python that `prepare` would return if nothing has to be installed or built for it; else None."""
     candidates = (python, _environment_python(root))
     return next((each for each in candidates if each.exists() and has_infinity(each, root)), None)
 
 
 def prepare(root: Path, python: Path) -> tuple[Path, dict[str, Any]]:
-    """A Python that imports infinity of this checkout, and what was done for it.
+    """Prepare a Python that imports infinity from this checkout.
 
     Args:
-        root: of the checkout; its .bundle is used where it exists.
-        python: has torch, which is used as it is.
+        root: root of the checkout; its .bundle is used where it exists.
+        python: a Python that has torch; this torch is used and not changed.
+
+    Returns:
+        The Python, and a record of the actions taken: installed distributions, and whether infinity was built.
 
     Raises:
         PreparationError: something is missing that the bundle does not have, or the build failed.
@@ -131,7 +138,7 @@ def _environment_python(root: Path) -> Path:
 
 
 def _make_environment(root: Path, python: Path) -> Path:
-    """An environment that sees the packages of `python`: the environment's own come first."""
+    """Return an environment that sees the packages of `python`; the environment's own packages have precedence."""
     inside = _environment_python(root)
     has_pip = _run([python, "-m", "pip", "--version"], check=False).returncode == 0
     if not inside.exists() or not _same_version(inside, python):
@@ -147,16 +154,16 @@ def _make_environment(root: Path, python: Path) -> Path:
 
 
 def _same_version(*pythons: Path) -> bool:
-    """Whether what is compiled for one of these fits the others."""
+    """Return whether code compiled for one of these Pythons fits the others."""
     ask = "import sys; print(sys.implementation.cache_tag)"
     return len({_run([python, "-c", ask], check=False).stdout for python in pythons}) == 1
 
 
 def _install_missing(root: Path, inside: Path) -> list[str]:
-    """Install what cannot be found, from the bundle alone; returns the distributions added.
+    """Install the missing distributions from the bundle alone; return the distributions that were added.
 
     Raises:
-        PreparationError: what build or import need is missing.
+        PreparationError: a distribution that build or import needs is missing.
     """
     before = _distributions(inside)
     needed = [*(name for name in BUILD if name not in _PROGRAMS or shutil.which(name) is None), *IMPORT]
@@ -184,7 +191,7 @@ def _build(root: Path, inside: Path) -> None:
 
 
 def _pip(root: Path, inside: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """pip that asks no index, whatever the machine's configuration says."""
+    """Run pip without any index, whatever the machine's pip configuration says."""
     wheels = root / ".bundle" / "wheels"
     links = ["--find-links", str(wheels)] if wheels.is_dir() else []
     command, rest = arguments[0], arguments[1:]
@@ -205,7 +212,7 @@ def _pip(root: Path, inside: Path, *arguments: str) -> subprocess.CompletedProce
 
 
 def _requirement(root: Path, name: str) -> str:
-    """The distribution with the bounds that pyproject.toml gives it."""
+    """Return the distribution's name with the version bounds from pyproject.toml."""
     text = (root / "pyproject.toml").read_text()
     for requirement in json.loads(_run([sys.executable, "-c", _READ_TOML, "-"], feed=text).stdout):
         bare = requirement.split(";")[0].strip()

@@ -1,4 +1,4 @@
-"""What the machine is and allows, as far as infinity's speed depends on it: the second half of stage 0."""
+"""Facts about the machine that infinity's speed depends on: the second half of stage 0."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SMI = (
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `touch_bytes`, the RAM to touch at most."""
+    """Run the stage. Settings: `touch_bytes`, the largest amount of RAM to touch."""
     options.work.mkdir(parents=True, exist_ok=True)
     record.measure("versions", "torch 2.6 or newer; infinity of this checkout", _versions)
     record.measure("cores", "16", usable_cores)
@@ -120,7 +120,7 @@ def _first_line(*command: str) -> str:
 
 
 def pcie() -> dict[str, Any]:
-    """What nvidia-smi, and /sys beside it, say of the GPU's link."""
+    """Return the facts about the GPU's link that nvidia-smi and /sys report."""
     said: dict[str, Any] = {}
     if shutil.which("nvidia-smi"):
         asked = subprocess.run(
@@ -157,7 +157,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def touch(wanted: int) -> dict[str, Any]:
-    """Touch memory page by page until `wanted` bytes are, or half of what is free, or 15 s have passed."""
+    """Touch memory page by page, up to `wanted` bytes, half of the free memory, or 15 s."""
     found: dict[str, Any] = {"before": _memory()}
     pieces: list[mmap.mmap] = []
     began = time.perf_counter()

@@ -1,5 +1,4 @@
-"""The proof of the bundle: in an environment that has torch alone, without a network, the folder builds infinity and
-two offloaded steps run."""
+"""Proof of the bundle: with torch alone and no network, the folder builds infinity and two offloaded steps run."""
 
 from __future__ import annotations
 
@@ -68,10 +67,14 @@ except RuntimeError as error:
 
 
 def prove(root: Path, python: Path) -> int:
-    """Args: python: its version is the bundle's, and it has torch, which alone is taken from it.
+    """Build and train from the bundle, in an environment without a network.
+
+    Args:
+        root: root of the checkout, with its .bundle.
+        python: a Python of the bundle's version that has torch; nothing but torch is taken from it.
 
     Returns:
-        0: infinity was built and trained. 1: not, and stderr says why.
+        0: infinity was built and trained. 1: it was not, and stderr says why.
 
     Raises:
         BundleError: there is no bundle, or `python` has no torch.
@@ -101,13 +104,13 @@ def prove(root: Path, python: Path) -> int:
 
 
 def _copy_tree(root: Path, tree: Path) -> None:
-    """What travels: the files that git does not ignore, and the bundle."""
+    """Copy the files that are sent to the machine: the bundle, and the files that git does not ignore."""
     tree.mkdir()
     subprocess.run(["cp", "-r", "--parents", "-t", str(tree), *tree_files(root), FOLDER], cwd=root, check=True)
 
 
 def _programs(folder: Path) -> Path:
-    """The system's programs but for those that the bundle brings."""
+    """Return a folder that links to the system's programs, apart from those that the bundle provides."""
     folder.mkdir()
     for program in Path("/usr/bin").iterdir():
         if not program.name.startswith(("cmake", "ninja")):
@@ -116,11 +119,11 @@ def _programs(folder: Path) -> Path:
 
 
 def _offline(command: list[str], cwd: Path, programs: Path) -> int:
-    """Run in a network namespace that has no device, with nothing of our environment; its exit code."""
+    """Run a command in a network namespace without devices and with a clean environment; return its exit code."""
     environment = {
         "PATH": str(programs),
         "HOME": str(cwd),
-        # The system's own headers and libraries stay unseen, where it has them.
+        # CMake ignores the system's own headers and libraries.
         "CMAKE_ARGS": "-DCMAKE_IGNORE_PATH=/usr/include;/usr/lib/x86_64-linux-gnu;/usr/lib;/lib;/lib/x86_64-linux-gnu",
     }
     namespace = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-rn"]
@@ -128,7 +131,7 @@ def _offline(command: list[str], cwd: Path, programs: Path) -> int:
 
 
 def _require_bundled(tree: Path) -> None:
-    """Raises BundleError when the build took a header or a library of the system."""
+    """Require that the build used the bundle. Raises BundleError when a header or a library is the system's."""
     cache = next((tree / "build").glob("*/CMakeCache.txt")).read_text()
     for line in cache.splitlines():
         if line.startswith(("XXHASH_INCLUDE:", "URING_INCLUDE:", "URING_LIBRARY:")):

@@ -1,5 +1,7 @@
-"""A pytest plugin (`-p gpu.pytest_lines`): one JSON line per test, written as it ends, to the file INFINITY_TEST_LINES.
-A run that hangs or is killed loses no earlier result."""
+"""pytest plugin (`-p gpu.pytest_lines`) that writes one JSON line per test to the file named by INFINITY_TEST_LINES.
+
+Each line is written when its test ends, so a run that hangs or is killed loses no earlier result.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ _KEPT_CHARACTERS = 3000
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """A test's own phase; its set-up and clean-up only where they did not pass."""
+    """Write a line for the test's call phase. Set-up and clean-up get a line only when they did not pass."""
     if report.when != "call" and report.outcome == "passed":
         return
     line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}

@@ -1,8 +1,8 @@
 """A stage's side of the protocol: each measurement is one JSON line on stdout, written as soon as it is known.
 
-So a measurement that raises, hangs or takes the process with it does not lose the ones before it.
+A measurement that raises, hangs or kills the process therefore does not lose the earlier ones.
 
-    {"begins": NAME}                                              what the process was doing, should it end now
+    {"begins": NAME}                                              the measurement in progress, in case the process ends
     {"name": NAME, "value": …, "expected": TEXT, "verdict": VERDICT, "reason": TEXT, "error": TRACEBACK}
 """
 
@@ -20,21 +20,25 @@ from pathlib import Path
 from typing import Any, Literal, TextIO, TypeVar
 
 Verdict = Literal["ok", "failed", "missed", "known", "noted", "skipped"]
-"""`missed`: right, and slower than expected. `known`: the expectation is not met, and the reason is that today's design
-cannot meet it. `noted`: a fact that nothing is expected of."""
+"""Judgement of a measurement.
+
+`missed`: correct, but slower than expected. `known`: the expectation is not met because today's design cannot meet it.
+`noted`: a fact without an expectation.
+"""
 
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the runner hands a stage as its one argument.
+    """Argument that the runner passes to a stage.
 
     Attributes:
-        seconds: the stage's time limit, from its start.
-        out: the folder whose files are kept; `work`: one for swap files and logs, removed afterwards.
-        found: what the earlier stages measured, by stage and name.
-        settings: the stage's own, for tests and by hand.
+        seconds: the stage's time limit, counted from its start.
+        out: folder whose files are kept.
+        work: folder for swap files and logs, which is removed afterwards.
+        found: measurements of the earlier stages, by stage and name.
+        settings: settings of this stage, for tests and manual runs.
     """
 
     seconds: float
@@ -53,7 +57,7 @@ class Options:
 
 
 class Record:
-    """Where a stage writes its measurements. `channel` gets the lines."""
+    """Writer of a stage's measurements. The lines go to `channel`."""
 
     def __init__(self, channel: TextIO, seconds: float) -> None:
         self._channel = channel
@@ -65,11 +69,11 @@ class Record:
         return self._ends - time.monotonic()
 
     def fileno(self) -> int:
-        """Of the channel: for a child that writes lines of its own."""
+        """Return the channel's file descriptor, for a child process that writes lines of its own."""
         return self._channel.fileno()
 
     def note(self, name: str, value: Any, *, expected: str = "") -> None:
-        """A fact that is judged by nobody, or by whoever reads it beside `expected`."""
+        """Write a fact that is not judged automatically; `expected` helps a human reader to judge it."""
         self._write(name, value=value, expected=expected, verdict="noted")
 
     def skip(self, name: str, reason: str, *, expected: str = "") -> None:
@@ -86,17 +90,20 @@ class Record:
         speed: bool = False,
         least_s: float = 0.0,
     ) -> Value | None:
-        """Take one measurement; what it raises is written, not raised.
+        """Take one measurement. Its exception, if any, is written and not raised.
 
         Args:
-            expected: in words, beside the value in the line.
-            good: whether the value is as expected; None: it is noted only.
-            known: why today's design does not meet the expectation; then a bad value is no failure. An exception is.
-            speed: what is expected is a speed: a bad value is missed, not failed.
-            least_s: it is skipped where less is left of the stage's time.
+            name: name of the measurement.
+            expected: the expectation in words, written to the line beside the value.
+            take: returns the value.
+            good: says whether the value is as expected; None: the value is only noted.
+            known: reason why today's design does not meet the expectation. With a reason a bad value is no failure; an
+                exception still is.
+            speed: the expectation is a speed, so a bad value is `missed` and not `failed`.
+            least_s: the measurement is skipped when fewer seconds are left of the stage's time.
 
         Returns:
-            The value, or None when there is none.
+            The value; None when there is none.
         """
         if self.left_s < least_s:
             self.skip(name, f"{self.left_s:.0f} s of the stage are left, it takes {least_s:.0f} s", expected=expected)
@@ -127,7 +134,10 @@ def _judge(value: Value, good: Callable[[Value], bool] | None, *, known: bool, s
 
 
 def run(stage: Callable[[Record, Options], None]) -> None:
-    """Run a stage as the program: options from argv[1], measurements to stdout, whatever else is printed to stderr."""
+    """Run a stage as the main program. Options are read from argv[1], and measurements are written to stdout.
+
+    Everything else that is printed goes to stderr.
+    """
     options = Options.from_json(sys.argv[1])
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -138,4 +148,4 @@ def run(stage: Callable[[Record, Options], None]) -> None:
     faulthandler.cancel_dump_traceback_later()
     channel.flush()
     sys.stderr.flush()
-    os._exit(0)  # a thread of a library, or a device that hangs, must not hold the exit
+    os._exit(0)  # a library's thread or a device that hangs must not block the exit

@@ -1,5 +1,7 @@
-"""One model of stage 8 in a process of its own: torch in device memory, FSDP2 with its shards in host memory, or
-infinity. Each "step" on stdin measures the next row of the job."""
+"""Worker process for one model of stage 8; each "step" on stdin measures the next row of the job.
+
+The model runs in torch with all states in device memory, in FSDP2 with its shards in host memory, or in infinity.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclasses.dataclass
 class Rows(Contender):
-    """Attributes:
-    rows: those still to measure: `name`, `micro_batches`, `max_grad_norm`, `overlap` (None: as the plan says).
-    begin: takes a row's settings over.
-    pipeline: that updates, whose tiles are traced.
+    """Model of stage 8 with its rows.
+
+    Attributes:
+        rows: rows that are not measured yet: `name`, `micro_batches`, `max_grad_norm`, `overlap` (None: the plan's
+            choice).
+        begin: applies the settings of a row.
+        pipeline: pipeline that runs the updates, whose tiles are traced.
     """
 
     rows: Iterator[dict[str, Any]] = dataclasses.field(default_factory=lambda: iter(()))
@@ -38,7 +43,7 @@ class Rows(Contender):
 
 
 def setup(job: Job) -> Rows:
-    """Options: device, contender ("torch", "fsdp2" or "infinity"), config, rows, warmups, steps."""
+    """Build the contender. Options: device, contender (torch, fsdp2 or infinity), config, rows, warmups, steps."""
     device = torch.device(job.options["device"])
     make = {"torch": _torch, "fsdp2": _fsdp2, "infinity": _infinity}[job.options["contender"]]
     made = make(job, device)
@@ -62,7 +67,7 @@ def _torch(job: Job, device: torch.device) -> Rows:
 
 
 def _fsdp2(job: Job, device: torch.device) -> Rows:
-    """Its weights are fp32 in host memory, and bf16 where it computes; torch's fused AdamW updates them there."""
+    """Build the FSDP2 contender: fp32 weights and torch's fused AdamW in host memory, bf16 for computing."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     torch.distributed.init_process_group(
@@ -94,7 +99,7 @@ def _plain(
     model: Any, batches: list[torch.Tensor], update: Callable[[dict[str, Any]], None], device: torch.device
 ) -> Rows:
     now: dict[str, Any] = {}
-    for name, buffer in model.named_buffers():  # those of rotary embeddings, which nobody shards
+    for name, buffer in model.named_buffers():  # buffers of rotary embeddings, which FSDP does not shard
         module, _, last = name.rpartition(".")
         model.get_submodule(module)._buffers[last] = buffer.to(device)
 
@@ -171,7 +176,7 @@ def _counters(statistics: infinity.Statistics) -> dict[str, float]:
 
 
 def _of_tiles(events: Any, steps: int) -> dict[str, Any]:
-    """The rate of the update while it computed, and how long it stood still between its first tile and its last."""
+    """Return the rate of the update while it computed, and its idle seconds between the first tile and the last."""
     if not len(events):
         return {}
     begin, end = events["begin_ns"].astype(float) / 1e9, events["end_ns"].astype(float) / 1e9
@@ -185,12 +190,12 @@ def _of_tiles(events: Any, steps: int) -> dict[str, Any]:
 
 
 def _thread_seconds() -> Counter[str]:
-    """Processor time of each kind of thread, by its name; the threads of a kind together."""
+    """Return the CPU seconds of each kind of thread, by thread name; threads of the same name are summed."""
     found: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
         try:
             name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the thread has ended
             continue
         user, system = rest.split()[11:13]
         found["main" if int(task.name) == os.getpid() else name] += (int(user) + int(system)) / _TICKS_PER_S
@@ -203,7 +208,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def turn(contender: Contender) -> dict[str, Any]:
-    """The next row: warm-up steps, then measured ones, with the wait for all that is under way inside the clock."""
+    """Measure the next row: warm-up steps, then measured steps. The time includes the wait for all pending work."""
     assert isinstance(contender, Rows)
     assert contender.job is not None
     options, row = contender.job.options, next(contender.rows)

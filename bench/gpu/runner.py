@@ -1,4 +1,4 @@
-"""A process per stage: its time limit, its measurements, its verdict. Uses the standard library alone."""
+"""Runner of the stages: a process per stage, its time limit, its measurements, its verdict. Standard library alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = BENCH_DIR.parent
 
 _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without it matrix products differ from run to run
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # otherwise matrix products differ from run to run
     "OMP_WAIT_POLICY": "passive",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -36,11 +36,12 @@ class Stage:
     """One row of the table in stages.py.
 
     Attributes:
-        limit_s: seconds after which its processes are killed; `least_s`: with fewer it is not begun.
-        module: what is run, as `python -m MODULE OPTIONS`.
-        needs_gpu: it cannot do anything without one.
-        purpose: what it finds out.
-        limit_without_gpu_s: shorter, where there is none.
+        limit_s: seconds after which its processes are killed.
+        least_s: the stage is not started when fewer seconds are left.
+        module: the module that runs, as `python -m MODULE OPTIONS`.
+        needs_gpu: whether the stage is useless without a GPU.
+        purpose: the question that the stage answers.
+        limit_without_gpu_s: shorter limit on a machine without a GPU.
     """
 
     number: int
@@ -88,11 +89,14 @@ def run_stage(stage: Stage, python: Path, options: Options, log: Path) -> dict[s
     """Run one stage to its end or to its time limit, whichever comes first.
 
     Args:
-        log: gets what the stage prints to stderr, behind what is in it.
+        stage: the stage to run.
+        python: the interpreter that runs it.
+        options: argument of the stage; `options.seconds` is the time limit.
+        log: the stage's stderr is appended to this file.
 
     Returns:
         The stage's JSON line: stage, rc (negative: the signal that ended it), seconds, measured, expected, verdict;
-        and where there are any: verdicts of the measurements, reasons, errors, garbage.
+        and, when there are any: verdicts of the measurements, reasons, errors, garbage.
     """
     began = time.monotonic()
     start = log.stat().st_size if log.exists() else 0
@@ -123,14 +127,14 @@ def run_stage(stage: Stage, python: Path, options: Options, log: Path) -> dict[s
 
 
 def environment(work: Path) -> dict[str, str]:
-    """Of a stage: the bench's modules can be imported, caches are its own, results are the same each time."""
+    """Return the environment of a stage, with importable bench modules, separate caches and deterministic results."""
     paths = [str(BENCH_DIR), *filter(None, [os.environ.get("PYTHONPATH")])]
-    cache = {"XDG_CACHE_HOME": str(work / "cache")}  # no profile of an earlier survey
+    cache = {"XDG_CACHE_HOME": str(work / "cache")}  # no profile from an earlier survey
     return {**os.environ, **_ENVIRONMENT, **cache, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def skipped(stage: Stage, reason: str) -> dict[str, Any]:
-    """The line of a stage that was not run."""
+    """Return the line of a stage that was not run."""
     return {
         "stage": stage.number,
         "name": stage.name,
@@ -144,7 +148,7 @@ def skipped(stage: Stage, reason: str) -> dict[str, Any]:
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a stage and whatever it started, and wait until all are gone: they may hold the GPU's memory."""
+    """Kill a stage and all processes that it started, and wait until they are gone and their GPU memory is free."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -154,9 +158,9 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _is_alive(group: int) -> bool:
-    """Whether a process of the group runs or waits; one that ended and was not asked for does not count."""
+    """Return whether a process of the group is alive; zombies do not count."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
             if int(its_group) == group and state not in "ZX":
                 return True
@@ -231,11 +235,11 @@ def _signal_name(number: int) -> str:
 
 @dataclass
 class Budget:
-    """Seconds for all stages together."""
+    """Time budget in seconds for all stages together."""
 
     seconds: float
     reserve_s: float = 5.0
-    """Kept back for the processes to be killed and the lines to be written."""
+    """Seconds reserved for killing the processes and writing the lines."""
     _began: float = field(default_factory=time.monotonic)
 
     @property
@@ -243,12 +247,12 @@ class Budget:
         return self.seconds - self.reserve_s - (time.monotonic() - self._began)
 
     def limit_of(self, stage: Stage, *, gpu: bool) -> float:
-        """Seconds that a stage gets; 0 where what is left would not do."""
+        """Return the seconds that a stage gets; 0 when the time left is too short for it."""
         whole = stage.limit_s if gpu else min(stage.limit_s, stage.limit_without_gpu_s)
         limit = min(whole, self.left_s)
         return limit if limit >= min(stage.least_s, whole) else 0.0
 
 
 def facts_of(lines: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What a later stage is told of the earlier ones: their measurements, by the stage's name."""
+    """Return the measurements of the earlier stages by stage name, for a later stage."""
     return {name: line["measured"] for name, line in lines.items()}

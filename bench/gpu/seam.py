@@ -1,4 +1,4 @@
-"""The parts of the device's tier as stage 3 takes them to the limit: a slab that is small, and queues up and down."""
+"""The parts of the device tier that stage 3 tests at their limits: a small slab, and queues in both directions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POISON = 0xEE
 
 
 class FileStore:
-    """A store of one file, whose extents all begin at its beginning."""
+    """A store of one file, in which every extent begins at offset 0."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -52,13 +52,14 @@ class FileStore:
 
 
 class Seam:
-    """A slab, an upload queue and a gradient queue over the GPU.
+    """A slab, an upload queue and a gradient queue on the GPU.
 
     Args:
-        slots, ring: bytes of device memory for weights, and for gradients.
-        host: bytes of pinned memory for `home`s, targets and what the queues take.
-        piece: bytes that are read from the store at once; four of them are in flight.
-        store: that weights are uploaded from.
+        slots: bytes of device memory for weights.
+        ring: bytes of device memory for gradients.
+        host: bytes of pinned memory for `home`s, targets and the queues' own memory.
+        piece: bytes per read from the store; four reads are in flight.
+        store: the store that weights are uploaded from.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Seam:
         return stream
 
     def home(self, value: int, nbytes: int) -> Lease:
-        """Weights in RAM, each byte of which is `value`."""
+        """Return weights in RAM, in which each byte is `value`."""
         made = self.arena.lease(nbytes, "weights")
         made.tensor().fill_(value)
         return made
@@ -106,7 +107,10 @@ class Seam:
         return SlabSlot(self.slots, lease, self.uploads.from_ram(lease, home), self.accelerator, self.weights)
 
     def upload_stored(self, nbytes: int) -> tuple[Transfer, SlabSlot]:
-        """A slot whose weights are there once the transfer is done and the slot was waited for."""
+        """Return a transfer and its slot.
+
+        The weights are in the slot once the transfer is done and the slot was waited for.
+        """
         if self.store is None:
             raise AssertionError("no store")
         store: Any = self.store
@@ -123,7 +127,7 @@ class Seam:
 
 
 def group_of(name: str, numel: int, parts: int = 1) -> Group:
-    """Parameters of bf16 that fill a group of `numel` elements."""
+    """Return a group of `numel` elements, filled with bf16 parameters."""
     each = numel // parts
     specs = tuple(ParameterSpec(f"{name}.{part}", torch.Size([each]), each, each * part, 0) for part in range(parts))
     return Group(torch.bfloat16, True, "fp32", specs, each * parts, 0, each * parts * 2)

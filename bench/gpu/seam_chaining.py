@@ -1,5 +1,8 @@
-"""What native threads do with the device's runtime: the functions are found, weights come up from the store in pieces,
-gradients land with their sums of squares, and all of it in order beside a kernel that sleeps."""
+"""Checks of native threads that call the device's runtime.
+
+The runtime's functions are found. Weights are uploaded from the store in pieces. Gradients land with their sums of
+squares. All of this keeps its order beside a kernel that sleeps.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from infinity.tiers.downloads import GradientQueue, Landing
 
 
 def runtime() -> dict[str, Any]:
-    """The entry points that native threads call."""
+    """Return the entry points that native threads call."""
     table = accelerator().gate()
     return {name: hex(getattr(table, name)) for name in ("enter", "copy", "record", "wait", "synchronize")}
 
 
 def stored_weights(work: Path, sleeper: Sleeper, *, nbytes: int = 32 * MIB, piece: int = MIB) -> dict[str, Any]:
-    """Weights come up from a file, twice into the same slot, the second time while a kernel sleeps that reads it."""
+    """Upload weights from a file twice into the same slot; the second time a sleeping kernel still reads the slot."""
     store = FileStore(work, nbytes)
     seam = Seam(slots=nbytes, piece=piece, store=store)
     expected = store.bytes.to(DEVICE)
@@ -54,7 +57,7 @@ def _counters(seam: Seam) -> dict[str, int]:
 
 
 def failed_read(work: Path) -> dict[str, Any]:
-    """A damaged page: the upload fails, nothing stays under way, and the next upload arrives."""
+    """Damage a page: the upload must fail, no operation may stay in flight, and the next upload must succeed."""
     nbytes = 8 * MIB
     store = FileStore(work, nbytes)
     seam = Seam(slots=nbytes, store=store)
@@ -88,8 +91,10 @@ def _failure_of(transfer: Any) -> str:
 
 
 def landings(sleeper: Sleeper, *, numel: int = 4 * MIB, parts: int = 4) -> dict[str, bool]:
-    """Gradients that kernels write late land with the CPU's bits and sums of squares: at their place, and added in
-    fp32 to others through the bounce buffer."""
+    """Check that gradients which kernels write late land with the same bits and sums of squares as on the CPU.
+
+    They land in their place directly, and are also added in fp32 to other gradients through the bounce buffer.
+    """
     seam = Seam(slots=MIB, ring=2 * numel, host=numel * 6, piece=numel)
     group = group_of("a", numel, parts)
     values = [torch.randn(numel, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in range(2)]

@@ -1,6 +1,6 @@
-"""Order and lifetimes at the device seam: what a missing wait, or memory reused too soon, would turn into wrong bits.
+"""Order and lifetimes at the device seam: a missing wait, or memory reused too soon, would give wrong bits.
 
-Each check queues a kernel that sleeps where the host runs ahead in training, and looks at the values afterwards.
+Each check enqueues a sleeping kernel where the host runs ahead in training, and compares the values afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity.tiers.slots import SlabSlot
 
 
 def upload_overlaps(sleeper: Sleeper, *, queued_before: bool) -> dict[str, Any]:
-    """Whether an upload ends while a kernel sleeps that was queued before it, or after it."""
+    """Return whether an upload ends while a kernel sleeps that was enqueued before it, or after it."""
     seam = Seam(slots=64 * MIB, host=64 * MIB)
     home = seam.home(7, 64 * MIB)
     slept = torch.cuda.Event()
@@ -39,8 +39,11 @@ def upload_overlaps(sleeper: Sleeper, *, queued_before: bool) -> dict[str, Any]:
 
 
 def missing_wait_shows(sleeper: Sleeper) -> dict[str, bool]:
-    """The canary: with a late copy, a read that does not wait sees what was there before, and one that waits does
-    not. Where the first is right as well, none of the other checks means anything."""
+    """Return whether a missing wait is visible: the check that makes the other checks meaningful.
+
+    With a late copy, a read without a wait must see the old values, and a read with a wait the new ones. If the read
+    without a wait is correct too, none of the other checks proves anything.
+    """
     seam = Seam(slots=16 * MIB)
     home = seam.home(7, 16 * MIB)
     with torch.cuda.stream(seam.up):
@@ -55,8 +58,11 @@ def missing_wait_shows(sleeper: Sleeper) -> dict[str, bool]:
 
 
 def missing_last_use_shows(sleeper: Sleeper) -> dict[str, bool]:
-    """The canary of reuse: weights are uploaded into a slot that a kernel which has not begun will read. With the
-    slot's last uses the upload waits for the kernel. Without them the kernel reads what came later."""
+    """Return whether reuse of a slot without its last uses is visible. If not, the reuse checks prove nothing.
+
+    Weights are uploaded into a slot that an enqueued kernel has yet to read. With the slot's last uses the upload waits
+    for the kernel. Without them the kernel reads the newer weights.
+    """
     found = {}
     for kept in (True, False):
         seam = Seam(slots=16 * MIB, host=32 * MIB)
@@ -80,9 +86,9 @@ def missing_last_use_shows(sleeper: Sleeper) -> dict[str, bool]:
 
 
 def evict_under_sleep(sleeper: Sleeper, *, side_stream: bool, rounds: int = 20) -> dict[str, int]:
-    """A slot is given up, and others are uploaded, while the kernel that reads it has not begun."""
+    """Free a slot and upload others before the kernel that reads the slot begins; return the wrong values' count."""
     nbytes, count = 4 * MIB, 8
-    seam = Seam(slots=2 * nbytes, host=count * nbytes)  # so each upload reuses the bytes of the one before the last
+    seam = Seam(slots=2 * nbytes, host=count * nbytes)  # each upload reuses the bytes of the slot before the last one
     homes = [seam.home(10 + index, nbytes) for index in range(count)]
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
     wrong = 0
@@ -103,7 +109,7 @@ def evict_under_sleep(sleeper: Sleeper, *, side_stream: bool, rounds: int = 20) 
 
 @dataclass
 class _Schedule:
-    """One random order of uploads, uses, evictions, gradients and sleeps, and what must be true at its end."""
+    """One random order of uploads, uses, evictions, gradients and sleeps, and the state that it must reach."""
 
     seam: Seam
     homes: list[Lease]
@@ -116,8 +122,8 @@ class _Schedule:
     gradients: list[tuple[Landing, Lease, int]] = field(default_factory=list)
 
     def run(self, operations: int, streams: list[torch.cuda.Stream]) -> int:
-        """Returns how many values were wrong."""
-        for index, home in enumerate(self.homes):  # other values than the schedule before: what is left of it shows
+        """Run the schedule and return how many values are wrong."""
+        for index, home in enumerate(self.homes):  # values differ from the previous schedule, so leftovers are detected
             home.tensor().fill_(self._value(index))
         for target in self.targets:
             target.tensor().fill_(POISON)
@@ -138,7 +144,7 @@ class _Schedule:
             self._evict(streams)
         try:
             self.slots[index] = self.seam.upload(self.homes[index])
-        except AssertionError:  # what is free is in pieces
+        except AssertionError:  # the free memory is fragmented
             self._evict(streams)
 
     def _use(self, streams: list[torch.cuda.Stream]) -> None:
@@ -149,7 +155,7 @@ class _Schedule:
         self.seen.append((self.slots[index].tensor.clone(), self._value(index)))
 
     def _value(self, index: int) -> int:
-        """Of home `index` in this schedule; never POISON."""
+        """Return the value of home `index` in this schedule; never POISON."""
         return (self.number * len(self.homes) + index) % POISON
 
     def _evict(self, streams: list[torch.cuda.Stream]) -> None:
@@ -177,7 +183,7 @@ class _Schedule:
 
 
 def random_schedules(sleeper: Sleeper, count: int, left_s: Any = None) -> dict[str, Any]:
-    """Schedules from seeds 0, 1, …; `left_s` says how many seconds there are."""
+    """Run schedules with the seeds 0, 1, …; `left_s` returns how many seconds are left."""
     sizes = [4096 * (1 << index % 6) for index in range(8)]
     gradient_bytes = 64 << 10
     seam = Seam(slots=sum(sizes) // 2, ring=2 * gradient_bytes, host=4 * MIB, piece=gradient_bytes)

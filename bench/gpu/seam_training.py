@@ -1,5 +1,7 @@
-"""Training on the GPU beside the seam's promises: memory, events, threads, updates. (torch's own race detector,
-TORCH_CUDA_SANITIZER, dies in torch's code, and finds nothing.)"""
+"""Training on the GPU and the guarantees of the device seam: memory, events, threads, updates.
+
+torch's own race detector, TORCH_CUDA_SANITIZER, crashes in torch's code and reports nothing, so it is not used.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Alike blocks, a unit each."""
+    """Equal blocks, each of which is a unit."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -50,9 +52,9 @@ class Blocks(nn.Module):
 
 
 def offloaded(swap: Path, width: int = _WIDTH, **config: Any) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
-    """A model whose slots hold two of its twelve blocks, its optimizer, and a batch."""
+    """Return a model whose slots have room for two of its twelve blocks, its optimizer, and a batch."""
     torch.manual_seed(0)
-    with torch.device(DEVICE if width == _WIDE else "cpu"):  # a large one is made faster there
+    with torch.device(DEVICE if width == _WIDE else "cpu"):  # creating a large model is faster on the device
         model = Blocks(width).bfloat16()
     defaults = {
         "weights": "host",
@@ -71,7 +73,7 @@ def offloaded(swap: Path, width: int = _WIDTH, **config: Any) -> tuple[nn.Module
 def train(
     model: nn.Module, optim: torch.optim.Optimizer, batch: torch.Tensor, steps: int, *, aside: bool
 ) -> list[float]:
-    """Losses. `aside`: backward is called from another thread."""
+    """Train and return the losses. `aside`: call backward from another thread."""
     losses = []
     for _ in range(steps):
         loss = model(batch)
@@ -102,7 +104,10 @@ def _in_thread(work: Any) -> None:
 
 
 def threads_and_tiers(steps: int = 4) -> dict[str, Any]:
-    """Losses of backward in a thread of its own and in ours, weights in RAM and on NVMe: four times the same."""
+    """Return the losses with backward on this thread and on another one, and with weights in RAM and on NVMe.
+
+    All four lists must be equal.
+    """
     found = {}
     for tier in ("host", "nvme"):
         for aside in (False, True):
@@ -116,7 +121,7 @@ def threads_and_tiers(steps: int = 4) -> dict[str, Any]:
 
 
 class Scale(nn.Module):
-    """One matrix, whose gradient is the factors that the forward is given, times the gradient behind it."""
+    """One matrix. Its gradient is the `factors` argument of the forward, times the incoming gradient."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -127,7 +132,7 @@ class Scale(nn.Module):
 
 
 class Exact(nn.Module):
-    """A chain of blocks whose gradients are the factors themselves: the same bits on any device."""
+    """A chain of blocks whose gradients are the factors themselves, so that they have the same bits on any device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +146,7 @@ class Exact(nn.Module):
 
 
 def overlap_modes(steps: int = 4) -> dict[str, Any]:
-    """Weights after some steps in every overlap mode, with and without clipping, beside those of the CPU."""
+    """Compare the weights after some steps with the CPU's, in every overlap mode, with and without clipping."""
     different, early = [], 0
     for tier in ("host", "nvme"):
         for max_norm in (None, 1.0):
@@ -157,7 +162,7 @@ def overlap_modes(steps: int = 4) -> dict[str, Any]:
 def _exact_weights(
     tier: str, max_norm: float | None, overlap: str, steps: int, *, device: str
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """The weights at the end, and how many updates were early and right."""
+    """Return the final weights, and how many speculative updates were begun and correct."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
         config = {
@@ -186,7 +191,7 @@ def _exact_weights(
 
 
 def host_waits(steps: int = 3) -> dict[str, float]:
-    """How often the host waits for the GPU: the seam by its own calls, torch by its warnings of them."""
+    """Return how often the host waits for the GPU: in the seam, by counted calls; in torch, by its warnings."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
         model, optim, batch = offloaded(Path(swap))
         train(model, optim, batch, 2, aside=False)
@@ -210,7 +215,7 @@ def host_waits(steps: int = 3) -> dict[str, float]:
 
 
 class _Waits:
-    """Counts the host's waits while it is entered."""
+    """Context manager that counts the host's waits."""
 
     def __init__(self, accelerator: Any) -> None:
         self._count = 0
@@ -236,12 +241,12 @@ class _Waits:
         self._catching.__exit__(*raised)
 
     def take(self) -> int:
-        """Since it was entered."""
+        """Return the number of waits since it was entered."""
         return self._count + sum("synchronizing" in str(each.message) for each in self._warned)
 
 
 def bytes_per_parameter(steps: int = 4) -> dict[str, float]:
-    """Read from NVMe and written there in a step, with all states there and little RAM."""
+    """Return the bytes read and written per parameter and step, with all states on NVMe and little RAM."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
         model, optim, batch = offloaded(
             Path(swap), weights="nvme", optimizer="nvme", memory={"device": "5MiB", "host": "72MiB"}
@@ -263,8 +268,11 @@ def bytes_per_parameter(steps: int = 4) -> dict[str, float]:
 
 
 def reserved_memory(steps: int = 6) -> dict[str, float]:
-    """Bytes that torch reserved at most while training, beside memory.device: slots for four of twelve blocks of
-    64 MiB, so that the 20 MiB in which torch takes memory and cuBLAS's workspace are little beside them."""
+    """Return the most bytes that torch reserved while training, beside memory.device.
+
+    The slots have room for four of twelve blocks of 64 MiB. torch reserves memory in segments of 20 MiB and cuBLAS has
+    a workspace; both are small beside the slots.
+    """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -285,7 +293,7 @@ def reserved_memory(steps: int = 6) -> dict[str, float]:
 
 
 def events_in_evaluation(passes: int = 60) -> dict[str, int]:
-    """Events of uploads and of slots' last uses that are kept after few and after many passes without a step."""
+    """Return how many events of uploads and last uses are kept, after few and after many passes without a step."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
         model, _, batch = offloaded(Path(swap))
         device: Any = registry.coordinator_of(model).resources.device

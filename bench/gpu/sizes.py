@@ -1,4 +1,4 @@
-"""What the step's stage can do in its time: a pure function of the disk, the memory and the seconds there are."""
+"""Choice of the size of the step's stage: a pure function of the disk, the memory and the seconds available."""
 
 from __future__ import annotations
 
@@ -8,32 +8,35 @@ LAYERS = 16
 _EMBEDDING = 128 * 1024 * 2048
 _PER_LAYER = 2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192
 _STORE_BYTES = 14
-"""Per parameter, weights on NVMe: weight, residual and two fp32 moments, and one spare place for what speculative
-updates write is not counted: it is taken only where there is room."""
+"""Stored bytes per parameter with weights on NVMe: weight, residual and two fp32 moments.
+
+One spare copy for speculative updates is not counted, because it is used only where there is room.
+"""
 _STEP_BYTES = {"host-nvme": 20, "nvme-nvme": 28}
-"""Per parameter and step; 28 as long as the update reads the weights once more."""
+"""Bytes moved per parameter and step; 28 as long as the update reads the weights once more."""
 _HOST_BYTES = 22
-"""Per parameter with all states in RAM: weights, residual, moments, and gradients in fp32 at most."""
+"""Bytes of RAM per parameter with all states in RAM: weights, residual, moments, and gradients in fp32 at most."""
 _START_S = 12.0
-"""A contender's imports, model, arena and first step."""
+"""Seconds for a contender's imports, model, arena and first step."""
 _FREE_SHARE = 0.85
 
 
 def numel(layers: int) -> int:
-    """Parameters of the Llama of gpu_step with so many layers, the norms left out."""
+    """Return the parameters of gpu_step's Llama with this many layers, without the norms."""
     return _EMBEDDING + layers * _PER_LAYER
 
 
 def choose(disk_bytes_per_s: float, free_disk: int, free_ram: int, seconds: float) -> dict[str, Any]:
-    """Layers and steps with which all contenders fit the time: first fewer steps, then fewer layers.
+    """Choose layers and steps with which all contenders fit the time: first fewer steps, then fewer layers.
 
     Args:
-        disk_bytes_per_s: of reads and writes mixed.
-        free_disk, free_ram: bytes.
-        seconds: of the whole stage.
+        disk_bytes_per_s: rate of mixed reads and writes.
+        free_disk: free bytes on the disk.
+        free_ram: free bytes of RAM.
+        seconds: time limit of the complete stage.
 
     Returns:
-        layers, warmups, steps, and the contenders left out with the reason.
+        layers, warmups, steps, and the contenders that are left out, with the reasons.
     """
     for layers in (LAYERS, 8, 4, 2, 1):
         parameters = numel(layers)

@@ -1,5 +1,8 @@
-"""Stage 7: every command, as a user types it, on a small model of its own: each ends well, and a run that was killed
-ends in the bits of one that was not. Several run at once, as starting takes longer than the rest."""
+"""Stage 7: every command as a user types it, each on a small model of its own.
+
+Each command must end with success. A run that was killed and resumed must end with the same bits as an uninterrupted
+run. Several commands run at the same time, because starting takes most of their time.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def stage(record: Record, options: Options) -> None:
             "optimizer": "nvme",
             "commit_every": 1,
             "nvme": {"paths": [str(work / name)]},
-            "memory": {"device": "1GiB", "host": "2GiB"},  # others compute there at the same time
+            "memory": {"device": "1GiB", "host": "2GiB"},  # other commands compute on the device at the same time
         }
         (work / f"{name}.yaml").write_text(json.dumps(values | fields))
         return ["--config", str(work / f"{name}.yaml")]
@@ -120,7 +123,7 @@ def _done(command: Sequence[str], record: Record) -> dict[str, Any]:
 
 
 def _killed(command: Sequence[str], work: Path, record: Record) -> dict[str, Any]:
-    """Kill the run once a step is durable; resume it; compare its model with that of the whole run."""
+    """Kill the run once a step is durable, resume it, and compare its model with the uninterrupted run's."""
     process = subprocess.Popen(
         [sys.executable, "-m", "infinity", *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -1,4 +1,4 @@
-"""Stage 2: bandwidths between host and GPU, of memory registered as infinity does it, pinned by torch, and pageable."""
+"""Stage 2: bandwidth between host and GPU, for memory registered by infinity, pinned by torch, and pageable."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SIZES = (8 * _KIB, 64 * _KIB, 512 * _KIB, 4 * _MIB, 16 * _MIB, 64 * _MIB, 256 *
 _LARGE = 256 * _MIB
 _COPIES_PER_RUN = 400
 _MOVED_PER_RUN = 8
-"""Times the largest copy."""
+"""Amount moved per run, in multiples of the largest copy."""
 _ADAM_NUMEL, _ADAM_S = 64 << 20, 1.0
 
 
 class Copies:
-    """Host and device memory of `nbytes` each way, with a stream for each way."""
+    """Host and device memory of `nbytes` in each direction, with a stream for each direction."""
 
     def __init__(self, up_from: torch.Tensor, down_to: torch.Tensor) -> None:
         self.up_from, self.down_to = up_from, down_to
@@ -35,7 +35,10 @@ class Copies:
         self.up, self.down = torch.cuda.Stream(), torch.cuda.Stream()
 
     def rate(self, size: int, *, up: bool = False, down: bool = False) -> float:
-        """GB/s of copies of `size` bytes, one after the other each way; both ways: the sum. Median of three runs."""
+        """Return GB/s of sequential copies of `size` bytes, the median of three runs.
+
+        With both directions, the copies run at the same time and the result is the sum.
+        """
         count = max(1, min(_MOVED_PER_RUN * self.up_to.numel() // size, _COPIES_PER_RUN))
         ways = [stream for stream, asked in ((self.up, up), (self.down, down)) if asked]
 
@@ -54,7 +57,7 @@ class Copies:
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `large`, bytes of the largest copy."""
+    """Run the stage. Settings: `large`, bytes of the largest copy."""
     large = int(options.settings.get("large", _LARGE))
     arena = pinned_arena(2 * large)
     host = torch.frombuffer(arena.memory.view(0, 2 * large), dtype=torch.uint8)
@@ -95,7 +98,7 @@ def _by_size(copies: Copies, large: int, **ways: bool) -> dict[str, float]:
 
 
 def _while_copying(copies: Copies, large: int) -> dict[str, Any]:
-    """nvidia-smi's view while the link is busy: an idle link may sleep."""
+    """Return nvidia-smi's report while the link is busy, because an idle link may be in a power-saving state."""
     busy = threading.Event()
     copier = threading.Thread(target=_repeat, args=(lambda: copies.rate(large, up=True), busy))
     copier.start()
@@ -130,7 +133,7 @@ def _pageable(large: int) -> dict[str, float]:
 
 
 def _beside_adam(copies: Copies, large: int) -> dict[str, Any]:
-    """Adam's traffic in memory (28 bytes per parameter) on all cores, and copies: each alone, then together."""
+    """Measure Adam's memory traffic (28 bytes per parameter) on all cores and copies: each alone, then together."""
     adam = AdamTraffic(_ADAM_NUMEL)
     found: dict[str, Any] = {"threads": usable_cores(), "adam_gb_per_s": {"alone": adam.rate(_ADAM_S)}}
     done = threading.Event()
@@ -157,7 +160,7 @@ def _beside_adam(copies: Copies, large: int) -> dict[str, Any]:
 
 
 class AdamTraffic:
-    """Reads and writes of AdamW's fp32 states, with next to no arithmetic."""
+    """Reads and writes of AdamW's fp32 states, with almost no arithmetic."""
 
     _BYTES_PER_PARAMETER = 28
 
@@ -174,7 +177,7 @@ class AdamTraffic:
         _native.read_modify_write(a, b, c, d, self._pool)
 
     def rate(self, seconds: float) -> float:
-        """GB/s over so long."""
+        """Return GB/s, measured for this many seconds."""
         count, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds:
             self.run()

@@ -1,4 +1,4 @@
-"""Stage 5: what limits the update, Adam in memory and the disk. The disk's rate picks the sizes of the step's stage."""
+"""Stage 5: limits of the update: Adam in memory, and the disk. The disk's rate sets the size of the step stage."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _KINDS: tuple[Kind, ...] = ("read", "overwrite", "mixed")
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `numel` of Adam, `disk_bytes` of the scratch file, `disk_s`."""
+    """Run the stage. Settings: `numel` for Adam, `disk_bytes` of the scratch file, `disk_s`."""
     options.work.mkdir(parents=True, exist_ok=True)
     cores = usable_cores()
     numel = int(options.settings.get("numel", (64 if cores >= 8 else 16) * _MIB))
-    # The formats of a step: what is trained here, and the cheapest.
+    # Formats of the states: the two that are trained here, and the cheapest.
     every = list(FORMATS)
     formats = (every[0], every[1], every[4])
     record.measure(
@@ -65,7 +65,10 @@ def _file_bytes(options: Options) -> int:
 
 
 def _disk(options: Options, nbytes: int, seconds: float) -> dict[str, Any]:
-    """Rates of the mix a step does, its parts and the engine; remembered for the planner of the step's stage."""
+    """Return the rates of a step's mix of reads and writes, of its parts and of the engine.
+
+    The rates are stored for the planner of the step's stage.
+    """
     memory = min(256 * _MIB, nbytes)
     began = time.perf_counter()
     rates: dict[Kind, float] = {}

@@ -1,5 +1,8 @@
-"""Stage 0: infinity is built, then what the machine is. The build needs the standard library alone; the rest runs in
-the Python that came of it, as `gpu.machine_facts`."""
+"""Stage 0: infinity is built, then the machine is measured.
+
+The build needs the standard library alone. The measurements run as `gpu.machine_facts` in the Python that the build
+prepared.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ from gpu.runner import ROOT
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `touch_bytes`, the RAM to touch at most."""
+    """Run the stage. Settings: `touch_bytes`, the largest amount of RAM to touch."""
     python = Path(options.settings.get("python", sys.executable))
     ready = record.measure("environment", "a Python that imports infinity of this checkout", lambda: _prepare(python))
     if ready is None:
         return
-    # Its lines go where ours go; its time ends before ours.
+    # The child writes its lines to our channel, and its time limit ends before ours.
     facts = Options(max(record.left_s - 2, 5), options.out, options.work, options.found, options.settings)
     record.measure(
         "machine facts",

@@ -1,4 +1,4 @@
-"""Stage 1: pinning the arena, as infinity does it: how fast, and what a refusal leaves behind."""
+"""Stage 1: pinning the arena as infinity does it: its speed, and the state of the GPU after a refused registration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RAM_KEPT_GIB = 12
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `sizes_gib`."""
+    """Run the stage. Settings: `sizes_gib`."""
     record.measure("first kernel", "seconds until the GPU answers at all", _first_kernel)
     record.measure(
         "a kernel after a refused registration",
@@ -69,7 +69,7 @@ def _after_refusal() -> dict[str, Any]:
 
 
 def register(nbytes: int, *, threads: int) -> dict[str, Any]:
-    """Seconds to register and unregister an arena. Args: threads: that touch its pages first; 0: none does."""
+    """Return the seconds to register and unregister an arena whose pages `threads` threads touch first (0: none)."""
     arena = PinnedArena(nbytes)
     found: dict[str, Any] = {"huge_pages": arena.memory.huge_pages, "threads": threads}
     pool = _native.ThreadPool(threads) if threads else None

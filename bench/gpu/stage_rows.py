@@ -1,10 +1,11 @@
-"""Stage 8: steps of Llama shapes that people fine-tune, with all states in RAM, beside torch in device memory and FSDP2
-with its shards in host memory; and the share of the bound that each reaches.
+"""Stage 8: steps of Llama shapes that people fine-tune, with all states in RAM, and their share of the bound.
 
-The bound of a step is what lasts longer: computing at the rate that torch reaches in device memory (row "3.2 B, torch";
-with recomputation a forward runs twice), or the update by all cores alone (stage 5). A step that clips its gradients
-cannot update during its backward: its bound is the update and the backward, two thirds of the computing, one after the
-other, or the computing.
+They run beside torch in device memory and FSDP2 with its shards in host memory.
+
+The bound of a step is the longer of computing and the update. Computing is taken at the rate that torch reaches in
+device memory (row "3.2 B, torch"); with recomputation a forward runs twice. The update is the one by all cores alone
+(stage 5). A step that clips its gradients cannot update during its backward. Its bound is the longer of computing, and
+of the update plus three quarters of computing (recomputation and backward).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ B8 = replace(B3, layers=32, hidden=4096, intermediate=14336, heads=32, tied=Fals
 _RAM = {"vertical": True, "weights": "host", "optimizer": "host", "activations": "recompute", "commit_every": 0}
 _NF4 = {"weights": "host", "frozen": "nf4", "activations": "recompute", "commit_every": 0}
 _LEAST_S = 25.0
-"""What a model takes until its first row is measured."""
+"""Seconds that a model needs before its first row is measured."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,9 @@ class Model:
     """A model whose rows are measured in one process.
 
     Attributes:
-        adam: the format of stage 5 that its update has; '': nothing to speak of is updated.
-        work: of its own shape; share: of a full step's arithmetic.
+        adam: stage 5's name for the format of its update; '': almost nothing is updated.
+        work: workload with the shape of this model.
+        share: arithmetic of a step, as a share of a full step's.
     """
 
     name: str
@@ -50,7 +52,7 @@ class Model:
 
 
 def row(name: str, micro_batches: int = 1, *, clipped: bool = True, **more: Any) -> dict[str, Any]:
-    """Args: clipped: every step is, by a norm that no gradient stays below."""
+    """Return a row. Args: clipped: every step is clipped, by a norm that all gradients exceed."""
     return {"name": name, "micro_batches": micro_batches, "max_grad_norm": 1e-6 if clipped else None} | more
 
 
@@ -89,8 +91,11 @@ MODELS = (
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `device`; `models`, the names of those to run; `shape`, fields of every Workload; `tflops`, the rate
-    that torch reaches, where its row is not measured."""
+    """Run the stage.
+
+    Settings: `device`; `models`, names of the models to run; `shape`, fields of every Workload; `tflops`, the rate that
+    torch reaches, for runs that do not measure its row.
+    """
     options.work.mkdir(parents=True, exist_ok=True)
     chosen, shape = options.settings.get("models"), options.settings.get("shape", {})
     rates = _adam_rates(options)
@@ -124,7 +129,7 @@ def stage(record: Record, options: Options) -> None:
 
 
 def _adam_rates(options: Options) -> dict[str, float]:
-    """Gparam/s that stage 5 measured, by the format as a Model calls it."""
+    """Return the Gparam/s that stage 5 measured, by the name of the format in Model.adam."""
     rows = options.found.get("host", {}).get("adam", {}).get("rows", {})
     found = {name: each["gparam_per_s"] for name, each in rows.items()}
     kinds = {"split16": "split16, fp32 moments", "int8": "int8 moments"}
@@ -136,7 +141,7 @@ def _tokens(model: Model, each: dict[str, Any]) -> int:
 
 
 def _flops(model: Model, each: dict[str, Any], numel: int) -> float:
-    """Of a step, its recomputation counted."""
+    """Return the floating-point operations of a step, including its recomputation."""
     again = 4 / 3 if model.work.recompute else 1.0
     return model_flops(replace(model.work, batch=model.work.batch * each["micro_batches"]), numel) * again * model.share
 
@@ -144,12 +149,12 @@ def _flops(model: Model, each: dict[str, Any], numel: int) -> float:
 def _bound(model: Model, each: dict[str, Any], numel: int, compute_s: float, rates: dict[str, float]) -> float:
     update_s = numel / rates[model.adam] / 1e9 if model.adam in rates else 0.0
     if each["max_grad_norm"] is not None and model.contender == "infinity":
-        return max(compute_s, 0.75 * compute_s + update_s)  # forward, recomputation and backward are 1 : 1 : 2
+        return max(compute_s, 0.75 * compute_s + update_s)  # forward, recomputation and backward take 1 : 1 : 2
     return max(compute_s, update_s)
 
 
 def _measure(model: Model, options: Options, seconds: float) -> Iterator[dict[str, Any]]:
-    """What the worker says when it is ready, and then of each row."""
+    """Yield the worker's answer when it is ready, and then its answer for each row."""
     ends = time.monotonic() + seconds
     job = Job(
         model.work,
@@ -174,7 +179,7 @@ def _measure(model: Model, options: Options, seconds: float) -> Iterator[dict[st
             worker.timeout_s = max(ends - time.monotonic(), 1.0)
             yield worker.step()
     except WorkerError as error:
-        worker.stop_s = 2.0  # it hangs, or is gone
+        worker.stop_s = 2.0  # the worker hangs, or is gone
         print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
         raise RuntimeError(f"{error}\n{error.cause[-3000:]}") from error
     finally:

@@ -1,4 +1,4 @@
-"""Stage 3: the device seam beside kernels that sleep: order, lifetimes, what native threads chain, and training."""
+"""Stage 3: the device seam beside kernels that sleep: order, lifetimes, chaining by native threads, and training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpu.record import Options, Record, run
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `schedules`, how many random ones."""
+    """Run the stage. Settings: `schedules`, the number of random schedules."""
     options.work.mkdir(parents=True, exist_ok=True)
     os.environ["GPU_WORK"] = str(options.work)
     sleeper = record.measure("sleeping kernel", "the GPU can be kept busy for a known time", Sleeper)

@@ -21,7 +21,7 @@ _EXPECTED = {
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `shape`, fields of the Workload; `device`."""
+    """Run the stage. Settings: `shape`, fields of the Workload; `device`."""
     options.work.mkdir(parents=True, exist_ok=True)
     sizes = _sizes(options, record.left_s - 5)
     record.note("sizes", sizes, expected=f"{LAYERS} layers, 2 + 4 steps; fewer where disk, memory or time are short")
@@ -40,11 +40,11 @@ def stage(record: Record, options: Options) -> None:
     for name in CONTENDERS:
         row = record.measure(name, _EXPECTED[name], lambda: _next(rows))
         if row is not None and "skipped" in row:
-            record.skip(name, row["skipped"], expected=_EXPECTED[name])  # in place of the line before
+            record.skip(name, row["skipped"], expected=_EXPECTED[name])  # replaces the previous line of this name
 
 
 def _sizes(options: Options, seconds: float) -> dict[str, Any]:
-    """By the disk's rate, where stage 5 has measured it, and by what is free now."""
+    """Return the sizes that the measured disk rate (if stage 5 measured it) and the free disk and memory allow."""
     disk = options.found.get("host", {}).get("disk")
     if disk is None:
         return {"layers": LAYERS, "warmups": 2, "steps": 4, "left_out": {}}

@@ -1,5 +1,7 @@
-"""Stage 4: the tests marked gpu; a failed one runs once more by itself with CUDA_LAUNCH_BLOCKING=1, which says whether
-it is alone to blame and whether it is a matter of order."""
+"""Stage 4: the tests marked gpu. A failed test runs once more by itself with CUDA_LAUNCH_BLOCKING=1.
+
+The second run shows whether the test fails without the others, and whether the failure depends on asynchronous order.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from gpu.record import Options, Record, run
 from gpu.runner import ROOT
 
 _AGAIN_S = 15.0
-"""What a test by itself takes, the imports included."""
+"""Seconds that a test by itself needs, including the imports."""
 _ONE_TEST_S = 60
 
 
 @dataclass(frozen=True)
 class Results:
-    """By test: outcome, seconds, and what a failed one said. `rc`: pytest's; None: stopped by the time limit."""
+    """Results by test: outcome, seconds, a failed test's message. `rc`: pytest's; None: stopped by the time limit."""
 
     tests: dict[str, dict[str, Any]]
     rc: int | None
@@ -34,7 +36,10 @@ class Results:
 
 
 def stage(record: Record, options: Options) -> None:
-    """Settings: `arguments` of pytest; `root`, where it runs; `again_s`, what a test by itself takes."""
+    """Run the stage.
+
+    Settings: `arguments` of pytest; `root`, its working directory; `again_s`, seconds that a test by itself needs.
+    """
     options.work.mkdir(parents=True, exist_ok=True)
     arguments = options.settings.get("arguments", ["-m", "gpu", "tests/gpu"])
     root = Path(options.settings.get("root", ROOT))
@@ -58,12 +63,12 @@ def stage(record: Record, options: Options) -> None:
 
 
 def run_tests(arguments: Sequence[str], root: Path, work: Path, limit_s: float, **environment: str) -> Results:
-    """Run pytest in a process of its own, until `limit_s` seconds have passed."""
+    """Run pytest in a process of its own for at most `limit_s` seconds."""
     lines = work / f"tests-{time.monotonic_ns()}.jsonl"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "gpu.pytest_lines", "-p", "no:cacheprovider"]
     command += [f"--timeout={_ONE_TEST_S}", f"--basetemp={work / 'pytest'}", *arguments]
     rc: int | None
-    output = lines.with_suffix(".log")  # no pipe: what a test leaves running could hold it open
+    output = lines.with_suffix(".log")  # a pipe could be held open by a process that a test left running
     with output.open("wb") as file:
         try:
             rc = subprocess.run(
@@ -87,7 +92,7 @@ def run_tests(arguments: Sequence[str], root: Path, work: Path, limit_s: float, 
 
 
 def _both(together: Results, test: str, alone: Results | None) -> dict[str, Any]:
-    """The outcome with the others and by itself."""
+    """Return the test's outcome with the others and by itself."""
     found: dict[str, Any] = {"with the others": together.tests[test]}
     if alone is None:
         found["by itself"] = "no time left"

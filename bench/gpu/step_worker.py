@@ -1,7 +1,7 @@
 """One contender of bench/gpu_step.py in a process of its own: torch with an fp32 master, or infinity as the job says.
 
-A turn is warm-up steps, then measured ones with the wait for all that is under way inside the clock, then one step
-under torch.profiler. Everything runs on the job's device.
+A turn has warm-up steps, then measured steps, then one step under torch.profiler. The measured time includes the wait
+for all pending work. Everything runs on the job's device.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ _TRACE_BYTES_MAX = 10 << 20
 
 
 class MasterAdamW:
-    """AdamW over fp32 copies of bf16 weights, with clipping by the global norm: what torch needs for the arithmetic
-    that infinity does. Per parameter 2 + 4 + 8 bytes of states, and gradients of 2 bytes that become 4 in the step."""
+    """AdamW over fp32 copies of bf16 weights, with clipping by the global norm.
+
+    torch needs these copies for the same arithmetic as infinity. States take 2 + 4 + 8 bytes per parameter; gradients
+    take 2 bytes, and 4 bytes during the step.
+    """
 
     def __init__(self, model: torch.nn.Module, work: Workload) -> None:
         self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -49,13 +52,13 @@ class MasterAdamW:
 
 @dataclass
 class SlotWaits:
-    """How long the GPU stood still where it waited for a slot's weights: events around each wait, on its stream."""
+    """GPU time spent waiting for slots' weights, measured by events around each wait, on its stream."""
 
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
     @classmethod
     def install(cls) -> SlotWaits | None:
-        """None where there is no GPU."""
+        """Time every slot's wait from now on. Returns None when there is no GPU."""
         if not torch.cuda.is_available():
             return None
         waits, wait = cls([]), SlabSlot.wait
@@ -71,7 +74,7 @@ class SlotWaits:
         return waits
 
     def take_seconds(self) -> float:
-        """Since it was last asked. The GPU must have reached the last of them."""
+        """Return the seconds since the previous call. The GPU must have reached the last event."""
         seconds = sum(before.elapsed_time(after) for before, after in self.pairs) / 1e3
         self.pairs.clear()
         return seconds
@@ -79,7 +82,7 @@ class SlotWaits:
 
 @dataclass
 class Measured(Contender):
-    """A contender with what its turn needs."""
+    """A contender and the data that its turn needs."""
 
     job: Job = field(default_factory=lambda: Job(Workload()))
     waits: SlotWaits | None = None
@@ -90,7 +93,7 @@ class Measured(Contender):
 
 
 def setup(job: Job) -> Measured:
-    """The model on its device, and its optimizer. Options: device, config (None: torch), warmups, steps, trace."""
+    """Build the model on its device and its optimizer. Options: device, config (None: torch), warmups, steps, trace."""
     device = torch.device(job.options["device"])
     with device:
         model = job.workload.build_model()
@@ -165,7 +168,7 @@ def _infinity(model: Any, tokens: torch.Tensor, job: Job) -> Measured:
 
 
 def turn(contender: Contender) -> dict[str, Any]:
-    """Warm-up, measured steps, one traced step."""
+    """Run warm-up steps, measured steps and one traced step."""
     if not isinstance(contender, Measured):
         raise AssertionError("not one of ours")
     options, waits, on_gpu = contender.job.options, contender.waits, contender.on_gpu
@@ -202,7 +205,7 @@ def turn(contender: Contender) -> dict[str, Any]:
 
 
 def _counters(statistics: infinity.Statistics) -> dict[str, float]:
-    """Seconds and moved bytes of the run so far, by name."""
+    """Return the seconds and moved bytes of the run so far, by name."""
     return {
         "read_bytes_moved": statistics.read_bytes,
         "written_bytes_moved": statistics.written_bytes,
@@ -215,7 +218,7 @@ def _counters(statistics: infinity.Statistics) -> dict[str, float]:
 
 
 def _trace(contender: Contender, path: Path, *, on_gpu: bool) -> dict[str, Any]:
-    """One step under torch.profiler, to `path` (.json.gz); what it says of the GPU, or why there is none."""
+    """Trace one step with torch.profiler to `path` (.json.gz); return the GPU's part, or why there is none."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -240,7 +243,7 @@ def _trace(contender: Contender, path: Path, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def _busy(path: Path) -> dict[str, float]:
-    """Seconds in which a kernel ran, and in which a copy ran, in a trace; overlapping ones count once."""
+    """Return the seconds of a trace in which a kernel ran, and in which a copy ran; overlapping ones count once."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     kinds = {"kernel": "kernels_s", "gpu_memcpy": "copies_s"}
@@ -251,7 +254,7 @@ def _busy(path: Path) -> dict[str, float]:
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union."""
+    """Return the length of the union of the intervals."""
     total, end = 0.0, float("-inf")
     for begin, finish in sorted(intervals):
         total += max(0.0, finish - max(begin, end))

@@ -1,4 +1,4 @@
-"""The contenders of bench/gpu_step.py, one process after the other, and the figures made of what they measure."""
+"""Contenders of bench/gpu_step.py, run one process after the other, and the figures derived from their measurements."""
 
 from __future__ import annotations
 
@@ -26,20 +26,23 @@ LLAMA = Workload(
     tokens=2048,
     recompute=True,
 )
-"""1.24 B parameters, 8,192 tokens per step."""
+"""Llama shape of 1.24 B parameters, with 8,192 tokens per step."""
 
 CONTENDERS = ("torch", "host-host", "host-host-tight", "host-nvme", "nvme-nvme")
-"""torch: all on the device, fp32 master. The others: infinity's tiers of weights and optimizer; all weights have room
-on the device but in `tight`, which is memory.device: 3GiB at full size."""
+"""Names of the contenders.
+
+torch: all states on the device, with an fp32 master. The others: infinity's tiers of weights and optimizer. All weights
+have room on the device, except in `tight`, where memory.device is 3GiB at full size.
+"""
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12}
-"""bf16, dense, of the data sheet, by what the GPU's name has in it."""
+"""Peak rate of dense bf16 from the data sheet, by a part of the GPU's name."""
 
 
 def config_of(name: str, work: Workload) -> dict[str, Any] | None:
-    """A contender's swap config; None: torch.
+    """Return a contender's swap config; None for torch.
 
-    memory.host is what the placement takes, with 4 bytes per parameter of gradients and room for staging.
+    memory.host is the memory that the placement needs, plus 4 bytes per parameter for gradients and room for staging.
     """
     if name == "torch":
         return None
@@ -60,11 +63,12 @@ def config_of(name: str, work: Workload) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, and how long.
+    """Contenders to run, and their time budget.
 
     Attributes:
-        work_dir: for swap files and logs; `traces`: folder for the traces, None: none are taken.
-        seconds: for all contenders; one that does not answer in what is left is killed.
+        work_dir: directory for swap files and logs.
+        traces: folder for the traces; None: no step is traced.
+        seconds: time for all contenders; one that does not answer in the remaining time is killed.
     """
 
     work: Workload
@@ -79,7 +83,7 @@ class Plan:
 
 
 def run_contenders(plan: Plan) -> Iterator[dict[str, Any]]:
-    """A row per contender, as soon as it is done; `error` in it where it failed, `skipped` where it was not begun."""
+    """Yield a row per contender when it is done; the row has `error` if it failed, `skipped` if it was not started."""
     ends = time.monotonic() + plan.seconds
     for name in plan.names:
         if name in plan.left_out:
@@ -118,7 +122,7 @@ def _measure(name: str, plan: Plan, seconds: float) -> dict[str, Any]:
         worker.timeout_s = max(seconds - ready_s, 1)
         measured = worker.step()
     except WorkerError as error:
-        worker.stop_s = 2.0  # it hangs, or is gone
+        worker.stop_s = 2.0  # the worker hangs, or is gone
         return {"error": str(error), "cause": error.cause[-3000:]}
     finally:
         worker.stop()
@@ -126,7 +130,7 @@ def _measure(name: str, plan: Plan, seconds: float) -> dict[str, Any]:
 
 
 def figures(work: Workload, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """The measurements with what is derived of them: FLOP/s, share of the peak, bytes per parameter."""
+    """Return the measurements and the figures derived from them: FLOP/s, share of the peak, bytes per parameter."""
     seconds, numel = measured["seconds"], facts["numel"]
     flops = model_flops(work, numel)
     row: dict[str, Any] = {
@@ -141,7 +145,7 @@ def figures(work: Workload, facts: dict[str, Any], measured: dict[str, Any]) -> 
     peak = next((rate for name, rate in PEAK_FLOPS.items() if name in facts["device"]), None)
     if peak is not None:
         row["mfu"] = round(flops / seconds / peak, 4)
-        # With recomputation the forward runs twice.
+        # with recomputation the forward runs twice
         row["compute_bound_s"] = round(flops * (4 / 3 if work.recompute else 1) / peak, 4)
     counters = measured["counters"]
     if counters:
@@ -153,15 +157,18 @@ def figures(work: Workload, facts: dict[str, Any], measured: dict[str, Any]) -> 
 
 
 def model_flops(work: Workload, numel: int) -> float:
-    """Of forward and backward without recomputation: 6 per parameter that multiplies and token, and attention's
-    12 · layers · hidden · tokens per token, halved by the causal mask."""
+    """Return the FLOPs of a forward and a backward without recomputation.
+
+    They are 6 per token and parameter that multiplies, and 12 · layers · hidden · tokens per token for attention,
+    halved by the causal mask.
+    """
     tokens = work.batch * work.tokens
     embedding = 0 if work.tied else work.vocabulary * work.hidden
     return 6.0 * (numel - embedding) * tokens + 6.0 * work.layers * work.hidden * work.tokens * tokens
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people: a line per contender."""
+    """Return a table for people, with a line per contender."""
     lines = [f"{'contender':<18}{'s/step':>9}{'tokens/s':>10}{'TFLOP/s':>9}{'B/param':>9}{'reserved':>10}  on"]
     for row in rows:
         without = row.get("error") or row.get("skipped")

@@ -1,7 +1,7 @@
-"""A command under a memory limit that the kernel enforces: a control group of version 2 or 1, whichever there is.
+"""Commands under a memory limit that the kernel enforces: a control group of version 2 or 1, whichever exists.
 
-The limit is on everything the command has in RAM, the page cache of what it reads and writes included; the kernel
-reclaims that before it kills anything. There is no swap beside it.
+The limit applies to all RAM of the command, including the page cache of the files that it reads and writes. The kernel
+reclaims page cache before it kills a process. Swap is off.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ _SAMPLE_S = 0.5
 
 
 class NoLimitError(RuntimeError):
-    """This machine, or this user, cannot set a memory limit; says why and what to do."""
+    """This machine or this user cannot set a memory limit; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a command under a limit did.
+    """Memory use and exit of a command under a limit.
 
     Attributes:
-        exit_code: negative where a signal ended it, as the kernel does when memory runs out.
-        peak_bytes: of everything that counts; it comes near the limit wherever files are read or written.
-        peak_anonymous_bytes: of what cannot be reclaimed, sampled twice a second.
-        oom_kills: processes the kernel ended for want of memory.
+        exit_code: negative where a signal ended the command, as the kernel does when memory runs out.
+        peak_bytes: peak of all memory that counts towards the limit; it is near the limit wherever files are read or
+            written.
+        peak_anonymous_bytes: peak of the memory that cannot be reclaimed, sampled twice a second.
+        oom_kills: processes that the kernel killed because memory ran out.
     """
 
     limit_bytes: int
@@ -41,24 +42,24 @@ class Usage:
 
 @dataclass(frozen=True)
 class Controller:
-    """The memory controller: where its groups are, and what their files are called.
+    """The memory controller: the location of its groups, and the names of its files.
 
     Attributes:
-        root: the directory of the group that has all others in it.
-        own: the group this process is in.
+        root: directory of the root group.
+        own: group of this process.
     """
 
     root: Path
     own: Path
     limit: str
     swap: tuple[str, int | None]
-    """The file and its value; None: as the limit."""
+    """Name of the swap file and its value; None: the same value as the limit."""
     peak: str
     events: str
     anonymous: str
 
     def parent(self) -> Path:
-        """Where a new group goes: into our own where that has a limit, which then holds as well."""
+        """Return the parent of a new group: our own group if it has a limit, which then applies too; else the root."""
         return self.own if _is_limit(_read(self.own / self.limit)) else self.root
 
 
@@ -73,13 +74,14 @@ def version_1(root: Path, own: Path) -> Controller:
 
 
 def find_controller(mounts: str, groups: str) -> Controller:
-    """The memory controller of this machine.
+    """Return the memory controller of this machine.
 
     Args:
-        mounts: /proc/self/mountinfo; groups: /proc/self/cgroup.
+        mounts: contents of /proc/self/mountinfo.
+        groups: contents of /proc/self/cgroup.
 
     Raises:
-        NoLimitError: neither version has one.
+        NoLimitError: neither version has a memory controller.
     """
     own = {line.split(":", 2)[1]: line.split(":", 2)[2].strip("/") for line in groups.splitlines() if line}
     for line in mounts.splitlines():
@@ -95,10 +97,10 @@ def find_controller(mounts: str, groups: str) -> Controller:
 
 @contextmanager
 def memory_group(controller: Controller, limit_bytes: int) -> Iterator[Path]:
-    """A group with a limit, removed afterwards.
+    """Create a group with a limit, and remove it afterwards.
 
     Raises:
-        NoLimitError: it cannot be made.
+        NoLimitError: the group cannot be created.
     """
     parent = controller.parent()
     group = parent / f"infinity-bench-{os.getpid()}"
@@ -115,7 +117,7 @@ def memory_group(controller: Controller, limit_bytes: int) -> Iterator[Path]:
     try:
         (group / controller.limit).write_text(str(limit_bytes))
         name, value = controller.swap
-        if (group / name).exists():  # absent where the kernel counts no swap
+        if (group / name).exists():  # absent when the kernel does not account swap
             (group / name).write_text(str(limit_bytes if value is None else value))
         yield group
     except OSError as error:
@@ -130,15 +132,17 @@ def run_limited(
     """Run a command to its end under a memory limit.
 
     Args:
-        log: where its output goes; None: ours.
-        environment: added to ours.
+        command: program and arguments.
+        limit_bytes: the limit.
+        log: file for its output; None: our own output.
+        environment: variables added to ours.
 
     Raises:
         NoLimitError: no limit can be set.
     """
     controller = find_controller(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     with memory_group(controller, limit_bytes) as group:
-        # The shell joins the group and becomes the command, so that not a page of it is outside.
+        # The shell joins the group and then becomes the command, so that all of its pages are counted.
         join = ["bash", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
         process = subprocess.Popen(join, stdout=log, stderr=log, env={**os.environ, **(environment or {})})
         try:
@@ -157,7 +161,7 @@ def run_limited(
 
 
 def _watch(process: subprocess.Popen[bytes], statistics: Path, key: str) -> int:
-    """Wait for the end; the largest value seen."""
+    """Wait for the end of the process; return the largest value that was seen."""
     largest = 0
     while True:
         largest = max(largest, _values(_read(statistics)).get(key, 0))
@@ -169,12 +173,12 @@ def _watch(process: subprocess.Popen[bytes], statistics: Path, key: str) -> int:
 
 
 def _values(text: str) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Parse lines of a name and a number."""
     return {name: int(value) for name, value in (line.split() for line in text.splitlines() if line.strip())}
 
 
 def _read(path: Path) -> str:
-    """Empty where there is no such file: kernels differ."""
+    """Return a file's text; '' when it does not exist, since kernels differ."""
     try:
         return path.read_text()
     except OSError:
@@ -182,5 +186,5 @@ def _read(path: Path) -> str:
 
 
 def _is_limit(text: str) -> bool:
-    """Version 2 says max where there is none, version 1 the largest number of pages."""
+    """Return whether a limit is set. Without a limit, version 2 has "max", version 1 the largest number of pages."""
     return text.strip().isdigit() and int(text) < 1 << 62

@@ -1,4 +1,4 @@
-"""A checkpoint of a Llama of a given size with random weights, written tensor by tensor, and text to train it on."""
+"""Checkpoint of a Llama of a given size with random weights, written tensor by tensor, and text to train it on."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from make_demo_checkpoint import VOCABULARY, collect_text, train_tokenizer
 
 _HEAD_WIDTH = 64
 _HIDDEN_PER_LAYER = 56
-"""Width over depth, about as in models of a few billion parameters."""
+"""Width divided by depth, about as in models of a few billion parameters."""
 _HIDDEN_MULTIPLE = 128
 _SHARD = "500MB"
 _TEXT_BYTES = 4 << 20
 
 
 def shape_of(parameters: float, batch: int, tokens: int) -> Workload:
-    """A Llama of at least so many parameters, as few more as whole layers allow."""
+    """Return the Llama with the fewest layers that has at least this many parameters."""
     hidden = round(math.cbrt(parameters * _HIDDEN_PER_LAYER / 12) / _HIDDEN_MULTIPLE) * _HIDDEN_MULTIPLE
     hidden = max(hidden, _HIDDEN_MULTIPLE)
     shape = {
@@ -43,7 +43,7 @@ def shape_of(parameters: float, batch: int, tokens: int) -> Workload:
 
 
 def make_checkpoint(work: Workload, directory: Path) -> None:
-    """Write checkpoint/, a tokenizer in it, and text/ into `directory`, which appears when it is whole.
+    """Write checkpoint/ with a tokenizer, and text/, into `directory`, which appears once it is complete.
 
     One tensor is in memory at a time.
 
@@ -68,7 +68,7 @@ def make_checkpoint(work: Workload, directory: Path) -> None:
 
     def values() -> Iterator[list[Piece]]:
         for name, parameter in parameters.items():
-            value = torch.ones(parameter.shape, dtype=torch.bfloat16)  # of the norms
+            value = torch.ones(parameter.shape, dtype=torch.bfloat16)  # values of the norms
             if parameter.dim() > 1:
                 value.normal_(0.0, model.config.initializer_range, generator=generator)
             yield [(name, 0, value)]
@@ -79,7 +79,7 @@ def make_checkpoint(work: Workload, directory: Path) -> None:
 
 
 def tensor_bytes(checkpoint: Path) -> int:
-    """Of a checkpoint's tensors, read from the headers of its files."""
+    """Return the bytes of a checkpoint's tensors, read from the headers of its files."""
     from safetensors import safe_open
 
     total = 0

@@ -1,4 +1,4 @@
-"""What the scripts that train large models have in common on the command line."""
+"""Command-line options that the scripts for large models share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHECKOUT = BENCH_DIR.parent
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Those of every run of a large model, and where its result goes."""
+    """Add the options of a run of a large model, and the options for its result."""
     add = parser.add_argument
     add("--limit", type=parse_bytes, default="6GB", help="of the control group (default 6GB)")
     add("--steps", type=int, default=5)
@@ -55,13 +55,13 @@ def training_of(options: argparse.Namespace, parameters: float, limit_bytes: int
 
 
 def write(result: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """The result as JSON, if that was asked for."""
+    """Write the result as JSON, if this was requested."""
     if options.json:
         write_result(options.json, result, {options.scratch.resolve(): "scratch", CHECKOUT: "."})
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Errors are one line; Ctrl-C and SIGTERM clean up."""
+    """Run `main`; print an error as one line, and clean up on Ctrl-C and SIGTERM."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         main()

@@ -1,4 +1,4 @@
-"""`infinity finetune` on a model larger than the memory it gets: budgets from the limit, the run, what came of it."""
+"""`infinity finetune` on a model larger than its memory: budgets from the limit, the run, and its result."""
 
 from __future__ import annotations
 
@@ -21,30 +21,33 @@ from large_models.cgroup import Usage, run_limited
 from large_models.checkpoint import make_checkpoint, shape_of, tensor_bytes
 
 INTERPRETER_BYTES = 500_000_000
-"""Python with torch, transformers and what `infinity finetune` imports beside; more than was measured."""
+"""Memory of Python with torch, transformers and the other imports of `infinity finetune`; more than was measured."""
 _USABLE = 0.9
-"""Of the limit: the rest is for the page cache and the kernel's own pages, without which everything is slow."""
+"""Usable share of the limit.
+
+The remainder is for the page cache and the kernel's own pages, without which everything is slow.
+"""
 _DEVICE_SHARE = 0.2
 _BLOCKS_ON_DEVICE = 5
 _LOGITS_BYTES = 14
-"""Of the logits in bf16 and fp32 and of their gradients, per token and word of the vocabulary."""
+"""Bytes of the logits in bf16 and fp32 and of their gradients, per token and word of the vocabulary."""
 _LAYER_BYTES = 40
-"""Activations of the layer that is recomputed, per token and element of the hidden state."""
+"""Bytes of activations of the layer that is recomputed, per token and element of the hidden state."""
 _DISK_BYTES = 20
-"""Per parameter: checkpoint 2, weights and states 12, spilled gradients 2, output 2, and some room."""
+"""Bytes of disk per parameter: checkpoint 2, weights and states 12, spilled gradients 2, output 2, and some room."""
 _FROZEN_DISK_BYTES = 5
-"""The same where only adapters are trained: checkpoint 2, weights 2."""
+"""Bytes of disk per parameter where only adapters are trained: checkpoint 2, weights 2, and some room."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is to be shown.
+    """Settings of a run.
 
     Attributes:
-        parameters: at least; see `shape_of`.
-        limit_bytes: of the control group, everything included.
-        optimizer, gradients, overlap, frozen: of the swap config; weights are on NVMe.
-        lora: rank of the adapters that are trained; 0: the model is.
+        parameters: least number of parameters; see `shape_of`.
+        limit_bytes: limit of the control group, for everything in it.
+        optimizer, gradients, overlap, frozen: options of the swap config; weights are on NVMe.
+        lora: rank of the adapters that are trained; 0: the model itself is trained.
     """
 
     parameters: float
@@ -64,16 +67,16 @@ class Training:
 
 
 class TrainingError(RuntimeError):
-    """The run failed; says how, and ends with its last lines."""
+    """The run failed; the message says how, and ends with the last lines of its log."""
 
 
 def budgets(work: Workload, limit_bytes: int) -> tuple[int, int]:
-    """memory.device and memory.host under a limit, the interpreter left out.
+    """Return memory.device and memory.host for a limit, after subtracting the interpreter.
 
     On the CPU both are RAM. Half of memory.device is for the weights of a few blocks, half for activations.
 
     Raises:
-        ValueError: the limit is too small; says what it must be at least.
+        ValueError: the limit is too small; the message names the smallest limit.
     """
     usable = usable_bytes(limit_bytes)
     rows = work.batch * work.tokens
@@ -87,12 +90,12 @@ def budgets(work: Workload, limit_bytes: int) -> tuple[int, int]:
 
 
 def usable_bytes(limit_bytes: int) -> int:
-    """Of a limit, for budgets."""
+    """Return the bytes of a limit that budgets may use."""
     return int(_USABLE * limit_bytes) - INTERPRETER_BYTES
 
 
 def limit_in_proportion(limit_bytes: int, parameters: int, largest: int) -> int:
-    """The limit that leaves a model as many usable bytes per parameter as `limit_bytes` leaves the largest."""
+    """Return the limit with which a model has as many usable bytes per parameter as the largest model has."""
     return int((usable_bytes(limit_bytes) * parameters / largest + INTERPRETER_BYTES) / _USABLE)
 
 
@@ -115,11 +118,13 @@ def train(training: Training, scratch: Path, *, keep: bool) -> dict[str, Any]:
     """Make the checkpoint, then load, train and save under the limit.
 
     Args:
-        scratch: where the checkpoint, the swap files and the output go; only what is made here is removed.
+        training: settings of the run.
+        scratch: directory for the checkpoint, the swap files and the output; only files made by this call are removed.
         keep: leave the checkpoint, for another run.
 
     Raises:
-        TrainingError: the command failed; NoLimitError: no limit can be set.
+        TrainingError: the command failed.
+        NoLimitError: no limit can be set.
         OSError: the disk is full, or cannot be written.
     """
     work = training.workload
@@ -167,7 +172,7 @@ def _command(training: Training, made: Path, run: Path) -> list[str]:
 
 @contextmanager
 def _checkpoint(training: Training, scratch: Path, *, keep: bool) -> Iterator[Path]:
-    """The directory with the checkpoint and the text; one that was kept is used again."""
+    """Provide the directory with the checkpoint and the text; a kept one is reused."""
     work = training.workload
     directory = scratch / f"input-{work.numel / 1e6:.0f}M"
     _require_disk(training, scratch)
@@ -183,7 +188,7 @@ def _checkpoint(training: Training, scratch: Path, *, keep: bool) -> Iterator[Pa
 
 @contextmanager
 def _removed(directory: Path) -> Iterator[Path]:
-    """A fresh directory, removed whatever happens."""
+    """Create a directory, and remove it afterwards in any case."""
     directory.mkdir()
     try:
         yield directory
@@ -210,7 +215,7 @@ def _describe_failure(usage: Usage, log: str) -> str:
 
 
 def plan_lines(log: str) -> list[str]:
-    """The plan as the run logged it: a line `plan:`, the model, and a line for each decision, set in."""
+    """Return the plan from the run's log: a line `plan:`, the model, and an indented line for each decision."""
     lines = iter(log.splitlines())
     for line in lines:
         if line == "plan:":
@@ -224,6 +229,6 @@ def plan_lines(log: str) -> list[str]:
 
 
 def _steps(path: Path) -> list[dict[str, float]]:
-    """Loss, learning rate, norm and seconds of every step."""
+    """Return loss, learning rate, norm and seconds of every step."""
     with path.open(newline="") as file:
         return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]

@@ -1,1 +1,1 @@
-"""The contenders of bench/step_vs_peers.py: one worker per system, and what the driver needs to run and report them."""
+"""Contenders of bench/step_vs_peers.py: one worker per system, and the driver's code that runs and reports them."""

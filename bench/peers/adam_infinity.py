@@ -1,4 +1,4 @@
-"""infinity's optimizer pass as adam_vs_peers drives it."""
+"""infinity's optimizer pass, as a worker of adam_vs_peers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peers.adam_protocol import BETAS, EPS, LOSS_SCALE, LR, MAX_GRAD_NORM, WEIGH
 
 
 class _States:
-    """Memory for the widest format; narrower ones use the start of it."""
+    """Memory for the widest format; narrower formats use its beginning."""
 
     def __init__(self, numel: int, threads: int) -> None:
         self.numel = numel
@@ -28,11 +28,11 @@ class _States:
         self.last = self.weight
 
     def update(self, row: str, weight: str, master: str, moments: str, *, whole: bool) -> None:
-        """One step; `whole`: with bf16 gradients that are unscaled and clipped by their norm."""
+        """Run one step; `whole`: with bf16 gradients that are unscaled and clipped by their norm."""
         if self._steps.setdefault(row, 0) == 0:
             for state in (self.weight, self.master, self.exp_avg, self.exp_avg_sq):
                 state.zero_()
-        for other in self._steps:  # the memory is shared: whoever comes next starts again
+        for other in self._steps:  # the rows share memory, so the next row starts again with step 1
             self._steps[other] = self._steps[row] + 1 if other == row else 0
         scale = 1.0
         if whole:

@@ -1,7 +1,7 @@
-"""Workers of adam_vs_peers: one contender's process, told over stdin what to run, answering with the seconds.
+"""Protocol of adam_vs_peers' workers: each is one contender's process, which takes orders on stdin.
 
 A worker gets JSON lines {"do": "run", "row": NAME} or {"do": "quit"} and answers each run with {"seconds": …, "check":
-…}: the sum of the first weights after the step, so that nobody can skip the work.
+…}. The check is the sum of the first weights after the step, which proves that the step was executed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HUGE_PAGE = 2 << 20
 
 
 def huge_tensor(numel: int, dtype: Any) -> Any:
-    """Zeros in memory of huge pages, 2 MiB-aligned, so that no contender is measured on how its memory was made."""
+    """Return zeros in huge pages, 2 MiB-aligned, so that the kind of memory does not differ between contenders."""
     import torch
 
     nbytes = numel * dtype.itemsize
@@ -33,7 +33,7 @@ def huge_tensor(numel: int, dtype: Any) -> Any:
 
 
 def fill(tensor: Any, scale: float) -> None:
-    """With the same random numbers for everybody."""
+    """Fill with random numbers that are the same for all contenders."""
     import torch
 
     part = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * scale
@@ -43,15 +43,15 @@ def fill(tensor: Any, scale: float) -> None:
 
 
 def serve(make: Callable[[int, int], dict[str, Callable[[], None]]], weights: Callable[[], Any]) -> None:
-    """Answer the driver until it says quit, or is gone.
+    """Answer the driver until it says quit or is gone.
 
     Args:
-        make: from (numel, threads) to the rows by name; each call does one row's work once.
-        weights: those of the row that ran last.
+        make: returns the rows by name, from (numel, threads); each call of a row does its work once.
+        weights: returns the weights of the row that ran last.
     """
     numel, threads = int(sys.argv[1]), int(sys.argv[2])
     channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+    os.dup2(2, 1)  # libraries' output must not be mixed with the answers
     rows = make(numel, threads)
     print(json.dumps({"rows": sorted(rows)}), file=channel)
     for line in sys.stdin:
@@ -62,11 +62,11 @@ def serve(make: Callable[[int, int], dict[str, Callable[[], None]]], weights: Ca
         rows[order["row"]]()
         seconds = time.perf_counter() - began
         print(json.dumps({"seconds": seconds, "check": float(weights()[: 1 << 16].double().sum())}), file=channel)
-    os._exit(0)  # extensions with threads of their own may hang in the interpreter's teardown
+    os._exit(0)  # extensions with threads of their own may hang during the interpreter's shutdown
 
 
 def peers_environment() -> None:
-    """Where DeepSpeed's operator is built, and with what."""
+    """Set the environment in which DeepSpeed's operator is built."""
     environment = Path(sys.prefix)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(environment / "torch_extensions"))

@@ -1,5 +1,7 @@
-"""torch.optim.AdamW(fused=True), or DeepSpeedCPUAdam with "deepspeed" as the third argument, as adam_vs_peers drives
-them: the step alone, and the whole pass in every way that we know to write it. The driver takes the fastest."""
+"""torch.optim.AdamW(fused=True), or DeepSpeedCPUAdam with "deepspeed" as third argument, as workers of adam_vs_peers.
+
+Rows are the step alone, and the complete pass in every known way to write it. The driver takes the fastest.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ class _States:
         fill(self.grad, 1e-2)
         fill(self.grad16, 1e-2 * LOSS_SCALE)
         self.optim = self._deepspeed() if deepspeed else self._torch()
-        # States in huge pages too: the optimizers take what is there.
+        # The states are in huge pages too: the optimizers use existing states.
         state = self.optim.state[self.master]
         state["step"] = 0 if deepspeed else torch.zeros((), dtype=torch.float32)
         state["exp_avg"] = huge_tensor(numel, torch.float32)
@@ -59,7 +61,7 @@ class _States:
         norm = torch.linalg.vector_norm(source, dtype=torch.float32).item() / LOSS_SCALE
         factor = min(1.0, MAX_GRAD_NORM / (norm + 1e-6)) / LOSS_SCALE
         self.master.grad = self.grad
-        if scale_in_step:  # as torch's GradScaler does with fused optimizers
+        if scale_in_step:  # the way of torch's GradScaler with fused optimizers
             self.optim.grad_scale = torch.tensor(1 / factor)
             self.optim.found_inf = torch.tensor(0.0)
             self.optim.step()

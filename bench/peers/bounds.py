@@ -1,4 +1,4 @@
-"""What limits a step of infinity, how near it comes, and how much of the update it hides: figures within rounds."""
+"""Bounds of infinity's step, its distance from them, and the hidden share of the update: figures within rounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from peers.contenders import Setting
 
 Steps = Sequence[Mapping[str, Any]]
-"""Of one contender; each has its `round`, `seconds` and `counters`, and `replay` where something is on NVMe."""
+"""Steps of one contender; each has its `round`, `seconds` and `counters`, and `replay` if its states are on NVMe."""
 
 
 def by_round(steps: Steps) -> dict[int, Mapping[str, Any]]:
@@ -17,28 +17,28 @@ def by_round(steps: Steps) -> dict[int, Mapping[str, Any]]:
 
 
 def median_ratio(mine: Steps, theirs: Steps) -> float | None:
-    """Of seconds, within the rounds in which both had a turn; None where there are none."""
+    """Return the median ratio of seconds over the rounds in which both had a turn; None when there are none."""
     others = by_round(theirs)
     ratios = [step["seconds"] / others[step["round"]]["seconds"] for step in mine if step["round"] in others]
     return statistics.median(ratios) if ratios else None
 
 
 def update_stall_s(step: Mapping[str, Any]) -> float:
-    """Seconds of a step in which computing stood still for the update or for weights.
+    """Return the seconds of a step in which computing waited for the update or for weights.
 
-    They are `update_s`, inside optim.step, and `fetch_wait_s`, which has both the waits of a unit for its own update
-    and those for its weights to be read.
+    They are `update_s`, inside optim.step, and `fetch_wait_s`, which includes the waits of a unit for its own update
+    and the waits for its weights to be read.
     """
     return float(step["counters"]["update_s"] + step["counters"]["fetch_wait_s"])
 
 
 def hidden_update_share(mine: Steps, serial: Steps) -> float | None:
-    """Of the update, how much was hidden behind computing: 1 − stalled / update, the median over rounds.
+    """Return the share of the update that was hidden behind computing: 1 − stalled / update, the median over rounds.
 
-    stalled is `update_stall_s` of the contender; update is `update_s` of the same contender with overlap off, in the
-    same round, where all of optim.step is the update and nothing is hidden. So 0 is as long a wait as with overlap off,
-    1 no wait at all, and weights read too late count against it: with weights on NVMe overlap off itself is below 0.
-    None where that contender did not run.
+    stalled is `update_stall_s` of the contender. update is `update_s` of the same contender with overlap off in the
+    same round, where optim.step is the complete update and nothing is hidden. So 0 means a wait as long as with overlap
+    off, and 1 means no wait. Weights that are read too late lower the share: with weights on NVMe, overlap off itself
+    is below 0. None when the contender with overlap off did not run.
     """
     others = by_round(serial)
     shares = [
@@ -50,15 +50,16 @@ def hidden_update_share(mine: Steps, serial: Steps) -> float | None:
 
 
 def bounds(mine: Steps, processor: Steps) -> dict[str, float | None]:
-    """The processor's and the disk's work alone, in the contender's rounds, and a step's seconds over the larger.
+    """Return the times of the CPU's and the disk's work alone, in the contender's rounds, and its ratio to the larger.
 
-    The processor's is the step of a contender that has all states in memory and overlaps nothing: compute and Adam. The
-    disk's is the replay: the same bytes in the same places of the same file. No overlap makes a step faster than the
-    larger of the two.
+    The CPU's work is the step of a contender that has all states in memory and overlaps nothing: compute and Adam. The
+    disk's work is the replay: the same bytes at the same offsets of the same file. No overlap makes a step faster than
+    the longer of the two.
 
     Returns:
-        `processor_s`, `io_s`: medians. `of_bound`: median within rounds. `replayed_bytes_ratio`: bytes of the replay
-        over those of a step, which shows that it is the same work. None where there was nothing to measure.
+        `processor_s`, `io_s`: medians. `of_bound`: median of the step's seconds divided by the longer time, within
+            rounds. `replayed_bytes_ratio`: bytes of the replay divided by those of a step, which shows that both do the
+            same work. A value is None when it could not be measured.
     """
     alone = by_round(processor)
     io = {step["round"]: step["replay"] for step in mine if "replay" in step}
@@ -89,14 +90,15 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def host_budget(target_rss: int, uncached_rss: int, uncached_host_bytes: int) -> int:
-    """The memory.host with which a contender's peak is `target_rss`.
+    """Return the memory.host with which a contender's peak is `target_rss`.
 
     Args:
-        uncached_rss: peak of the same contender with nothing cached; `uncached_host_bytes`: what its plan takes of
-            memory.host. What it has beside that stays as it is.
+        target_rss: wanted peak RSS in bytes.
+        uncached_rss: peak RSS of the same contender with nothing cached.
+        uncached_host_bytes: bytes of memory.host that the plan of that contender uses. Its other memory stays the same.
 
     Raises:
-        ValueError: it takes more with nothing cached.
+        ValueError: with nothing cached the contender already needs more.
     """
     spare = target_rss - uncached_rss
     if spare < 0:
@@ -108,7 +110,7 @@ def host_budget(target_rss: int, uncached_rss: int, uncached_host_bytes: int) ->
 
 
 def summarise_infinity(setting: Setting, steps: Mapping[str, Steps]) -> dict[str, Any]:
-    """The figures that only infinity has, by what the tables and the JSON call them."""
+    """Return the figures that only infinity has, by their names in the tables and the JSON."""
     mine = steps[setting.name]
     counters = [step["counters"] for step in mine]
     figures: dict[str, Any] = {

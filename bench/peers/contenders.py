@@ -1,4 +1,4 @@
-"""The contenders of a step by name: what each one is, roughly what memory it takes, and what its worker is told.
+"""Contenders of a step by name: the settings of each, its approximate memory, and its worker's options.
 
 torch, deepspeed, deepspeed-nvme          the peers
 processor[-int8]                          a bound: computing and Adam with all states in memory, nothing overlapped
@@ -25,28 +25,28 @@ DEFAULT = (
     "infinity-host-int8,infinity-host-int8-off,infinity-nvme-int8,infinity-nvme-int8-off"
 )
 
-# Resident bytes per parameter at the peak, roughly: they decide only how many contenders run at once.
+# Approximate resident bytes per parameter at the peak; they only decide how many contenders run at once.
 _RESIDENT = {"torch": 9, "deepspeed": 32, "deepspeed-nvme": 36, "host": 6, "nvme": 5}
 _RESIDENT |= {"memory, fp32": 17, "memory, int8": 10}
 _LEAN_BYTES = 512 << 20
 _AHEAD = 5
-"""Reading half of the states ahead."""
+"""Bytes per parameter for reading half of the states ahead."""
 _LOGITS_BYTES = 10
-"""Of the logits in bf16 and fp32 and of their gradients, per token and word of the vocabulary."""
+"""Bytes of the logits in bf16 and fp32 and of their gradients, per token and word of the vocabulary."""
 _PROCESS_BYTES = 300 << 20
 _CACHED_RSS_OF_DEEPSPEED = 1.05
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How a contender runs infinity.
+    """Configuration of infinity in a contender.
 
     Attributes:
         weights: host or nvme.
-        optimizer: nvme, where nothing is cached; auto, where as many states are as the budget holds; host for all.
+        optimizer: nvme: no state is cached; auto: as many states are cached as the budget allows; host: all are in RAM.
         moments: fp32 or int8.
-        overlap: of OVERLAPS.
-        lean: with little host memory beside what must be there.
+        overlap: one of OVERLAPS.
+        lean: has little host memory beyond the minimum.
     """
 
     weights: str
@@ -68,32 +68,32 @@ class Setting:
 
     @property
     def in_memory(self) -> bool:
-        """Nothing is moved: what is left is compute and Adam."""
+        """Whether all states are in memory, so that a step is only compute and Adam."""
         return self.optimizer == "host"
 
     @property
     def uncached(self) -> Setting:
-        """The same with every state on NVMe."""
+        """The same setting with every state on NVMe."""
         return replace(self, optimizer="nvme")
 
     @property
     def serial(self) -> Setting:
-        """The same with nothing overlapped."""
+        """The same setting with nothing overlapped."""
         return replace(self, overlap="off")
 
     @property
     def processor(self) -> Setting:
-        """The same arithmetic with all states in memory."""
+        """The setting with the same arithmetic and all states in memory."""
         return Setting("host", "host", self.moments, "off")
 
     def options(self, workload: Workload, host_budget: int | None) -> dict[str, Any]:
-        """What peers.worker_infinity takes: keys of the swap config."""
+        """Return the options of peers.worker_infinity, which are keys of the swap config."""
         memory: dict[str, int] = {} if host_budget is None else {"host": host_budget}
         if self.lean:
-            # fp32 gradients, of which one micro-batch touches half, and weights where they live in RAM
+            # fp32 gradients, half of which one micro-batch touches, and the weights if their home is RAM
             memory["host"] = workload.numel * (6 if self.weights == "host" else 4) + _LEAN_BYTES
         if self.weights == "nvme":
-            # Room for a few blocks, so that the weights do come from NVMe; without a limit they would all stay.
+            # Memory for a few blocks, so that weights are read from NVMe; without a limit all would stay on the device.
             memory["device"] = 10 * 2 * workload.numel // workload.layers
         return {
             "weights": self.weights,
@@ -121,11 +121,7 @@ _SETTINGS = {
 
 
 def setting_of(name: str) -> Setting | None:
-    """How the contender runs infinity; None for a peer.
-
-    Raises:
-        ValueError: there is no such contender.
-    """
+    """Return a contender's configuration of infinity; None for a peer."""
     if name not in PEERS and name not in _SETTINGS:
         ours = f"infinity-{{host,nvme}}[-int8][-cached|-lean][-{{{','.join(OVERLAPS[1:])}}}]"
         raise ValueError(f"no contender '{name}'; there are {', '.join(PEERS)}, processor[-int8] and {ours}")
@@ -133,7 +129,7 @@ def setting_of(name: str) -> Setting | None:
 
 
 def resident_bytes(name: str, workload: Workload) -> int:
-    """Memory a contender takes, roughly."""
+    """Return the approximate memory of a contender."""
     setting = setting_of(name)
     if setting is None:
         per_parameter = _RESIDENT[name]
@@ -148,11 +144,11 @@ def resident_bytes(name: str, workload: Workload) -> int:
 
 
 def groups_that_fit(names: Sequence[str], workload: Workload, available: int) -> list[list[str]] | None:
-    """The contenders that take turns with one another, so that ratios are within rounds; None where memory is too
-    small for that.
+    """Return groups of contenders that take turns with each other; None when memory is too small for groups.
 
-    What infinity is compared with, the peers and its processor bound, is in every group. Contenders that differ in
-    nothing but what they overlap stay together as far as possible, since they are compared with each other too.
+    The contenders of a group run in the same rounds, so that ratios are within rounds. The references of infinity,
+    which are the peers and its processor bound, are in every group. Contenders that differ only in their overlap stay
+    in the same group as far as possible, since they are compared with each other too.
     """
     settings = {name: setting_of(name) for name in names}
     peers = [name for name, setting in settings.items() if setting is None]
@@ -178,8 +174,10 @@ def groups_that_fit(names: Sequence[str], workload: Workload, available: int) ->
 
 
 def pack(families: Sequence[Sequence[tuple[str, int]]], room: int) -> list[list[str]] | None:
-    """(name, bytes) in groups of at most `room` bytes, in their order; a family is split only where it does not fit.
-    None where one alone is too large."""
+    """Pack (name, bytes) in their order into groups of at most `room` bytes; None when one item alone is too large.
+
+    A family is split only when it does not fit into one group.
+    """
     groups: list[list[str]] = []
     left = 0
     for family in families:

@@ -1,9 +1,9 @@
-"""What the disk gives in this very run, under a contender's own swap files.
+"""Rate of the disk during this run, measured in a contender's own swap files.
 
 [Note: the same disk is not one speed]
-Virtual disks have fast and slow regions: files of one file system, laid out alike, differed steadily by more than 2×.
-A probe file would measure its own region. So the probe reads blocks of the contender's files and writes the same
-bytes back, while the contender waits for its turn with no I/O in flight.
+Virtual disks have fast and slow regions: files with the same layout in one file system differed consistently by more
+than 2×. A probe file would measure its own region. So the probe reads blocks of the contender's files and writes the
+same bytes back, while the contender waits for its turn with no I/O in flight.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ BLOCK_BYTES = 1 << 20
 
 
 def mixed_rate(directory: Path, blocks: int = 512, threads: int = 16) -> float:
-    """Bytes per second of O_DIRECT transfers of 1 MiB, half reads and half writes, all in files under `directory`.
+    """Return the bytes per second of O_DIRECT transfers of 1 MiB, half of them reads, in files under `directory`.
 
     Args:
         directory: the idle contender's swap directory; its contents are the same afterwards.
-        blocks: how many to read and write back, at most.
+        blocks: largest number of blocks to read and write back.
         threads: transfers in flight.
 
     Raises:
-        ValueError: there is no file with a whole block.
+        ValueError: no file has a complete block.
         OSError: a transfer failed, or the file system has no O_DIRECT.
     """
     places = _places(directory)
@@ -50,7 +50,7 @@ def mixed_rate(directory: Path, blocks: int = 512, threads: int = 16) -> float:
 
 
 def _places(directory: Path) -> list[tuple[Path, int]]:
-    """Every whole block of every file."""
+    """Return the place of every complete block of every file."""
     found = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
     ends = ((path, path.stat().st_size - BLOCK_BYTES) for path in found)
     return [(path, offset) for path, end in ends for offset in range(0, end + 1, BLOCK_BYTES)]

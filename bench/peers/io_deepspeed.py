@@ -1,5 +1,7 @@
-"""DeepSpeed's async_io as io_vs_peers drives it: a file per tensor, as its swapper has, or one file with offsets; every
-request queued, then one wait. Reads and writes at once go through a handle each, as its swapper's do."""
+"""DeepSpeed's async_io as a worker of io_vs_peers: a file per tensor, as in its swapper, or one file with offsets.
+
+All requests are queued, followed by one wait. Simultaneous reads and writes use one handle each, as in its swapper.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def _builder() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     environment = Path(sys.prefix)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(environment / "torch_extensions"))
-    os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # ninja, for the op's build
+    os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # finds ninja for the build of the operator
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().load(verbose=False)
@@ -34,7 +36,7 @@ class DeepSpeedMover:
         self._directory.mkdir()
         self._aio = _builder()
         self._reader, self._writer = self._aio.aio_handle(), self._aio.aio_handle()
-        # Its own pinned buffer: page-aligned and locked.
+        # DeepSpeed's own pinned buffer: page-aligned and locked.
         self._owner = self._aio.aio_handle()
         self._buffer = self._owner.new_cpu_locked_tensor(row.nbytes, torch.empty(0, dtype=torch.uint8))
         if self._buffer.data_ptr() % _PAGE:

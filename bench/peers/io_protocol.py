@@ -1,6 +1,7 @@
-"""Workers of io_vs_peers: one contender's process, told over stdin what to move, answering with what it took.
+"""Protocol of io_vs_peers' workers: each is one contender's process, which takes orders on stdin.
 
-A worker gets JSON lines {"do": "prepare" | "configure" | "run" | "verify" | "quit", ...} and answers each with one.
+A worker gets JSON lines {"do": "prepare" | "configure" | "run" | "verify" | "quit", ...} and answers each with one JSON
+line.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from peers.process import JsonWorker
 
 @dataclass(frozen=True)
 class Row:
-    """A workload: `tensors` of `tensor_bytes` each, read, overwritten, or (mixed) the first half read and the second
-    overwritten at once.
+    """A workload: `tensors` of `tensor_bytes` each, which are read or overwritten.
+
+    In a mixed workload the first half is read and the second half is overwritten at the same time.
 
     Attributes:
-        one_file: all tensors in one file at offsets, instead of one file per tensor, where the contender has a choice.
+        one_file: all tensors are in one file at offsets, instead of one file per tensor, if the contender has a choice.
     """
 
     name: str
@@ -40,7 +42,7 @@ class Row:
 
 
 class Mover(Protocol):
-    """A contender with files of `row` in place and memory for all of it, a uint8 array."""
+    """A contender with the files of `row` in place, and memory for all of its tensors, a uint8 array."""
 
     memory: Any
 
@@ -48,7 +50,7 @@ class Mover(Protocol):
         """Use these settings from now on; files and memory stay."""
 
     def move(self, reads: range, writes: range) -> None:
-        """Move these tensors, all at once, and return when all are done. Raises when one failed."""
+        """Move these tensors, all at once, and return when all are done. Raises an exception when one failed."""
 
     def close(self) -> None: ...
 
@@ -63,7 +65,7 @@ def _pattern(row: Row, tensor: int) -> Any:
 
 
 def _fill(row: Row, mover: Mover) -> None:
-    """Write every tensor once: from here on writes are overwrites."""
+    """Write every tensor once, so that later writes are overwrites."""
     for tensor in range(row.tensors):
         start = tensor * row.tensor_bytes
         mover.memory[start : start + row.tensor_bytes] = _pattern(row, tensor)
@@ -71,7 +73,7 @@ def _fill(row: Row, mover: Mover) -> None:
 
 
 def _verify(row: Row, mover: Mover) -> bool:
-    """Whether every tensor comes back from the disk as it was written."""
+    """Return whether tensors read back from the disk have the values that were written."""
     import numpy as np
 
     mover.memory[:] = 0
@@ -98,9 +100,9 @@ def _run(row: Row, mover: Mover) -> dict[str, float]:
 
 
 def serve(prepare: Prepare) -> None:
-    """Answer the driver until it says quit, or is gone."""
+    """Answer the driver until it says quit or is gone."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print must not get between the answers
+    os.dup2(2, 1)  # libraries' output must not be mixed with the answers
     row, mover = Row("", "read", 0, 0), None
     for line in sys.stdin:
         order = json.loads(line)
@@ -130,11 +132,11 @@ def serve(prepare: Prepare) -> None:
     if mover is not None:
         mover.close()
     sys.stderr.flush()
-    os._exit(0)  # extensions with threads of their own may hang in the interpreter's teardown
+    os._exit(0)  # extensions with threads of their own may hang during the interpreter's shutdown
 
 
 class IoWorker(JsonWorker):
-    """The driver's side of one worker."""
+    """One worker, seen from the driver."""
 
     def prepare(self, row: Row, directory: Path, settings: dict[str, Any]) -> None:
         self.ask({"do": "prepare", "row": asdict(row), "directory": str(directory), "settings": settings})
@@ -143,7 +145,7 @@ class IoWorker(JsonWorker):
         self.ask({"do": "configure", "settings": settings})
 
     def run(self) -> dict[str, float]:
-        """seconds and cpu_s of one run."""
+        """Run the row once and return its `seconds` and `cpu_s`."""
         return self.ask({"do": "run"})
 
     def verify(self) -> bool:

@@ -1,5 +1,4 @@
-"""The driver's side of a contender: a child process that takes orders on stdin, a line each, and answers each with a
-line of JSON."""
+"""The driver's side of a contender: a child process that takes lines of orders on stdin and answers in JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 from peers.workload import Job
 
 BENCH_DIR = Path(__file__).resolve().parent.parent
-# Spinning OpenMP threads made steps 4× longer on a busy machine, and not by the same factor for every contender.
+# Spinning OpenMP threads made steps 4× longer on a busy machine, with a different factor for every contender.
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
 _CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -25,7 +24,7 @@ class WorkerError(RuntimeError):
 
     Attributes:
         log: its stderr.
-        cause: the traceback it sent, if it sent one.
+        cause: the traceback that it sent, if any.
     """
 
     def __init__(self, message: str, log: Path, cause: str = "") -> None:
@@ -35,21 +34,23 @@ class WorkerError(RuntimeError):
 
 
 class Child:
-    """A contender's process, by default in a session of its own: Ctrl-C reaches the driver alone, which then stops the
-    contender in order. Life cycle: start() → order() and answer(), in turns → stop().
+    """A contender's process.
+
+    By default it runs in a session of its own. Ctrl-C then reaches only the driver, which stops the contender in order.
+    Life cycle: start() → order() and answer(), in turns → stop().
 
     Args:
-        name: of the contender.
-        python, module, arguments: what to run, in bench/.
-        log: where its stderr goes.
+        name: name of the contender.
+        python, module, arguments: the command, which runs in bench/.
+        log: file for its stderr.
         environment: added to the driver's.
         timeout_s: longest wait for one answer; None waits for ever.
-        stop_s: longest wait for the process to end when told to.
-        own_session: False: whoever kills the driver's process group kills the contender, too.
+        stop_s: longest wait for the process to end after the order to quit.
+        own_session: False: a signal to the driver's process group also kills the contender.
     """
 
     quit = "quit"
-    """The order to clean up and exit."""
+    """Order to clean up and exit."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Child:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Start the process, without waiting for its first answer: several can set up at the same time."""
+        """Start the process without waiting for its first answer, so that several can set up at the same time."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         paths = os.pathsep.join([str(BENCH_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.log.open("w") as log:
@@ -94,7 +95,7 @@ class Child:
         """Give an order and return its answer.
 
         Raises:
-            WorkerError: what was ordered failed, took too long, or the process is gone.
+            WorkerError: the order failed or took too long, or the process is gone.
         """
         try:
             self._running().stdin.write(f"{line}\n")  # type: ignore[union-attr]
@@ -103,7 +104,7 @@ class Child:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """The next answer. Raises WorkerError, as order()."""
+        """Return the next answer. Raises WorkerError like order()."""
         process = self._running()
         with selectors.DefaultSelector() as selector:
             selector.register(process.stdout, selectors.EVENT_READ)  # type: ignore[arg-type]
@@ -123,7 +124,7 @@ class Child:
         return answer
 
     def cpu_seconds(self) -> float:
-        """CPU time of the process so far, all threads."""
+        """Return the CPU time of the process so far, over all threads."""
         fields = Path(f"/proc/{self._running().pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS
 
@@ -159,16 +160,16 @@ class Child:
 
 
 class Worker(Child):
-    """A contender that makes a training step when told to (peers/protocol.py).
+    """A contender that makes a training step when ordered (peers/protocol.py).
 
     Args:
         module: `peers.worker_*`.
-        job: what to train, and the worker's own directory, which is removed when the worker is stopped.
-        threads: of torch's arithmetic; 0: one for each core.
-        others: as Child.
+        job: the training, and the worker's own directory, which is removed when the worker is stopped.
+        threads: threads of torch's arithmetic; 0: one for each core.
+        others: same as those of Child.
 
     Attributes:
-        facts: what the contender said when it was ready.
+        facts: the contender's answer when it was ready.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Worker(Child):
         self.facts: dict[str, Any] = {}
 
     def start(self) -> None:
-        """As Child; `wait_ready` collects the first answer."""
+        """Start like Child; `wait_ready` collects the first answer."""
         if self.job.swap_dir:
             Path(self.job.swap_dir).mkdir(parents=True, exist_ok=True)
         super().start()
@@ -210,15 +211,15 @@ class Worker(Child):
         self.facts = self.answer()
 
     def step(self) -> dict[str, Any]:
-        """One turn with one measured training step; what the worker printed. Raises WorkerError."""
+        """Return the measurements of a turn with one measured training step. Raises WorkerError."""
         return self.order("step")
 
     def replay(self) -> dict[str, Any]:
-        """The bytes of a step moved with nothing else. Raises WorkerError."""
+        """Move the bytes of a step with nothing else; return the measurements. Raises WorkerError."""
         return self.order("replay")
 
     def stop(self) -> None:
-        """As Child; the worker's directory is gone afterwards either way."""
+        """Stop like Child, and remove the worker's directory in any case."""
         was_started = self._process is not None
         super().stop()
         if was_started and self.job.swap_dir:
@@ -226,7 +227,7 @@ class Worker(Child):
 
 
 class JsonWorker(Child):
-    """A contender whose orders are JSON objects, too: {"do": ..., ...}. It is started at once."""
+    """A contender whose orders are JSON objects too: {"do": ..., ...}. The constructor starts it."""
 
     quit = json.dumps({"do": "quit"})
 
@@ -243,5 +244,5 @@ class JsonWorker(Child):
         self.start()
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """As order()."""
+        """Give an order and return its answer, like order()."""
         return self.order(json.dumps(order))

@@ -1,14 +1,14 @@
 """The worker's side of the protocol between the driver and the contenders.
 
 A worker sets itself up and prints {"ready": true, ...facts}. For each line "step" on stdin it takes a turn and prints
-one JSON line of measurements; for "replay" it moves a step's bytes with nothing else, and prints what that took. On
+one JSON line of measurements; for "replay" it moves a step's bytes with nothing else, and prints the measurements. On
 "quit", or when the driver is gone, it removes its swap files and exits.
 
 [Note: a turn is four steps]
-A contender may return from a step whose update is still under way, and go on with it in the next one. So a turn makes a
-step that leads in, measures three more from the return of the first to that of the last, and then waits, unmeasured,
-for all that is under way: as much is carried into the measured steps as out of them, and nothing into others' turns.
-What is told is of one step: the mean of the three.
+A contender may return from a step while its update still runs, and finish the update during the next step. So a turn
+makes one lead-in step, measures three more steps, and then waits, unmeasured, for all pending work. The measurement is
+from the return of the lead-in step to the return of the last step. As much pending work enters the measured steps as
+leaves them, and none disturbs other contenders' turns. The reported figures are the mean of the three steps.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _MEASURED = 3
 
 @dataclass
 class Contender:
-    """One system, ready to train.
+    """One system that is ready to train.
 
     Attributes:
         step: makes one step and returns the loss.
-        settle: waits for what a step left under way.
-        replay: moves the bytes of a step with nothing else; None where there are none.
+        settle: waits for the pending work of a step.
+        replay: moves the bytes of a step with nothing else; None when the contender moves none.
         facts: printed once, with the ready line.
-        counters: the system's own cumulative counters, printed after each step.
-        close: removes what the system holds; the worker removes the swap directory itself afterwards.
+        counters: returns the system's own cumulative counters, which are printed after each step.
+        close: removes the system's resources; the worker removes the swap directory itself afterwards.
     """
 
     step: Callable[[], float]
@@ -50,7 +50,7 @@ class Contender:
 
 
 def _memory() -> dict[str, int]:
-    """Current and peak resident bytes of this process, and its share of them: what processes share counts once."""
+    """Return the resident bytes of this process, their peak, and their proportional set size (PSS)."""
     with open("/proc/self/status") as status:
         kib = {
             key: value.split()[0] for key, _, value in (line.partition(":") for line in status) if key.startswith("Vm")
@@ -65,7 +65,7 @@ def _memory() -> dict[str, int]:
 
 
 def _forget_peak() -> bool:
-    """Start the peak resident size anew, so that each step shows its own. False where the kernel refuses."""
+    """Reset the peak resident size, so that each step shows its own peak. Returns False when the kernel refuses."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -75,7 +75,7 @@ def _forget_peak() -> bool:
 
 
 def _io() -> dict[str, int]:
-    """Bytes this process had the storage read and write, O_DIRECT and asynchronous I/O included."""
+    """Return the bytes that this process read from and wrote to storage, including O_DIRECT and asynchronous I/O."""
     with open("/proc/self/io") as file:
         counts = {key: int(value) for key, _, value in (line.partition(":") for line in file)}
     return {"read_bytes": counts["read_bytes"], "written_bytes": counts["write_bytes"]}
@@ -104,17 +104,18 @@ def _turn(contender: Contender) -> dict[str, Any]:
 
 
 def _claim_stdout() -> TextIO:
-    """Keep stdout for the protocol: what libraries print goes to stderr."""
+    """Keep stdout for the protocol; redirect libraries' output to stderr."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return channel
 
 
 def serve(setup: Callable[[Job], Contender], turn: Callable[[Contender], dict[str, Any]] = _turn) -> None:
-    """Run a worker: set up the contender described by argv[1] and answer the driver until it says quit.
+    """Run a worker: set up the contender that argv[1] describes, and answer the driver until it says quit.
 
     Args:
-        turn: what a contender does at "step", and what it prints.
+        setup: makes the contender from the job.
+        turn: runs the contender at "step", and returns the line to print.
     """
     channel = _claim_stdout()
     job = Job.from_json(sys.argv[1])
@@ -144,7 +145,7 @@ def serve(setup: Callable[[Job], Contender], turn: Callable[[Contender], dict[st
             if job.swap_dir:
                 shutil.rmtree(job.swap_dir, ignore_errors=True)
     channel.flush()
-    # Extension modules with threads of their own may hang or abort in interpreter teardown; everything is cleaned up
-    # by now.
+    # Extension modules with threads of their own may hang or abort during the interpreter's shutdown. All files are
+    # removed by now.
     sys.stderr.flush()
     os._exit(0)

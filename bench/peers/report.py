@@ -1,4 +1,4 @@
-"""From the steps measured to the table, the JSON and the bounds."""
+"""The table, the JSON and the bounds, computed from the measured steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Steps = list[dict[str, Any]]
 
 @dataclass
 class Run:
-    """All that was measured.
+    """All measurements of a run.
 
     Attributes:
-        facts: by contender, what it said when it was ready.
-        warmup, steps: by contender, in the order they were made; a measured step has its `round`, and its `replay`
-            where its contender can.
+        facts: by contender, its answer when it was ready.
+        warmup, steps: by contender, in the order in which they were made; a measured step has its `round`, and its
+            `replay` if the contender can replay.
         disk: by contender that swaps, bytes per second of the mixed probe in its own files after each round.
-        failures: by contender, why it is missing.
+        failures: by contender, the reason why it is missing.
     """
 
     interleaved: bool
@@ -44,7 +44,7 @@ def _bytes_per_parameter(steps: Steps, key: str, numel: int) -> float:
 
 
 def summarise(run: Run) -> dict[str, dict[str, Any]]:
-    """By contender: median seconds, spread, ratios to the peers, memory and traffic; for infinity also its bounds."""
+    """Return by contender: median seconds, spread, ratios to the peers, memory, traffic, and infinity's bounds."""
     summary: dict[str, dict[str, Any]] = {}
     for name, steps in run.steps.items():
         facts, every = run.facts[name], run.warmup[name] + steps
@@ -73,7 +73,7 @@ def summarise(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right."""
+    """Return a table with its first column aligned left, the others right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [
         "  ".join(
@@ -108,7 +108,7 @@ def _times(value: float | None) -> str:
 
 
 def format_summary(run: Run, summary: dict[str, dict[str, Any]]) -> str:
-    """The tables and the notes below them."""
+    """Return the tables and the notes below them."""
     header = (
         "contender",
         "s/step",
@@ -176,7 +176,7 @@ def _notes(run: Run, summary: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def machine_facts(swap_dir: Path) -> dict[str, Any]:
-    """Cores, memory, kernel, the swap directory's file system and the date."""
+    """Return cores, memory, kernel, the swap directory's file system and the date."""
     model = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -203,7 +203,9 @@ def write_result(path: Path, result: Mapping[str, Any], places: Mapping[Path, st
     """Write a JSON file without this machine's paths.
 
     Args:
-        places: what is written for each directory, also in the middle of messages; the first that matches.
+        path: the file to write.
+        result: contents of the file.
+        places: replacement text by directory, also applied inside messages; the first match is used.
     """
     text = json.dumps(result, indent=2)
     for place, name in places.items():

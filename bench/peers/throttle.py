@@ -1,4 +1,4 @@
-"""A disk that gives some processes so many bytes a second at most, by a control group."""
+"""Limit on the bytes per second that some processes read and write, set by a control group."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _CGROUP = Path("/sys/fs/cgroup/blkio/infinity-bench")
 
 @contextmanager
 def throttled(workers: Sequence[Worker], directory: Path, rate: float) -> Iterator[None]:
-    """In this context these workers, which have started, read and write so many bytes a second at most, each direction
-    by itself, all of them together. Needs root."""
+    """Limit the bytes per second that these workers together read, and those that they write, within the context.
+
+    The workers must be running. Needs root.
+    """
     if not workers:
         yield
         return

@@ -1,4 +1,4 @@
-"""Several contenders in turns: what one run of a benchmark compares."""
+"""Turns of several contenders, which one run of a benchmark compares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peers.process import Worker
 
 @contextmanager
 def started(workers: Sequence[Worker]) -> Iterator[None]:
-    """In this context the workers run. They set up at the same time, and each has made one step."""
+    """Run the workers within the context. They set up at the same time, and each makes one step."""
     running: list[Worker] = []
     try:
         for worker in workers:
@@ -27,13 +27,13 @@ def started(workers: Sequence[Worker]) -> Iterator[None]:
 
 
 def rounds_of(workers: Sequence[Worker], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """What each worker found in each round, by its name. Every round begins with another worker."""
+    """Yield the measurements of each worker by name, once per round. Every round begins with another worker."""
     for turn in _turns(workers, rounds):
         yield {worker.name: worker.step() for worker in turn}
 
 
 def with_replays(workers: Sequence[Worker], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """As `rounds_of`, with the `replay` of each worker that can: the bytes of its step with nothing else."""
+    """Yield like `rounds_of`, with a `replay` of each worker that can: the bytes of its step with nothing else."""
     for turn in _turns(workers, rounds):
         found = {}
         for worker in turn:

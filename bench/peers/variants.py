@@ -1,6 +1,6 @@
-"""DeepSpeed's settings worth trying, and the search for the best: its defaults are its best in neither time nor memory.
+"""DeepSpeed's settings worth trying, and the search for the best; its defaults are best in neither time nor memory.
 
-Beside these, `aio` with queue_depth 32 and intra_op_parallelism 2 and 4 was tried; nothing stood out of the noise.
+`aio` with queue_depth 32 and intra_op_parallelism 2 and 4 was tried too; the differences were within the noise.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ _BUFFER_COUNTS_TRIED = 16
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to set DeepSpeed up.
+    """One configuration of DeepSpeed.
 
     Attributes:
         name: for the command line and the tables.
         pipeline: pipeline_read and pipeline_write.
-        smallest_buffer_count: where the search for the smallest one that runs starts; one less is known to assert.
-        sub_groups: sub_group_size is the model's size over this; 1 keeps the default, 1e9: nothing to pipeline.
-        small_buckets: the bucket sizes that the transformers integration computes for "auto", not 5e8 and 5e7.
+        smallest_buffer_count: start of the search for the smallest count that runs; one less is known to fail an
+            assert.
+        sub_groups: sub_group_size is the model's size divided by this; 1 keeps the default 1e9, with nothing to
+            pipeline.
+        small_buckets: use the bucket sizes that the transformers integration computes for "auto", instead of 5e8 and
+            5e7.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Variant:
     small_buckets: bool = False
 
     def options(self, workload: Workload, buffer_count: int) -> dict[str, Any]:
-        """What peers.worker_deepspeed takes."""
+        """Return the options of peers.worker_deepspeed."""
         zero: dict[str, Any] = {}
         if self.sub_groups > 1:
             zero["sub_group_size"] = -(-workload.numel // self.sub_groups)
@@ -66,11 +69,12 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """How a variant did in the probe, or why it did not run; `options` is None then.
+    """Result of a variant in the probe, or the reason why it did not run; `options` is None then.
 
     Attributes:
         too_small: buffer counts that failed, each with its error.
-        seconds: median step; peak_rss_bytes: of the measured steps.
+        seconds: median of the steps.
+        peak_rss_bytes: peak of the measured steps.
     """
 
     variant: str
@@ -89,7 +93,7 @@ MakeWorker = Callable[[str, dict[str, Any]], Worker]
 def try_variant(
     variant: Variant, workload: Workload, make_worker: MakeWorker, first_count: int | None = None, steps: int = 2
 ) -> Trial:
-    """Find the smallest buffer count with which the variant runs, and time it with that, `steps` turns."""
+    """Find the smallest buffer count with which the variant runs, and time it over `steps` turns with that count."""
     start = variant.smallest_buffer_count if first_count is None else first_count
     too_small: dict[int, str] = {}
     for count in range(start, start + _BUFFER_COUNTS_TRIED):
@@ -103,7 +107,7 @@ def try_variant(
             too_small[count] = describe(error)
             if "AssertionError" in too_small[count]:
                 continue
-            break  # a larger pool mends nothing else
+            break  # a larger pool cures no other error
         finally:
             worker.stop()
         seconds = statistics.median(step["seconds"] for step in measured)
@@ -112,7 +116,7 @@ def try_variant(
 
 
 def parse_variant(text: str, workload: Workload) -> dict[str, Any]:
-    """The options of `NAME` or `NAME:BUFFER_COUNT`.
+    """Return the options of `NAME` or `NAME:BUFFER_COUNT`.
 
     Raises:
         ValueError: there is no such variant.
@@ -125,10 +129,11 @@ def parse_variant(text: str, workload: Workload) -> dict[str, Any]:
 
 
 def params_on_nvme(workload: Workload) -> dict[str, Any]:
-    """The settings, found by hand, with which parameters on NVMe too run and do leave the memory.
+    """Return settings, found by hand, with which parameters on NVMe run and do leave the memory.
 
-    Two things are needed beside the fastest optimizer settings: prefetching from NVMe off, which otherwise fetches a
-    parameter that holds a buffer already, and a small limit on live parameters, without which each needs a buffer.
+    Two changes are needed beside the fastest optimizer settings. Prefetching from NVMe must be off; otherwise it
+    fetches a parameter that already has a buffer. The limit on live parameters must be small; otherwise each parameter
+    needs a buffer.
     """
     block = workload.numel // workload.layers
     largest = workload.hidden * max(workload.vocabulary, workload.intermediate)
@@ -142,7 +147,7 @@ def params_on_nvme(workload: Workload) -> dict[str, Any]:
 
 
 def params_on_nvme_attempts(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
-    """From DeepSpeed's defaults to the settings of `params_on_nvme`, one change after the other."""
+    """Yield settings from DeepSpeed's defaults to those of `params_on_nvme`, with one change after the other."""
     tuned = params_on_nvme(workload)
     default = Variant("", False, 4).options(workload, 4) | {"offload_param": "nvme"}
     buffers = {"buffer_size": tuned["param_buffers"]["buffer_size"]}
@@ -156,7 +161,7 @@ def params_on_nvme_attempts(workload: Workload) -> Iterator[tuple[str, dict[str,
 
 
 def describe(error: WorkerError) -> str:
-    """The error's text, or for a bare assert the line that asserted."""
+    """Return the error's text, or for a bare assert the line of the assert."""
     text = str(error).strip()
     if not text.endswith(":"):
         return text

@@ -1,5 +1,7 @@
-"""DeepSpeed ZeRO-3, optimizer states on NVMe (async_io), DeepSpeedCPUAdam in AdamW mode; one process, or one of the
-ranks that the driver starts; no launcher, CPU accelerator."""
+"""DeepSpeed ZeRO-3 with optimizer states on NVMe (async_io) and DeepSpeedCPUAdam in AdamW mode, on the CPU accelerator.
+
+It is one process, or one of the ranks that the driver starts; there is no launcher.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ def _free_port() -> int:
 
 
 def _prepare_environment() -> None:
-    """What the launcher would set; must run before deepspeed is imported."""
+    """Set the variables that the launcher would set; must run before deepspeed is imported."""
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone, MASTER_PORT=str(_free_port()))
     os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="warning")
     environment = Path(sys.prefix)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(environment / "torch_extensions"))
-    os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # ninja, for the ops' build
+    os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # finds ninja for the build of the operators
 
 
 def _config(job: Job) -> dict[str, Any]:
@@ -71,8 +73,9 @@ def setup(job: Job) -> Contender:
     config = _config(job)
     model = job.workload.build_model()
     if job.options["offload_param"] == "nvme":
-        # Built within the context of zero.Init the model would have torch's first values: those of transformers would
-        # be written to parameters that are empty by then. No dtype is given: 0.19.8 would take bf16 for any on the CPU.
+        # Built inside zero.Init's context, the model would have torch's initial values, because transformers' initial
+        # values would be written to parameters that are already empty. No dtype is given: 0.19.8 would use bf16 for any
+        # dtype on the CPU.
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
     numel = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
     batches = job.workload.build_batches()

@@ -11,7 +11,7 @@ from peers.workload import Job
 
 
 def setup(job: Job) -> Contender:
-    """Build the model, shard its layers and what is left, and make the optimizer. Options: as of worker_torch."""
+    """Build the model, shard its layers and the remainder, and make the optimizer. Options: see worker_torch."""
     torch.distributed.init_process_group("gloo")
     mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     model = job.workload.build_model()

@@ -1,5 +1,7 @@
-"""infinity: states where the job says; AdamW over an fp32 master (stored as bf16 weight + residual), exact unless the
-config asks for other moments."""
+"""infinity with states where the job says; AdamW over an fp32 master, stored as bf16 weight and residual.
+
+The optimizer is exact unless the config asks for other moments.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def setup(job: Job) -> Contender:
         infinity.synchronize(model)
 
     def replay() -> dict[str, Any]:
-        from infinity.access.replay import replay_step  # here alone: another version may have it elsewhere
+        from infinity.access.replay import replay_step  # at use only: other versions may have moved it
 
         return asdict(replay_step(registry.coordinator_of(model), passes))
 
@@ -89,7 +91,7 @@ def setup(job: Job) -> Contender:
 
 
 def _counters(statistics: Any) -> dict[str, float]:
-    """Every number of the statistics, those by cause as `field_cause_s`."""
+    """Return every number of the statistics; those by cause are named `field_cause_s`."""
     counters: dict[str, float] = {
         name: getattr(statistics, name) for name in ("fetch_wait_s", "gradient_s", "update_s")
     }

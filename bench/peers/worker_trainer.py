@@ -1,5 +1,8 @@
-"""transformers' Trainer under `infinity run`: a checkpoint that from_pretrained loads, Trainer's own loop, its clipping
-and its learning rate schedule. Trainer runs in a thread of its own, which waits before every step for its turn."""
+"""transformers' Trainer under `infinity run`: a checkpoint loaded by from_pretrained, and Trainer's own training loop.
+
+Clipping and the learning rate schedule are Trainer's too. Trainer runs in a thread of its own, which waits for its turn
+before every step.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from infinity.integrations.launcher import installed
 from peers.protocol import Contender, serve
 from peers.workload import Job
 
-_STEPS = 1 << 20  # more than are asked for
+_STEPS = 1 << 20  # more than are ever requested
 
 
 class _Turns(TrainerCallback):
-    """Lets Trainer make one step for each call of `step`."""
+    """Callback that lets Trainer make one step for each call of `step`."""
 
     def __init__(self) -> None:
         self._begin, self._end = threading.Semaphore(0), threading.Semaphore(0)
@@ -64,7 +67,7 @@ class _Turns(TrainerCallback):
 
 
 class _OneBatch(Trainer):
-    """Keeps the loss of the last step."""
+    """Trainer that keeps the loss of the last step."""
 
     last: torch.Tensor
 
@@ -128,7 +131,7 @@ def setup(job: Job) -> Contender:
         thread.join()
         closing.close()
 
-    turns.ready()  # the model is offloaded now
+    turns.ready()  # returns once the model is offloaded
     plan = infinity.statistics(model).plan
     facts = {
         "package": str(Path(infinity.__file__).parent),

@@ -1,5 +1,7 @@
-"""What every contender trains: the model, the batch and the optimizer's settings. Imported by the driver and by
-every worker."""
+"""The training that all contenders do: the model, the batch and the optimizer's settings.
+
+The driver and every worker import this module.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,15 @@ class Workload:
     """One training step, the same for every contender.
 
     Attributes:
-        layers, hidden, intermediate, heads, vocabulary: the Llama model's shape. `kv_heads`: 0 = as many as heads;
-            `tied`: embedding and head are one.
-        batch, tokens: the shape of a synthetic batch; every step uses the same ones.
-        micro_batches: batches of a step, whose gradients add up.
-        dtype: of the weights, as torch calls it.
-        lora: rank of the adapters that are trained on a frozen model; 0: the model is trained.
+        layers, hidden, intermediate, heads, vocabulary: the Llama model's shape.
+        kv_heads: 0: as many as heads.
+        tied: the embedding and the head share one weight.
+        batch, tokens: the shape of a synthetic batch; every step uses the same values.
+        micro_batches: batches of a step, whose gradients are summed.
+        dtype: torch's name for the dtype of the weights.
+        lora: rank of the adapters that are trained on a frozen model; 0: the model itself is trained.
         recompute: every contender recomputes activations in its backward, layer by layer.
-        seed: of the weights and of the batch.
+        seed: seed of the weights and of the batch.
         lr, beta1, beta2, eps, weight_decay, max_grad_norm: AdamW and its clipping; None: gradients are not clipped.
     """
 
@@ -51,7 +54,7 @@ class Workload:
 
     @property
     def numel(self) -> int:
-        """Parameters of the model, the few of the norms left out."""
+        """Parameters of the model, without the few of the norms."""
         kv_share = (self.kv_heads or self.heads) / self.heads
         per_layer = int((2 + 2 * kv_share) * self.hidden**2) + 3 * self.hidden * self.intermediate
         return self.layers * per_layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
@@ -61,7 +64,7 @@ class Workload:
         return (self.beta1, self.beta2)
 
     def llama_config(self) -> Any:
-        """The model's transformers.LlamaConfig."""
+        """Return the model's transformers.LlamaConfig."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -77,8 +80,7 @@ class Workload:
         )
 
     def build_model(self) -> nn.Module:
-        """A randomly initialised LlamaForCausalLM of this dtype in training mode, with adapters where they are asked
-        for."""
+        """Return a randomly initialised LlamaForCausalLM of this dtype in training mode; adapters if `lora` is set."""
         import torch
         from transformers import LlamaForCausalLM
 
@@ -94,11 +96,11 @@ class Workload:
         return model
 
     def build_batch(self) -> torch.Tensor:
-        """Token ids (batch, tokens), int64, the labels as well."""
+        """Return token ids (batch, tokens), int64, which are also the labels."""
         return self.build_batches()[0]
 
     def build_batches(self) -> list[torch.Tensor]:
-        """`build_batch` for each micro-batch."""
+        """Return `build_batch` for each micro-batch."""
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
@@ -107,18 +109,18 @@ class Workload:
 
 
 WORKLOADS = {"256": Workload(), "2048": Workload(batch=4, tokens=512, recompute=True)}
-"""By tokens per step."""
+"""Workloads by tokens per step."""
 
 SMALL = Workload(layers=2, hidden=256, intermediate=704, heads=4, vocabulary=2048, tokens=64)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the driver hands a worker as its one argument.
+    """Argument that the driver passes to a worker.
 
     Attributes:
-        workload: what to train.
-        swap_dir: an empty directory of the worker's own; empty where the contender swaps nothing.
+        workload: the training.
+        swap_dir: the worker's own empty directory; '' when the contender swaps nothing.
         options: the contender's own settings.
     """
 

@@ -1,5 +1,6 @@
-"""A training step in simulated time: the house's own rooms decide what begins when, and what they move takes as long as
-the rates of a machine say.
+"""A training step in simulated time.
+
+infinity's own modules decide which operation begins when. An operation takes as long as the rates of a machine say.
 
 [Note: what is real and what is imitated]
 
@@ -14,7 +15,8 @@ the rates of a machine say.
 |                                                                | csrc/update's driver (pipeline.py)              |
 |                                                                | csrc/aio's queue (disk.py)                      |
 
-The rooms run as they are. Where they wait for a future, simulated time goes on until the future is done (clock.py), so
-there is one thread and every run gives the same figures. What is moved or computed is a fluid (fluid.py): it has a rate
-of its own, and shares cores, memory bandwidth, links and the disk with what else runs.
+infinity's modules run unchanged. Where they wait for a future, simulated time advances until the future is done
+(clock.py). So there is one thread, and every run gives the same figures. Transfers and computations are modelled as
+fluids (fluid.py): each has a rate of its own, and shares cores, memory bandwidth, links and the disk with the others
+that run.
 """

@@ -1,4 +1,4 @@
-"""Does the simulation predict what this machine does? Its rates come from the same run as the steps.
+"""Comparison of the simulation with this machine. The rates are taken from the same run as the steps.
 
 [Note: where each rate comes from]
 `bench/step_vs_peers.py` gives, round by round, steps of *processor* (all states in memory, nothing overlapped) and of
@@ -13,7 +13,7 @@ infinity with the states on NVMe, and after each step the replay of its bytes wi
 | threads of      | processor: the share of two cores that it got, against the share it gets on a quiet machine.   |
 | others          | With them, what runs alone would be faster by that, and what runs at once competes with them   |
 
-A round is predicted with its own rates. What is judged is the median over rounds of predicted / measured.
+A round is predicted with its own rates. The result is the median over rounds of predicted / measured.
 """
 
 from __future__ import annotations
@@ -33,21 +33,27 @@ CONTENDERS = ("infinity-host", "infinity-host-off", "infinity-nvme", "infinity-n
 WITHIN = 0.15
 
 _QUIET_SHARE = {False: 1.6, True: 1.9}
-"""Cores that processor keeps busy on a quiet machine, without and with recomputation of 2,048 tokens (cpu_seconds /
-seconds of 2026-11-21-step-overlap-256-clipped.json and -2048-clipped.json)."""
+"""Cores that `processor` keeps busy on a quiet machine, without and with recomputation of 2,048 tokens.
+
+They are cpu_seconds / seconds of 2026-11-21-step-overlap-256-clipped.json and -2048-clipped.json.
+"""
 _READ_TO_WRITE = 3.23 / 4.40
-"""fio on this disk: 2026-11-21-vs-fio.json."""
+"""Ratio of read to write rates that fio had on this disk: 2026-11-21-vs-fio.json."""
 _DRAM = 60e9
-"""bench/adam_forms.py on this machine, two cores: a loop that reads and writes in place."""
+"""Memory bandwidth by bench/adam_forms.py on this machine, two cores: a loop that reads and writes in place."""
 _CHECKSUMS = 26.5e9
-"""Where no contender with overlap off ran: as on the same day in 2026-11-21-step-overlap-256-unclipped.json."""
+"""Rate for runs without a contender with overlap off, from the same day's 2026-11-21-step-overlap-256-unclipped.json.
+"""
 _VISIT_S = 2.2e-4
-"""A layer with its states on NVMe takes 0.59 ms a step more than torch's, one in RAM 0.15, and a step visits it twice
-(2026-11-22-overhead.json); what it takes in RAM is in the measured compute."""
+"""Seconds of Python per visit of a unit.
+
+A layer with its states on NVMe takes 0.59 ms a step more than torch's, a layer in RAM 0.15 ms, and a step visits a
+layer twice (2026-11-22-overhead.json). The cost in RAM is part of the measured compute.
+"""
 
 
 def machine_of(measured: Mapping[str, Any], task: Task, number: int) -> SimulatedMachine:
-    """This machine as it was in one round."""
+    """Return this machine with the rates of one round."""
     work, cores = measured["workload"], measured["machine"]["cores"]
     alone = _of_round(measured["steps"]["processor"], number)
     counters = alone["counters"]
@@ -74,13 +80,13 @@ def machine_of(measured: Mapping[str, Any], task: Task, number: int) -> Simulate
 
 
 def _disk(measured: Mapping[str, Any]) -> float:
-    """Bytes per second of all replays."""
+    """Return the bytes per second of all replays."""
     replays = [step["replay"] for steps in measured["steps"].values() for step in steps if "replay" in step]
     return float(statistics.median((each["read_bytes"] + each["written_bytes"]) / each["io_s"] for each in replays))
 
 
 def _checksums(measured: Mapping[str, Any], task: Task) -> float:
-    """Bytes per second: of an update from the store, what it takes more than one in memory."""
+    """Return bytes per second, from the extra time of an update from the store over an update in memory."""
     rates = []
     for step in measured["steps"].get("infinity-host-off", ()):
         alone = _of_round(measured["steps"]["processor"], step["round"])
@@ -94,7 +100,7 @@ def _of_round(steps: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, A
 
 
 def predict(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of each contender: predicted and measured seconds, round by round, and what comes of them."""
+    """Return for each contender: predicted and measured seconds, round by round, and the resulting figures."""
     work = Workload(**measured["workload"])
     task = task_of(work, "fp32")
     clipped = work.max_grad_norm is not None and work.max_grad_norm < 100
@@ -134,7 +140,7 @@ def predict(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def rates(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """The rates that a run was predicted with: medians over its rounds."""
+    """Return the rates that a run was predicted with: medians over its rounds."""
     task = task_of(Workload(**measured["workload"]), "fp32")
     machines = [machine_of(measured, task, step["round"]) for step in measured["steps"]["processor"]]
     names = ("disk_read", "disk_write", "checksums", "land", "flops", "busy_cores", "dram")

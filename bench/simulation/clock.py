@@ -1,4 +1,4 @@
-"""Simulated time: what happens when, and futures that who waits for them drives to their end."""
+"""Simulated time: scheduled events, and futures whose waiter advances the time until they are done."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class StuckError(AssertionError):
-    """Somebody waits, and nothing will ever happen any more."""
+    """A caller waits, and no event is left that could end the wait."""
 
 
 class Clock:
-    """Attributes: now: seconds since the simulation began."""
+    """Simulated time. Attributes: now: seconds since the simulation began."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,12 +20,12 @@ class Clock:
         self._count = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Have `action` run in so many seconds; of those at one instant the first that was asked for comes first."""
+        """Run `action` after so many seconds; actions at the same instant run in the order of their requests."""
         self._count += 1
         heapq.heappush(self._events, (self.now + seconds, self._count, action))
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Let time go on until `done` says yes. Raises StuckError where that never happens."""
+        """Advance time until `done` returns true. Raises StuckError when this never happens."""
         while not done():
             if not self._events:
                 raise StuckError(f"nothing is under way at {self.now:.6f} s")
@@ -33,7 +33,7 @@ class Clock:
             action()
 
     def sleep(self, seconds: float) -> None:
-        """The caller is busy for so long; what is under way goes on."""
+        """Keep the caller busy for so long; other activities continue."""
         if seconds > 0:
             over = Future(self)
             self.after(seconds, over.complete)
@@ -41,7 +41,7 @@ class Clock:
 
 
 class Future:
-    """As _native.IOFuture. Whoever waits lets time go on. Attributes: at: when it was done."""
+    """Counterpart of _native.IOFuture whose waiter advances time. Attributes: at: time when it was done."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -57,13 +57,13 @@ class Future:
         return self._failure
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Never times out: the simulated devices answer."""
+        """Wait until the future is done. Never times out, since the simulated devices always answer."""
         if not self._done:
             self._clock.run_until(self.done)
         return True
 
     def then(self, action: Callable[[], None]) -> None:
-        """Have `action` run once the future is done: at once where it is."""
+        """Run `action` once the future is done; immediately if it already is."""
         if self._done:
             action()
         else:
@@ -79,7 +79,7 @@ class Future:
 
 
 def when_all(futures: Iterable[Future], action: Callable[[], None]) -> None:
-    """Have `action` run once all are done: at once where they are."""
+    """Run `action` once all futures are done; immediately if they already are."""
     open_ones = [future for future in futures if not future.done()]
     left = len(open_ones)
     if not left:

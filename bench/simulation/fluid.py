@@ -1,13 +1,14 @@
-"""What takes time: activities that flow at a rate of their own, or slower where they share a resource.
+"""Activities that take time: each has a rate of its own, and is slower where resources are shared.
 
 [Note: how activities share]
-An activity has a work, the most of it that it does per second when it is alone, and what a unit of work takes of each
-resource. Activities that want more of a resource than there is get it in proportion to their weights (threads, for
-cores), and what one of them cannot use the others get: weighted max-min fairness, as a scheduler gives cores and a
-memory controller gives bandwidth. What an activity is held up by elsewhere it does not take here.
+An activity has an amount of work, a rate when nothing else runs, and an amount of each resource per unit of work. If
+activities need more of a resource than exists, each gets a part in proportion to its weight (the number of threads, for
+cores). The others get the part that an activity cannot use. This is weighted max-min fairness, by which a scheduler
+assigns cores and a memory controller assigns bandwidth. An activity that is slowed down by one resource uses less of
+the others.
 
-Transfers of devices come first (`TRANSFER`): a disk or a link has a few requests that cannot wait, and many cores at
-full speed take what is left of the memory.
+Transfers of devices have precedence (`TRANSFER`): a disk or a link has a few requests that cannot wait, and many cores
+at full speed get the remaining memory bandwidth.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from collections.abc import Callable, Mapping
 from simulation.clock import Clock
 
 TRANSFER = 1000.0
-"""The weight of a device's transfer; an activity of cores has the number of its threads."""
+"""Weight of a device's transfer; the weight of an activity of cores is the number of its threads."""
 
-_NOTHING = 1e-9  # of an activity's work, and of a second: rounding
+_NOTHING = 1e-9  # tolerance for rounding, as a share of an activity's work, and in seconds
 
 
 class Activity:
-    """Args:
-    work: in any unit.
-    alone: units per second where nothing else runs.
-    takes: of each resource, by name, per unit.
-    weight: its share of a resource that too many want.
+    """A running transfer or computation.
+
+    Args:
+        work: amount of work, in any unit.
+        alone: units per second when nothing else runs.
+        takes: amount of each resource per unit, by name.
+        weight: weight for a resource that is too small for all activities.
     """
 
     __slots__ = ("alone", "done", "left", "rate", "takes", "weight", "work")
@@ -43,7 +46,7 @@ class Activity:
 
 
 class Fluid:
-    """Attributes: used: of each resource, how much activities took so far (core seconds, bytes, device seconds)."""
+    """Running activities. Attributes: used: amount used of each resource (core seconds, bytes, device seconds)."""
 
     def __init__(self, clock: Clock, capacity: Mapping[str, float]) -> None:
         self._clock = clock
@@ -55,7 +58,7 @@ class Fluid:
         self.used: dict[str, float] = defaultdict(float)
 
     def start(self, activity: Activity, done: Callable[[], None]) -> None:
-        """Begin; `done` runs when the work is done."""
+        """Begin an activity; `done` runs when its work is done."""
         activity.done = done
         if activity.work <= 0:
             self._clock.after(0.0, done)
@@ -67,7 +70,7 @@ class Fluid:
         self._plan_soon()
 
     def _flow(self) -> None:
-        """Bring everything up to now."""
+        """Bring the remaining work of all activities up to date."""
         elapsed, self._at = self._clock.now - self._at, self._clock.now
         if elapsed > 0:
             for each in self._running:
@@ -98,7 +101,7 @@ class Fluid:
 
 
 def share(activities: list[Activity], capacity: Mapping[str, float]) -> None:
-    """Set the rates ([Note: how activities share])."""
+    """Set the rates of the activities ([Note: how activities share])."""
     left = dict(capacity)
     open_ones = list(activities)
     while open_ones:
@@ -114,7 +117,7 @@ def share(activities: list[Activity], capacity: Mapping[str, float]) -> None:
             for each in open_ones
         }
         content = [each for each in open_ones if fair[id(each)] >= each.alone]
-        # Where none is content, the one that is held up most: nobody gets more of its resource later on.
+        # If no activity gets its full rate, fix the slowest one: no other activity releases any of its resource later.
         fixed = content or [min(open_ones, key=lambda each: fair[id(each)] / each.alone)]
         for each in fixed:
             each.rate = max(min(fair[id(each)], each.alone), 1e-12 * each.alone)

@@ -1,7 +1,7 @@
-"""A GPU: streams in order, and copies that take their time. It is an Accelerator of infinity, whose slab and queues
-(infinity/tiers) run over it as they are.
+"""A simulated GPU: streams in order, and copies that take time.
 
-Its memory is a range of addresses, of which nothing is ever touched.
+It is an Accelerator of infinity; the slab and queues of infinity/tiers run on it unchanged. Its memory is a range of
+addresses that nothing ever touches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UPLOADED, _DOWNLOADED, _COMPUTED = "weights", "the ring", "other streams"
 
 
 class Event:
-    """A place in a stream, once it was recorded. Attributes: reached: is done then. cause: what was before it."""
+    """A position in a stream. Attributes: reached: done when the stream is there. cause: kind of the work before."""
 
     def __init__(self, reached: Future, cause: str) -> None:
         self.reached = reached
@@ -30,11 +30,11 @@ class Event:
 
 
 class Line:
-    """A stream: each piece of work begins when the one before has ended, and the events that it waits for.
+    """A stream: each piece of work begins once the previous one has ended and its events are reached.
 
     Attributes:
-        waited: seconds that the line stood still, by what it waited for last.
-        cause: what its events say of themselves.
+        waited: idle seconds of the stream, by the cause that it waited for last.
+        cause: cause that its events carry.
     """
 
     def __init__(self, clock: Clock, fluid: Fluid, cause: str) -> None:
@@ -50,7 +50,7 @@ class Line:
         self._waits.append((event.cause, event.reached))
 
     def record(self, event: Event | None = None) -> Event:
-        """Args: event: to be recorded anew."""
+        """Record an event and return it. Args: event: an event to record again; None: a new one."""
         reached = Future(self._clock)
         when_all([self._last, *(future for _, future in self._waits)], reached.complete)
         if event is None:
@@ -87,7 +87,7 @@ class Line:
 
 
 class Gpu:
-    """As base.accelerator.Accelerator. Attributes: compute: the stream that models compute on."""
+    """Counterpart of base.accelerator.Accelerator. Attributes: compute: the stream that models compute on."""
 
     device = torch.device("cuda", 0)
     numa_node = -1
@@ -141,7 +141,7 @@ class Gpu:
         return on.record()
 
     def transfer(self, nbytes: int, on: Line, *, up: bool) -> None:
-        """A copy on a stream, which moves as many bytes."""
+        """Run a copy of `nbytes` on a stream."""
         on.cause = _UPLOADED if up else _DOWNLOADED
         name, rate = ("up", self._machine.up) if up else ("down", self._machine.down)
         on.run(Activity(nbytes, rate, {name: 1.0, "link": 1.0, "dram": 1.0}, TRANSFER))
@@ -153,7 +153,7 @@ class Gpu:
         return
 
     def handle(self, of: object) -> object:
-        """Native code is imitated, too, and takes the object."""
+        """Return the object itself, which the simulated native code accepts."""
         return of
 
     def gate(self) -> GateTable:

@@ -1,4 +1,4 @@
-"""Does the simulation predict the steps that were measured on a GPU (stage 8 of bench/gpu_check.py)?
+"""Comparison of the simulation with the steps that were measured on a GPU (stage 8 of bench/gpu_check.py).
 
 [Note: where each rate comes from]
 
@@ -32,7 +32,7 @@ _TORCH = "3.2 B, torch"
 
 
 def machine_of(run: Mapping[str, Any], flops: float) -> SimulatedMachine:
-    """The machine of one run."""
+    """Return the machine of one run."""
     adam = run["host"]["measured"]["adam"]
     rates = {name: row["gparam_per_s"] * 1e9 for name, row in adam["rows"].items()}
     return replace(
@@ -54,10 +54,10 @@ def machine_of(run: Mapping[str, Any], flops: float) -> SimulatedMachine:
 
 
 def predict(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Of each row that infinity trained with all weights and states in memory: predicted and measured seconds.
+    """Yield predicted and measured seconds of each row that infinity trained with all weights and states in memory.
 
     Args:
-        found: as bench/results has it.
+        found: result in the format of bench/results.
     """
     rates = [rate for run in found["runs"] if (rate := _torch_rate(run)) is not None]
     for number, run in enumerate(found["runs"]):
@@ -80,7 +80,7 @@ def predict(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _torch_rate(run: Mapping[str, Any]) -> float | None:
-    """FLOPs per second, as the simulation counts them."""
+    """Return FLOPs per second as the simulation counts them."""
     (model,) = (each for each in MODELS if each.name == _TORCH)
     seconds = run["rows"]["measured"].get(f"{_TORCH}, {model.rows[0]['name']}", {}).get("seconds")
     return None if seconds is None else task_of(model.work, "fp32").flops / seconds
@@ -92,7 +92,7 @@ def _predicted(machine: SimulatedMachine, model: Model, row: Mapping[str, Any]) 
     outcome = simulate(
         machine,
         task_of(model.work, moments),
-        # A threshold of 1 was not reached in the rows of one micro-batch (bench/results/README.md).
+        # The rows with one micro-batch did not reach a threshold of 1 (bench/results/README.md).
         clipped=row["micro_batches"] > 1,
         micro_batches=row["micro_batches"],
         vertical=True,

@@ -1,4 +1,4 @@
-"""A machine as the simulation knows it: the rates that `infinity plan` counts with, and those of single transfers."""
+"""Simulated machines: the rates that `infinity plan` uses, and rates of single transfers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class SimulatedMachine(Machine):
-    """Rates beside those of a plan.
+    """Rates of a machine, beyond those of a plan.
 
     Attributes:
-        busy_cores: threads of others that want the cores all the time.
-        disk_latency_s: from the end of a transfer to whoever waits for it.
-        disk_core_s_per_byte: processor time.
+        busy_cores: threads of other programs that always use the cores.
+        disk_latency_s: time from the end of a transfer until its waiter continues.
+        disk_core_s_per_byte: CPU time of a transfer.
         compute_cores: threads that compute; 0 on a GPU.
-        both: bytes per second of a GPU's link, up and down at once.
-        visit_s: Python and launches, for each visit of a unit.
+        both: bytes per second of a GPU's link in both directions at once, summed.
+        visit_s: seconds of Python and kernel launches per visit of a unit.
     """
 
     both: float = 0.0
@@ -38,12 +38,12 @@ class SimulatedMachine(Machine):
 
     @classmethod
     def of(cls, machine: Machine) -> SimulatedMachine:
-        """A machine of `infinity plan` whose link is full duplex."""
+        """Return a machine of `infinity plan` with a full-duplex link."""
         known = {each.name: getattr(machine, each.name) for each in fields(machine)}
         return cls(**known | {"sources": _SOURCES | machine.sources}, both=machine.up + machine.down)
 
     def capacity(self) -> dict[str, float]:
-        """Of each resource, per second."""
+        """Return the capacity of each resource per second."""
         own = {"cores": self.cores, "dram": self.dram, "disk": 1.0}
         return own | ({"device": 1.0, "up": self.up, "down": self.down, "link": self.both} if self.is_gpu else {})
 

@@ -1,7 +1,7 @@
-"""What infinity has in C++, imitated: csrc/device, csrc/base/thread_pool, and the types that its callers make.
+"""Simulated counterparts of infinity's C++ parts: csrc/device, csrc/base/thread_pool, and the types of their callers.
 
-Which piece comes next is decided in C++, so the driver of csrc/device/upload_driver.cpp and the thread of
-csrc/device/landings.cpp are told again here, as csrc/update/driver.cpp is in pipeline.py. Nothing fails.
+C++ decides which piece is next. So this module repeats the driver of csrc/device/upload_driver.cpp and the thread of
+csrc/device/landings.cpp, as pipeline.py repeats csrc/update/driver.cpp. Nothing fails.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from simulation.gpu import Event, Gpu, Line
 from simulation.machine import SimulatedMachine
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_LANDING_BYTES = {True: 2, False: 6}  # of DRAM per parameter: a GPU's copy is there and read; a CPU's is made as well
+_LANDING_BYTES = {True: 2, False: 6}  # DRAM bytes per parameter: a GPU's copy is only read, a CPU's made too
 
 
 @dataclass(frozen=True)
 class Stream:
-    """As _native.StateStream."""
+    """Counterpart of _native.StateStream."""
 
     memory: Any = None
     file: str | None = None
@@ -42,7 +42,7 @@ class Stream:
 
 
 class Pool:
-    """As _native.ThreadPool: what gradients that arrive take of it."""
+    """Counterpart of _native.ThreadPool, for the work of landing gradients."""
 
     def __init__(self, clock: Clock, fluid: Fluid, machine: SimulatedMachine) -> None:
         self.clock = clock
@@ -67,7 +67,7 @@ def land_gradient(
 
 
 class LandingPiece:
-    """As _native.LandingPiece."""
+    """Counterpart of _native.LandingPiece."""
 
     def __init__(self, target: memoryview, dtype: str, **_: object) -> None:
         self.numel = target.nbytes // _ITEM_BYTES[dtype]
@@ -80,7 +80,7 @@ class LandingFuture(Future):
 
 
 class Landings:
-    """One thread: waits for a copy, lands it, and goes on to the next."""
+    """A thread that waits for a copy, lands it, and continues with the next copy."""
 
     def __init__(self, gate: Gpu, pool: Pool) -> None:
         self._pool = pool
@@ -96,7 +96,7 @@ class Landings:
 
 
 def pack(queue: GradientQueue, packed: Packed, spec: ParameterSpec, gradient: object, *, add: bool) -> None:
-    """As GradientQueue.pack, of bytes that nobody copies: device memory has many times a link's rate."""
+    """Counterpart of GradientQueue.pack without a copy: device memory is many times faster than a link."""
     if spec not in packed.specs:
         packed.specs.append(spec)
     packed.uses.begin()
@@ -107,7 +107,7 @@ def pack(queue: GradientQueue, packed: Packed, spec: ParameterSpec, gradient: ob
 
 @dataclass(frozen=True)
 class UploadPart:
-    """As _native.UploadPart."""
+    """Counterpart of _native.UploadPart."""
 
     file: object
     offset: int
@@ -134,13 +134,13 @@ class _Piece:
 
 
 class Uploads:
-    """Its names are the driver's."""
+    """Counterpart of the upload driver, with the same names."""
 
     def __init__(self, engine: Disk, gate: Gpu, landing: memoryview, piece_bytes: int, events: Sequence[Event]) -> None:
         self._disk, self._gpu, self._clock = engine, gate, engine.clock
         self._piece_bytes = piece_bytes
         self._free = len(events)
-        self._jobs: deque[_Job] = deque()  # that have pieces to read
+        self._jobs: deque[_Job] = deque()  # jobs that have pieces to read
         self._under_way: deque[_Piece] = deque()
         self._copied: deque[Event] = deque()
         self._given: dict[int, tuple[Line, Sequence[Event], Event]] = {}
@@ -178,7 +178,7 @@ class Uploads:
         return True
 
     def _may_read(self) -> bool:
-        """The first job that has pieces to read may read its next one."""
+        """Return whether the first job that has pieces to read may read its next one."""
         after = self._jobs[0].pieces[0][1] if self._jobs else None
         return bool(self._jobs) and (after is None or after.done())
 
@@ -200,7 +200,7 @@ class Uploads:
         self._run()
 
     def _reuse_oldest(self) -> bool:
-        """The thread sleeps until the device has read the oldest piece."""
+        """Put the thread to sleep until the device has read the oldest piece; return whether it sleeps."""
         if not self._copied or self._free or not self._may_read():
             return False
         self._sleeps = True
@@ -215,7 +215,7 @@ class Uploads:
 
 @contextmanager
 def imitated() -> Iterator[None]:
-    """In this context infinity finds these for what it has in C++."""
+    """Replace infinity's C++ parts by the simulated ones within the context."""
     with ExitStack() as patches:
         for name, own in _IMITATED.items():
             patches.enter_context(mock.patch.object(_native, name, own))

@@ -1,6 +1,6 @@
-"""The update's pipeline: csrc/update/driver.cpp told again, since which tile comes next is decided there, in C++.
+"""The update's pipeline, which repeats csrc/update/driver.cpp because the order of tiles is decided there, in C++.
 
-The names are the driver's. Nothing fails here but what is canceled, and every tile has something to do.
+The names are the driver's. Only canceled updates fail, and every tile has work to do.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ STATES = ("weight", "residual", "exp_avg", "exp_avg_sq", "grad")
 CANCELED = SimpleNamespace(
     kind="canceled", operation="update", path="", offset=0, nbytes=0, errno=0, cause="taken back"
 )
-"""As _native.Failure."""
+"""Counterpart of _native.Failure."""
 
 
 _NO_BUFFER = -1
 
 
 class UpdateFuture(Future):
-    """As _native.UpdateFuture."""
+    """Counterpart of _native.UpdateFuture."""
 
     finite = True
 
@@ -45,7 +45,7 @@ class UpdateFuture(Future):
 
 
 class Job:
-    """Attributes: phase: held, ahead, queued, begun, ending or done. Others as in csrc/update/job.hpp."""
+    """An update. Attributes: phase: held, ahead, queued, begun, ending or done. Others: see csrc/update/job.hpp."""
 
     def __init__(self, clock: Clock, given: dict[str, Any], phase: str) -> None:
         self.numel: int = given["numel"]
@@ -61,7 +61,7 @@ class Job:
         self.failure: Any = None
 
     def _item(self, name: str, given: dict[str, Any]) -> float:
-        """Bytes per parameter."""
+        """Return the bytes per parameter."""
         if name in ("exp_avg", "exp_avg_sq"):
             return _native.moment_bytes(given["moments"], self.numel) / self.numel
         fp32 = given.get("grad_dtype" if name == "grad" else "weight_dtype", "bfloat16") in ("float32", "fp32")
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def in_memory(self) -> bool:
-        """Nothing of it moves to or from a file."""
+        """Whether nothing of the job moves to or from a file."""
         return not self.ahead and all(stream.file is None for stream in self.streams.values())
 
     def written(self, name: str) -> bool:
@@ -87,14 +87,14 @@ class Tile:
 
 
 class Pipeline:
-    """Attributes: adam_s: the driver was computing. tiles_ahead_used: tiles that were read ahead."""
+    """Simulated pipeline. Attributes: adam_s: seconds of computing. tiles_ahead_used: tiles read ahead and used."""
 
     def __init__(self, clock: Clock, fluid: Fluid, disk: Disk, machine: SimulatedMachine, staging: Staging) -> None:
         self._clock, self._fluid, self._disk, self._machine = clock, fluid, disk, machine
         self._tile_numel = staging.tile_numel
         self._tile_bytes = staging.tile_bytes
         own = (staging.nbytes + staging.ahead_bytes) // staging.tile_bytes
-        self._free = [0] * own  # buffers, by the loan they are of; 0: our own
+        self._free = [0] * own  # free buffers, by the loan that they belong to; 0: our own
         self._ahead_own = staging.ahead_tiles
         self._loans: dict[int, int] = {}  # buffers of each loan that has not ended
         self._ending: dict[int, tuple[int, Future]] = {}
@@ -102,7 +102,7 @@ class Pipeline:
         self._held: dict[UpdateFuture, tuple[Job, UpdateFuture | None]] = {}
         self._jobs: deque[Job] = deque()
         self._in_memory: deque[Job] = deque()
-        self._begun_units: list[int | None] = [None, None]  # of the two, the unit that was begun last
+        self._begun_units: list[int | None] = [None, None]  # unit that was begun last, for each of the two queues
         self._jobs_ahead: list[Job] = []
         self._reading: deque[Tile] = deque()
         self._tiles_ahead = 0
@@ -230,7 +230,7 @@ class Pipeline:
             pass
 
     def _advance(self, queue: deque[Job]) -> int:
-        """The first job's next tile is started. Returns its elements."""
+        """Start the first job's next tile and return its number of elements."""
         job = queue[0]
         self._begun_units[queue is self._in_memory] = job.unit
         numel = min(self._tile_numel, job.numel - job.next)
@@ -329,7 +329,7 @@ class Pipeline:
             self.adam_s += self._clock.now - began
             self._computed(tile)
 
-        # What is brought is read from one place and written to another, which is read into the cache before.
+        # Fetched bytes are read from one place and written to another, which is first read into the cache.
         brought = sum(job.item[name] for name, stream in job.streams.items() if stream.source and stream.memory)
         takes = {"cores": machine.cores * seconds, "dram": tile.numel * (ADAM_BYTES[job.moments] + brought)}
         self._fluid.start(Activity(1.0, 1 / seconds, takes, weight=machine.cores), computed)

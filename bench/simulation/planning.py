@@ -1,4 +1,4 @@
-"""The planner's plan for a machine that is not here."""
+"""The planner's plan for a simulated machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from simulation.shapes import Task
 
 
 def plan_for(machine: SimulatedMachine, task: Task, **config: Any) -> Plan:
-    """Args: config: keys of the swap config beside memory, paths and threads.
+    """Return the plan.
+
+    Args:
+        machine: the simulated machine.
+        task: the model and its batch.
+        config: keys of the swap config other than memory, paths and threads.
 
     Raises:
         PlanError: the machine is too small.
@@ -47,8 +52,10 @@ def plan_for(machine: SimulatedMachine, task: Task, **config: Any) -> Plan:
 
 
 def _device_bytes(machine: SimulatedMachine, task: Task) -> int:
-    """memory.device as somebody would set it who knows what activations need: the planner gives weights and gradients
-    half of it, and more only where two modules need more."""
+    """Return the memory.device that a user would set who knows the size of the activations.
+
+    The planner gives half of it to weights and gradients, and more only when two modules need more.
+    """
     usual = int(machine.device_bytes * DEVICE_SHARE)
     half = (usual - task.activation_bytes) // PAGE_BYTES * PAGE_BYTES
     return min(usual, max(2 * half, 1)) if machine.is_gpu else usual

@@ -1,6 +1,7 @@
-"""Changes of policy that the simulation tries, before anybody builds them. "as is" is the house as it stands.
+"""Changes of policy that the simulation tries before they are built. "as is" is infinity without changes.
 
-* gradients in 16 bit: gradients wait in 2 bytes, without the window that the planner keeps for a further pass.
+* gradients in 16 bit: gradients are kept in 2 bytes per parameter, without the window that the planner keeps for a
+  further pass.
 * no shadows: the planner keeps no RAM for new weights where it could hold states instead.
 """
 
@@ -23,7 +24,7 @@ POLICIES = (
 
 @contextmanager
 def policy(name: str) -> Iterator[None]:
-    """In this context the house has that policy."""
+    """Apply a policy to infinity within the context."""
     with ExitStack() as patches:
         for each, change in _CHANGES.items():
             if name == each:

@@ -1,4 +1,4 @@
-"""What was simulated as Markdown tables and a plot."""
+"""Simulation results as Markdown tables and a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from simulation.machine import SimulatedMachine
 Row = Mapping[str, Any]
 _LEAD = 1.5
 WANTED = {True: 1.10, False: 1.20}
-"""Of step / largest bound, where that bound leads the next one by 1.5 and where it does not."""
+"""Wanted step / largest bound: True where that bound is at least 1.5 times the next one, else False."""
 
 
 def meets(row: Row) -> bool:
@@ -19,7 +19,7 @@ def meets(row: Row) -> bool:
 
 
 def tables(rows: Sequence[Row], machines: Mapping[str, SimulatedMachine]) -> str:
-    """One table per machine, and its rates with their sources."""
+    """Return one table per machine, and the machine's rates with their sources."""
     parts = ["**Simulated: nothing here was measured on such a machine.**\n"]
     for name, machine in machines.items():
         of_machine = [row for row in rows if row["machine"] == name]
@@ -38,7 +38,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def compared(rows: Sequence[Row], policies: Sequence[str]) -> str:
-    """Seconds of steps that never clip, a column for each policy; empty where one policy was simulated only."""
+    """Return the seconds of steps that never clip, with a column per policy; '' when only one policy was simulated."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         if not row["clipped"]:
@@ -111,7 +111,7 @@ def _rates(machine: SimulatedMachine) -> str:
 
 
 def calibration_table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Predicted and measured seconds, with what the rates were."""
+    """Return predicted and measured seconds, with the rates."""
     lines = ["| steps measured in | tokens | case | predicted s | measured s | predicted / measured, median of rounds "
              "| within 15 % |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, result in found.items():
@@ -125,7 +125,7 @@ def calibration_table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def gpu_table(steps: Sequence[Row]) -> str:
-    """Predicted and measured seconds of steps on a GPU."""
+    """Return predicted and measured seconds of steps on a GPU."""
     lines = [
         "| run | row | predicted s | measured s | predicted / measured | within 15 % |",
         "|---|---|---|---|---|---|",
@@ -139,7 +139,7 @@ def gpu_table(steps: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Step / largest bound, a bar for each scenario."""
+    """Plot step / largest bound, with a bar for each scenario."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,8 @@
-"""infinity's own Resources, opened over the simulated engine, pool, pipeline and device: homes, arena, slab, queues and
-the window of gradients are infinity's. The arena is a range of addresses, of which nothing is ever touched."""
+"""infinity's own Resources, opened with the simulated engine, pool, pipeline and device.
+
+Homes, arena, slab, queues and the window of gradients are infinity's. The arena is a range of addresses that nothing
+ever touches.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ FILE = "the swap file"
 
 
 class Store(SwapStore):
-    """Without files."""
+    """A store without files."""
 
     file = FILE  # type: ignore[assignment]
 

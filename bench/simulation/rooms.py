@@ -1,4 +1,4 @@
-"""The house's rooms, opened over imitations of what lies below them."""
+"""infinity's own objects, opened with simulated lower layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from simulation.resources import open_resources
 
 
 class Timeline:
-    """As base.timeline.Timeline, in simulated time. Attributes: stalled: seconds, by cause."""
+    """Counterpart of base.timeline.Timeline, in simulated time. Attributes: stalled: seconds, by cause."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class Timeline:
 
     @contextmanager
     def stall(self, cause: str, unit: str = "") -> Iterator[None]:
-        """Of stalls within stalls the innermost counts: the time is given to one cause."""
+        """Count the time within the context as a stall. Of nested stalls, the innermost gets the time."""
         began, inner = self._clock.now, sum(self.stalled.values())
         yield
         within = sum(self.stalled.values()) - inner
@@ -55,7 +55,7 @@ class Timeline:
 
 
 class Views:
-    """As units.parameters.ParameterViews, of parameters that nobody reads."""
+    """Counterpart of units.parameters.ParameterViews, for parameters that are never read."""
 
     open = False
 
@@ -79,7 +79,7 @@ class Views:
 
 
 class Optimizer:
-    """As units.speculation.Predictable: AdamW, whose gradients a step multiplies by `scale`."""
+    """Counterpart of units.speculation.Predictable: AdamW, whose gradients a step multiplies by `scale`."""
 
     accumulation_steps = None
     expected_scale = 1.0
@@ -101,7 +101,7 @@ class Optimizer:
 
 
 class Commits:
-    """As coordinator.commits.Commits, of steps that are not committed."""
+    """Counterpart of coordinator.commits.Commits, for steps that are not committed."""
 
     under_way = False
     frozen = False
@@ -117,7 +117,7 @@ class Commits:
 
 
 class Rooms:
-    """Attributes: as coordinator.coordinator.Coordinator, and the machine below."""
+    """The objects of coordinator.coordinator.Coordinator, with the same attributes, and the machine below them."""
 
     def __init__(self, machine: SimulatedMachine, plan: Plan, units: list[Unit]) -> None:
         self.clock = Clock()

@@ -1,4 +1,4 @@
-"""One scenario: a machine, a model and a policy, and what a step of it comes to."""
+"""One scenario: a machine, a model and a policy, and the figures of its step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from simulation.shapes import Task
 from simulation.training import Figures, Training
 
 _WARMUP = {"clipped": 3, "unclipped": 2}
-"""Steps before those that count: in the third that clips, auto does not speculate any more."""
+"""Steps before the measured ones: from the third clipped step on, `auto` no longer speculates."""
 _MEASURED = 2
 _LARGE, _LARGE_TILE = 20e9, 32 << 20
-"""Above so many parameters tiles are of 8 Mi parameters, three of them staged, so that there are fewer to simulate."""
+"""Threshold in parameters above which tiles have 8 Mi parameters and three are staged, to simulate fewer tiles."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Attributes: refused: why there is no plan; the rest is empty then."""
+    """Result of a scenario. Attributes: refused: the reason why there is no plan; the other fields are then empty."""
 
     plan: Plan | None = None
     figures: Figures | None = None
@@ -30,10 +30,14 @@ class Outcome:
 
 
 def simulate(machine: SimulatedMachine, task: Task, *, clipped: bool, micro_batches: int = 1, **config: Any) -> Outcome:
-    """Plan, train some steps and give the figures of one.
+    """Plan, train some steps and return the figures of one step.
 
     Args:
-        micro_batches: each of the task's size; several go through a unit one after the other.
+        machine: the simulated machine.
+        task: the model and its batch.
+        clipped: every step clips its gradients.
+        micro_batches: number of micro-batches, each of the task's size; all of them pass through a unit before the next
+            unit.
         config: keys of the swap config.
     """
     if task.numel > _LARGE:
@@ -53,14 +57,14 @@ def simulate(machine: SimulatedMachine, task: Task, *, clipped: bool, micro_batc
 
 
 def bounds(machine: SimulatedMachine, figures: Figures) -> dict[str, float]:
-    """Seconds that each resource needs alone for what the step moved and computed."""
+    """Return the seconds that each resource alone needs for the step's transfers and computations."""
     names = {"cores": "processor", "dram": "memory", "disk": "disk", "device": "compute", "up": "up", "down": "down"}
     capacity = machine.capacity()
     return {label: figures.used.get(name, 0.0) / capacity[name] for name, label in names.items() if name in capacity}
 
 
 def summary(machine: SimulatedMachine, task: Task, outcome: Outcome, serial: Outcome | None = None) -> dict[str, Any]:
-    """Figures for the tables. Args: serial: the same with overlap off, for the hidden share."""
+    """Return the figures for the tables. Args: serial: the outcome with overlap off, for the hidden share."""
     figures = outcome.figures
     if figures is None or outcome.plan is None:
         return {"refused": outcome.refused}
@@ -83,7 +87,7 @@ def summary(machine: SimulatedMachine, task: Task, outcome: Outcome, serial: Out
 
 
 def idle(machine: SimulatedMachine, figures: Figures) -> float:
-    """Seconds for which what computes stood still."""
+    """Return the seconds for which the computing device was idle."""
     if machine.is_gpu:
         return figures.seconds - figures.used.get("device", 0.0)
     return sum(figures.stalled.get(cause, 0.0) for cause in ("update", "fetch", "step", "room"))

@@ -1,4 +1,4 @@
-"""What is trained: Llama-like shapes as units, and the work and the device memory that a step of them takes."""
+"""Training tasks: Llama-like shapes as units, and the work and the device memory of a step."""
 
 from __future__ import annotations
 
@@ -27,22 +27,25 @@ SHAPES = {
         batch=4, tokens=SEQUENCE, recompute=True,
     ),
 }  # fmt: skip
-"""Of Llama-3-8B, Qwen3-32B and Llama-3-70B, from their published configurations."""
+"""Shapes of Llama-3-8B, Qwen3-32B and Llama-3-70B, from their published configurations."""
 
 _LOGITS_BYTES = 1 << 30
-"""Of the chunked loss: 1,024 rows of 128 k words in fp32, and their gradients."""
+"""Memory of the chunked loss: 1,024 rows of 128 k words in fp32, and their gradients."""
 _BLOCK_WIDTHS = 8
-"""Hidden-wide activations of a block while it is recomputed: its norms, its queries, what attention and the residual
-give; the kv heads' are smaller."""
+"""Hidden-wide activations of a block during recomputation.
+
+They are the outputs of its norms, queries, attention and residuals; those of the kv heads are smaller.
+"""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A workload cut into units.
+    """A workload split into units.
 
     Attributes:
-        forward: FLOPs of each unit's forward, by index. backward: of its backward, recomputation included.
-        activation_bytes: of device memory, beside slots.
+        forward: FLOPs of each unit's forward, by index.
+        backward: FLOPs of each unit's backward, including recomputation.
+        activation_bytes: bytes of device memory beside slots.
     """
 
     work: Workload
@@ -62,7 +65,7 @@ class Task:
 
 
 def task_of(work: Workload, moments: _native.MomentsName) -> Task:
-    """The units as infinity cuts them, of a model without content."""
+    """Return the units of a model on the meta device, as infinity splits it."""
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(work.llama_config(), dtype=getattr(torch, work.dtype))
     found = discover(model, moments)
@@ -71,7 +74,7 @@ def task_of(work: Workload, moments: _native.MomentsName) -> Task:
     for unit in found.units:
         block = ".layers." in unit.name
         looked_up = unit.stays or "embed" in unit.name
-        attention = 2 * work.tokens * work.hidden * tokens if block else 0  # two products, of which half is masked
+        attention = 2 * work.tokens * work.hidden * tokens if block else 0  # two products, half of which is masked
         once = 0.0 if looked_up else 2.0 * unit.numel * tokens + attention
         forward.append(once)
         backward.append((3 if block and work.recompute else 2) * once)

@@ -1,4 +1,4 @@
-"""Training steps: what hooks and the coordinator do with the rooms, in their order."""
+"""Training steps: the calls of hooks and the coordinator, in their order."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from simulation.machine import SimulatedMachine
 from simulation.rooms import Optimizer, Rooms
 from simulation.shapes import Task
 
-_CLIPPING = 0.5  # anything but 1: what a step that clips multiplies gradients by
+_CLIPPING = 0.5  # any value but 1: the factor by which a clipped step multiplies gradients
 _RUN_AHEAD = 8
-"""Visits of units that the host is ahead of the GPU at most: a queue of some 1,000 launches, about 100 to a block."""
+"""Most visits of units by which the host is ahead of the GPU.
+
+It models a queue of some 1,000 launches, with about 100 per block.
+"""
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What steps took so far, or one step took.
+    """Figures of all steps so far, or of one step.
 
     Attributes:
-        used: of each resource, by name: core seconds, bytes, seconds of the device and of the disks.
-        stalled: seconds for which the host waited, by cause. waited: for which a GPU did.
+        used: amount of each resource by name: core seconds, bytes, seconds of the device and of the disks.
+        stalled: seconds for which the host waited, by cause.
+        waited: seconds for which a GPU waited, by cause.
         in_step: seconds inside optim.step().
     """
 
@@ -40,7 +44,7 @@ class Figures:
     waited: dict[str, float] = field(default_factory=dict)
 
     def since(self, earlier: Figures, steps: int) -> Figures:
-        """Of one step, on average, since earlier figures were taken."""
+        """Return the figures of one step, averaged over the steps since the earlier figures."""
 
         def parts(now: dict[str, float], then: dict[str, float]) -> dict[str, float]:
             return {name: (value - then.get(name, 0.0)) / steps for name, value in now.items()}
@@ -58,9 +62,11 @@ class Figures:
 
 
 class Training:
-    """Args:
-    clipped: every step clips its gradients.
-    micro_batches: of a step; several go through a unit one after the other.
+    """Simulated training.
+
+    Args:
+        clipped: every step clips its gradients.
+        micro_batches: micro-batches of a step; all of them pass through a unit before the next unit.
     """
 
     def __init__(
@@ -148,7 +154,7 @@ class Training:
         rooms.speculator.backward_begins(rooms.room.order, self._optimizer, self._steps + 1)
 
     def _compute(self, flops: float) -> None:
-        """On the CPU it is done when this returns; a GPU has it in its queue."""
+        """Compute `flops`. On the CPU the work is done on return; on a GPU it is queued."""
         machine, gpu = self._machine, self.rooms.gpu
         if gpu is None:
             self._busy(Activity(machine.visit_s, 1.0, {"cores": 1.0}))
@@ -166,7 +172,7 @@ class Training:
         future.wait()
 
     def _land(self, unit: OffloadedUnit, passed: int) -> None:
-        """Coordinator.arrive, parameter by parameter. Args: passed: micro-batches before this one."""
+        """Simulate Coordinator.arrive, parameter by parameter. Args: passed: micro-batches before this one."""
         complete, more = False, passed + 1 < self._micro_batches
         unit.apply_update()
         for index, group in unit.gradients.groups.items():
@@ -181,7 +187,7 @@ class Training:
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """Coordinator.begin_step, update and end_step."""
+        """Simulate Coordinator.begin_step, update and end_step."""
         rooms = self.rooms
         with rooms.timeline.stall("gradient"):
             rooms.resources.idle.begins()
