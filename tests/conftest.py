@@ -1,4 +1,4 @@
-"""What the tests share: small models, swap configs, and closing what was offloaded."""
+"""Fixtures and helpers of all tests: small models, swap configs, and closing of offloaded models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# Before torch is imported, and for every process that a test starts: torch's threads spin while they wait, and with
-# models as small as the tests' they hardly do anything else. How many threads an update has is said by its config.
+# Set before torch is imported, and inherited by every process that a test starts. torch's threads spin while they wait,
+# and with the small models of the tests they would do little else. The config of an update sets its number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -34,13 +34,13 @@ from infinity.units.weights import Residency
 
 logging.getLogger("infinity").setLevel(logging.ERROR)
 
-# torch.manual_seed keeps the stack of its caller for each kind of device, also of those that this torch was built
+# torch.manual_seed records the stack of its caller for each kind of device, even for kinds that this torch was built
 # without. Tests call it often, and the stack of a test is deep.
 for _kind in (torch.cuda, torch.xpu, torch.mtia):
-    if not _kind._is_compiled():  # `is_available` would begin to use the device, in the fork server, too
+    if not _kind._is_compiled():  # `is_available` would initialise the device, in the fork server too
         _kind.manual_seed_all = lambda seed: None
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell runs in the background: tests send it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # true for a shell's background jobs; tests send SIGINT
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["pytester", "tests.sampling", "tests.devices", "tests.costs"]
@@ -49,21 +49,21 @@ Offload = Callable[..., Any]
 
 
 def pytest_configure() -> None:
-    """Hypothesis: fewer examples in `make test`, of tests that do not say themselves how many."""
-    from tests.sampling import number  # a plugin of pytest, which wants to be the first to import it
+    """Set hypothesis's number of examples: fewer in `make test`, for tests that set no number themselves."""
+    from tests.sampling import number  # tests.sampling is a pytest plugin, which pytest must import first
 
     settings.register_profile("infinity", max_examples=number(40, 100), deadline=None)
     settings.load_profile("infinity")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One for each core that this process may use; xdist itself counts all of the machine."""
+    """Return one worker per core that this process may use; xdist itself counts all cores of the machine."""
     return usable_cores()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """The long forms print what they did (-rP); what was logged and warned of is shown of failures only."""
+    """Keep only the captured stdout of passed tests (-rP); log output and warnings are shown for failures only."""
     report = yield
     if report.passed:
         report.sections = [each for each in report.sections if each[0] == "Captured stdout call"]
@@ -72,10 +72,10 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="module")
 def bitsandbytes() -> Iterator[Any]:
-    """The library, which compiles nothing.
+    """Return the library with torch.compile switched off.
 
-    It has no C code for some weights, such as one with an odd number of values. It compiles what it does with torch
-    then, once for each of the first sizes and dtypes, which takes most of a minute.
+    It has no C code for some weights, such as one with an odd number of values. For these it compiles torch code,
+    once for each of the first sizes and dtypes, which takes most of a minute.
     """
     library = pytest.importorskip("bitsandbytes", "0.50")
     operations = importlib.import_module("bitsandbytes.backends.default.ops")
@@ -96,12 +96,11 @@ _frozen_modules = 0
 
 
 def _collect() -> None:
-    """Collect garbage. Where modules were imported since the last time, the collector need not look at their objects
-    again: tests call it often."""
+    """Collect garbage, and freeze the objects of new modules so that later calls, which are many, are fast."""
     global _frozen_modules
     grown = len(sys.modules) > _frozen_modules + 100
     if grown:
-        gc.unfreeze()  # what was in use then may be garbage now
+        gc.unfreeze()  # objects that were in use before may be garbage now
     gc.collect()
     if grown:
         gc.freeze()
@@ -114,7 +113,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Modules and their hooks refer to each other; the collector would come late, and each model holds an arena."""
+    """Collect garbage every 50 tests.
+
+    Modules and their hooks form reference cycles, which the collector would free late, and each model has an arena.
+    """
     result = yield
     if next(_tests) % 50 == 0:
         _collect()
@@ -125,14 +127,14 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 def _no_disk_profile(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """What infinity-bench measured, on this machine or in another test, must not change a test."""
+    """Hide measurements of infinity-bench, made on this machine or in another test, which would change a test."""
     name = f"cache-{hash(request.node.nodeid):x}"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / name))
 
 
 @pytest.fixture
 def swap_config(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A config mapping; `tier` places weights and optimizer, keywords override top-level keys."""
+    """Return a function that makes a config; `tier` places weights and optimizer, keywords override top-level keys."""
 
     def make(tier: str = "nvme", **overrides: Any) -> dict[str, Any]:
         config: dict[str, Any] = {
@@ -150,7 +152,7 @@ def swap_config(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def offload(swap_config: Callable[..., dict[str, Any]]) -> Iterator[Offload]:
-    """infinity.offload with a test config; what it returned is closed at the end."""
+    """Return infinity.offload with a test config; the offloaded models are closed at the end."""
     opened = []
 
     def make(
@@ -174,7 +176,7 @@ def offload(swap_config: Callable[..., dict[str, Any]]) -> Iterator[Offload]:
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The current weights of an offloaded model, by first name."""
+    """Return the current weights of an offloaded model, by first name."""
     coordinator, result = registry.coordinator_of(model), {}
     for record in coordinator.units:
         with coordinator.taking([record.unit.index]):
@@ -183,7 +185,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Moments of every trained parameter, in fp32, by 'name.state'."""
+    """Return the moments of every trained parameter in fp32, by 'name.state'."""
     infinity.synchronize(model)
     coordinator, result = registry.coordinator_of(model), {}
     for _, place in coordinator.places():
@@ -203,7 +205,7 @@ def states_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _bytes_of(coordinator: Coordinator, home: Home) -> bytearray:
-    """A copy of a state. In memory of its own: the arena may be full."""
+    """Return a copy of a state in memory outside the arena, which may be full."""
     if home.in_memory:
         return bytearray(home.view())
     view = _native.Arena(home.nbytes, huge_pages=False).view(0, home.nbytes)
@@ -212,7 +214,7 @@ def _bytes_of(coordinator: Coordinator, home: Home) -> bytearray:
 
 
 def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
-    """By name, what of every trained parameter's fp32 master is not in its weights."""
+    """Yield by name the residual of every trained parameter: the part of its fp32 master that is not in its weight."""
     infinity.synchronize(model)
     coordinator = registry.coordinator_of(model)
     for _, place in coordinator.places():
@@ -227,7 +229,7 @@ def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
 
 
 def _bytes_of_slots(coordinator: Coordinator) -> int:
-    """Of the units that are fetched, and of slots that are freed when room is wanted."""
+    """Return the slot bytes of fetched units, and of slots that are freed when memory is needed."""
     slots = coordinator.room._slots
     fetched = [
         record.unit.weight_bytes
@@ -241,11 +243,13 @@ def _bytes_of_slots(coordinator: Coordinator) -> int:
 
 
 def require_no_leaks(model: torch.nn.Module) -> None:
-    """Between steps nothing is leased but homes, gradients that wait in RAM, staging, and the slots of units that are
-    fetched; no state has the same copy twice."""
+    """Require that between steps only the expected memory is leased, and that no state has the same copy twice.
+
+    Expected are homes, gradients that wait in RAM, staging, and the slots of fetched units.
+    """
     coordinator = registry.coordinator_of(model)
     coordinator.fence()
-    gc.collect()  # what an exception ended may hang in cycles, with views of slots
+    gc.collect()  # objects kept by a raised exception may be in reference cycles with views of slots
     assert not coordinator.updates.speculative
     assert not coordinator.updates.decided
     resources, plan = coordinator.resources, coordinator.resources.plan
@@ -266,7 +270,7 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         assert free + _bytes_of_slots(coordinator) == nbytes
         copies, bounce = resources.device.weights._space, resources.device.gradients._bounce
         assert copies.free_bytes == copies.nbytes
-        landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)  # freed when room is wanted
+        landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)  # freed when memory is needed
         assert bounce.free_bytes + landed == bounce.nbytes
     lent = coordinator.updates.shadows.lent_bytes
     assert resources.resting.free_bytes + lent == plan.budgets.shadow_bytes

@@ -1,11 +1,13 @@
-"""What tests cost: processor time, and processes that are started. `make test` keeps it in build/costs.json, and
-`python -m tests.costs build/costs.json` says which limits it exceeds (.ci/run).
+"""Costs of tests: CPU time, and started processes.
+
+`make test` writes them to build/costs.json, and `python -m tests.costs build/costs.json` reports which limits are
+exceeded (.ci/run).
 
 [Note: the processor time of a test]
-It is that of the test's process and of all processes that the test started and that have ended: the kernel adds up
-those of a process's children, and the fork server (tests/processes.py) is a child with children of its own, whose own
-imports no test pays for. It includes the test's fixtures. The test that first needs a fixture of the module or of the
-session, or a library, pays for it.
+It is the CPU time of the test's process and of all processes that the test started and that have ended, since the
+kernel adds up the time of a process's children. The fork server (tests/processes.py) is a child with children of its
+own; its own imports count for no test. The time includes the test's fixtures. The first test that needs a library or a
+fixture of the module or session pays for it.
 """
 
 from __future__ import annotations
@@ -27,23 +29,27 @@ from typing import Any
 import pytest
 
 SLOW_S = 2.0
-"""Processor time of a test's own call from which on it must have the mark `long`, where the whole takes `WHOLE_S`."""
+"""CPU time of a test's own call above which the test must have the mark `long`, when all tests take `WHOLE_S`."""
 WHOLE_S = 400.0
-"""Processor time of `make test` on a fast machine without other work. Where it takes longer, the machine is slower, and
-`SLOW_S` is longer in the same proportion."""
+"""CPU time of `make test` on a fast machine without other work.
+
+If it takes longer, the machine is slower, and `SLOW_S` is scaled in proportion.
+"""
 LONG = 60
-"""How many tests with the mark `long` may be part of `make test`."""
+"""Most tests with the mark `long` that may be part of `make test`."""
 PROCESSES = 1200
-"""How many processes its tests may start. What these start in turn, such as the ranks of torchrun, does not count."""
+"""Most processes that the tests may start. Processes started by these, such as torchrun's ranks, do not count."""
 
 
 @dataclass
 class Cost:
-    """Attributes:
-    call_s: processor time of the test itself, without its fixtures.
-    processor_s: processor time with its fixtures.
-    processes: how many it started, with its fixtures.
-    long: it has the mark `long`.
+    """Cost of one test.
+
+    Attributes:
+        call_s: CPU time of the test itself, without its fixtures.
+        processor_s: CPU time with its fixtures.
+        processes: number of processes that it started, with its fixtures.
+        long: it has the mark `long`.
     """
 
     call_s: float = 0.0
@@ -59,7 +65,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _counting(start: Callable[..., Any]) -> Callable[..., Any]:
-    """A way to start a process. (An audit hook would be called by each `id`, too.)"""
+    """Return `start`, a function that starts a process, with counting. An audit hook would also run on each `id`."""
 
     @functools.wraps(start)
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -78,16 +84,16 @@ multiprocessing.util.spawnv_passfds = _counting(multiprocessing.util.spawnv_pass
 
 
 def _processor_s(*, with_server: bool = False) -> float:
-    """Processor time of this process and of those that it started and that have ended.
+    """Return the CPU time of this process and of its children that have ended.
 
     Args:
-        with_server: that of the fork server itself is included.
+        with_server: include the CPU time of the fork server itself.
     """
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     total = sum(usage.ru_utime + usage.ru_stime for usage in usages)
     try:
         stat = Path(f"/proc/{multiprocessing.forkserver._forkserver._forkserver_pid}/stat").read_text()  # type: ignore[attr-defined]
-    except FileNotFoundError:  # there is none
+    except FileNotFoundError:  # there is no fork server
         return total
     own_and_children = [int(each) / _TICKS for each in stat.rpartition(")")[2].split()[11:15]]
     return total + sum(own_and_children if with_server else own_and_children[2:])
@@ -122,7 +128,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @dataclass(eq=False)  # pytest keeps plugins in sets
 class Costs:
-    """Of a whole run of pytest, over all its workers."""
+    """Costs of a complete run of pytest, over all its workers."""
 
     tests: dict[str, Cost] = field(default_factory=dict)
     processor_s: float = 0.0
@@ -144,7 +150,7 @@ class Costs:
         self.processor_s += getattr(node, "workeroutput", {}).get(__name__, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        # Workers have told theirs, which is that of children here.
+        # With workers, their own costs were received, and they are the children of this process.
         self.processor_s += time.process_time() if self.processor_s else _processor_s(with_server=True)
         terminalreporter.write_line(self.summary())
         path = Path(os.environ["INFINITY_COSTS"])
@@ -161,7 +167,7 @@ class Costs:
         return SLOW_S * max(1.0, self.processor_s / WHOLE_S)
 
     def slow(self) -> list[str]:
-        """The tests without the mark `long` that take too long."""
+        """Return the tests without the mark `long` that take too long."""
         return [name for name, cost in self.tests.items() if cost.call_s > self.slow_s and not cost.long]
 
     def summary(self) -> str:
@@ -179,7 +185,7 @@ class Costs:
         return sum(cost.long for cost in self.tests.values())
 
     def exceeded(self) -> list[str]:
-        """A line for each limit that is exceeded."""
+        """Return a line for each limit that is exceeded."""
         slow = [f"  {self.tests[name].call_s:.1f} s  {name}" for name in self.slow()]
         found = [
             (

@@ -1,11 +1,12 @@
 """The devices that tests of offloaded models run on: the CPU, and a simulated device under each of its policies.
 
-A test takes part by its kind: it is in one of `FOLDERS` and asks for a fixture of `OFFLOADING`. It needs no code of its
-own for that. What is about host memory alone, or measures something, has the mark `cpu_only("why")`.
+A test takes part if it is in one of `FOLDERS` and requests a fixture of `OFFLOADING`. It needs no other code for that.
+Tests of host memory alone, and measurements, have the mark `cpu_only("why")`.
 
-The cases on the simulated device have the mark `simulated`. `make test` makes those of one function of every file,
-under one policy, and runs one of them; the files share the policies evenly. All cases are made where `-m simulated`,
-the name of a test or `-k` asks for them: INFINITY_TESTS=0.1 runs a tenth of these, and `make device-test` all.
+Cases on the simulated device have the mark `simulated`. `make test` creates the cases of one function per file, under
+one policy, and runs one of them; the policies are distributed evenly over the files. All cases are created when `-m
+simulated`, the name of a test or `-k` selects them. INFINITY_TESTS=0.1 then runs a tenth of the cases, and `make
+device-test` all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DEVICES: dict[str, Policy | None] = {
 SIMULATED = [name for name, policy in DEVICES.items() if policy is not None]
 FOLDERS = ("runtime", "optim", "checkpoint", "integrations")
 OFFLOADING = {"offload", "swap_config", "launch", "deferred", "tmp_path"}
-"""Fixtures of tests that offload models, or have a directory for a store."""
+"""Fixtures of tests that offload models, or that have a directory for a store."""
 
 _ROOT = Path(__file__).parent
 _PARAMETER = "computes_on"
@@ -38,7 +39,7 @@ _PARAMETER = "computes_on"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not _takes_part(metafunc):
         return
-    is_first = _is_first(metafunc)  # noted in any case: the sample is found by it
+    is_first = _is_first(metafunc)  # recorded in any case, because the sample is found by it
     if _wants_all(metafunc.config):
         names = list(DEVICES)
     elif is_first:
@@ -52,11 +53,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 _FIRST = pytest.StashKey[dict[Path, object]]()
-"""Of each file the first function that takes part and is not `long`."""
+"""First function of each file that takes part and is not `long`."""
 
 
 def _is_first(metafunc: pytest.Metafunc) -> bool:
-    """Whether `make test` runs a case of this function on the simulated device."""
+    """Return whether `make test` runs a case of this function on the simulated device."""
     if metafunc.definition.get_closest_marker("long") is not None:
         return False
     first = metafunc.config.stash.setdefault(_FIRST, {})
@@ -64,14 +65,14 @@ def _is_first(metafunc: pytest.Metafunc) -> bool:
 
 
 def _wants_all(config: pytest.Config) -> bool:
-    """Whether more cases on the simulated device are asked for than those that `make test` runs."""
+    """Return whether the command line selects more cases on the simulated device than `make test` runs."""
     option = config.option
     marked = "simulated" in option.markexpr and "not simulated" not in option.markexpr
     return marked or any(name in text for text in (*config.args, option.keyword) for name in SIMULATED)
 
 
 def _policy_of(path: Path) -> str:
-    """The policy under which `make test` runs a case of a file."""
+    """Return the policy under which `make test` runs a case of a file."""
     return SIMULATED[zlib.crc32(str(path.relative_to(_ROOT)).encode()) % len(SIMULATED)]
 
 
@@ -85,13 +86,16 @@ def _takes_part(metafunc: pytest.Metafunc) -> bool:
 
 @pytest.fixture(autouse=True)
 def computes_on(request: pytest.FixtureRequest) -> Iterator[Policy | None]:
-    """None for the CPU; else models that are offloaded to the CPU take a device's way, and what is to be ordered there
-    is checked at the end."""
+    """Provide the policy of the simulated device, or None for the CPU.
+
+    With a policy, models that are offloaded to the CPU use the code path of a device, and the order of operations is
+    checked at the end.
+    """
     policy = getattr(request, "param", None)
     if policy is None:
         yield None
         return
-    with pytest.MonkeyPatch.context() as patch:  # its own: tests undo theirs
+    with pytest.MonkeyPatch.context() as patch:  # a patch of its own, because tests undo theirs
         simulation = Simulation(patch, policy, gradients_apart=True)
         yield policy
         simulation.finish()
@@ -99,7 +103,7 @@ def computes_on(request: pytest.FixtureRequest) -> Iterator[Policy | None]:
 
 @pytest.hookimpl(tryfirst=True)  # before the sample of other parameters is drawn
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the cases on the simulated device the sample, and a share of the others."""
+    """Keep the sample of the cases on the simulated device, and a share of the other cases."""
     simulated = [item for item in items if item.get_closest_marker("simulated")]
     if sampling.SHARE == 1 or not simulated:
         return
@@ -109,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, simulated: list[pytest.Item]) -> set[pytest.Item]:
-    """One case of every file."""
+    """Return one case of every file."""
     of_files: dict[Path, list[pytest.Item]] = {}
     for item in (each for each in simulated if each.get_closest_marker("long") is None):
         policy = DEVICES[_policy_of(item.path)]

@@ -1,6 +1,6 @@
-"""Which families of transformers hold modules in other ways than one list of blocks: `python -m tests.family_search`.
+"""Search for families of transformers whose modules are not one list of blocks: `python -m tests.family_search`.
 
-Reads the modeling files, imports none. Found are, in a family's classes of modules:
+It reads the modeling files and imports none. It finds these shapes in a family's module classes:
 
     nested      a list (or dict) of modules made inside another, or a bare nn.Module() used to hold others
     bare        a class of modules that hold others and has no forward: its other methods are called
@@ -21,7 +21,7 @@ _PARAMETERS = ("ParameterList", "ParameterDict")
 
 
 def search() -> dict[str, set[str]]:
-    """For each shape the families that have it."""
+    """Return the families that have each shape."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in sorted((Path(transformers.__file__).parent / "models").glob("*/modeling_*.py")):
         for shape in _shapes(ast.parse(path.read_text())):
@@ -62,7 +62,7 @@ def _shapes(tree: ast.Module) -> Iterator[str]:
 
 
 def _name(node: ast.AST) -> str:
-    """Of what is called."""
+    """Return the name of the called function."""
     if not isinstance(node, ast.Call):
         return ""
     return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

@@ -1,4 +1,4 @@
-"""A small file system of its own on a loop device: to fill up, to make read-only, to take away."""
+"""A small separate file system on a loop device, for tests that fill it, make it read-only or remove it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 @contextmanager
 def mounted(directory: Path, nbytes: int) -> Iterator[Path]:
-    """An empty ext4 of `nbytes` bytes, mounted; skips the test where the privilege or the tools are missing."""
+    """Mount an empty ext4 of `nbytes` bytes; skip the test when the privilege or the tools are missing."""
     if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None or shutil.which("losetup") is None:
         pytest.skip("mounting a loop device needs root, losetup and mkfs.ext4")
     image, place = directory / "image", directory / "mount"

@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 hf.logging.set_verbosity_error()
-_ = hf.LlamaForCausalLM  # imports what all models need: here, and not in the first test that makes one
+_ = hf.LlamaForCausalLM  # imports what all models need now, instead of in the first test that makes one
 
 VOCABULARY = 128
 Batch = dict[str, torch.Tensor]

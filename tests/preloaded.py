@@ -1,7 +1,7 @@
-"""What a process needs that tests fork (tests/processes.py): imported once, before.
+"""Imports that processes forked by tests need (tests/processes.py), made once in advance.
 
-The garbage collectors of the processes leave alone what is there then: a collector that walks through objects copies
-their pages in its process.
+The existing objects are frozen, because a garbage collector that walks through objects copies their pages in its
+process.
 """
 
 import gc

@@ -1,5 +1,7 @@
-"""Processes of their own for tests that kill, limit or interrupt one: forked from one that has only imported, for
-importing torch and transformers takes seconds. What is forked has used neither infinity nor torch's threads."""
+"""Separate processes for tests that kill, limit or interrupt one, forked from a server that has only done imports.
+
+Importing torch and transformers takes seconds. The server has used neither infinity nor torch's threads.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,18 @@ from typing import Any
 
 @cache
 def server() -> ForkServerContext:
-    """Where processes are forked from."""
+    """Return the server that forks processes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
     return context
 
 
 class Forked:
-    """A process that calls `function(*arguments)` with this process's environment; its exit code is what that returns.
+    """A process that calls `function(*arguments)` with this process's environment; the result is its exit code.
 
     Attributes:
-        stdout: what it prints, as it comes; with what goes to stderr, unless that is `apart`. A
-            test may close it: then nobody reads it.
+        stdout: its output as it arrives, including stderr unless that is `apart`. A test may close it, so that nobody
+            reads it.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, apart: bool = False) -> None:
@@ -51,15 +53,17 @@ class Forked:
 
     @property
     def returncode(self) -> int | None:
-        """-N for signal N; None while it runs."""
+        """Exit code: -N for signal N; None while the process runs."""
         return self._process.exitcode
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
 
     def finished(self, within_s: float = 240.0) -> tuple[str, str]:
-        """Wait for its end; what it printed that was not read yet, and what went to stderr, apart. One that hangs is
-        killed: its exit code says so."""
+        """Wait for the end; return the unread output, and stderr if it is apart.
+
+        A process that hangs is killed, which its exit code shows.
+        """
         deadline = threading.Timer(within_s, self._process.kill)
         deadline.start()
         try:
@@ -75,14 +79,14 @@ class Forked:
 
 
 def run(function: Callable[..., Any], *arguments: Any) -> subprocess.CompletedProcess[str]:
-    """`function(*arguments)` in a process of its own, to its end."""
+    """Run `function(*arguments)` to its end in a process of its own."""
     process = Forked(function, *arguments, apart=True)
     out, errors = process.finished()
     return subprocess.CompletedProcess(function.__name__, process.returncode or 0, out, errors)
 
 
 def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """As `python -c script arguments` does it."""
+    """Run a script like `python -c script arguments`."""
     return run(_execute, script, arguments)
 
 
@@ -98,7 +102,7 @@ def _call(
     out: Connection,
     errors: str | None,
 ) -> None:
-    """In the new process: as a shell would have started it, whatever the tests or the server changed."""
+    """Call the function in the new process, in the state that a shell would start it in."""
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None

@@ -1,4 +1,4 @@
-"""How much of what could be tested is tested: a sample, a share, or all of it. INFINITY_TESTS says which.
+"""Selection of tests: a sample, a share, or all of them, by INFINITY_TESTS.
 
 | INFINITY_TESTS | cases with the mark `covering`   | tests with the mark `long` | runs, examples (`number`)      |
 |----------------|----------------------------------|----------------------------|--------------------------------|
@@ -6,14 +6,14 @@
 | 0.1            | those, and a tenth of the others | and a tenth of the others  | a tenth of all, at least a few |
 | all            | all                              | all                        | all                            |
 
-With `covering(strength=2)`, the default, any two values of two parameters meet in some of the few; with strength=1 each
-value is tried. `most` bounds how many they are, and then some values may be left out.
+With `covering(strength=2)`, the default, any two values of two parameters occur together in one of the few cases. With
+strength=1 each value occurs. `most` limits the number of cases, and then some values may be left out.
 
-`long` is for tests of more than 2 s of processor time (tests/costs.py); `long(kept="why")` is for one that `make test`
-runs all the same, because no faster test finds the same fault.
+`long` is for tests of more than 2 s of CPU time (tests/costs.py). `long(kept="why")` is for a long test that `make
+test` runs too, because no faster test finds the same fault.
 
-What is drawn is drawn with INFINITY_SEED, which `make test-all` and .ci/run print. With INFINITY_SAMPLE=done a share of
-the cases is without the few that run where INFINITY_TESTS is not set: .ci/run has run these before.
+Random selections use INFINITY_SEED, which `make test-all` and .ci/run print. With INFINITY_SAMPLE=done, a share of the
+cases excludes the few that run without INFINITY_TESTS, because .ci/run has run these before.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ def _share(text: str) -> Fraction:
 SHARE = _share(os.environ.get("INFINITY_TESTS", ""))
 SAMPLE_IS_DONE = os.environ.get("INFINITY_SAMPLE", "") == "done"
 STRENGTH = 2 if SHARE and not SAMPLE_IS_DONE else 1
-"""For `drawn`, where every case takes long: `make test` has each value in a case, the long forms any two values."""
+"""Strength for `drawn`, where every case takes long: `make test` covers each value, the long forms any two values."""
 SEED = int(os.environ.get("INFINITY_SEED") or 0)
 
 
 def number(few: int, whole: int, variable: str | None = None) -> int:
-    """How many of something to make; the environment variable `variable` says it outright."""
+    """Return how many of something to make; the environment variable `variable` overrides the number."""
     given = os.environ.get(variable) if variable else None
     return int(given) if given else max(few, round(SHARE * whole))
 
 
 def seed(variable: str) -> str:
-    """INFINITY_SEED, unless there is one for this kind of test alone."""
+    """Return INFINITY_SEED, unless `variable` has a seed for this kind of test alone."""
     return os.environ.get(variable) or str(SEED)
 
 
 def drawn(cases: Sequence[Item], axes: Sequence[Case], strength: int = 2, most: int | None = None) -> list[Item]:
-    """Of `cases`, in their order: those that cover, unless they are done, and the share of the others that
-    INFINITY_TESTS says.
+    """Return the selected cases in their order: the covering ones, unless they are done, and a share of the others.
 
     Args:
-        axes: the values that each case has, by axis.
-        strength, most: of `covering`.
+        cases: all cases.
+        axes: values of each case, by axis.
+        strength: see `covering`.
+        most: see `covering`.
     """
     if SHARE == 1:
         return list(cases)
@@ -75,17 +76,20 @@ def drawn(cases: Sequence[Item], axes: Sequence[Case], strength: int = 2, most: 
 
 
 def some(others: Sequence[Item]) -> list[Item]:
-    """The share that INFINITY_TESTS says of what is no part of the sample, in any order."""
+    """Return the share of the cases outside the sample that INFINITY_TESTS asks for, in any order."""
     return random.Random(SEED).sample(others, round(SHARE * len(others)))
 
 
 def covering(cases: Sequence[Case], strength: int = 2, most: int | None = None) -> list[int]:
-    """The indices of a few cases in which any values of `strength` axes meet that meet in some case. Always the same.
+    """Return the indices of a few cases that cover all combinations of `strength` values that occur in some case.
 
-    Greedy: the case with the most that has not met yet, out of up to 200 each time.
+    The result is always the same. The choice is greedy: of up to 200 candidates, the case with the most uncovered
+    combinations is next.
 
     Args:
-        most: at most so many cases, in which as many values meet as can.
+        cases: all cases.
+        strength: number of axes in a combination.
+        most: largest number of cases; they then cover as many combinations as they can.
     """
     values = [sorted(case.items(), key=_axis) for case in cases]
     meetings = [set(itertools.combinations(each, min(strength, len(each)))) for each in values]
@@ -104,17 +108,20 @@ def _axis(pair: tuple[str, Hashable]) -> str:
     return pair[0]
 
 
-@pytest.hookimpl(trylast=True)  # the sample is of what -k and -m left
+@pytest.hookimpl(trylast=True)  # after -k and -m have selected items
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test with the mark `covering(strength=2, most=None)` runs with some of its parameters; of tests and parameters
-    with the mark `long` a share runs; every other test runs with all its parameters."""
+    """Select the items that run.
+
+    A test with the mark `covering(strength=2, most=None)` runs with some of its parameters. Of tests and parameters
+    with the mark `long` a share runs. Every other test runs with all its parameters.
+    """
     functions: dict[tuple[str, str], list[pytest.Item]] = {}
     marked = [
         item
         for item in items
         if isinstance(item, pytest.Function)
         and item.get_closest_marker("covering")
-        and not item.get_closest_marker("simulated")  # drawn by tests/devices.py
+        and not item.get_closest_marker("simulated")  # selected by tests/devices.py
         and (is_kept(item) or not item.get_closest_marker("long"))
     ]
     for item in marked:
@@ -129,22 +136,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _long_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The tests with the mark `long` that do not run."""
+    """Return the tests with the mark `long` that do not run."""
     if SHARE == 1:
         return set()
     long = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("simulated")]
     kept = {item for item in long if is_kept(item)}
     chosen = set(some([item for item in long if item not in kept]))
-    return set(long) - chosen - kept  # these may draw more with a larger share
+    return set(long) - chosen - kept  # these may select more cases with a larger share
 
 
 def is_kept(item: pytest.Item) -> bool:
-    """Whether a test with the mark `long` is one of those that `make test` runs."""
+    """Return whether `make test` runs a test with the mark `long`."""
     return any("kept" in mark.kwargs for mark in item.iter_markers("long"))
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
-    """Take some of the collected items away, and tell pytest."""
+    """Remove items from the collected ones, and report them to pytest as deselected."""
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

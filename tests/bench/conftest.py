@@ -1,4 +1,4 @@
-"""The bench's modules are no package of infinity: their folder goes on the path."""
+"""Path of the bench's modules, which are not in a package: their folder is added to sys.path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs to export, and their copies."""
+"""Runs to export, and their exported copies."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def config_in(directory: Path) -> Config:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """A swap config with generations; `name` is its directory, `tiers` is where weights and optimizer are."""
+    """Return a function that makes a swap config with generations. `name` is its directory, `tiers` the tiers used."""
     return config_in(tmp_path)
 
 
 @pytest.fixture
 def opened() -> Iterator[list[Any]]:
-    """Models to close at the end."""
+    """Provide a list; the models in it are closed at the end."""
     models: list[Any] = []
     yield models
     for model in models:
@@ -42,7 +42,7 @@ def opened() -> Iterator[list[Any]]:
 
 
 def make_run(directory: Path) -> Path:
-    """In `swap` a run, in `copy` what is exported of it."""
+    """Make a run in `swap`, and its export in `copy`."""
     torch.manual_seed(0)
     model, batch = llama(layers=2)
     run = stored(directory, batch, model.bfloat16(), config_in(directory)("swap", keep=2))
@@ -52,13 +52,13 @@ def make_run(directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was computed on the CPU, and its copy. Tests have their own copies of both."""
+    """Return a run that was computed on the CPU, and its export. Tests use copies of both."""
     return make_run(tmp_path_factory.mktemp("of_cpu"))
 
 
 @pytest.fixture
 def made(request: pytest.FixtureRequest, computes_on: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run and its copy, made on the device of this test."""
+    """Return a run and its export, made on the device of this test."""
     if computes_on is None:
         return request.getfixturevalue("of_cpu")  # type: ignore[no-any-return]
     return make_run(tmp_path_factory.mktemp("of_device"))
@@ -66,11 +66,11 @@ def made(request: pytest.FixtureRequest, computes_on: object, tmp_path_factory: 
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
-    """The swap directory of a run."""
+    """Return the swap directory of a run."""
     return Path(shutil.copytree(made / "swap", tmp_path / "swap"))
 
 
 @pytest.fixture
 def copy(made: Path, tmp_path: Path) -> Path:
-    """What was exported of a run."""
+    """Return the export of a run."""
     return Path(shutil.copytree(made / "copy", tmp_path / "copy"))

@@ -1,4 +1,4 @@
-"""Checkpoints that bitsandbytes quantized, and what it makes of their weights."""
+"""Checkpoints quantized by bitsandbytes, and its decoding of their weights."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "int8_rows": {"load_in_8bit": True},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
 }
-"""By the codec that infinity reads them as."""
+"""Settings by the codec that infinity reads such weights with."""
 
 
 def quantize(base: Path, out: Path, kind: str, **saved: Any) -> Path:
-    """What transformers saves of a model that it loaded with bitsandbytes."""
+    """Save a model that transformers loaded with bitsandbytes; return its directory."""
     config = BitsAndBytesConfig(**QUANTIZATIONS[kind], bnb_4bit_compute_dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(
         base, quantization_config=config, dtype=torch.bfloat16, device_map={"": "cpu"}
@@ -35,7 +35,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
 def decoded_by_bitsandbytes(
     tensors: dict[str, torch.Tensor], name: str, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor | None:
-    """A quantized weight; None where it is not quantized."""
+    """Return a quantized weight decoded; None when it is not quantized."""
     from bitsandbytes import functional
     from bitsandbytes.functional import QuantState
 
@@ -51,7 +51,7 @@ def decoded_by_bitsandbytes(
 
 
 def plain_from(checkpoint: Path, base: Path, out: Path) -> Path:
-    """The model with the weights that bitsandbytes decodes, in bf16 and in no other form."""
+    """Save the model with weights that bitsandbytes decoded, all in bf16; return its directory."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     tensors = tensors_of(checkpoint)
     with torch.no_grad():

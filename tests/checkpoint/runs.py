@@ -1,4 +1,4 @@
-"""What the tests of portable copies share: a run, and a look into its copy."""
+"""Helpers of the tests of portable copies: a run, and access to its copy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train(model: nn.Module, optim: Any, batch: Batch, steps: int) -> list[float]
 
 
 def begin(model: nn.Module, batch: Batch, config: dict[str, Any], steps: int = STEPS) -> tuple[Any, Any]:
-    """A run after `steps` steps, with weights whose masters say more."""
+    """Train `steps` steps; the fp32 masters of the weights are more precise than the weights."""
     infinity.offload(model, config)
     optim = infinity.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, seed=7)
     infinity.track(torch.optim.lr_scheduler.StepLR(optim, 100), model=model)
@@ -40,14 +40,14 @@ def begin(model: nn.Module, batch: Batch, config: dict[str, Any], steps: int = S
 
 
 def stored(directory: Path, batch: Batch, model: nn.Module, config: dict[str, Any], steps: int = STEPS) -> Path:
-    """The swap directory of a run that ended after `steps` steps."""
+    """Run `steps` steps and close the model; return the swap directory."""
     begin(model, batch, config, steps)
     infinity.close(model)
     return Path(config["nvme"]["paths"][0])
 
 
 def go_on(model: nn.Module, batch: Batch, steps: int) -> list[float]:
-    """An imported run goes on, its optimizer made with hyperparameters that are not the run's."""
+    """Continue an imported run with an optimizer whose hyperparameters differ from the run's; return the losses."""
     optim = infinity.AdamW(model.parameters(), lr=0.5, seed=1)
     scheduler = torch.optim.lr_scheduler.StepLR(optim, 100)
     assert infinity.track(scheduler, model=model) == STEPS

@@ -1,4 +1,4 @@
-"""The small run that tests of the command line change."""
+"""Fixtures of the tests of the command line's small runs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["job"]
 
 @pytest.fixture
 def picture() -> None:
-    """Runs of this test draw their loss curve."""
+    """Let the runs of this test draw their loss curve."""
 
 
 @pytest.fixture(autouse=True)
 def _no_picture(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Drawing takes as long as several steps."""
+    """Replace the loss curve by an empty file, because drawing takes as long as several steps."""
     if "picture" in request.fixturenames:
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:  # its own: tests undo theirs
+    with pytest.MonkeyPatch.context() as patch:  # a patch of its own, because tests undo theirs
         patch.setattr("infinity.cli.report._plot", _leave_blank)
         yield
 

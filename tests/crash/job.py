@@ -1,7 +1,8 @@
-"""The training job that is killed: everything a run can carry over, in a model of a few thousand parameters.
+"""The training job that is killed: all state that a run can carry over, in a model of a few thousand parameters.
 
-It resumes what its disk holds, or begins anew, and appends to a log outside the swap directories what it does: how it
-began, each step's loss, each generation that appeared under its name. A later life appends to the same log.
+It resumes from the state on its disk, or starts a new run. It appends its progress to a log outside the swap
+directories: how it began, each step's loss, and each generation whose final name appeared. A later life appends to the
+same log.
 """
 
 from __future__ import annotations
@@ -38,16 +39,26 @@ from tests.conftest import residuals_of, states_of, weights_of
 WIDTH = 32
 SAVES = (2, 4)
 ACT, LIFE, PROMISE, AWAITED = b"A", b"L", b"P", b"K"
-"""Records of ours in the engine's journal: something done to a small file, a process that begins, a generation that the
-run takes for durable, a sync that it has waited for."""
+"""Letters of this job's own records in the engine's journal.
+
+ACT: an operation on a small file. LIFE: a process that begins. PROMISE: a generation that the run considers durable.
+AWAITED: a sync that the run has waited for.
+"""
 RECORD = struct.Struct("<c7xQqQQQ")
-"""Of the journal (csrc/aio/backend.hpp): letter, number, result, offset, bytes of data and of the path; then those."""
+"""Header of a journal record (csrc/aio/backend.hpp): letter, number, result, offset, bytes of data and of the path.
+
+The data and the path follow.
+"""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What varies between jobs. `loader`: its batches come from two forked workers, which hang where it is killed.
-    `pins`: it saves checkpoint folders after the steps in SAVES, and has room for so many."""
+    """Settings that differ between jobs.
+
+    Attributes:
+        loader: batches are read beside two forked workers, which hang when the job is killed.
+        pins: number of checkpoint folders that the store has room for; the job saves them after the steps in SAVES.
+    """
 
     weights: Literal["host", "nvme"] = "nvme"
     optimizer: Literal["host", "nvme"] = "nvme"
@@ -89,7 +100,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class AtAct:
-    """Killed at the `nth` time (from 0) that `moment` ("begin rename", …) comes for a file of this kind."""
+    """Kill at the `nth` time (from 0) that `moment` ("begin rename", …) occurs for a file of this kind."""
 
     moment: str
     file: str
@@ -98,7 +109,7 @@ class AtAct:
 
 @dataclass(frozen=True)
 class AtOperation:
-    """Killed by the engine: see Fault."""
+    """Kill by the engine: see Fault."""
 
     kind: Literal["kill", "kill_after"]
     operation: Literal["read", "write", "sync"]
@@ -108,13 +119,13 @@ class AtOperation:
 
     @property
     def numbers_all_writes(self) -> bool:
-        """Whether `index` counts the writes of the whole run, not those of one place."""
+        """Whether `index` counts the writes of the complete run, not those of one range."""
         return self.operation == "write" and (self.begin, self.end) == (0, 2**64 - 1)
 
 
 @dataclass(frozen=True)
 class AtTime:
-    """Killed from outside, so many seconds after the process was asked for."""
+    """Kill from outside, so many seconds after the process was started."""
 
     seconds: float
 
@@ -139,7 +150,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Three blocks, a parameter that has a gradient in every other step only, and a buffer that moves."""
+    """Three blocks, a parameter with a gradient in every other step only, and a buffer that changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +166,7 @@ class Tiny(nn.Module):
 
 
 class Rows:
-    """Shuffled rows, epoch after epoch, with noise from torch's own generator; says where it is."""
+    """Shuffled rows, epoch after epoch, with noise from torch's own generator; its state_dict has the position."""
 
     def __init__(self) -> None:
         self._rows = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(5))
@@ -177,7 +188,7 @@ class Rows:
 
 
 class Hanging(torch.utils.data.Dataset[int]):
-    """Two rows come, the others never: a worker asked for them hangs, as one that reads a dead network disk."""
+    """Dataset that returns two rows and then hangs, like one that reads from a dead network disk."""
 
     def __len__(self) -> int:
         return 100
@@ -189,7 +200,7 @@ class Hanging(torch.utils.data.Dataset[int]):
 
 
 def append(log: Path, line: str) -> None:
-    """One write, so that a kill leaves whole lines."""
+    """Append a line with a single write, so that a kill leaves complete lines."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
         os.write(descriptor, f"{line}\n".encode())
@@ -198,8 +209,11 @@ def append(log: Path, line: str) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """What a small file is, whatever its name: "header", "manifest", "swap", "directory"; "pins", "pinned" (the
-    manifest of a pinned generation) or "marker"."""
+    """Return the kind of a small file, whatever its name.
+
+    The kinds are "header", "manifest", "swap", "directory", "pins", "pinned" (the manifest of a pinned generation) and
+    "marker".
+    """
     name = path.name.removesuffix(durable.ASIDE)
     kinds = {directory.HEADER_NAME: "header", directory.SWAP_NAME: "swap"}
     kinds |= {pins.PINS_NAME: "pins", pins.MARKER_NAME: "marker"}
@@ -208,7 +222,7 @@ def kind_of(path: Path) -> str:
 
 
 def live(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | None = None) -> None:
-    """One life of the job, in a process of its own: to the end, or to where it is killed. The result is in a file."""
+    """Run one life of the job in this process, to the end or to the kill. The result is in a file."""
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.ERROR)
     try:
@@ -230,7 +244,7 @@ def _faults(kill: Kill | None) -> list[_native.Fault]:
 
 
 class Watch:
-    """Logs each generation when it appears, and kills."""
+    """Observer that logs each generation when it appears, and kills the process."""
 
     def __init__(self, log: Path, kill: Kill | None) -> None:
         self._log = log
@@ -252,10 +266,10 @@ def step_of(manifest: Path) -> int:
 
 
 class Journal:
-    """Puts what is done to small files, and what the run takes for durable, among the engine's records of writes and
-    syncs: all in one order.
+    """Recorder of operations on small files, and of generations considered durable, in the engine's journal.
 
-    An fsync is what the system is asked for, not what `durable` says it does.
+    All records, including the engine's writes and syncs, are in one order. Fsyncs are recorded at the system call, not
+    by the reports of `durable`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -264,7 +278,7 @@ class Journal:
         self._append(LIFE)
 
     def record(self, stack: ExitStack) -> None:
-        """From now on."""
+        """Record from now on."""
         opened = functools.partial(_native.IOEngine, journal=str(self.path))
         stack.enter_context(durable.observed(self._act))
         stack.enter_context(mock.patch.object(engine, "_native", SimpleNamespace(IOEngine=opened)))
@@ -301,7 +315,7 @@ class Journal:
 
 
 def _open(model: nn.Module, setup: Setup, root: Path, faults: list[_native.Fault]) -> nn.Module:
-    """Resume, or begin anew where there is nothing to resume. infinity.offload refuses to begin where there is."""
+    """Resume, or start a new run if there is nothing to resume. infinity.offload refuses to start if there is."""
     (root / "disk").mkdir(exist_ok=True)
     config = setup.config(root)
     try:
@@ -313,8 +327,8 @@ def _open(model: nn.Module, setup: Setup, root: Path, faults: list[_native.Fault
 
 def _run(setup: Setup, root: Path, faults: list[_native.Fault]) -> None:
     log = root / "log"
-    store._probe = lambda *_: 1e9  # no time to measure disks,
-    store.STRIPE_BYTES = 4096  # and no states that would fill a stripe
+    store._probe = lambda *_: 1e9  # saves the time of measuring disks
+    store.STRIPE_BYTES = 4096  # the states would not fill a stripe
     torch.manual_seed(0)
     random.seed(0)
     model = _open(Tiny(), setup, root, faults)
@@ -339,7 +353,7 @@ def _run(setup: Setup, root: Path, faults: list[_native.Fault]) -> None:
 
 
 def _save(model: nn.Module, setup: Setup, root: Path, step: int) -> None:
-    """A checkpoint folder, which takes the place of the oldest where there is no room for one more."""
+    """Save a checkpoint folder, which replaces the oldest one when there is no room for one more."""
     folder = root / "disk" / f"checkpoint-{step}"
     others = [each for each in pinned(model) if each != folder]
     for each in others[: len(others) + 1 - setup.pins]:
@@ -349,7 +363,7 @@ def _save(model: nn.Module, setup: Setup, root: Path, step: int) -> None:
 
 
 def look(setup: Setup, root: Path, folder: Path) -> None:
-    """Resume what a folder pins and log its digest, in a process of its own."""
+    """Resume from the generation that a folder pins, log its digest, and exit the process."""
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.ERROR)
     store._probe = lambda *_: 1e9
@@ -364,20 +378,20 @@ def step_in(folder: Path) -> int:
 
 
 def _rows_and_workers(rows: Rows, log: Path) -> Iterator[torch.Tensor]:
-    """The same rows, beside two workers that are forked once the model is in use and soon hang."""
-    generator = torch.Generator()  # of its own: torch's must draw what it draws without a loader
+    """Yield the same rows, beside two workers that are forked once the model is in use and soon hang."""
+    generator = torch.Generator()  # its own generator, so that torch's draws the same numbers as without a loader
     hanging = torch.utils.data.DataLoader(Hanging(), num_workers=2, multiprocessing_context="fork", generator=generator)
     loader = None
     for batch in rows:
         yield batch
         if loader is None:
             loader = iter(hanging)
-            next(loader), next(loader)  # both workers work
+            next(loader), next(loader)  # both workers have started
             append(log, "workers " + " ".join(str(child.pid) for child in multiprocessing.active_children()))
 
 
 def digest_of(model: Tiny, *more: object) -> str:
-    """Of all states and buffers."""
+    """Return a digest of all states and buffers."""
     digest = hashlib.sha256("".join(map(repr, more)).encode())
     for name, value in [*weights_of(model).items(), *states_of(model).items(), ("seen", model.seen)]:
         digest.update(name.encode() + value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

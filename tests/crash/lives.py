@@ -1,4 +1,4 @@
-"""Runs the job life after life, in processes forked from one that only imports, and judges what they left."""
+"""Runs of the job, life after life, in forked processes, and checks of the states that they left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Life:
-    """What the log has of one process. `began`: the step it went on from, None if it was killed before it knew."""
+    """Log entries of one process. `began`: the step that it resumed from; None if it was killed before logging."""
 
     began: int | None = None
     nothing: str = ""
@@ -32,15 +32,16 @@ class Life:
 
 
 def ended(process: ForkServerProcess, root: Path, what: str, within_s: float = DEADLINE_S) -> bool:
-    """Wait for a process that was started. Returns whether it was killed.
+    """Wait for a started process, and return whether it was killed.
 
     Args:
-        root: where it writes what it failed with, to a file named error.
-        what: it is, for messages.
-        within_s: seconds.
+        process: the process to wait for.
+        root: directory in which it writes its exception to a file named error.
+        what: description of the process, for messages.
+        within_s: seconds to wait.
 
     Raises:
-        AssertionError: it did not end, or ended neither well nor by a SIGKILL.
+        AssertionError: it did not end, or ended neither with success nor by a SIGKILL.
     """
     process.join(within_s)
     if process.exitcode is None:
@@ -53,10 +54,10 @@ def ended(process: ForkServerProcess, root: Path, what: str, within_s: float = D
 
 
 def run_life(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | None = None) -> Life:
-    """One process, to its end.
+    """Run one process to its end.
 
     Raises:
-        AssertionError: it ended neither well nor by a SIGKILL; says how.
+        AssertionError: it ended neither with success nor by a SIGKILL; the message says how.
     """
     log = root / "log"
     before = log.stat().st_size if log.exists() else 0
@@ -91,14 +92,14 @@ def _parse(text: str) -> Life:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run that reached its end came to: a digest of all states, and the losses of all lives by step."""
+    """Result of a run that reached its end: a digest of all states, and the losses of all lives by step."""
 
     digest: str
     losses: dict[int, str]
 
 
 def result_of(root: Path, lives: Sequence[Life]) -> Result:
-    """Of the last life.
+    """Return the result of the last life.
 
     Raises:
         AssertionError: two lives had different losses at the same step.
@@ -111,7 +112,7 @@ def result_of(root: Path, lives: Sequence[Life]) -> Result:
 
 
 class Reference:
-    """The undisturbed run of a setup: its result, how long it takes, and its journal, which says what to kill at."""
+    """The undisturbed run of a setup: its result, its duration, and its journal, which gives the points to kill at."""
 
     def __init__(self, setup: Setup, root: Path) -> None:
         self.result = result_of(root, [run_life(setup, root, journal=root / "journal")])
@@ -121,18 +122,18 @@ class Reference:
 
     @cached_property
     def seconds(self) -> float:
-        """How long a run takes that is not recorded."""
+        """Seconds that a run takes without a journal."""
         began = time.monotonic()
         run_life(self._setup, _made(self._root / "again"))
         return time.monotonic() - began
 
     def extent(self, state: str, unit: int) -> tuple[int, int]:
-        """Bytes [begin, end) of the `unit`-th place that holds a state, all its copies; -1 is the last."""
+        """Return the byte range [begin, end) of all copies of the `unit`-th extent of a state; -1 is the last."""
         found = [extent for extent in self._extents if extent["state"] == state and extent["changes"]][unit]
         return found["begin"], found["end"]
 
     def writes_of(self, commit: int) -> tuple[int, int]:
-        """The numbers of the first and the last write between two commits, the `commit`-th and the next."""
+        """Return the numbers of the first and the last write between the commit number `commit` and the next one."""
         written, begins = 0, []
         for record in self._records:
             written += record.letter == b"W"
@@ -143,12 +144,12 @@ class Reference:
 
 @dataclass
 class Campaign:
-    """Many runs that are killed, and what became of them.
+    """Many runs that are killed, and their outcomes.
 
     Attributes:
-        lost: what went wrong, in words: states that could not be recovered, or not to the same bits.
-        anew, resumed: lives after a killed one, by how they began.
-        unreached: lives that ended before the write whose number they were to be killed at.
+        lost: failures in words: states that could not be recovered, or not to the same bits.
+        anew, resumed: number of lives after a killed one that started again, or resumed.
+        unreached: number of lives that ended before the write at which they should have been killed.
     """
 
     root: Path
@@ -169,11 +170,13 @@ class Campaign:
     def run(
         self, setup: Setup, kills: Sequence[Kill], *, note: str = "", damage: Callable[[Path], int] | None = None
     ) -> None:
-        """Kill life after life, then let one end; each must go on from where those before it certainly were.
+        """Kill life after life, then let one end; each must resume at least from the newest certain generation.
 
         Args:
-            note: how to repeat it.
-            damage: done to the first directory after the first life; returns the newest generation that is whole.
+            setup: settings of the job.
+            kills: a kill for each life but the last.
+            note: instructions to repeat the run.
+            damage: applied to the first directory after the first life; returns the newest undamaged generation.
         """
         root, lives = _made(self.root / f"run{self.runs}"), list[Life]()
         self.runs += 1
@@ -197,8 +200,11 @@ class Campaign:
             shutil.rmtree(root)
 
     def _require_killed(self, kill: Kill | None, life: Life) -> None:
-        """Each kill but one at an instant comes. How many writes a run makes depends on time: an update that was begun
-        early and whose scale turned out otherwise was written before it was withdrawn, or was not."""
+        """Require that the kill was reached, unless it is by time or by the number of writes.
+
+        The number of writes of a run depends on timing. A speculative update whose scale was wrong may or may not have
+        been written before it was withdrawn.
+        """
         if life.killed or kill is None or isinstance(kill, AtTime):
             return
         by_number = isinstance(kill, AtOperation) and kill.numbers_all_writes
@@ -217,20 +223,23 @@ def _made(path: Path) -> Path:
 
 
 def require_nothing_lost(setup: Setup, before: Sequence[Life], life: Life) -> None:
-    """A life goes on from the newest generation there was; at most the steps since the last commit are lost."""
+    """Require that a life resumed from the newest generation, so that few steps are lost.
+
+    At most the steps since the last commit may be lost.
+    """
     if life.began is None:
         return
     certain = max((step for earlier in before for step in earlier.commits), default=0)
     ended = max((step for earlier in before for step in earlier.losses), default=0)
-    # A step's loss is logged after its forward, which finished the commit of the step before.
+    # A step's loss is logged after its forward, which finished the commit of the previous step.
     least = max(ended - 1, 0) // setup.commit_every * setup.commit_every
-    # A kill may come between the rename of a manifest and its entry in the log.
+    # A kill may occur between the rename of a manifest and its log entry.
     most = certain + setup.commit_every
     assert max(certain, least) <= life.began <= most, f"generation {certain} was made, step {ended} done: {life}"
 
 
 def require_same_end(root: Path, lives: Sequence[Life], expected: Result) -> None:
-    """The states of the undisturbed run, and its losses as far as these lives had any."""
+    """Require the states of the undisturbed run, and its losses for the steps that these lives logged."""
     found = result_of(root, lives)
     for step, value in found.losses.items():
         assert value == expected.losses[step], f"the loss of step {step} is not that of the undisturbed run: {lives}"
@@ -238,7 +247,7 @@ def require_same_end(root: Path, lives: Sequence[Life], expected: Result) -> Non
 
 
 def require_only_the_newest(setup: Setup, root: Path) -> None:
-    """What is left is what `keep` says, and nothing that was being written."""
+    """Require that `keep` generations are left, and no partly written file."""
     names = sorted(path.name for path in setup.directories(root)[0].iterdir())
     manifests = [name for name in names if name.startswith("generation-")]
     assert not [name for name in names if name.endswith(".aside")], names

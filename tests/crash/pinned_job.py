@@ -1,7 +1,7 @@
-"""A job that saves checkpoint folders, removes them, goes back to them, and is killed: what a trainer with
-save_total_limit does, and what its user does between two lives.
+"""A job that saves checkpoint folders, removes them, resumes from them, and is killed.
 
-Each life has a learning rate of its own, so that two lives that come to the same step come to other states there.
+It does the work of a trainer with save_total_limit, and of its user between two lives. Each life has a learning rate of
+its own, so that two lives reach different states at the same step.
 """
 
 from __future__ import annotations
@@ -32,21 +32,24 @@ from tests.crash.job import append, kind_of
 
 WIDTH = 32
 EXPECTED = "expected"
-"""The file in a folder that stands for its exported weights: the digest of the states it was saved with."""
+"""Name of the file that stands for a folder's exported weights: the digest of the states at its save."""
 
 Act = tuple[str, Any]
-"""train: so many steps; save: how it makes room; remove: the oldest folder, in this order; vanish: the oldest folder,
-behind the run's back."""
+"""Kind and argument of an act.
+
+train: the number of steps. save: the way to make room. remove: remove the oldest folder, in this order. vanish: remove
+the oldest folder without the run's knowledge.
+"""
 
 
 @dataclass(frozen=True)
 class Life:
-    """What one process does.
+    """Acts of one process.
 
     Attributes:
-        number: of the life, which its learning rate depends on.
-        folder: that it goes on from; "" for the newest generation.
-        killed_at: the number of the act on a small file, or of the write to the store, before which it is killed.
+        number: number of the life, which determines its learning rate.
+        folder: folder to resume from; "" for the newest generation.
+        killed_at: number of the act on a small file, or of the write to the store, before which the life is killed.
         writes: `killed_at` counts writes to the store.
     """
 
@@ -93,7 +96,7 @@ class Net(nn.Module):
 
 
 def digest_of(model: nn.Module) -> str:
-    """Of all weights, masters and moments."""
+    """Return a digest of all weights, masters and moments."""
     digest = hashlib.sha256()
     for name, value in sorted((weights_of(model) | states_of(model)).items()):
         digest.update(name.encode() + value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -103,7 +106,7 @@ def digest_of(model: nn.Module) -> str:
 
 
 class Acts:
-    """Counts the acts on small files, notes the kind of file of each, and kills before the act number `killed_at`."""
+    """Counter of acts on small files, which notes the kind of each file and kills before act number `killed_at`."""
 
     def __init__(self, killed_at: int | None) -> None:
         self.kinds: list[str] = []
@@ -118,7 +121,7 @@ class Acts:
 
 
 def live(setup: Setup, root: Path, life: Life) -> None:
-    """One life, in a process of its own: to its end, or to where it is killed."""
+    """Run one life in this process, to its end or to its kill."""
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.ERROR)
     faults: list[_native.Fault] = []
@@ -188,7 +191,10 @@ class _Job:
             pin(self._model, folder)
 
     def _make_room(self, folder: Path, how: str) -> None:
-        """`rotate`: as save_total_limit; `portable`: as without one. A pin whose folder vanished is let go by hand."""
+        """Make room for a folder; unpin folders that vanished.
+
+        `rotate`: like save_total_limit; `portable`: like training without a limit.
+        """
         for each in pinned(self._model):
             if not each.exists() and len(pinned(self._model)) >= self._setup.pins:
                 unpin(self._model, each)
@@ -213,7 +219,7 @@ class _Job:
 
 
 def check(setup: Setup, root: Path) -> None:
-    """Every folder with a marker leads to its bits, and nothing else keeps space; in a process of its own."""
+    """Check in this process that every folder with a marker leads to its bits, and that nothing else uses space."""
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.ERROR)
     try:
@@ -244,8 +250,11 @@ def require_folders_lead_to_their_bits(setup: Setup, root: Path) -> None:
 
 
 def require_nothing_else_keeps_space(setup: Setup, root: Path) -> None:
-    """After a life that was not killed and began with a resume: the pins are those of the folders that need one, and of
-    folders that vanished; and there is a manifest for each of these and for no other."""
+    """Require that pins and manifests match the folders, after a life that resumed and was not killed.
+
+    The pins are those of the folders that need one, and of folders that vanished. Each pin has a manifest, and there is
+    no other manifest.
+    """
     pins = read_pins(root / "swap")
     needed = {str(folder) for folder in resumable(root) if (read_marker(folder) or marker_missing()).digest}
     assert {pin.folder for pin in pins if not is_gone(pin)} == needed

@@ -1,14 +1,15 @@
-"""What a power cut can leave: from a run's journal and a moment in it, one of the many states its disk may be in then.
+"""States of the disk after a power cut: one of the possible states, from a run's journal and a moment in it.
 
 [Note: what a power cut may leave]
-Only what was asked for and confirmed is certain:
-* a write to a swap file, when it had ended before an fdatasync of that file began that ended well, and that the run
-  waited for, before the cut (one it did not wait for would have taken longer on another disk);
-* the content of a small file, when an fsync of it ended before the cut;
-* a name in a directory, when it was made or removed before an fsync of that directory began that ended before the cut.
-Everything else that had begun before the cut is there, or not, or in part, each thing for itself and in any order: any
-subset of a write's sectors or pages; a small file of any length up to its own, with zeros from anywhere on; each name
-as it was at any time since it was last certain.
+Only confirmed operations are certain:
+* a write to a swap file, if it had ended before an fdatasync of that file began. The fdatasync must have succeeded, and
+  the run must have waited for it before the cut (otherwise it might have taken longer on another disk);
+* the content of a small file, if an fsync of it ended before the cut;
+* a name in a directory, if it was made or removed before an fsync of that directory began, and the fsync ended before
+  the cut.
+Every other operation that had begun before the cut may be on the disk completely, in part, or not at all, independently
+and in any order. A write may have any subset of its sectors or pages. A small file may have any length up to its own,
+with zeros from any offset on. Each name may be as it was at any time since it was last certain.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True)
 class Record:
-    """One record of the journal; `at` is its place in it.
+    """One record of the journal; `at` is its index.
 
     Attributes:
         letter: see job.py and csrc/aio/backend.hpp.
-        path, target: of a small file; `moment`: "begin rename", …
+        path, target: paths of a small file.
+        moment: "begin rename", …
     """
 
     at: int
@@ -60,7 +62,7 @@ def read_journal(path: Path) -> list[Record]:
 
 @dataclass
 class Write:
-    """`ended`: the record that says so."""
+    """A write. `ended`: index of the record of its end."""
 
     offset: int
     data: bytes
@@ -69,7 +71,7 @@ class Write:
 
 @dataclass
 class Content:
-    """Of a small file. `certain`: an fsync of it ended."""
+    """Content of a small file. `certain`: an fsync of the file ended."""
 
     data: bytes = b""
     certain: bool = False
@@ -77,9 +79,10 @@ class Content:
 
 @dataclass
 class Name:
-    """What a name referred to, oldest first: a file's content, or None for nothing; with the record that ended it.
+    """Contents that a name referred to, oldest first: a file's content, or None for no file.
 
-    The first is certain. `past` is cut short by an fsync of the directory.
+    Each has the index of the record that ended it. The first content is certain. An fsync of the directory removes the
+    earlier part of `past`.
     """
 
     past: list[tuple[Content | None, int]] = field(default_factory=lambda: [(None, -1)])
@@ -95,17 +98,17 @@ class Name:
         self.past[-1] = (self.past[-1][0], at)
 
     def synced(self, since: int) -> None:
-        """An fsync of the directory that began at record `since` has ended."""
+        """Apply an fsync of the directory that began at record `since` and has ended."""
         certain = max(index for index, (_, ended) in enumerate(self.past) if ended < since)
         del self.past[:certain]
 
 
 class Moment:
-    """What was certain, and what had begun, when the first `cut` records had been written.
+    """Certain and begun operations at the time when the first `cut` records had been written.
 
     Attributes:
-        promised: the newest generation that the run took for durable.
-        begun: the newest that may be there.
+        promised: the newest generation that the run considered durable.
+        begun: the newest generation that may be on the disk.
     """
 
     def __init__(self, records: list[Record], cut: int, sizes: dict[Path, int]) -> None:
@@ -113,14 +116,14 @@ class Moment:
         self._sizes = sizes
         self._names: dict[Path, Name] = defaultdict(Name)
         self._writes: dict[Path, list[Write]] = defaultdict(list)
-        self._synced: dict[Path, int] = defaultdict(lambda: -1)  # by swap file: the record where the last sync began
-        self._ended: dict[Path, int] = {}  # the same of a sync that ended and was not waited for yet
+        self._synced: dict[Path, int] = defaultdict(lambda: -1)  # by swap file: record of the last sync's begin
+        self._ended: dict[Path, int] = {}  # the same for a sync that ended and that the run has not waited for yet
         self._open: dict[tuple[bytes, int], Write | int] = {}
-        # Of the store and of checkpoint folders.
+        # Directories of the store and of checkpoint folders.
         self._directories = {path.parent for path in sizes}
         self._directories |= {record.target.parent for record in records if kind_of(record.target) == "marker"}
         for path in self._directories:
-            self._names[path].become(Content(certain=True))  # the directory was made before anything else
+            self._names[path].become(Content(certain=True))  # the directory was made before all other files
             self._names[path].end(-1)
         for record in records[:cut]:
             self._take(record)
@@ -133,7 +136,7 @@ class Moment:
         elif record.letter == AWAITED:
             self._synced.update(self._ended)
         elif record.letter == LIFE:
-            # What a killed process left under way stays uncertain until it is written over.
+            # Operations that a killed process left pending stay uncertain until their range is overwritten.
             self._open.clear()
             self._ended.clear()
         elif record.letter == b"W":
@@ -185,7 +188,7 @@ class Moment:
             name.become(None)
             return
         name.end(record.at)
-        if record.path in self._sizes:  # a new swap file is made at once
+        if record.path in self._sizes:  # a new swap file is created immediately
             name.become(Content(certain=True))
             name.end(record.at)
 
@@ -203,7 +206,7 @@ class Moment:
                 name.synced(began)
 
     def image(self, chance: random.Random) -> dict[Path, bytes]:
-        """One of the states the disk may be in: every file by its path."""
+        """Return one of the possible states of the disk: the contents of every file by path."""
         there = {path: chance.choice(name.past)[0] for path, name in self._names.items()}
         files: dict[Path, bytes] = {}
         for path, content in there.items():
@@ -214,7 +217,7 @@ class Moment:
 
     def _swap(self, path: Path, chance: random.Random) -> bytes:
         size, synced = self._sizes[path], self._synced[path]
-        if synced < 0:  # not even how long it is
+        if synced < 0:  # even the length is uncertain
             size = chance.choice([0, size, chance.randrange(size) // PAGE_BYTES * PAGE_BYTES])
         blob = bytearray(self._sizes[path])
         for write in self._writes[path]:
@@ -224,7 +227,7 @@ class Moment:
 
 
 def small_file(content: Content, chance: random.Random) -> bytes:
-    """What may be in it."""
+    """Return a possible content of the file."""
     if content.certain:
         return content.data
     length = chance.choice([0, len(content.data), chance.randint(0, len(content.data))])
@@ -233,7 +236,7 @@ def small_file(content: Content, chance: random.Random) -> bytes:
 
 
 def pieces(nbytes: int, chance: random.Random) -> Iterator[tuple[int, int]]:
-    """The parts of a write that are there: all, none, or any of its pages, or sectors."""
+    """Yield the parts of a write that are on the disk: all, none, or any of its pages or sectors."""
     kind = chance.choice(["none", "all", "pages", "sectors"])
     if kind == "none":
         return
@@ -244,7 +247,7 @@ def pieces(nbytes: int, chance: random.Random) -> Iterator[tuple[int, int]]:
 
 
 def put(files: dict[Path, bytes], disk: Path) -> None:
-    """Make `disk` hold these files and nothing else."""
+    """Make `disk` contain these files and nothing else."""
     shutil.rmtree(disk)
     disk.mkdir()
     for path, data in files.items():

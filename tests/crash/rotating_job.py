@@ -1,8 +1,7 @@
-"""A Trainer that knows nothing of infinity and rotates its checkpoint folders, under `infinity run`; and what must be
-true of the folders and the store after it ended or was killed.
+"""An unchanged Trainer that rotates its checkpoint folders under `infinity run`, and checks of folders and store.
 
-All lives of a sequence are one run of `STEPS` steps: whatever a life saves after step N must have the bits that an
-uninterrupted run has there, which `undisturbed` writes down.
+The checks hold after the job ended or was killed. All lives of a sequence are one run of `STEPS` steps: a state saved
+after step N must have the bits of an uninterrupted run at this step, which `undisturbed` writes.
 """
 
 from __future__ import annotations
@@ -37,23 +36,23 @@ from tests.crash.pinned_job import digest_of
 STEPS = 8
 VOCABULARY = 32
 Digests = dict[int, str]
-"""By step, of all weights and states."""
+"""Digests of all weights and states, by step."""
 
 _WRITES = {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate"}
 
 
 @dataclass(frozen=True)
 class Life:
-    """What one process does.
+    """Settings of one process.
 
     Attributes:
         save_steps, limit, best: save_steps, save_total_limit and load_best_model_at_end of the Trainer.
-        folder: that it goes on from; "" for a new run.
-        killed_at: the number of the act on the disk before which it is killed.
-        acts: which ones `killed_at` counts. "writes": those to the store; "files": what Python does, which opens files
-            to write, renames and removes them, also within shutil.rmtree; "pins": of these the ones on pins, pinned
-            manifests and markers, and folders that are removed.
-        chance: after which steps the states are compared.
+        folder: folder to resume from; "" for a new run.
+        killed_at: number of the act on the disk before which the process is killed.
+        acts: acts that `killed_at` counts. "writes": writes to the store. "files": file operations of Python, which are
+            opening for writing, renaming and removing, also within shutil.rmtree. "pins": the file operations on pins,
+            pinned manifests, markers and removed folders.
+        chance: seed of the choice of the steps after which the states are compared.
     """
 
     save_steps: int
@@ -78,7 +77,7 @@ def config_of(root: Path) -> dict[str, Any]:
 
 
 def make_checkpoint(directory: Path) -> None:
-    """The model that a new run begins with."""
+    """Save the initial model of a new run."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         hidden_size=16,
@@ -92,7 +91,7 @@ def make_checkpoint(directory: Path) -> None:
 
 
 class _Watch(hf.TrainerCallback):  # type: ignore[misc]
-    """Compares the states with those of the undisturbed run, at the beginning and after some steps; or notes them."""
+    """Callback that compares the states with the undisturbed run's at the start and after some steps, or notes them."""
 
     def __init__(self, expected: Mapping[int, str] | None, chance: random.Random) -> None:
         self.seen: Digests = {}
@@ -149,7 +148,7 @@ def undisturbed(checkpoint: Path, root: Path) -> None:
 
 
 def live(checkpoint: Path, root: Path, life: Life, expected: Digests) -> None:
-    """One life, to its end or to where it is killed."""
+    """Run one life to its end or to its kill."""
     with _Contained(root):
         _kill_at(life, root)
         with installed(load_config(config_of(root))):
@@ -157,14 +156,14 @@ def live(checkpoint: Path, root: Path, life: Life, expected: Digests) -> None:
 
 
 def check(checkpoint: Path, root: Path, expected: Digests, pins: int, killed: bool) -> None:
-    """What must be true after a life. Args: pins: that the store has room for."""
+    """Check folders and store after a life. Args: pins: number of pins that the store has room for."""
     with _Contained(root):
         require_folders_lead_to_their_bits(checkpoint, root, expected, pins)
         require_nothing_else_keeps_space(root, killed=killed)
 
 
 class _Contained:
-    """Ends the process it is in: with exit code 1 and a file root/error where something was raised."""
+    """Context that ends its process; after an exception with exit code 1 and a file root/error."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -172,7 +171,7 @@ class _Contained:
     def __enter__(self) -> None:
         torch.set_num_threads(1)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        sys.stdout = open(os.devnull, "w")  # Trainer prints what it logs
+        sys.stdout = open(os.devnull, "w")  # Trainer prints its log entries
         for name in ("infinity", "transformers"):
             logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -202,13 +201,13 @@ def _kill_at(life: Life, root: Path) -> None:
 
 
 def _changes(event: str, arguments: tuple[Any, ...], place: str) -> bool:
-    """Whether an audit event is about a change of a file below `place`. What shutil.rmtree removes has no full path."""
+    """Return whether an audit event changes a file below `place`. shutil.rmtree's removals have no full path."""
     if event == "open":
         path, _, flags = arguments
         return isinstance(path, str | os.PathLike) and str(path).startswith(place) and bool(flags & _TO_WRITE)
     if event not in _WRITES:
         return False
-    path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else ""  # a descriptor
+    path = os.fsdecode(arguments[0]) if isinstance(arguments[0], str | bytes | os.PathLike) else ""  # or a descriptor
     return not os.path.isabs(path) or path.startswith(place)
 
 
@@ -220,13 +219,13 @@ _TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def marked(root: Path) -> dict[Path, Marker]:
-    """The checkpoint folders that look resumable."""
+    """Return the checkpoint folders that look resumable, with their markers."""
     found = {path: read_marker(path) for path in sorted(root.glob("out/checkpoint-*"))}
     return {path: marker for path, marker in found.items() if marker is not None}
 
 
 def require_folders_lead_to_their_bits(checkpoint: Path, root: Path, expected: Digests, pins: int) -> None:
-    """Each is tried on a copy of the store, which stays as the life left it."""
+    """Require that each folder leads to its states, tried on a copy of the store, which itself stays unchanged."""
     for folder, marker in marked(root).items():
         assert marker.step == int(folder.name.split("-")[1]), f"{folder} holds step {marker.step}"
         model, aside = hf.AutoModelForCausalLM.from_pretrained(checkpoint), root / "tried"
@@ -244,8 +243,10 @@ def require_folders_lead_to_their_bits(checkpoint: Path, root: Path, expected: D
 
 
 def require_nothing_else_keeps_space(root: Path, *, killed: bool) -> None:
-    """The pins are those of the folders that need one, and each has a manifest. A process that is killed leaves at most
-    one more of each, of the folder that it was at."""
+    """Require that pins are those of the folders that need one, and that each has a manifest.
+
+    A killed process leaves at most one more of each, for the folder that it was working on.
+    """
     needed = {str(folder): marker.digest for folder, marker in marked(root).items() if marker.digest is not None}
     names = sorted(path.name for path in (root / "swap").glob("*"))
     pins = read_pins(root / "swap")

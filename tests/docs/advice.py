@@ -1,4 +1,4 @@
-"""The messages that name a command, an option or a call, and which test does what each of them says."""
+"""Messages that name a command, an option or a call, and the tests that follow their advice."""
 
 from __future__ import annotations
 
@@ -22,25 +22,27 @@ _HELP = (
     "cli/planning/options.py",
     "cli/deepspeed/keys.py",
 )
-"""Files whose strings are what --help, or a table of a page, says."""
+"""Files whose strings are printed by --help or shown in a table of a page."""
 
 
 def advice_in(source: str) -> Iterator[str]:
-    """Sentences of a file that name one, with a HOLE for each value. An option that a sentence begins with is what the
-    sentence is about."""
+    """Yield the sentences of a file that name a command, an option or a call, with a HOLE for each value.
+
+    An option at the beginning of a sentence is the subject of the sentence and does not count.
+    """
     for text in _outermost(ast.parse(source)):
         if len(text) > _SENTENCE_CHARS_MIN and " " in text and _NAMES.search(_SUBJECT.sub("", text)):
             yield text
 
 
 def advice_below(root: Path) -> dict[str, list[str]]:
-    """By file."""
+    """Return the sentences of all files, by file."""
     found = {str(path.relative_to(root)): list(advice_in(path.read_text())) for path in sorted(root.rglob("*.py"))}
     return {name: texts for name, texts in found.items() if texts and name not in _HELP}
 
 
 def _outermost(tree: ast.AST) -> Iterator[str]:
-    """Of all strings but docstrings; a string in an f-string is a part of that."""
+    """Yield all strings except docstrings; a string inside an f-string is a part of the f-string."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
@@ -564,4 +566,4 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_changing_a_weight_in_place_in_a_forward_is_noticed",
     },
 }
-"""By file: a part of the sentence, and the test that does it, below tests/."""
+"""Sentences by file: a part of each sentence, and the test that follows its advice, below tests/."""

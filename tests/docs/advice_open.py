@@ -1,5 +1,7 @@
-"""Messages that name a command, an option or a call, and that no test is known to follow yet. The list only gets
-shorter: with a test that follows one, it moves to FOLLOWED."""
+"""Messages that name a command, an option or a call, and that no known test follows yet.
+
+The list only gets shorter: with a test that follows a message, the message moves to FOLLOWED.
+"""
 
 from __future__ import annotations
 
@@ -7,4 +9,4 @@ OPEN: dict[str, tuple[str, ...]] = {
     "cli/doctor/core.py": ("--force-reinstall --no-deps --no-binary infin",),
     "cli/doctor/machine.py": ("numactl --cpunodebind=<> --membind=<> i",),
 }
-"""By file: a part of each sentence."""
+"""Sentences without a test, by file: a part of each sentence."""

@@ -1,4 +1,4 @@
-"""The messages that the sources can print, and whether a message of the documentation is one of them."""
+"""Messages that the sources can print, and a check whether a message of the documentation is one of them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HOLE = "\0"
-"""Stands for a value that is put into a message."""
+"""Placeholder for a value inside a message."""
 _SEGMENTS_MAX = 6
 _LONG = 6
 _LOGGED = re.compile(r"%[-#0-9.]*[sdgfrx]")
 
 
 def template(node: ast.expr) -> str | None:
-    """The text of a string, an f-string or a sum of these, with a HOLE for each value; None for anything else."""
+    """Return the text of a string, an f-string or a sum of these, with a HOLE for each value; else None."""
     if isinstance(node, ast.Constant):
         return _LOGGED.sub(HOLE, node.value) if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -27,7 +27,7 @@ def template(node: ast.expr) -> str | None:
 
 
 def _templates(tree: ast.AST) -> Iterator[str]:
-    """Of all strings but docstrings; those inside of f-strings, too."""
+    """Yield the templates of all strings except docstrings, including strings inside f-strings."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             continue
@@ -38,7 +38,7 @@ def _templates(tree: ast.AST) -> Iterator[str]:
 
 
 def chunks_of(source: str) -> set[str]:
-    """The fixed texts between the values of all templates in a file."""
+    """Return the fixed texts between the values of all templates in a file."""
     return {chunk for each in _templates(ast.parse(source)) for chunk in each.split(HOLE) if chunk}
 
 
@@ -47,13 +47,16 @@ def chunks_below(root: Path) -> dict[Path, set[str]]:
 
 
 def fixed_parts(message: str) -> list[str]:
-    """Of a message as the documentation writes it: with <placeholders>, in lines."""
+    """Return the fixed parts of a message from the documentation, which has <placeholders> and line breaks."""
     return [part for part in re.split(r"<[^<>]*>", " ".join(message.split())) if part]
 
 
 def can_print(chunks: set[str], part: str) -> bool:
-    """Whether texts of one file can be joined to this one: it begins anywhere in one of them and ends anywhere in one;
-    in between a text goes on where another one has ended. Most of it must come from texts that say something."""
+    """Return whether texts of one file can be joined to this text.
+
+    The text may begin in the middle of a chunk and end in the middle of a chunk; each chunk in between is complete.
+    Most of it must be covered by chunks that are not short.
+    """
     return _covers(chunks, part, 0, 0, 0)
 
 
@@ -76,7 +79,7 @@ def _covers(chunks: set[str], part: str, begin: int, count: int, said: int) -> b
 
 
 def _ends(chunk: str, rest: str, *, anywhere: bool) -> Iterator[int]:
-    """How many characters of `rest` are the end of `chunk`; all of the chunk, unless it may begin anywhere."""
+    """Yield the lengths with which `rest` begins with the end of `chunk`: all of the chunk, unless `anywhere`."""
     at = chunk.find(rest[0])
     while at == 0 or (anywhere and at > 0):
         size = len(chunk) - at
@@ -86,7 +89,7 @@ def _ends(chunk: str, rest: str, *, anywhere: bool) -> Iterator[int]:
 
 
 def printed_by(sources: dict[Path, set[str]], message: str) -> list[Path]:
-    """The files that can print a message."""
+    """Return the files that can print a message."""
     parts = fixed_parts(message)
     assert max(map(len, parts)) > 8, f"{message}: nothing fixed in it"
     return [path for path, chunks in sources.items() if all(can_print(chunks, part) for part in parts)]

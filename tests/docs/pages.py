@@ -1,13 +1,13 @@
-"""The pages of the documentation, and the blocks of code in them with their marks.
+"""Pages of the documentation, and the blocks of code in them with their marks.
 
 A mark is an HTML comment in the lines before a block:
 
-| mark | what it says of the block |
+| mark | meaning for the block |
 |---|---|
-| `<!-- needs: a GPU -->` | it is parsed and not run: it needs what is not here |
-| `<!-- file: swap.yaml -->` | it is the text of that file, from here on |
-| `<!-- with: a stopped run in DIR -->` | a run was stopped there before |
-| `<!-- goes on -->` | it is run where the block before it was run |
+| `<!-- needs: a GPU -->` | it is parsed and not run, because it needs something that the tests do not have |
+| `<!-- file: swap.yaml -->` | it is the text of that file from this block on |
+| `<!-- with: a stopped run in DIR -->` | a run was stopped in DIR before |
+| `<!-- goes on -->` | it is run in the directory of the previous block |
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Block:
 
     Attributes:
         page: path below the root of the repository.
-        line: of the opening fence, from 1.
-        language: as the fence says.
-        marks: by name.
+        line: line of the opening fence, counted from 1.
+        language: language in the fence.
+        marks: values of the marks, by name.
     """
 
     page: str
@@ -48,7 +48,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """The README and all pages that people wrote."""
+    """Return the README and all pages that are not generated."""
     docs = ROOT / "docs"
     return [
         ROOT / "README.md",
@@ -57,7 +57,7 @@ def pages() -> list[Path]:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """Of all pages, in order."""
+    """Return the blocks of all pages in these languages, in order."""
     return [block for page in pages() for block in _of(page) if block.language in languages]
 
 
@@ -86,7 +86,7 @@ def text_without_blocks(page: Path) -> str:
 
 
 def tool(name: str) -> ModuleType:
-    """The script docs/tools/NAME.py, which is in no package."""
+    """Return the script docs/tools/NAME.py, which is not in a package, as a module."""
     spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs/tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,5 +1,8 @@
-"""A directory in which the commands of the documentation run as they are written: with a small model, small data, swap
-configs and a script under the names that the pages use. A disk that a page calls /mnt/… is a folder of the sandbox."""
+"""Directory in which the commands of the documentation run as they are written.
+
+It has a small model, small data, swap configs and a script, under the names that the pages use. A disk that a page
+calls /mnt/… is a folder of the sandbox.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ code = main(["finetune", "--model", "{MODEL}", "--data", "notes.txt", "--config"
              "--steps", "8", "--sequence-length", "32"])
 sys.exit(0 if code == 130 else f"the run ended with {{code}}")
 """
-"""A run that Ctrl-C stops after three of its eight steps."""
+"""Code of a run that Ctrl-C stops after three of its eight steps."""
 
 PRELUDE = """\
 import torch
@@ -54,11 +57,11 @@ MODEL_IN_PRELUDE = f"""\
 model = infinity.load_pretrained("{MODEL}", "swap.yaml")
 optim = infinity.AdamW(model.parameters(), lr=1e-5)
 """
-"""For blocks that go on with the model and the optimizer of a block before them."""
+"""Code before blocks that continue with the model and the optimizer of a previous block."""
 
 
 def make_things(place: Path) -> None:
-    """The model, its tokenizer and the data; the same for every block."""
+    """Make the model, its tokenizer and the data, which are the same for every block."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_level_tokenizer()
@@ -93,7 +96,7 @@ def byte_level_tokenizer() -> Any:
 
 
 def make_files(place: Path, block: Block) -> None:
-    """Swap configs and the script: those of the page as far as they are before the block, else what others need."""
+    """Write swap configs and the script: those of the page before the block, or defaults."""
     for name in ("nvme", "nvme0", "nvme1", "fast-disk", "a", "b"):
         (place / "mnt" / name).mkdir(parents=True, exist_ok=True)
     files = {"swap.yaml": _SWAP | {"nvme": {"paths": ["swap"]}}, "other.yaml": {"nvme": {"paths": ["elsewhere"]}}}
@@ -114,7 +117,7 @@ def stop_a_run(directory: str, place: Path) -> None:
 
 
 def here(text: str, place: Path) -> str:
-    """The text with the sandbox's folder in place of /mnt."""
+    """Return the text with the sandbox's folder in place of /mnt."""
     return text.replace("/mnt/", f"{place}/mnt/")
 
 
@@ -146,7 +149,7 @@ def run_shell(block: Block, place: Path) -> None:
 
 
 def run_python(code: str, place: Path) -> None:
-    """In a process of its own; in `make test` it is forked from one that has imported the libraries."""
+    """Run code in a process of its own; in `make test` it is forked from one that has imported the libraries."""
     if sampling.SHARE:
         require_success([sys.executable, "-c", code], place)
         return
@@ -160,5 +163,5 @@ def _execute(code: str, place: str, variables: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(place)
-    huggingface_hub.constants.HF_HUB_OFFLINE = True  # was read when the libraries were imported
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # the libraries read the variable at import
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

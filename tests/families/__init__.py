@@ -1,5 +1,8 @@
-"""Small models of the families of transformers whose modules hold lists of lists, are called by other methods than
-`forward`, or read each other's weights; with a batch for each. tests/family_search.py finds such families."""
+"""Small models of families of transformers with unusual modules, and a batch for each.
+
+Their modules hold lists of lists, are called by methods other than `forward`, or read each other's weights.
+tests/family_search.py finds such families.
+"""
 
 from __future__ import annotations
 

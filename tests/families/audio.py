@@ -1,4 +1,4 @@
-"""Families of sound: codecs and vocoders."""
+"""Audio families: codecs and vocoders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.models import Batch
 
 
 def encodec() -> tuple[nn.Module, Batch]:
-    """Codes have no gradient: what is trained is the decoder."""
+    """Return the model. Codes have no gradient, so only the decoder is trained."""
     config = hf.EncodecConfig(
         hidden_size=16,
         num_filters=4,
@@ -24,7 +24,7 @@ def encodec() -> tuple[nn.Module, Batch]:
 
 
 def mimi() -> tuple[nn.Module, Batch]:
-    """As encodec."""
+    """Return the model, of which only the decoder is trained, like encodec's."""
     config = hf.MimiConfig(
         hidden_size=32,
         num_filters=4,
@@ -57,7 +57,7 @@ def dac() -> tuple[nn.Module, Batch]:
 
 
 def xcodec() -> tuple[nn.Module, Batch]:
-    """As encodec."""
+    """Return the model, of which only the decoder is trained, like encodec's."""
     config = hf.XcodecConfig(
         sample_rate=2000,
         codebook_size=16,
@@ -87,7 +87,7 @@ def xcodec() -> tuple[nn.Module, Batch]:
 
 
 def qwen2_5_omni() -> tuple[nn.Module, Batch]:
-    """Its vocoder alone."""
+    """Return its vocoder alone."""
     from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import Qwen2_5OmniBigVGANConfig
     from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniToken2WavBigVGANModel
 
@@ -103,7 +103,7 @@ def qwen2_5_omni() -> tuple[nn.Module, Batch]:
 
 
 def qwen3_omni_moe() -> tuple[nn.Module, Batch]:
-    """Its vocoder alone."""
+    """Return its vocoder alone."""
     from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeCode2WavConfig
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 

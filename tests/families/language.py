@@ -1,4 +1,4 @@
-"""Families of text alone."""
+"""Text families."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def gemma3n() -> tuple[nn.Module, Batch]:
 
 
 def rwkv() -> tuple[nn.Module, Batch]:
-    """Where it rescales, its evaluation writes to the weights."""
+    """Return the model without rescaling, which would write to the weights during evaluation."""
     config = hf.RwkvConfig(
         vocab_size=64, context_length=32, hidden_size=32, num_hidden_layers=3, rescale_every=0, use_cache=False
     )

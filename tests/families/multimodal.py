@@ -1,4 +1,4 @@
-"""Families that take text together with pictures or proteins."""
+"""Families with text and images, or text and proteins, as input."""
 
 from __future__ import annotations
 

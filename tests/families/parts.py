@@ -1,4 +1,4 @@
-"""What the models of the families are made with: configs that several share, inputs, and a number to train on."""
+"""Parts of the families' models: configs that several share, inputs, and a loss."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.models import Batch
 
 
 def size(output: Any) -> torch.Tensor:
-    """A number to train on, that is not tiny where the values are; of several tensors the last."""
+    """Return a loss that is not tiny when the values are; of several tensors the last is used."""
     tensor = output if isinstance(output, torch.Tensor) else output[-1]
     return tensor.float().square().mean().log()
 
 
 class Reduced(nn.Module):
-    """A model, and of its outputs a number to train on."""
+    """A model with a loss computed from its outputs."""
 
     def __init__(self, inner: nn.Module, *outputs: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ TRUNK: dict[str, Any] = {
 
 
 class Called(nn.Module):
-    """A model that is only called by `call`, which makes a number to train on; by default of its output, one tensor."""
+    """A model that is only called through `call`, which returns a loss; by default a loss of its output tensor."""
 
     def __init__(self, inner: nn.Module, call: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> None:
         super().__init__()

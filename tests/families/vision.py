@@ -1,4 +1,4 @@
-"""Families that see: pictures in, labels, boxes, depths or pictures out."""
+"""Vision families: images in; labels, boxes, depths or images out."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def mask2former() -> tuple[nn.Module, Batch]:
 
 
 def zoedepth() -> tuple[nn.Module, Batch]:
-    """With two heads, which are lists in a dict."""
+    """Return a model with two heads, which are lists in a dict."""
     backbone = hf.BeitConfig(
         image_size=32,
         patch_size=8,
@@ -163,7 +163,7 @@ def zoedepth() -> tuple[nn.Module, Batch]:
 
 
 def janus() -> tuple[nn.Module, Batch]:
-    """Its VQVAE alone: the others are ordinary."""
+    """Return its VQVAE alone; the other modules are ordinary."""
     config = hf.JanusVQVAEConfig(
         embed_dim=8,
         num_embeddings=16,
@@ -177,7 +177,7 @@ def janus() -> tuple[nn.Module, Batch]:
 
 
 def emu3() -> tuple[nn.Module, Batch]:
-    """Its VQVAE alone."""
+    """Return its VQVAE alone."""
     from transformers.models.emu3.modeling_emu3 import Emu3VQVAE
 
     config = hf.Emu3VQVAEConfig(
@@ -193,7 +193,7 @@ def emu3() -> tuple[nn.Module, Batch]:
 
 
 def chameleon() -> tuple[nn.Module, Batch]:
-    """Its VQVAE alone. Codes have no gradient: what is trained is its embeddings, and what is before them."""
+    """Return its VQVAE alone. Codes have no gradient, so only embeddings and the modules before them are trained."""
     from transformers.models.chameleon.modeling_chameleon import ChameleonVQVAE
 
     config = hf.ChameleonVQVAEConfig(

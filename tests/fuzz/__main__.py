@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz SEED [COUNT [STRIDE]]`: cases, one after the other; what each was, where it fails."""
+"""Runner of fuzz cases, one after the other: `python -m tests.fuzz SEED [COUNT [STRIDE]]`. It describes failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CASE_S = 60
 
 
 def attempt(seed: int) -> str:
-    """'' where the case is as it should be; else what it was, and what is wrong with it."""
+    """Run a case. Return '' when it passes; else a description of the case and its problems."""
     case = make(seed)
     try:
         verdict = judge(case)
@@ -32,7 +32,7 @@ def attempt(seed: int) -> str:
 
 
 def main(first: int, count: int = 1, stride: int = 1) -> int:
-    """One line of JSON for each case. A case that takes too long ends the process with the stacks of all threads."""
+    """Print one line of JSON for each case. A case that takes too long ends the process with all threads' stacks."""
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")

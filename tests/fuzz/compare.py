@@ -1,4 +1,4 @@
-"""One case from its seed to its verdict: the same loop on plain torch and on infinity ends in the same bits."""
+"""One case from its seed to its verdict: the same loop on plain torch and on infinity must end in the same bits."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ _NORM_TOLERANCE = 1e-12  # norms are sums in double, in another order
 
 @dataclass(frozen=True)
 class Case:
-    """
+    """A model's seed, a loop and a config.
+
     Attributes:
-        fixed: of the swap config, what holds for the whole run.
+        fixed: options of the swap config that are the same for the complete run.
     """
 
     seed: int
@@ -42,7 +43,7 @@ class Case:
 
     @property
     def is_fp32(self) -> bool:
-        """All of it: then every rounding of the run is one that torch's own would have."""
+        """Whether the model and the moments are fp32, so that every rounding of the run is also made by torch."""
         return self.fixed["moments"] == "fp32" and all(p.dtype == torch.float32 for p in self.model().parameters())
 
     def describe(self) -> str:
@@ -65,7 +66,7 @@ def make(seed: int) -> Case:
 
 
 class Plain:
-    """A model in plain torch, with an optimizer that does what infinity promises."""
+    """A model in plain torch, with an optimizer that has infinity's arithmetic."""
 
     def __init__(self, case: Case, restarts: dict[int, int]) -> None:
         self._restarts = restarts
@@ -87,7 +88,7 @@ class Plain:
         self._kept.setdefault(self.optimizer.steps, self._now())
 
     def restart(self, back: int, index: int) -> int:
-        self.top()  # what was not committed yet is, as it is now
+        self.top()  # commits the current state if it is not committed yet
         step = self._restarts[index]
         if step == self.optimizer.steps:
             return step
@@ -108,7 +109,7 @@ class Plain:
 
 
 class Offloaded:
-    """The same, offloaded by infinity."""
+    """The same model, offloaded by infinity."""
 
     def __init__(self, case: Case, directory: Path) -> None:
         self._case = case
@@ -119,7 +120,7 @@ class Offloaded:
         self._live(None)
 
     def _live(self, step: int | None) -> None:
-        """Begin the run, or go on with it."""
+        """Begin the run, or resume it."""
         case, loop = self._case, self._case.loop
         model = case.model(values=self._lives)
         given = {"accumulates": loop.accumulates or model.in_pieces}
@@ -154,15 +155,16 @@ class Offloaded:
 
     def close(self) -> None:
         infinity.close(self.model, discard=True)
-        for parameter in self.model.parameters():  # theirs hold the run where the garbage collector cannot see it
+        for parameter in self.model.parameters():  # their hooks hide the run from the garbage collector
             parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
 
 
 @dataclass
 class Verdict:
-    """
+    """Result of a case.
+
     Attributes:
-        problems: what differs, in words.
+        problems: descriptions of the differences.
         configs: swap configs of the run, one for each of its lives.
         moved: some weight was trained.
     """
@@ -177,7 +179,9 @@ def judge(case: Case, *, distortion: float = 1.0) -> Verdict:
     """Run a case both ways and compare.
 
     Args:
-        distortion: of the learning rate of one param group in the plain run: then there should be problems.
+        case: the case.
+        distortion: factor of the learning rate of one param group in the plain run; other values than 1 must give
+            problems.
     """
     verdict = Verdict(case.seed)
     with tempfile.TemporaryDirectory(prefix="infinity-fuzz-", dir=_where(case.seed)) as directory:
@@ -206,7 +210,7 @@ def _plain(case: Case, found: Log, distorted: tuple[int, float] | None) -> tuple
 
 
 def _where(seed: int) -> str | None:
-    """In memory, where an fdatasync takes no time; each twentieth case on a disk."""
+    """Return a directory in memory, where an fdatasync takes no time; None (on a disk) for every twentieth case."""
     return "/dev/shm" if seed % 20 and os.access("/dev/shm", os.W_OK) else None
 
 
@@ -214,7 +218,7 @@ def _differences(found: Log, wanted: Log) -> list[str]:
     problems = []
     for name in ("failures", "restarts", "skipped", "rates", "evaluations", "losses", "gradients"):
         ours, theirs = getattr(found, name), getattr(wanted, name)
-        if repr(ours) != repr(theirs):  # every digit; NaN is NaN
+        if repr(ours) != repr(theirs):  # compares every digit; NaN equals NaN
             problems.append(f"{name} are {ours}, should be {theirs}")
     norms = zip(found.norms, wanted.norms, strict=True)
     if not all(abs(a - b) <= _NORM_TOLERANCE * b or (a != a and b != b) for a, b in norms):

@@ -1,4 +1,4 @@
-"""Random swap configs, made from a seed, with budgets between the least that the planner takes and plenty."""
+"""Random swap configs, made from a seed, with budgets between the smallest that the planner accepts and large ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLENTY = 64 << 20
 
 
 def fixed(rng: random.Random) -> dict[str, Any]:
-    """What a run cannot change when it is resumed; `moments` changes the bits."""
+    """Return the options that a resumed run cannot change; `moments` changes the bits."""
     return {
         "moments": rng.choice(["fp32", "fp32", "int8"]),
         "master": rng.choice(["split16", "split16", "fp32"]),
@@ -40,10 +40,14 @@ def make(
     *,
     accumulates: bool,
 ) -> Any:
-    """A config with what is `given`, for a model.
+    """Return a config for a model, with the `given` options.
 
     Args:
-        accumulates: gradients of several passes must find room.
+        rng: source of random choices.
+        given: options that are fixed.
+        model: the model to be offloaded.
+        paths: swap directories.
+        accumulates: memory must be sufficient for gradients of several passes.
     """
     config = given | {
         "weights": rng.choice(["nvme", "nvme", "host", "auto"]),
@@ -65,7 +69,7 @@ def make(
 
 
 def budgeted(config: dict[str, Any], model: nn.Module, slack: list[float], *, accumulates: bool) -> dict[str, Any]:
-    """With memory.device and memory.host, each as much above the least as its part of `slack` says."""
+    """Return the config with memory.device and memory.host, each above its minimum by its part of `slack`."""
     found = discover(model, config["moments"])
 
     def fits(**memory: int) -> bool:
@@ -79,7 +83,7 @@ def budgeted(config: dict[str, Any], model: nn.Module, slack: list[float], *, ac
 
 
 def planned(found: Any, config: dict[str, Any]) -> Plan | None:
-    """None where it does not fit."""
+    """Return the plan; None when the model does not fit."""
     try:
         cpu = torch.device("cpu")
         return make_plan(found.units, Terms(load_config(config), cpu), can_recompute=False, sites=found.sites)
@@ -88,7 +92,7 @@ def planned(found: Any, config: dict[str, Any]) -> Plan | None:
 
 
 def least(fits: Callable[[int], bool]) -> int:
-    """Bytes, in whole pages."""
+    """Return the smallest size in bytes that fits, in whole pages."""
     low, high = 0, _PLENTY // PAGE_BYTES
     while high - low > 1:
         middle = (low + high) // 2

@@ -16,13 +16,13 @@ KINDS = ("read", "scale", "clip", "clip by .data", "zero", "noise", "replace", "
 
 @dataclass(frozen=True)
 class Change:
-    """What is done to gradients after a backward pass.
+    """Changes of gradients after a backward pass.
 
     Attributes:
-        kinds: one for each parameter that is chosen.
-        share: of the parameters, how many are chosen.
-        seed: chooses them, and makes the noise.
-        write: weights may be written at the same time; none is.
+        kinds: kinds of change, used in turn for the chosen parameters.
+        share: share of the parameters that are chosen.
+        seed: seed of the choice and of the noise.
+        write: the context also allows writing weights; none is written.
     """
 
     kinds: tuple[str, ...]
@@ -32,8 +32,10 @@ class Change:
 
 
 def drawn(seed: int, index: int, passes: int) -> tuple[Change | None, ...]:
-    """For each backward pass of an iteration a change, or none. They have random numbers of their own, so that a seed
-    makes the same loop as without them."""
+    """Return a change or None for each backward pass of an iteration.
+
+    The random numbers are separate from the loop's, so that a seed gives the same loop as without changes.
+    """
     rng = random.Random(f"gradients {seed} {index}")
     likely = rng.choice([0.0, 0.0, 0.3, 0.7])
 
@@ -45,7 +47,7 @@ def drawn(seed: int, index: int, passes: int) -> tuple[Change | None, ...]:
 
 
 def apply(world: Any, change: Change | None) -> list[float]:
-    """Returns what was read: a sum over each gradient."""
+    """Apply a change and return the values that were read: a sum over each gradient."""
     if change is None:
         return []
     rng, read = random.Random(change.seed), list[float]()
@@ -82,7 +84,7 @@ def _change(parameter: nn.Parameter, kind: str, rng: random.Random) -> None:
 
 @contextmanager
 def lent(kept: dict[nn.Parameter, torch.Tensor], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """What infinity.gathered(..., grads=True) promises, of gradients that are `kept` in fp32."""
+    """Provide `kept` fp32 gradients in the way that infinity.gathered(..., grads=True) promises."""
     given = {parameter: kept[parameter].to(parameter.dtype) for parameter in parameters}
     before = {parameter: (copy.clone(), copy._version) for parameter, copy in given.items()}
     for parameter, copy in given.items():

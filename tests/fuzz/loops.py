@@ -1,4 +1,4 @@
-"""Random training loops, made from a seed, and the one function that runs them: on plain torch and on infinity."""
+"""Random training loops, made from a seed, and the one function that runs them, on plain torch and on infinity."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Zero = Literal["optimizer", "filled", "model", "kept"]
 
 @dataclass(frozen=True)
 class Failure:
-    """The user's code raises in the `nth` module with parameters, of one forward or backward.
+    """Exception of the user's code in the `nth` module with parameters, in one forward or backward.
 
     Attributes:
-        repeats: what is done again: the forward alone, or all of the iteration.
+        repeats: part that is repeated afterwards: the forward alone, or the complete iteration.
     """
 
     where: Literal["forward", "backward"]
@@ -40,11 +40,11 @@ class Iteration:
     """One step.
 
     Attributes:
-        evaluation: (context, in training mode too) of a forward before the step; None: there is none.
-        lr: set by hand at the top of the loop; None: it stays.
+        evaluation: (context, in training mode too) of a forward before the step; None: no evaluation.
+        lr: learning rate set by hand at the start of the iteration; None: it is not changed.
         gates: whether each visit of a block takes place.
-        restart: afterwards the run ends and is resumed from that many generations back; once.
-        changes: of gradients, after each micro-batch.
+        restart: number of generations back; the run ends after this step and is resumed from there, once.
+        changes: changes of gradients after each micro-batch.
     """
 
     micro_batches: int
@@ -63,11 +63,12 @@ class Iteration:
 
 @dataclass(frozen=True)
 class Loop:
-    """
+    """A random training loop.
+
     Attributes:
-        groups: hyperparameters of each param group; parameters are dealt to them in turn.
+        groups: hyperparameters of each param group; parameters are distributed to the groups in turn.
         hint: accumulation_steps, right or wrong.
-        freezing: None: requires_grad stays as the model has it.
+        freezing: schedule of requires_grad; None: requires_grad is not changed.
     """
 
     rule: str
@@ -81,36 +82,39 @@ class Loop:
 
     @property
     def accumulates(self) -> bool:
-        """Several backward passes may come before a step."""
+        """Whether several backward passes may precede a step."""
         return any(each.micro_batches > 1 or each.zero == "kept" for each in self.iterations)
 
 
 class World(Protocol):
-    """A model in training: in plain torch, or offloaded."""
+    """A model in training, in plain torch or offloaded."""
 
     model: Net
     optimizer: Any
     scheduler: Any
 
     def top(self) -> None:
-        """The next training forward is about to begin."""
+        """Prepare for the next training forward."""
 
     def restart(self, back: int, index: int) -> int:
-        """After iteration `index` end the run and resume it, `back` generations before the newest; returns the
-        optimizer steps that are done."""
+        """End the run after iteration `index` and resume it, `back` generations before the newest.
+
+        Returns:
+            Number of optimizer steps that are done.
+        """
 
     def accumulating(self) -> AbstractContextManager[Any]: ...
 
     def gradients(self, parameters: Sequence[nn.Parameter], *, write: bool) -> AbstractContextManager[None]:
-        """In this context these have gradients that may be read and changed."""
+        """Provide gradients of these parameters that may be read and changed within the context."""
 
 
 @dataclass
 class Log:
-    """What a run came to, as the user sees it.
+    """Results of a run that the user can see.
 
     Attributes:
-        restarts: by iteration after which it ended, the step that the run went on from.
+        restarts: step that the run resumed from, by the iteration after which it ended.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -168,7 +172,7 @@ _RULES: dict[str, dict[str, Any]] = {
 
 
 def _hyperparameters(rng: random.Random, rule: str) -> dict[str, Any]:
-    """Of a group, where they are not the defaults."""
+    """Return the hyperparameters of a group that differ from the defaults."""
     choices: dict[str, list[Any]] = {"lr": [1e-3, 3e-2, 0.0], "weight_decay": [0.0, 0.5], "maximize": [True]}
     if rule in ("AdamW", "Adam", "Lion"):
         choices["betas"] = [(0.0, 0.9), (0.95, 0.999)]
@@ -178,7 +182,7 @@ def _hyperparameters(rng: random.Random, rule: str) -> dict[str, Any]:
 
 
 def make(seed: int, visits: int, *, resumable: bool) -> Loop:
-    """A loop. `visits`: of blocks in a forward. `resumable`: generations are kept."""
+    """Return a loop. `visits`: visits of blocks in a forward. `resumable`: generations are kept."""
     rng = random.Random(f"loop {seed}")
     rule = rng.choice(["AdamW"] * 6 + list(_RULES))
     odd, accumulation = rng.choice([0.0, 0.5, 1.0, 1.0]), rng.choice([1, 1, 1, 2, 3])
@@ -198,7 +202,7 @@ def make(seed: int, visits: int, *, resumable: bool) -> Loop:
 
 
 def grouped(loop: Loop, model: nn.Module) -> list[dict[str, Any]]:
-    """Param groups as an optimizer takes them; of as many as there are parameters for."""
+    """Return param groups for an optimizer, at most as many as there are parameters for."""
     late = set(map(id, late_ones(loop, model)))
     parameters = [each for each in model.parameters() if each.requires_grad and id(each) not in late]
     count = len(loop.groups)
@@ -207,7 +211,7 @@ def grouped(loop: Loop, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def schedule(loop: Loop, optimizer: Any) -> Any:
-    """The loop's learning rate scheduler."""
+    """Return the loop's learning rate scheduler."""
     made = {
         "step": lambda: lr_scheduler.StepLR(optimizer, 2, 0.5),
         "cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, 8),
@@ -223,7 +227,7 @@ def _warmed(step: int) -> float:
 
 
 def run(world: World, loop: Loop) -> Log:
-    """Train."""
+    """Run the loop and return its log."""
     log, index = Log(), 0
     while index < len(loop.iterations):
         iteration = loop.iterations[index]
@@ -279,7 +283,7 @@ def _zero(world: World, how: Zero) -> None:
 
 
 def _passes(world: World, iteration: Iteration, index: int, failure: Failure | None, log: Log | None = None) -> float:
-    """The forward and backward passes of an iteration. With a `log`, a forward that fails is done again."""
+    """Run the forward and backward passes of an iteration. With a `log`, a failed forward is repeated."""
     model, total = world.model, 0.0
     world.top()
     for micro in range(iteration.micro_batches):
@@ -327,7 +331,7 @@ def _backward(loss: torch.Tensor, in_thread: bool) -> None:
 
 @contextmanager
 def _broken(model: nn.Module, nth: int, where: str) -> Any:
-    """A module fails once its forward, or the backward of what it returned, comes."""
+    """Let the `nth` module fail in its forward, or in the backward of its output."""
     modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
 
     def fail(*_: Any) -> None:

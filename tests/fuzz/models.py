@@ -1,6 +1,6 @@
-"""Random modules, made from a seed: the same each time, on any machine.
+"""Random modules, made from a seed: the same for a seed, on any machine.
 
-A net is a stem, blocks and a head. What is odd about it is listed in its `traits`.
+A net is a stem, blocks and a head. Its unusual properties are listed in its `traits`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BATCH, LENGTH = 3, 4
 
 
 class UserError(Exception):
-    """What the user's own code raises."""
+    """Exception of the user's own code."""
 
 
 class Mlp(nn.Module):
@@ -79,7 +79,7 @@ class Mixed(nn.Module):
 
 
 class Direct(nn.Module):
-    """Reads the weights of its child, which is never called, and counts in a buffer."""
+    """Block that reads the weights of its child without calling it, and counts in a buffer."""
 
     def __init__(self, rng: random.Random, width: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Direct(nn.Module):
 
 
 class Experts(nn.Module):
-    """The data choose which of them run."""
+    """Experts of which the data select one."""
 
     def __init__(self, rng: random.Random, width: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Experts(nn.Module):
 
 
 class Normed(nn.Module):
-    """A weight that is computed from two others each time it is read."""
+    """Block with a weight that is computed from two others each time it is read."""
 
     def __init__(self, rng: random.Random, width: int) -> None:
         super().__init__()
@@ -128,19 +128,19 @@ class Encoder(nn.Module):
 
 
 class Borrowing(nn.Module):
-    """Reads the weight of another block."""
+    """Block that reads the weight of another block."""
 
     def __init__(self, rng: random.Random, width: int) -> None:
         super().__init__()
         self.own = nn.Linear(width, width)
-        self.lender: list[nn.Linear] = []  # a list: it is no child of this one
+        self.lender: list[nn.Linear] = []  # in a list, so that it is not a child module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + F.linear(torch.tanh(self.own(x)), self.lender[0].weight)
 
 
 class OtherMethod(Mlp):
-    """Called as `block.run(x)`."""
+    """Block that is called as `block.run(x)`."""
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         return Mlp.forward(self, x)
@@ -174,13 +174,14 @@ NOT_CALLED: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    """
+    """A random model.
+
     Attributes:
-        traits: what it was made of, in words.
+        traits: descriptions of its parts.
         gates: whether each visit of a block takes place; set from outside.
-        around: the checkpoints around blocks.
+        around: checkpoints around blocks.
         trained: names of the parameters that are not frozen at first.
-        in_pieces: one backward pass may bring the gradient of a parameter in several pieces.
+        in_pieces: one backward pass may add the gradient of a parameter in several pieces.
     """
 
     def __init__(self, rng: random.Random, dtype: torch.dtype) -> None:
@@ -220,13 +221,13 @@ class Net(nn.Module):
             return nn.ModuleList(blocks)
         if container == "sequential":
             return nn.Sequential(*blocks)
-        holder = nn.Module()  # its children are called, it is not
+        holder = nn.Module()  # only its children are called
         for index, block in enumerate(blocks):
             holder.add_module(f"block{index}", block)
         return holder
 
     def _spans(self, rng: random.Random) -> list[tuple[int, int, bool]]:
-        """Visits [begin, end), and whether they are recomputed in the backward."""
+        """Return spans of visits [begin, end), and whether each is recomputed in the backward."""
         spans, begin, recomputed = [], 0, rng.random() < 0.4
         while begin < len(self.visits):
             end = min(begin + rng.choice([1, 1, 2]), len(self.visits))
@@ -239,7 +240,7 @@ class Net(nn.Module):
             self.head.weight = self.embed.weight
             self.traits.append("head tied")
         linears = [module for module in self.blocks.modules() if type(module) is nn.Linear]
-        linears = [module for module in linears if "weight" in module._parameters]  # not one that is computed
+        linears = [module for module in linears if "weight" in module._parameters]  # without computed weights
         pairs = [
             (a, b)
             for a in linears
@@ -275,7 +276,7 @@ class Net(nn.Module):
             self.traits.append("frozen")
 
     def batch(self, seed: int) -> torch.Tensor:
-        """Of inputs: ids [batch, length], or numbers [batch, length, 6]."""
+        """Return a batch of inputs: ids [batch, length], or numbers [batch, length, 6]."""
         generator = torch.Generator().manual_seed(seed)
         if self.tokens:
             return torch.randint(0, 11, (BATCH, LENGTH), generator=generator)
@@ -289,7 +290,7 @@ class Net(nn.Module):
         return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the loss."""
+        """Return the loss."""
         given = x
         x = self.embed(x) if self.tokens else self.embed(x.to(self.embed.weight.dtype))
         x = self.around.run(self._visit, x)
@@ -313,7 +314,7 @@ def _call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def make(seed: int, *, values: int = 0) -> Net:
-    """A net. `values`: other weights in the same net."""
+    """Return a net. `values`: seed of other weights in the same net."""
     rng = random.Random(f"model {seed}")
     torch.manual_seed(seed * 1000 + values)
     return Net(rng, rng.choice([torch.float32, torch.float32, torch.bfloat16])).train()

@@ -1,12 +1,11 @@
-"""Loops in which things come in any order, killed anywhere and resumed.
+"""Loops whose operations have any order, killed anywhere and resumed.
 
-`python -m tests.fuzz.orders SEED [COUNT]` runs cases, one after the other. Of each there is a run that nobody disturbs,
-one that is killed (SIGKILL), and one that goes on from what that left, each in a process of its own. What the resumed
-run must come to:
+`python -m tests.fuzz.orders SEED [COUNT]` runs cases, one after the other. Each case has an undisturbed run, a run that
+is killed (SIGKILL), and a run that resumes from its store, each in a process of its own. Required of the resumed run:
 
-* where each iteration takes one item of a tracked loader first and makes one step, or calls `infinity.commit` at its
-  end: the losses, weights and states of the undisturbed run, and not a word of doubt;
-* in any other order: the same, or a line at the resume that says the loop may have been elsewhere.
+* if each iteration first takes one item of a tracked loader and makes one step, or calls `infinity.commit` at its end:
+  the losses, weights and states of the undisturbed run, and no warning;
+* in any other order: the same results, or a warning at the resume that the loop may have been at another place.
 """
 
 from __future__ import annotations
@@ -42,22 +41,27 @@ with warnings.catch_warnings():
     from torchdata.stateful_dataloader import StatefulDataLoader
 
 WITHOUT_WRITES = ("evaluate", "look", "draw")
-"""What may come between a forward and its backward."""
+"""Operations that may be between a forward and its backward."""
 WIDTH, ITERATIONS = 8, 4
 DOUBT = "its loop may have been at another place"
 
 BETWEEN = ("write", "put back", "evaluate", "look", "fail", "draw")
-"""What may come anywhere: new weights that stay; weights that are changed and put back; a forward without a graph that
-draws; one with a graph whose backward never comes; one that raises; random numbers."""
+"""Operations that may be anywhere.
+
+write: new weights that stay. put back: weights that are changed and restored. evaluate: a forward without a graph that
+draws random numbers. look: a forward with a graph and no backward. fail: a forward that raises. draw: random numbers.
+"""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Attributes:
-    body: of the loop, by name of what is done.
-    tracked: the loader is.
-    exact: a resumed run must end in the bits of the undisturbed one.
-    killed: the iteration, and before which part of its body.
+    """Settings of a case.
+
+    Attributes:
+        body: names of the operations of the loop body.
+        tracked: the loader is tracked.
+        exact: a resumed run must end in the bits of the undisturbed one.
+        killed: iteration, and the index in its body, at which the run is killed.
     """
 
     seed: int
@@ -88,16 +92,16 @@ def make(seed: int) -> Case:
         body = ["next", *some(share), *a_pass, "next", *a_pass, "step", *after]
     if kind == "two steps" or (kind == "commit" and draw.random() < 0.5):
         body = ["next", *some(share), *a_pass, "step", *some(share), *a_pass, "step", *after]
-    if kind == "ahead":  # the item of the next iteration is taken in this one
-        seen = ("schedule", "evaluate", "draw")  # a forward or a write after the item would be that item's
+    if kind == "ahead":  # this iteration takes the item of the next iteration
+        seen = ("schedule", "evaluate", "draw")  # a forward or a write after taking the item would belong to that item
         body = [*a_pass, "step", *(part for part in after if part in seen)]
         body.insert(draw.randrange(1, len(body)), "next")
-    if kind == "left":  # gradients that the next step adds to its own
+    if kind == "left":  # leaves gradients that the next step adds to its own
         body += a_pass
     if kind == "commit":
         body.append("commit")
     states = draw.choice(["nvme", "host"])
-    every = draw.choice([1, 1, 2, 3]) if kind != "commit" else 1000  # which come from between its steps
+    every = draw.choice([1, 1, 2, 3]) if kind != "commit" else 1000  # commits come from `commit` instead of steps
     config = {"weights": draw.choice(["nvme", "host"]), "optimizer": states, "commit_every": every}
     if draw.random() < 0.3:
         config["overlap"] = draw.choice(["off", "before_forward", "during_backward"])
@@ -112,7 +116,7 @@ def make(seed: int) -> Case:
 
 
 class Net(nn.Module):
-    """bf16, so that there is a master; with a buffer, and random numbers in its forward."""
+    """bf16 model, which therefore has a master, with a buffer, and random numbers in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +143,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Count:
-    """Iterations that are done, and with an untracked loader which items."""
+    """Number of iterations that are done, which selects the items without a tracked loader."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -247,7 +251,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Life:
-    """Attributes: began: the iteration that it began with."""
+    """Results of a life. Attributes: began: index of the first iteration."""
 
     began: int
     losses: dict[str, list[str]]
@@ -274,7 +278,7 @@ def live(case: Case, swap: dict[str, Any], *, resumed: bool, killed: tuple[int, 
 
 
 def apart(act: Callable[[], Life], into: Path) -> Life | str:
-    """What it comes to in a forked process; what went wrong, "" where it was killed."""
+    """Return the result of `act` in a forked process; on failure its traceback, or "" if the process was killed."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -290,7 +294,7 @@ def apart(act: Callable[[], Life], into: Path) -> Life | str:
 
 
 def judge(case: Case) -> str:
-    """ "" where the case is as it should be."""
+    """Run a case; return "" when it passes, else its problem."""
     place = Path(tempfile.mkdtemp(prefix="order-"))
     try:
         return _judge(case, place)
@@ -324,7 +328,7 @@ def _judge(case: Case, place: Path) -> str:
 
 
 def main(first: int, count: int = 1) -> int:
-    """One line of JSON for each case."""
+    """Print one line of JSON for each case."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("infinity").propagate = False

@@ -1,4 +1,4 @@
-"""Draws of weights that are computed from others each time they are read (torch.nn.utils.parametrize)."""
+"""Random choice of weights that are computed from others each time they are read (torch.nn.utils.parametrize)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn.utils import parametrizations, parametrize
 
 
 class Symmetric(nn.Module):
-    """Has no inverse: the weight of before is taken as it is."""
+    """Parametrization without an inverse: the previous weight is used unchanged."""
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.triu() + weight.triu(1).mT
 
 
 class Scaled(nn.Module):
-    """Has a parameter of its own."""
+    """Parametrization with a parameter of its own."""
 
     def __init__(self, like: torch.Tensor) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ WAYS: dict[str, Callable[[nn.Linear], object]] = {
 
 
 def parametrize_some(rng: random.Random, net: nn.Module) -> list[str]:
-    """Let some weights of linear layers that nobody shares be computed. Returns which."""
+    """Parametrize some weights of linear layers that are not shared. Returns their names."""
     if rng.random() < 0.7:
         return []
     parameters = [id(parameter) for module in net.modules() for parameter in module._parameters.values()]
@@ -64,7 +64,7 @@ def parametrize_some(rng: random.Random, net: nn.Module) -> list[str]:
         if not own or rng.random() < 0.5:
             continue
         square = module.weight.shape[0] == module.weight.shape[1]
-        full = module.weight.dtype == torch.float32  # the only one that power iterations are for
+        full = module.weight.dtype == torch.float32  # power iterations support only fp32
         ways = [w for w in WAYS if (square or w != "symmetric") and (full or w != "spectral_norm")]
         way = rng.choice(ways)
         WAYS[way](module)

@@ -1,4 +1,4 @@
-"""Draws of what a net recomputes in its backward: checkpoints around several blocks, and within them around each."""
+"""Random choice of recomputation: checkpoints around several blocks, and inside these around single blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 Visit = Callable[[torch.Tensor, int, int], torch.Tensor]
-"""The visits [begin, end) of blocks."""
+"""Function that runs the visits [begin, end) of blocks."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Around:
 
     Attributes:
         spans: visits [begin, end), and whether a checkpoint is around them.
-        segments: of torch's checkpoint_sequential around all visits; 0: it is not used.
-        within: the visits that have a checkpoint of their own, with its kind.
+        segments: segments of torch's checkpoint_sequential around all visits; 0: it is not used.
+        within: visits that have a checkpoint of their own, with its kind.
     """
 
     spans: list[tuple[int, int, bool]]
@@ -42,11 +42,14 @@ class Around:
 
     @property
     def in_pieces(self) -> bool:
-        """A weight that several of the visits read may get its gradient in several pieces."""
+        """Whether a weight that several visits read may get its gradient in several pieces."""
         return (self.reentrant and any(span[2] for span in self.spans)) or any(self.within.values())
 
     def _alone(self, visit: Visit, x: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """In the forward of a reentrant checkpoint no graph is made, so that what is within it is not recomputed."""
+        """Run visits with their own checkpoints.
+
+        The forward of a reentrant checkpoint has no graph, so checkpoints inside it are skipped.
+        """
         for at in range(begin, end):
             own = at in self.within and torch.is_grad_enabled()
             x = checkpoint(visit, x, at, at + 1, use_reentrant=self.within[at]) if own else visit(x, at, at + 1)
@@ -58,7 +61,7 @@ class Around:
 
 
 def draw_around(rng: random.Random, visits: int) -> Around | None:
-    """Checkpoints that hold more than one block, mostly; None: others."""
+    """Return checkpoints that mostly contain more than one block; None: other kinds are used."""
     if rng.random() < 0.6:
         return None
     reentrant = rng.random() < 0.5

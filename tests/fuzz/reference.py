@@ -1,7 +1,8 @@
-"""The optimizers as infinity promises them, in torch's own operations on ordinary tensors, to the bit.
+"""Optimizers with exactly the arithmetic that infinity promises, in torch's own operations on ordinary tensors.
 
-All arithmetic is fp32 on an fp32 master, one rounding after each operation; micro-batches add up in fp32; bf16 weights
-are the master rounded half up; the norm is taken in double. tests/fuzz/test_reference.py compares a step with torch's.
+All arithmetic is fp32 on an fp32 master, with one rounding after each operation. Micro-batches are summed in fp32. bf16
+weights are the master rounded half up. The norm is computed in double. tests/fuzz/test_reference.py compares a step
+with torch's.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ USES = {"AdamW": "mv", "Adam": "mv", "Lion": "m", "Adagrad": "v", "SGD": "m"}
 
 
 class Reference(torch.optim.Optimizer):
-    """
+    """Optimizer in plain torch.
+
     Attributes:
-        steps: that were asked for, the skipped ones among them.
-        last_grad_norm, skipped_steps: as infinity's optimizers have them.
+        steps: number of requested steps, including skipped ones.
+        last_grad_norm, skipped_steps: same as in infinity's optimizers.
         distorted: (index of a param group, factor) of a learning rate that is wrong on purpose.
-        moved: param groups of which some weight has changed.
-        gradients: in fp32, of the parameters that have one.
+        moved: param groups with some changed weight.
+        gradients: fp32 gradients of the parameters that have one.
 
     Args:
-        exact: parameters whose moments are fp32 whatever `moments` says.
+        exact: parameters whose moments are fp32 regardless of `moments`.
     """
 
     def __init__(
@@ -61,13 +63,13 @@ class Reference(torch.optim.Optimizer):
                 parameter.register_post_accumulate_grad_hook(self._take)
 
     def everything(self) -> Any:
-        """All that a run needs to go on from here."""
+        """Return the complete state that a run needs to continue."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         states = [dict(self.state[parameter]) for group in self.param_groups for parameter in group["params"]]
         return groups, states, self.steps, self.skipped_steps, self._skips_in_a_row, self.last_grad_norm
 
     def take(self, everything: Any) -> None:
-        """Go on from there. Gradients are gone."""
+        """Continue from a state of `everything`. Gradients are lost."""
         groups, states, self.steps, self.skipped_steps, self._skips_in_a_row, self.last_grad_norm = everything
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update(values)
@@ -76,7 +78,7 @@ class Reference(torch.optim.Optimizer):
             self.state[parameter] = state
 
     def _expect(self, parameter: nn.Parameter) -> None:
-        """A gradient is about to come: whoever set .grad to None wants nothing of those before."""
+        """Prepare for a gradient: setting .grad to None discards the earlier gradients."""
         if parameter.grad is None:
             self.gradients.pop(parameter, None)
 
@@ -124,7 +126,7 @@ class Reference(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: nn.Parameter, g: torch.Tensor, group: dict[str, Any]) -> bool:
-        """One step of a parameter. Whether its master has changed."""
+        """Update a parameter; return whether its master has changed."""
         state = self.state[parameter]
         state["step"] = step = state.get("step", 0) + 1
         if "master" not in state:
@@ -184,12 +186,12 @@ RULES: dict[str, Callable[..., Tensors]] = {
 
 
 def _root(v: torch.Tensor) -> torch.Tensor:
-    """Rounded once; torch's own root of fp32 is an ulp off here and there."""
+    """Return the root, rounded once; torch's own fp32 root differs by an ulp for some values."""
     return v.double().sqrt().float()
 
 
 def _zero_below(g: torch.Tensor, factor: float) -> torch.Tensor:
-    """Without what would add exactly nothing to a sum of squares."""
+    """Return the gradient without values that would add exactly nothing to a sum of squares."""
     vanishing = math.sqrt(2.0**-150 / factor) * (1 - 2.0**-20)
     return torch.where(g.abs() < vanishing, torch.zeros_like(g), g)
 
@@ -199,7 +201,7 @@ def _half_up(p: torch.Tensor) -> torch.Tensor:
 
 
 def _as_int8(values: torch.Tensor, *, signed: bool) -> torch.Tensor:
-    """What int8 keeps of a moment."""
+    """Return a moment after encoding to int8 and decoding."""
     data = torch.zeros(_native.moment_bytes("int8", values.numel()), dtype=torch.uint8)
     flat = values.reshape(-1).contiguous()
     _native.encode_moments(flat.numpy(), "int8", is_signed=signed, data=data.numpy())

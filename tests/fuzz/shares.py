@@ -1,4 +1,4 @@
-"""Many cases, a share of them in each of several processes."""
+"""Many cases, distributed over several processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ _PER_PROCESS = 20
 
 
 def problems_of(main: Callable[[int, int], int], seed: int, cases: int) -> list[str]:
-    """What is wrong with the cases of `cases` seeds, from `seed` on.
+    """Return the problems of the cases of `cases` seeds, from `seed` on.
 
     Args:
-        main: tries cases (first seed, count), and prints a line of JSON for each.
+        main: runs cases (first seed, count), and prints a line of JSON for each.
+        seed: the first seed.
+        cases: number of cases.
     """
     firsts = range(seed, seed + cases, _PER_PROCESS)
     with ThreadPoolExecutor(_WORKERS) as pool:

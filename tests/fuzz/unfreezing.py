@@ -1,5 +1,7 @@
-"""Parameters of a random loop that are frozen and trained in turn: by requires_grad between steps, or as those who
-unfreeze a model bit by bit do, with a param group that comes later."""
+"""Parameters of a random loop that are frozen and trained in turn.
+
+They change by requires_grad between steps, or by a param group that is added later, as in gradual unfreezing.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Freezing:
-    """
+    """Schedule of frozen parameters.
+
     Attributes:
-        share: of the parameters, that is frozen in each iteration.
-        late: the iteration that adds a param group, of parameters that were frozen until then; None: there is none.
+        share: share of the parameters that is frozen in each iteration.
+        late: iteration that adds a param group of parameters that were frozen until then; None: no group is added.
     """
 
     seed: int
@@ -23,7 +26,7 @@ class Freezing:
     late: int | None
 
     def is_late(self, number: int) -> bool:
-        """Whether the parameter with this number is one of the late param group."""
+        """Return whether the parameter with this number belongs to the late param group."""
         return self.late is not None and number % 3 == self.seed % 3
 
     def trains(self, number: int, iteration: int) -> bool:
@@ -33,7 +36,7 @@ class Freezing:
 
 
 def unfreezing(seed: int, loop: Any) -> Any:
-    """A loop that freezes and unfreezes, for some of the seeds; else the loop as it is."""
+    """Return a loop that freezes and unfreezes, for some of the seeds; else the unchanged loop."""
     rng = random.Random(f"freezing {seed}")
     if rng.random() < 0.6:
         return loop
@@ -41,26 +44,26 @@ def unfreezing(seed: int, loop: Any) -> Any:
     freezing = Freezing(seed, rng.choice([0.0, 0.3, 0.7]), late)
     if late is None:
         return replace(loop, freezing=freezing)
-    # Schedulers know the groups that there were when they were made, and so does a run that is resumed.
+    # Schedulers and resumed runs know only the groups that existed when they were created.
     iterations = tuple(replace(each, restart=None) for each in loop.iterations)
     return replace(loop, freezing=freezing, scheduler=None, iterations=iterations)
 
 
 def trained(model: Any) -> list[nn.Parameter]:
-    """What may be frozen: a loss must keep its graph."""
+    """Return the parameters that may be frozen; the head is excluded, since a loss must keep its graph."""
     head = set(map(id, model.head.parameters()))
     return [each for each in map(model.get_parameter, model.trained) if id(each) not in head]
 
 
 def late_ones(loop: Any, model: Any) -> list[nn.Parameter]:
-    """Parameters that the optimizer is given later."""
+    """Return the parameters that the optimizer gets later."""
     if loop.freezing is None:
         return []
     return [parameter for number, parameter in enumerate(trained(model)) if loop.freezing.is_late(number)]
 
 
 def freeze(world: Any, loop: Any, index: int) -> None:
-    """At the top of an iteration."""
+    """Apply the schedule at the start of an iteration."""
     if loop.freezing is None:
         return
     for number, parameter in enumerate(trained(world.model)):

@@ -1,4 +1,4 @@
-"""What the GPU tests share: the device, which is simulated where there is none, and arithmetic that repeats itself."""
+"""Fixtures of the GPU tests: the device, which is simulated if there is no GPU, and deterministic arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sim.queues import EAGER
 
 __all__ = ["simulate"]
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is used for the first time
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first use of cuBLAS
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,8 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def gpu(simulate: Simulate) -> torch.device:
-    """The GPU; the CPU, whose models take a device's way, where there is none (`pytest -m gpu` there runs the tests'
-    own code). Ask for it before `offload`, so that the models are closed when the simulation ends."""
+    """Return the GPU; without a GPU the CPU, with models that use a device's code path.
+
+    `pytest -m gpu` then runs the tests' own code. Request this before `offload`, so that the models are closed when the
+    simulation ends.
+    """
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     simulate(EAGER)

@@ -1,4 +1,4 @@
-"""Runs whose small files are changed, made once."""
+"""Runs whose small files the tests change, made once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Runs = dict[str, Path]
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """By kind of model: a directory with the run's swap directories "a" and "b", and what must come out of it."""
+    """Return by kind of model: a directory with the run's swap directories "a" and "b", and the expected values."""
     made = {}
     for kind in BUILD:
         made[kind] = tmp_path_factory.mktemp(kind)

@@ -1,5 +1,7 @@
-"""Files for --data as no one should give them: made from nothing, made from good ones by mutation, and directories with
-what is no file. A case is drawn from a seed and its number alone."""
+"""Malformed files for --data: random files, mutations of good files, and directories with entries that are not files.
+
+A case depends only on a seed and its number.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ Draw = random.Random
 
 
 def make(number: int, seed: int, directory: Path) -> tuple[str, list[Path]]:
-    """Case `number`: what kind it is, and the paths to give."""
+    """Make case `number`: return its kind, and the paths to pass."""
     draw = random.Random(f"{seed} {number}")
     kind = draw.choices([maker for maker, _ in _KINDS], [weight for _, weight in _KINDS])[0]
     return kind.__name__, kind(draw, directory)
@@ -51,7 +53,7 @@ def _odd_text(draw: Draw) -> str:
 
 
 def _value(draw: Draw, depth: int = 0) -> Any:
-    """A JSON value of any shape."""
+    """Return a JSON value of any shape."""
     kind = draw.randrange(10 if depth < 4 else 7)
     if kind < 3:
         return _odd_text(draw)
@@ -148,7 +150,7 @@ def packed(draw: Draw, directory: Path) -> list[Path]:
 
 
 def one_thing_many_times(draw: Draw, directory: Path) -> list[Path]:
-    """Up to 2 MB of it, in the middle of what is as it should be, or alone."""
+    """Write up to 2 MB of one thing, alone or inside otherwise valid data."""
     thing = draw.choice(
         (b" ", b"\n", b"a", b"[", b"{", b'{"a":', b"\x00", b"\xff", b"\r", b"[[],", b'"', b"\\u0000", b"1")
     )
@@ -160,7 +162,7 @@ def one_thing_many_times(draw: Draw, directory: Path) -> list[Path]:
 
 
 def a_line_without_end(draw: Draw, directory: Path) -> list[Path]:
-    """A sparse file of a gigabyte, or a line as long as one may be and full of small values."""
+    """Write a sparse file of a gigabyte, or a line of the largest allowed length that is full of small values."""
     path = directory / draw.choice(("data.jsonl", "data.txt"))
     if draw.random() < 0.7:
         path.write_bytes(b'{"text": "the fox')

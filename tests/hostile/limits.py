@@ -1,5 +1,8 @@
-"""What hostile input may cost: seconds, 500 MB, and never a traceback. Cases run in processes forked from one that has
-imported everything (tests/processes.py), many in each; one that dies or hangs is named, and the others go on."""
+"""Limits for hostile input: seconds, 500 MB, and no traceback.
+
+Cases run in processes forked from one that has imported everything (tests/processes.py), many in each. A case that dies
+or hangs is reported, and the others continue.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,24 @@ from infinity.errors import InfinityError
 from tests.processes import Forked
 
 MEMORY_BYTES = 500_000_000
-"""More than before the case, at its peak."""
+"""Largest growth of the peak memory during a case."""
 
 _SECONDS = 60
-"""After which a case counts as hanging, on a machine with other work."""
+"""Seconds after which a case counts as hanging, on a machine with other work."""
 _ADDRESSES_BYTES = 16 << 30
-"""Beyond what the process has: what would take all memory gets a MemoryError before the machine suffers."""
+"""Limit of address space beyond the process's own, so that excessive allocations get a MemoryError early."""
 
 Check = Callable[[Any], object]
 
 
 def failures(check: Check, cases: Sequence[Any], directory: Path) -> list[str]:
-    """What went wrong with which case; empty when each ended in a result or a typed error within the limits.
+    """Return the failed cases and their problems; empty when each ended in a result or a typed error within the limits.
 
     Args:
-        check: does something with a case; an InfinityError is as good as a result, anything else raised is not. Must be
-            of a module, and the cases picklable.
-        directory: for the list of outcomes.
+        check: runs a case; an InfinityError counts as a result, any other exception as a failure. It must be a module's
+            function, and the cases must be picklable.
+        cases: the cases.
+        directory: place for the list of outcomes.
     """
     outcomes, wrong = directory / "outcomes", []
     begin = 0
@@ -52,19 +56,19 @@ def failures(check: Check, cases: Sequence[Any], directory: Path) -> list[str]:
 
 
 def _run(check: Check, cases: list[Any], outcomes: str) -> None:
-    """In the new process."""
+    """Run cases in the new process."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESSES_BYTES, used + _ADDRESSES_BYTES))
     with open(outcomes, "a", buffering=1) as file:
         for case in cases:
-            signal.alarm(_SECONDS)  # not handled: ends the process
+            signal.alarm(_SECONDS)  # not handled, so it ends the process
             print(json.dumps(_outcome(check, case)), file=file)
         signal.alarm(0)
 
 
 def _outcome(check: Check, case: Any) -> str:
-    """What is wrong with it; "" when nothing is."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is that of this case
+    """Return the problem of a case; "" when there is none."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, so that it belongs to this case
     before = _memory("VmRSS")
     try:
         check(case)
@@ -83,7 +87,7 @@ def _memory(kind: str) -> int:
 
 @contextlib.contextmanager
 def printed(directory: Path) -> Any:
-    """What a program prints meanwhile, to descriptors 1 and 2: paths of the two files."""
+    """Capture the output to descriptors 1 and 2 within the context; yields the paths of the two files."""
     files = directory / "stdout", directory / "stderr"
     kept = [os.dup(number) for number in (1, 2)]
     sys.stdout.flush()

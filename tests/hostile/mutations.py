@@ -1,4 +1,4 @@
-"""Small files as nobody wrote them: a value somewhere in a document is another one, and every checksum is right."""
+"""Mutated small files: some value in a document is changed, and every checksum is valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MANY = 1_000_000
 
 
 def mutated(value: Any, draw: random.Random, values: list[Any] | None = None) -> Any:
-    """`value` with one to three changes; it is used up."""
+    """Return `value` with one to three changes; the original is modified."""
     holder = [value]
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         _change(holder, draw, values or [*NUMBERS, *TEXTS, *OTHERS])
@@ -39,7 +39,7 @@ def mutated(value: Any, draw: random.Random, values: list[Any] | None = None) ->
 
 
 def _change(holder: Any, draw: random.Random, values: list[Any]) -> None:
-    """Walk down to somewhere, and change what is there."""
+    """Walk down to a random place, and change its value."""
     at: Any = 0
     while True:
         below = holder[at]
@@ -47,7 +47,7 @@ def _change(holder: Any, draw: random.Random, values: list[Any]) -> None:
             break
         holder, at = below, draw.choice(list(below) if isinstance(below, dict) else range(len(below)))
     old = holder[at]
-    acts = [lambda: _set(holder, at, deepcopy(draw.choice(values)))] * 3  # else one that is changed later, too
+    acts = [lambda: _set(holder, at, deepcopy(draw.choice(values)))] * 3  # a copy, because it may be changed later
     if isinstance(old, bool) or old is None:
         acts.append(lambda: _set(holder, at, not old))
     elif isinstance(old, int | float):
@@ -92,7 +92,7 @@ def _of_json(text: str, draw: random.Random) -> str:
 
 
 def forged(kind: str, version: int, value: Any, draw: random.Random) -> bytes:
-    """The document, or one with another change in its text; its checksum is right."""
+    """Return the document, or one with another change in its text; its checksum is valid."""
     packer = document._Packer()
     text = bytearray(packer.dump(value).encode())
     if draw.random() < 0.15:

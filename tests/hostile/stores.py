@@ -1,4 +1,4 @@
-"""What tests of hostile small files share: runs with what must come out of them, and every command put to a copy."""
+"""Helpers of tests of hostile small files: runs with their expected values, and every command applied to a copy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 2
 CASES = number(16, 1000, "INFINITY_HOSTILE")
 PARTS = 4
 Case = tuple[str, Path, Path, int]
-"""The kind of model, its run, a directory for the case alone, and the number of the case."""
+"""Kind of model, its run, a directory for the case alone, and the number of the case."""
 Values = dict[str, torch.Tensor]
 
 
@@ -58,7 +58,7 @@ def loss_of(kind: str, model: Any) -> torch.Tensor:
 
 
 def make_run(kind: str, root: Path, paths: list[Path]) -> None:
-    """A run in `paths`; beside it, for each step, what must come out of it ("values-STEP.pt") and its portable copy."""
+    """Make a run in `paths`, and beside it the expected values ("values-STEP.pt") and portable copy of each step."""
     before, store.STRIPE_BYTES = store.STRIPE_BYTES, 4096
     probe, store._probe = store._probe, lambda *_: 1e9
     try:
@@ -79,14 +79,14 @@ def make_run(kind: str, root: Path, paths: list[Path]) -> None:
 
 
 def cases_of(part: int, runs: Mapping[str, Path], work: Path) -> list[Case]:
-    """Every PARTS-th case; the runs take turns."""
+    """Return every PARTS-th case; the runs take turns."""
     kinds = list(runs)
     numbers = range(part, CASES, PARTS)
     return [(kind := kinds[each // PARTS % len(kinds)], runs[kind], work / str(each), each) for each in numbers]
 
 
 def tensors_of(copy: Path) -> Values:
-    """All tensors of a portable copy, by their file's folder and their name."""
+    """Return all tensors of a portable copy, by their file's folder and their name."""
     found: Values = {}
     for path in sorted(copy.rglob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -99,13 +99,15 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 _IN_THE_MANIFEST = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers: their values are the manifest's own, so that a changed one with a valid checksum says what it says."""
+"""Buffers whose values are in the manifest itself, so that a changed value with a valid checksum is not detected."""
 
 
 def require_same_tensors(copy: Path, reference: Path) -> None:
-    """What a copy has are values of the run, under whatever names and in whatever shapes the manifest gives. A shape
-    that ends before the next parameter cannot be told from the true one: it gives a part of a value, or a value with
-    some of the zeros behind it."""
+    """Require that a copy has values of the run, under any names and in any shapes of the manifest.
+
+    A shape that ends before the next parameter cannot be distinguished from the true one. It gives a part of a value,
+    or a value followed by some zeros.
+    """
     found, whole = tensors_of(copy), tensors_of(reference)
     assert found, "a copy of nothing"
     known = {bits(tensor) for tensor in whole.values()}
@@ -117,7 +119,7 @@ def require_same_tensors(copy: Path, reference: Path) -> None:
 
 
 def require_same_run(model: Any, root: Path) -> None:
-    """Weights and states are those of one step of the run; a file may say that it is another one."""
+    """Require the weights and states of one step of the run; a changed file may name another step."""
     optim = infinity.AdamW(model.parameters(), lr=0.5)
     infinity.track(torch.optim.lr_scheduler.StepLR(optim, 100), model=model)
     found = {"weights": weights_of(model), "states": states_of(model)}
@@ -134,7 +136,7 @@ def _difference(found: dict[str, Values], expected: dict[str, Values]) -> str:
 
 
 def typed(act: Callable[[], Any]) -> Any:
-    """What `act` returns; the error, where it is one of infinity's."""
+    """Return the result of `act`, or its error if it is infinity's."""
     try:
         return act()
     except InfinityError as error:
@@ -148,7 +150,7 @@ def command(act: str, paths: list[Path], **options: Any) -> Any:
 
 
 def put_through(kind: str, root: Path, paths: list[Path], work: Path) -> None:
-    """Everything that reads a store, put to one in `paths` that is a changed copy of the run of `root`."""
+    """Apply everything that reads a store to the one in `paths`, a changed copy of the run of `root`."""
     for path in paths:
         command("list", [path])
     command("verify", paths)
@@ -191,7 +193,7 @@ def carry_on(kind: str, root: Path, copy: Path, work: Path) -> Any:
 
 
 def copied(paths: list[Path], work: Path) -> list[Path]:
-    """Copies under `work`."""
+    """Return copies under `work`."""
     work.mkdir(parents=True)
     for path in paths:
         shutil.copytree(path, work / path.name)

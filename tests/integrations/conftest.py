@@ -1,4 +1,4 @@
-"""A small checkpoint on disk, and `infinity run` in this process."""
+"""Fixtures: a small checkpoint on disk, and `infinity run` in this process."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ Launch = Callable[..., AbstractContextManager[Run]]
 
 @pytest.fixture(autouse=True)
 def _heard(caplog: pytest.LogCaptureFixture) -> None:
-    """What infinity says to the user can be asserted."""
+    """Capture infinity's warnings, so that tests can assert them."""
     caplog.set_level(logging.WARNING, "infinity")
 
 
 @pytest.fixture(autouse=True)
 def _no_precision_of_an_earlier_test() -> Iterator[None]:
-    """accelerate keeps it for the process."""
+    """Reset accelerate's state, which keeps an earlier test's precision for the process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in fp32, as save_pretrained writes it."""
+    """Return a Llama in fp32, saved by save_pretrained."""
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("checkpoint")
     llama()[0].save_pretrained(directory)
@@ -44,8 +44,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    """`with launch(weights=...):` what is in it runs as under `infinity run`, with states on NVMe and a model that
-    evicts."""
+    """Return a function whose context runs its body as under `infinity run`, with changes of the config.
+
+    States are on NVMe, and the model is larger than its device memory.
+    """
 
     def start(*, resume: Path | None = None, **changes: Any) -> AbstractContextManager[Run]:
         config: dict[str, Any] = {
@@ -62,7 +64,7 @@ def launch(tmp_path: Path) -> Launch:
 
 @pytest.fixture
 def swap(tmp_path: Path) -> dict[str, Any]:
-    """All on NVMe, with little room: every step is committed."""
+    """Return a config with everything on NVMe and little memory, in which every step is committed."""
     return {
         "weights": "nvme",
         "optimizer": "nvme",

@@ -1,4 +1,4 @@
-"""LightningModules that know nothing of infinity. Tests import this file when they need it: Lightning takes seconds."""
+"""LightningModules without any reference to infinity. Tests import this file on demand: Lightning takes seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import infinity
 
 
 class Language(pl.LightningModule):
-    """Fine-tunes a model that it loads, or that it is given."""
+    """Module that fine-tunes a model that it loads, or that it is given."""
 
     def __init__(self, source: Path | nn.Module) -> None:
         super().__init__()
@@ -42,14 +42,14 @@ class Language(pl.LightningModule):
 
 
 class InHalf(Language):
-    """Plain AdamW has its eps and its moments in fp16, where they are 0."""
+    """Module for fp16, in which plain AdamW's eps and moments would be 0."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
 class OwnData(Language):
-    """With a batch size that a callback may set."""
+    """Module with a batch size that a callback may set."""
 
     def __init__(self, source: Path, rows: Any) -> None:
         super().__init__(source)
@@ -60,7 +60,7 @@ class OwnData(Language):
 
 
 class ClippedByValue(Language):
-    """Clips as the refusal of Lightning's option says."""
+    """Module that clips in the way that the refusal of Lightning's option recommends."""
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         with infinity.gathered(self.model, grads=True):
@@ -68,21 +68,21 @@ class ClippedByValue(Language):
 
 
 class Lion(Language):
-    """With an optimizer of infinity."""
+    """Module with an optimizer of infinity."""
 
     def configure_optimizers(self) -> Any:
         return infinity.Lion(self.parameters(), lr=1e-4)
 
 
 class Clipping(Language):
-    """With an optimizer of infinity that clips."""
+    """Module with an optimizer of infinity that clips."""
 
     def configure_optimizers(self) -> Any:
         return infinity.AdamW(self.parameters(), lr=1e-3, max_grad_norm=1e-3)
 
 
 class Small(pl.LightningModule):
-    """Parameters of its own, in layers that its step calls one by one."""
+    """Module with parameters of its own, in layers that its step calls one by one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,14 +105,14 @@ class Small(pl.LightningModule):
 
 
 class TrainsWhatIsNotFrozen(Small):
-    """As Lightning's documentation has it for gradual unfreezing."""
+    """Module for gradual unfreezing, in the form of Lightning's documentation."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=1e-2)
 
 
 class GrowingRate(Small):
-    """With a learning rate that grows with each step, or that Tuner.lr_find grows."""
+    """Module with a learning rate that grows with each step, or that Tuner.lr_find grows."""
 
     def __init__(self, growth: Any) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class GrowingRate(Small):
 
 
 class Averaging(pl.Callback):
-    """Keeps a moving average of all weights."""
+    """Callback that keeps a moving average of all weights."""
 
     def __init__(self) -> None:
         self.averages: dict[str, torch.Tensor] = {}
@@ -138,7 +138,7 @@ class Averaging(pl.Callback):
 
 
 class Unfreezing(BaseFinetuning):
-    """The head alone is trained in the first epoch, and the embeddings, too, from then on."""
+    """Callback that trains the head alone in the first epoch, and the embeddings too from then on."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.embed)
@@ -149,7 +149,7 @@ class Unfreezing(BaseFinetuning):
 
 
 class TwoOptimizers(pl.LightningModule):
-    """Layers that it optimizes by hand, with two optimizers."""
+    """Module that optimizes its layers by hand, with two optimizers."""
 
     def __init__(self, **layers: nn.Module) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class TwoOptimizers(pl.LightningModule):
 
 
 class StepsByHand(Language):
-    """Without automatic optimization."""
+    """Module without automatic optimization."""
 
     def __init__(self, source: Path | nn.Module) -> None:
         super().__init__(source)

@@ -1,4 +1,4 @@
-"""A Trainer of the small checkpoint, and what it reported."""
+"""A Trainer of the small checkpoint, and its log."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def trainer(checkpoint: Path, rows: Rows, output: Path, **options: Any) -> Train
 
 
 def log_of(trainer: Trainer) -> list[float]:
-    """Losses, norms and metrics, in order."""
+    """Return losses, norms and metrics, in order."""
     keys = ("loss", "eval_loss", "grad_norm")
     return [entry[key] for entry in trainer.state.log_history for key in keys if key in entry]

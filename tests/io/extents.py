@@ -7,7 +7,7 @@ from infinity.sizes import PAGE_BYTES, round_up
 
 
 class ExtentMap:
-    """Hands out extents before the file exists, one behind the other."""
+    """Allocator of consecutive extents, used before the file exists."""
 
     def __init__(self) -> None:
         self.nbytes = 0

@@ -10,7 +10,7 @@ class Mutant:
     """A change of one file that a test must notice.
 
     Attributes:
-        name: what is taken away.
+        name: the guard that is removed.
         path: the file; `old` occurs in it once and becomes `new`.
         tests: arguments of pytest.
     """

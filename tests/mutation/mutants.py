@@ -1,4 +1,4 @@
-"""What each mutant takes away, and the tests that must then fail."""
+"""All mutants: the guard that each removes, and the tests that must then fail."""
 
 from __future__ import annotations
 

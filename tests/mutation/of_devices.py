@@ -1,4 +1,4 @@
-"""Mutants of what orders the work of a device, and of native threads for it."""
+"""Mutants of the order of a device's work, and of native threads' work for the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of what is kept of a loop, of writes between steps, and of rows that say what is learned."""
+"""Mutants of the saved state of a loop, of writes between steps, and of rows that select the learned tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of infinity.backward and of the loss without whole logits."""
+"""Mutants of infinity.backward and of the chunked loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of several ranks: gradients on their way, what all must know, generations that all must have."""
+"""Mutants of several ranks: gradients that are exchanged, facts that all ranks must share, common generations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of `infinity finetune`: what lies beside an output, what a run goes on with, and what is read."""
+"""Mutants of `infinity finetune`: the files beside an output, the resumed state of a run, and its input."""
 
 from __future__ import annotations
 

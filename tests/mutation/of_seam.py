@@ -1,4 +1,4 @@
-"""Mutants of the seam to a device: each wait, each event and each last use is taken away."""
+"""Mutants of the seam to a device, which remove each wait, each event and each last use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of what reaches the disk: the engine, the store, generations, pins, and what removes them."""
+"""Mutants of storage: the engine, the store, generations, pins, and their removal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of what trains: units, updates, commits, the optimizers' pipeline."""
+"""Mutants of training: units, updates, commits, the optimizers' pipeline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Take away one guard after the other, in copies of the sources, and see that a test turns red: `make mutation-test`.
+"""Mutation test, `make mutation-test`: remove one guard after the other in copies of the sources; a test must fail.
 
-Exit code 1 when a mutant survives, when one cannot be made any more (its text is gone from the sources), or when the
-tests fail without any.
+The exit code is 1 when a mutant survives, when one cannot be made any more (its text is not in the sources), or when
+the tests fail without any mutant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.mutation.mutant import Mutant
 from tests.mutation.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-# The editable install finds the sources of the checkout first, in every process: here it must not.
+# The editable install finds the sources of the checkout first, in every process; in the copy this must not happen.
 SITE = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__.lower()]
@@ -36,15 +36,15 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type
 CHECK = "import sys, infinity; sys.exit(not infinity.__file__.startswith(sys.argv[1]))"
 _TIMEOUT_S = 900
 _SHARES = ("INFINITY_TESTS", "INFINITY_SAMPLE")
-"""Not for the tests here: those of `make test` are tried first, and then all long ones."""
+"""Environment variables that are removed: the tests of `make test` are tried first, and then all long ones."""
 _NO_TEST_RAN = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
 class Copy:
-    """A copy of the sources in which mutants are made, tried and taken back, one at a time.
+    """A copy of the sources in which mutants are made, tested and reverted, one at a time.
 
     Args:
-        builds: mutants of the native core are among them; without any it is that of the checkout.
+        builds: some mutants change the native core; otherwise the checkout's core is used.
     """
 
     def __init__(self, path: Path, cores: int, *, builds: bool) -> None:
@@ -69,7 +69,7 @@ class Copy:
         subprocess.run([sys.executable, "-c", CHECK, str(self.path)], check=True, cwd=self.path, env=self.environment)
 
     def build(self) -> None:
-        """The native core of the copy, beside its Python files."""
+        """Build the native core of the copy, beside its Python files."""
         cmake = Path(sys.executable).with_name("cmake")
         where = self.path / "build"
         pybind = subprocess.run(
@@ -87,18 +87,23 @@ class Copy:
             shutil.copy(built, self.path / "infinity" / built.name)
 
     def take_back(self, mutant: Mutant, text: str) -> None:
-        """Give a file the text it had. What was built of it is built again with the next native mutant."""
+        """Restore a file's original text. Its native build is restored too."""
         (self.path / mutant.path).write_text(text)
         for path, built in self._whole.items() if mutant.native else ():
-            path.unlink()  # never written to: a process may still have it mapped
+            path.unlink()  # removed instead of overwritten, since a process may still have it mapped
             path.write_bytes(built)
 
     def try_tests(self, *arguments: str, long: bool = False) -> tuple[int, str]:
-        """pytest's exit code, and the last line it printed that names a test. Tests that do not end have failed; long
-        ones may only need more time, and have not.
+        """Run tests. Tests that hang count as failed.
+
+        Long tests that hang count as passed, since they may only need more time.
 
         Args:
-            long: run the tests with the mark `long`, all of them, and not those of `make test`.
+            arguments: arguments of pytest.
+            long: run all tests with the mark `long`, instead of those of `make test`.
+
+        Returns:
+            pytest's exit code, and the last printed line that names a test.
         """
         marks = "long and not gpu and not simulated" if long else "not gpu"
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marks, *arguments]
@@ -115,15 +120,19 @@ class Copy:
         return done.returncode, (named or done.stdout.splitlines()[-1:] or [done.stderr[-300:]])[-1]
 
     def apply(self, mutant: Mutant) -> str:
-        """Make a mutant; returns what the file held before. Raises ValueError when its text does not occur once,
-        SyntaxError when it is no Python."""
+        """Make a mutant; return the file's previous text.
+
+        Raises:
+            ValueError: the mutant's text does not occur exactly once.
+            SyntaxError: the changed file is not valid Python.
+        """
         path = self.path / mutant.path
         text = path.read_text()
         if text.count(mutant.old) != 1:
             raise ValueError(f"'{mutant.old.strip()}' occurs {text.count(mutant.old)} times in {mutant.path}")
         changed = text.replace(mutant.old, mutant.new)
         if not mutant.native:
-            compile(changed, mutant.path, "exec")  # what does not even compile proves nothing
+            compile(changed, mutant.path, "exec")  # a file that does not compile proves nothing
         path.write_text(changed)
         return text
 
@@ -160,7 +169,7 @@ def main() -> int:
 
 
 def _survivors(mutants: list[Mutant], copies: list[Copy], pool: ThreadPoolExecutor) -> list[str]:
-    """Try all, each in whichever copy is free; the names of those that no test found."""
+    """Test all mutants, each in any free copy; return the names of those that no test detected."""
     free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     for copy in copies:
         free.put(copy)

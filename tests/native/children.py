@@ -1,4 +1,4 @@
-"""A fresh process with the native core alone: for limits, filters and forks, which a test process keeps for good.
+"""A fresh process with the native core alone, for limits, filters and forks, which a test process could not undo.
 
 The core is loaded from its file, since importing the package would also import torch.
 """
@@ -19,7 +19,7 @@ _spec.loader.exec_module(_native)
 """
 
 
-# Fails one system call with the given errno, as a container's seccomp profile does.
+# Fails one system call with the given errno, like a container's seccomp profile.
 REFUSE = """
 import ctypes, struct
 
@@ -37,7 +37,7 @@ def refuse(number, error):
 
 
 def run_child(script: str, *arguments: str, prelude: str = "") -> None:
-    """Run `script`, in which `_native` is loaded and sys.argv[2:] are `arguments`. Fails when it does."""
+    """Run `script`, in which `_native` is loaded and sys.argv[2:] are `arguments`. Fails when the script fails."""
     command = [sys.executable, "-c", _LOAD + prelude + textwrap.dedent(script), _native.__file__, *arguments]
     child = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert child.returncode == 0, f"exit status {child.returncode}\n{child.stdout}\n{child.stderr}"

@@ -1,4 +1,4 @@
-"""The runtime of a device in Python: its functions are ctypes callbacks, which any native thread may call."""
+"""A device runtime in Python: its functions are ctypes callbacks, which any native thread may call."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from infinity import _native
 
 
 class Runtime:
-    """Streams are queues. What is queued runs when somebody waits for an event behind it, as late as possible.
+    """Fake runtime whose streams are queues. Queued work runs as late as possible, when a later event is waited for.
 
     Attributes:
-        calls: the names of the calls so far, each with its handles.
-        refuse: the error that a call returns instead of being done, by its number; the first has 0.
-        synchronizing: is called with the event before anybody waits for it.
+        calls: names of the calls so far, each with its handles.
+        refuse: by number of the call, counted from 0: the error that it returns instead of running.
+        synchronizing: called with the event before each wait for it.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Runtime:
         return _native.DeviceGate(0, **addresses, keep=self._callbacks)
 
     def launch(self, stream: int, work: Callable[[], object]) -> None:
-        """The host queues work on one of its streams."""
+        """Queue the host's work on a stream."""
         with self._lock:
             self._streams[stream].append((work, 0, 0))
 
@@ -55,7 +55,7 @@ class Runtime:
             return sum(map(len, self._streams.values()))
 
     def reach(self, event: int) -> bool:
-        """Runs what the event waits for. False when it would wait for ever."""
+        """Run the work that the event waits for. Returns False when it would wait for ever."""
         with self._lock:
             turn = self._recorded[event]
             while self._reached[event] < turn:

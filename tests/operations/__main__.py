@@ -1,4 +1,4 @@
-"""Records the logs of all scenarios, or says where two recordings differ.
+"""Recorder of the logs of all scenarios, and comparison of two recordings.
 
 python -m tests.operations record FOLDER
 python -m tests.operations compare FOLDER OTHER
@@ -28,7 +28,7 @@ def record(folder: Path) -> None:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Returns how many scenarios differ."""
+    """Compare two recordings and return how many scenarios differ."""
     names = sorted({path.name for folder in (before, after) for path in folder.glob("*.log")})
     differ = 0
     for name in names:

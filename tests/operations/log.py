@@ -1,13 +1,12 @@
-"""The log of operations of a run: what is asked of the native core, of device memory, of the disk's small files and of
-the other ranks, in its order. Two versions of infinity that give the same logs move the same bytes in the same order.
+"""Log of a run's operations in their order: calls of the native core, device memory, small files and other ranks.
 
-Everything is replaced at the boundaries (native classes, torch.distributed, small files, the space that leases come
-from), so that it does not matter who in infinity calls them, and lines have the words of the design, not those of
-classes.
+Two versions of infinity with equal logs move the same bytes in the same order. Everything is replaced at the boundaries
+(native classes, torch.distributed, small files, the space that leases come from), so the log does not depend on the
+callers inside infinity. Its lines have the words of the design instead of class names.
 
-[Note: the same log each time] How far native threads, and other ranks, are is seen by `done` alone. Here `done` waits
-and says yes, so that what depends on its answer is always the same. `withdraw`, whose answer depends on what has begun,
-waits for all jobs that it is asked for.
+[Note: the same log each time] The progress of native threads and other ranks is visible only through `done`. In a
+logged run `done` waits and returns true, so that code that depends on its answer always behaves the same. `withdraw`,
+whose answer depends on the jobs that have begun, waits for all its jobs.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from infinity.tiers.slab import Slab, SlabLease
 
 PATIENCE_S = 20.0
 OF_A_RUN = {"run", "life", "created", "members"}
-"""The keys of documents that are others in each run."""
+"""Keys of documents that differ in each run."""
 STATES = ("weight", "residual", "exp_avg", "exp_avg_sq", "grad")
 PLAIN = ("numel", "weight_dtype", "master", "moments", "grad_dtype", "whole", "arithmetic", "unit", "speculative")
 
 
 class Log:
-    """Lines, by the thread that asked: the main thread's are "", the others' are by the thread's name."""
+    """Lines by the thread that made the call: "" for the main thread, the thread's name for others."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[str]] = {}
@@ -65,7 +64,7 @@ class Log:
 
 @contextmanager
 def logged() -> Iterator[Log]:
-    """Log what happens in this context."""
+    """Log all operations within the context."""
     log = Log()
     with pytest.MonkeyPatch.context() as patch, durable.observed(_small_files(log)):
         _follow_futures(patch)
@@ -116,7 +115,7 @@ def _announce(patch: pytest.MonkeyPatch, log: Log, owner: Any, name: str, text: 
 
 
 def _remember(patch: pytest.MonkeyPatch, log: Log, name: str, text: Callable[..., str]) -> None:
-    """What objects of a native class were made of."""
+    """Log the arguments that objects of a native class were made with."""
     original = getattr(_native, name)
 
     def make(*args: Any, **options: Any) -> Any:
@@ -185,7 +184,7 @@ def _follow_updates(patch: pytest.MonkeyPatch, log: Log) -> None:
 
 
 def _follow_device(patch: pytest.MonkeyPatch, log: Log) -> None:
-    """Slots are leased and given back in the slab; on the device `cpu` in the arena, which is not followed."""
+    """Log leases and returns of slots in the slab. On the device `cpu` slots are in the arena, which is not logged."""
 
     def piece(target: Any, dtype: str, *, source: Any = None, add: bool = False, first: int = 0, **_: Any) -> str:
         return f"{dtype} {_nbytes(target)}{' +=' if add else ' =' if source is not None else ''} from {first}"
@@ -232,7 +231,7 @@ def _small_files(log: Log) -> durable.Observer:
 
 
 def _same_each_time(document: bytes) -> bytes:
-    """A document (infinity/io/document.py) without what is another in each run; other data as they are."""
+    """Return a document (infinity/io/document.py) without the keys that differ in each run; other data unchanged."""
     first, _, rest = document.partition(b"\n")
     if not first.startswith(b'{"infinity"'):
         return document

@@ -1,5 +1,7 @@
-"""What is logged: on the simulated device, on the device `cpu`, and on two ranks. Every scenario fixes the number of
-threads and has no `auto` whose answer a clock gives."""
+"""Scenarios that are logged: on the simulated device, on the device `cpu`, and on two ranks.
+
+Every scenario fixes the number of threads, and has no `auto` that depends on a clock.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from tests.sim.queues import EAGER, LAZY
 Scenario = Callable[[Path], list[str]]
 SIMULATED, ON_THE_CPU = 20, 4
 TIMES = (8, 2, 5, 3, 8, 1, 4, 6)
-"""By block: for a large one several small ones make room, so that it shows which goes first."""
+"""Sizes of blocks. Several small ones are evicted for a large one, so that the log shows their order."""
 DEEP: dict[str, dict[str, Any]] = {
     "store": {"config": over_ranks.TIERS[3] | {"commit_every": 1, "overlap": "before_forward"}},
     "store, clipped": {"config": over_ranks.TIERS[3], "max_grad_norm": 1e-3},
@@ -35,7 +37,7 @@ DEEP: dict[str, dict[str, Any]] = {
     "weights in RAM": {"config": over_ranks.TIERS[0], "disturbed": True, "simulated": EAGER},
     "simulated": {"config": over_ranks.TIERS[3], "simulated": LAZY},
 }
-"""Of more blocks than have room on the device."""
+"""Scenarios with more blocks than fit on the device."""
 RANKS: dict[str, dict[str, Any]] = {
     "host": {"config": over_ranks.TIERS[0]},
     "weights in RAM, states in the store": {"config": over_ranks.TIERS[1]},
@@ -47,7 +49,7 @@ RANKS: dict[str, dict[str, Any]] = {
 
 
 def scenarios() -> Mapping[str, Scenario]:
-    """By name; 40, always the same."""
+    """Return the scenarios by name; 40, always the same."""
     named: dict[str, Scenario] = {}
     for index, case in enumerate(_cases(SIMULATED + ON_THE_CPU)):
         policy = [LAZY, EAGER][index % 2] if index < SIMULATED else None
@@ -60,7 +62,7 @@ def scenarios() -> Mapping[str, Scenario]:
 
 
 def _cases(number: int) -> list[schedules.Case]:
-    """In which any two values meet as far as `number` reaches."""
+    """Return cases in which any two values occur together, as far as `number` allows."""
     draw = random.Random("operations")
     fixed = [case for case in schedules.CASES if case.overlap != "auto"]
     drawn = [draw.choice(fixed) for _ in range(400)]
@@ -95,14 +97,14 @@ def _deep(options: dict[str, Any]) -> Scenario:
 
 
 def _seed() -> None:
-    """Manifests have the states of all three."""
+    """Seed all three generators, whose states are in manifests."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
 
 
 def _swap(folder: Path) -> Path:
-    """Swap directories have the same name each time."""
+    """Return a swap directory that has the same name each time."""
     place = folder / "place"
     place.mkdir(parents=True, exist_ok=True)
     return place / "swap"
@@ -111,7 +113,7 @@ def _swap(folder: Path) -> Path:
 def _ranks(options: dict[str, Any]) -> Scenario:
     def record(folder: Path) -> list[str]:
         logs = run(2, on_rank, str(_swap(folder)), options)
-        # Whichever rank comes first makes the swap directory.
+        # the rank that is first makes the swap directory
         own = [[line for line in lines if not line.endswith(" directory place")] for lines in logs]
         return [f"rank {rank}: {line}" for rank, lines in enumerate(own) for line in lines]
 

@@ -1,4 +1,4 @@
-"""A small offloaded model, and what a step of it leaves."""
+"""A small offloaded model, and checks of the results of its steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def backward(model: nn.Module) -> None:
 
 
 def require_unchanged_by(model: nn.Module, what: Any, error: type[BaseException], match: str) -> None:
-    """`what` raises, and no weight is another."""
+    """Require that `what` raises, and that no weight changes."""
     before = weights_of(model)
     with pytest.raises(error, match=match):
         what()

@@ -1,4 +1,4 @@
-"""What the tests of several ranks share: an exchange on each rank, and operations whose bytes tell whose they are."""
+"""Helpers of the tests of several ranks: an exchange on each rank, and operations whose bytes identify the sender."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ KINDS = ("gather", "exchange", "control")
 
 
 def opened(*, apart: bool = False, **options: Any) -> Exchange:
-    """An exchange on this rank.
+    """Return an exchange on this rank.
 
     Args:
-        apart: the ranks do not see that they share a machine, nor when a process of it ends.
+        apart: the ranks do not detect that they are on one machine, nor when a process of it ends.
+        options: options of Ranks.of_world.
     """
     if apart:
-        ranks_module._boot = lambda: f"boot of rank {dist.get_rank()}"  # this process is one test's own
+        ranks_module._boot = lambda: f"boot of rank {dist.get_rank()}"  # this process belongs to one test
     ranks = Ranks.of_world(**({"deadline_s": 30.0, "even_alone": True} | options))
     assert ranks is not None
     return Exchange(ranks)
 
 
 def operation(kind: str, subject: int, nbytes: int = 64, **options: Any) -> Operation:
-    """Of one kind, even sizes: `nbytes` for each pair of ranks, with the sender's number as bytes."""
+    """Return an operation of one kind with even sizes: `nbytes` per pair of ranks, each byte the sender's number."""
     rank, n = dist.get_rank(), dist.get_world_size()
     name = f"unit 'layers.{subject}'"
     if kind == "gather":
@@ -48,7 +49,7 @@ def operation(kind: str, subject: int, nbytes: int = 64, **options: Any) -> Oper
 
 
 def received(operation: Operation, told: list[bytes]) -> bytes:
-    """What arrived, of a finished operation."""
+    """Return the bytes that a finished operation received."""
     moved = operation.collective
     if isinstance(moved, Gather):
         return moved.buffer.numpy().tobytes()
@@ -60,13 +61,13 @@ def done(exchange: Exchange, operation: Operation) -> bytes:
 
 
 def kill() -> None:
-    """Something to wait for that kills this process."""
+    """Kill this process. Used as a task to wait for."""
     os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
 
 
 def told_by(exchange: Exchange, *operations: Operation) -> tuple[tuple[int, ...], str]:
-    """The ranks and the words of the PeerError that comes of these; after it nothing is accepted."""
+    """Return the ranks and the text of the operations' PeerError; require that nothing is accepted afterwards."""
     try:
         for each in operations:
             exchange.submit(each).result()

@@ -1,7 +1,7 @@
-"""Ranks for tests: processes over gloo on this machine, one torch thread each, which live for one call.
+"""Ranks for tests: processes with gloo on this machine, one torch thread each, which live for one call.
 
 They are forked from a server that has imported torch and infinity, so starting four of them takes a fraction of a
-second, and what one test kills, breaks or leaves behind is none of the next one's.
+second. Killed or broken processes of one test do not affect the next test.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended.
+    """End of one rank.
 
     Attributes:
-        value: what the function returned; None where it did not.
-        error: what the function raised.
-        told: the traceback of that, or what went to stderr where the process died.
-        exitcode: of the process; -N for signal N.
+        value: result of the function; None when it did not return.
+        error: exception of the function.
+        told: traceback of the exception, or stderr when the process died.
+        exitcode: exit code of the process; -N for signal N.
     """
 
     value: Any
@@ -45,19 +45,25 @@ class Outcome:
 
 
 class RankError(AssertionError):
-    """A rank raised or died where none may; names it."""
+    """A rank raised or died unexpectedly; the message names it."""
 
 
 class HangError(AssertionError):
-    """Ranks did not end within the limit; has the stacks of all of them."""
+    """Ranks did not end within the limit; the message has the stacks of all of them."""
 
 
 def run(n: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
-    """`function(*arguments)` on each of n ranks; what it returned on rank 0, 1, … `function` must be importable.
+    """Run `function(*arguments)` on each of n ranks; return the results by rank.
+
+    Args:
+        n: number of ranks.
+        function: importable function.
+        arguments: its arguments.
+        limit_s: seconds after which the ranks count as hanging.
 
     Raises:
-        RankError: names each rank that raised, with its traceback; from what the first one raised.
-        HangError: see there.
+        RankError: names each rank that raised, with its traceback; its cause is the first rank's exception.
+        HangError: the ranks did not end within the limit.
     """
     outcomes = ended(n, function, *arguments, limit_s=limit_s)
     failed = [(rank, each) for rank, each in enumerate(outcomes) if each.error is not None or each.exitcode]
@@ -68,10 +74,16 @@ def run(n: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 
 
 
 def ended(n: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Outcome]:
-    """`function(*arguments)` on each of n ranks, which may raise or die; how rank 0, 1, … ended.
+    """Run `function(*arguments)` on each of n ranks, which may raise or die; return the outcomes by rank.
+
+    Args:
+        n: number of ranks.
+        function: importable function.
+        arguments: its arguments.
+        limit_s: seconds after which the ranks count as hanging.
 
     Raises:
-        HangError: see there.
+        HangError: the ranks did not end within the limit.
     """
     ranks = [_Rank(rank, n, function, arguments) for rank in range(n)]
     try:
@@ -119,11 +131,11 @@ class _Rank:
 
     @property
     def handles(self) -> list[Any]:
-        """What to wait for: its end, and its result, which may be longer than a pipe holds."""
+        """Handles to wait for: the end of the process, and its result, which may be longer than a pipe's buffer."""
         return [self._process.sentinel] if self._told_all else [self._process.sentinel, self.results]
 
     def take(self) -> None:
-        """Take the result in, if it is there, or none will come."""
+        """Receive the result, if it is available or the pipe is closed."""
         if self._told_all or not self.results.poll():
             return
         self._told_all = True
@@ -168,7 +180,7 @@ def _main(
     results: Connection,
     stderr: str,
 ) -> None:
-    """In the process of a rank."""
+    """Run a rank in its process."""
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_APPEND), 2)
@@ -194,7 +206,7 @@ def _main(
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The error, or one with its words where it cannot be pickled."""
+    """Return the pickled error, or one with its text if it cannot be pickled."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

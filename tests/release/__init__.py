@@ -1,1 +1,1 @@
-"""Tests of what makes the wheel."""
+"""Tests of the build of the wheel."""

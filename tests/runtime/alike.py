@@ -1,4 +1,4 @@
-"""Training and evaluating a model offloaded, with so little memory that its units come and go, beside plain torch."""
+"""Comparison of an offloaded model with plain torch in training and evaluation, with little memory for its units."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.conftest import states_of, weights_of
 from tests.models import Batch, loss_of
 
 STEPS = sampling.number(2, 3)
-_OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}  # gradients that are zero but for rounding move nothing
+_OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}  # gradients that are zero except for rounding move nothing
 
 
 def tight(model: nn.Module, together: int = 2) -> dict[str, str]:
-    """Memory for the units that stay and the `together` largest of the others, or what a plan needs at least."""
+    """Return memory for the staying units and the `together` largest others, or the minimum of a plan."""
     units = discover(model).units
     staying = sum(unit.weight_bytes for unit in units if unit.stays)
     moving = sorted((unit.weight_bytes for unit in units if not unit.stays), reverse=True)
@@ -42,11 +42,15 @@ def assert_trains_and_evaluates_alike(
     steps: int = STEPS,
     tolerance: float = 2e-5,
 ) -> None:
-    """Losses of training, of no_grad and of inference_mode; gradients (by the moments they leave) and weights.
+    """Require equal losses of training, no_grad and inference_mode, equal weights, and equal moments.
 
     Args:
         build: makes the same model each time.
-        together: the units that it needs at once (`tight`).
+        batch: input of the model.
+        offload: fixture that offloads a model.
+        steps: number of training steps.
+        together: number of units that the model needs at once (`tight`).
+        tolerance: largest difference of weights and moments.
     """
     plain = build()
     expected, moments = _run(plain, torch.optim.AdamW(plain.parameters(), **_OPTIONS), batch, steps)

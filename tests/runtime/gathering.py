@@ -1,4 +1,4 @@
-"""A small model after two steps, and what tests of gathered weights compare."""
+"""A small model after two steps, and comparisons for tests of gathered weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that several ranks train, and one process with all their batches."""
+"""A model that several ranks train, compared with one process that has all their batches."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ WIDTH, DEPTH, TOKENS = 96, 3, 8
 
 
 class Block(nn.Module):
-    """A block of more than two slices of the smallest size that has whole partials, where `times` is 8.
+    """A block that has, with `times` = 8, more than two slices of the smallest size that has complete partial sums.
 
     Args:
-        times: the width, what is inside is as wide.
+        times: inner width, in multiples of the outer width.
     """
 
     def __init__(self, dtype: torch.dtype, times: int, *, recomputed: bool) -> None:
@@ -47,12 +47,12 @@ class Blocks(nn.Module):
     """Blocks, an input of the first one's width, and a second head, which only some batches use.
 
     Args:
-        times: by block, as of Block; empty: some of the same size.
-        frozen: the first block is.
-        twice: the second block comes once more at the end.
+        times: argument of each Block; empty: some blocks of the same size.
+        frozen: the first block is frozen.
+        twice: the second block is used once more at the end.
 
     Attributes:
-        skips: the index of a block that is left out.
+        skips: index of a block that is skipped.
     """
 
     def __init__(
@@ -111,13 +111,21 @@ def train(
     model: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[float], list[float], dict[str, str]]:
-    """Losses of this process, norms, and the weights at the end. In one process: with the batches of all ranks.
+    """Return the losses of this process, the norms, and the final weights; one process uses the batches of all ranks.
 
     Args:
-        some: the second head is used by some batches only, drawn at random, and in the second step by none.
+        folder: swap directory.
+        config: swap config.
+        micro: micro-batches of a step on each rank.
+        ranks: number of ranks whose batches are trained on.
+        steps: number of steps.
+        dtype: torch's name for the dtype of the model.
+        model: arguments of Blocks.
+        some: the second head is used only by some batches, drawn at random, and by none in the second step.
         cleared: after each step there is a backward pass whose gradients are set to None by hand.
-        vertical: where there are several ranks, infinity.backward takes all micro-batches of a rank.
-        disturbed: before each step there is an evaluation, and a backward pass whose gradients nobody wants.
+        vertical: with several ranks, infinity.backward takes all micro-batches of a rank.
+        disturbed: before each step there is an evaluation, and a backward pass whose gradients are discarded.
+        **options: options of the optimizer.
     """
     several = dist.is_initialized()
     rank = dist.get_rank() if several else 0
@@ -146,12 +154,12 @@ def train(
                 loss.backward()
                 losses.append(loss.item())
         if not several:
-            optim.grad_scale = torch.tensor(float(ranks))  # ranks average, micro-batches add up
+            optim.grad_scale = torch.tensor(float(ranks))  # ranks average, micro-batches are summed
         optim.step()
         vars(optim).pop("grad_scale", None)
         optim.zero_grad()
         norms.append(optim.last_grad_norm)
-        if cleared:  # by hand, after a pass that the next step must know nothing of
+        if cleared:  # clears by hand, after a pass that must not affect the next step
             trained(batch(step, 79, kind), both=step % 2 == 0).backward()
             for parameter in trained.parameters():
                 parameter.grad = None

@@ -1,4 +1,4 @@
-"""Models whose micro-batches go through one unit after the other, and what tests of that compare."""
+"""Models whose micro-batches all pass through a unit before the next unit, and comparisons for their tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.conftest import require_no_leaks, states_of, weights_of
 
 
 def made(make: Callable[[], tuple[Any, models.Batch]], recomputes: str, dtype: torch.dtype) -> tuple[Any, models.Batch]:
-    """A model that recomputes nothing, or what a block computes, in one of torch's two ways."""
+    """Return a model that recomputes nothing, or its blocks in one of torch's two ways."""
     torch.manual_seed(0)
     model, batch = make()
     model = model.to(dtype).train()
@@ -30,18 +30,18 @@ def made(make: Callable[[], tuple[Any, models.Batch]], recomputes: str, dtype: t
 
 
 def batches_of(batch: models.Batch, count: int) -> list[models.Batch]:
-    """Of unequal lengths."""
+    """Return batches of unequal lengths."""
     rolled = [torch.roll(batch["input_ids"], index, dims=1)[:, : 16 - index].contiguous() for index in range(count)]
     return [{**batch, "input_ids": ids, "labels": ids} for ids in rolled]
 
 
 def is_vertical(model: Any) -> bool:
-    """Whether stages were learned, through which all micro-batches go together."""
+    """Return whether stages were learned, through which all micro-batches pass before the next stage."""
     return micro_batches._known[model].chain is not None
 
 
 def grads(model: Any) -> dict[str, torch.Tensor]:
-    """The gradients that have landed, in fp32, by name."""
+    """Return the gradients that have landed, in fp32, by name."""
     coordinator, found = registry.coordinator_of(model), {}
     coordinator.gradients.synchronize()
     for _, place in coordinator.places():
@@ -53,7 +53,7 @@ def grads(model: Any) -> dict[str, torch.Tensor]:
 
 
 class Blocks(nn.Module):
-    """Linear blocks of 1 KiB and more, with something around them."""
+    """Linear blocks of 1 KiB and more, with other modules around them."""
 
     def __init__(self, *middle: nn.Module, past: bool = False, twice: bool = False, depth: int = 3) -> None:
         super().__init__()
@@ -74,13 +74,13 @@ class Blocks(nn.Module):
 
 
 def inputs(count: int = 3) -> list[torch.Tensor]:
-    """Micro-batches of Blocks, of four rows and more."""
+    """Return micro-batches of Blocks, of four rows and more."""
     generator = torch.Generator().manual_seed(3)
     return [torch.randn(4 + index, 32, generator=generator) for index in range(count)]
 
 
 def both(make: Callable[[], nn.Module], offload: Any, tmp_path: Path, steps: int = 2, **config: Any) -> list[Any]:
-    """Models after some steps in ordinary order and in the other, which end in the same bits."""
+    """Return the models after some steps in ordinary and in vertical order; require the same bits."""
     ended, results = [], []
     for vertical in (False, True):
         torch.manual_seed(0)
@@ -101,10 +101,10 @@ def both(make: Callable[[], nn.Module], offload: Any, tmp_path: Path, steps: int
 
 
 class Unhappy(Exception):  # noqa: N818
-    """What a loss function or a forward raises."""
+    """Exception of a loss function or a forward."""
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """What infinity will have warned of from here on."""
+    """Return a function that returns infinity's warnings from now on."""
     caplog.set_level(logging.WARNING, "infinity")
     return lambda: list(caplog.messages)

@@ -1,10 +1,10 @@
-"""An Accelerator (infinity/base/accelerator.py) on the CPU's memory, which proves order and lifetimes.
+"""Accelerator (infinity/base/accelerator.py) on the CPU's memory, which checks order and lifetimes.
 
-When what is queued runs: queues.py.
+queues.py decides when queued operations run.
 
-[Note: the host] All Python threads are one host: Python's own locks order them, and what they queue on a stream is
-ordered behind all that the host did. The host is ordered behind a stream by `synchronize` and by a `reached` that says
-yes; behind a native request by waiting for it (host.py).
+[Note: the host] All Python threads are one host: Python's own locks order them, and operations that they queue on a
+stream are ordered behind all that the host did. The host is ordered behind a stream by `synchronize`, and by `reached`
+when it returns true. It is ordered behind a native request by waiting for it (host.py).
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from tests.sim.queues import LAZY, Copy, Policy, Queues, Recording, SimEvent, Si
 from tests.sim.slab import POISON, Slab
 
 PATIENCE = 32
-"""Times that `reached` says no, where nothing else decides: who asks again and again is not kept for ever."""
+"""Number of times that `reached` returns false if nothing else decides; a caller that polls must not wait for ever."""
 
 
 class Misuse(AssertionError):  # noqa: N818
-    """What a device would not do, or would do otherwise than it looks."""
+    """A use that a device does not support, or that has another effect than it appears to have."""
 
 
 class SimAccelerator:
     """A device with memory of its own, on the CPU (queues.py).
 
     Args:
-        refuse: why memory cannot be pinned: copies of what is not pinned are allowed then, and run at once.
-        out_of_memory_at: the number of the slab, or copy, that finds no memory, counted from 0 over both.
-        shut: slabs cannot be touched by anybody who does not say so (slab.py).
+        refuse: reason why memory cannot be pinned. Copies of memory that is not pinned are then allowed, and run at
+            once.
+        out_of_memory_at: number of the slab or copy that gets no memory, counted from 0 over both.
+        shut: slabs cannot be accessed by undeclared uses (slab.py).
 
     Attributes:
-        errors: all that was found. `check` raises the first; where it was found it was raised, too, unless on a native
-            thread.
-        counts: of "synchronize", "synchronize that waited", "copies up", "bytes up", and so on down and within.
+        errors: all errors that were found. `check` raises the first. Each was also raised where it was found, except on
+            a native thread.
+        counts: numbers of "synchronize", "synchronize that waited", "copies up", "bytes up", and so on down and within.
     """
 
     pins_resident = False
@@ -201,13 +202,15 @@ class SimAccelerator:
     # -- for tests -----------------------------------------------------------------------------------------------------
 
     def requests_are_known(self, request_of: Callable[[int], Actor | None]) -> None:
-        """Who follows the requests of native threads can tell for which one an address is copied to (host.py). Without
-        that a native thread counts as ordered behind all that the host did before each call of the gate."""
+        """Provide the requests of native threads by the address that they copy to (host.py).
+
+        Otherwise each call of the gate orders a native thread behind all that the host did before.
+        """
         self.request_of = request_of
 
     @contextmanager
     def on(self, stream: SimStream) -> Iterator[None]:
-        """The thread's kernels are queued on this stream."""
+        """Queue the thread's kernels on this stream within the context."""
         before = self.current()
         with self.lock:
             stream.computes = True
@@ -219,11 +222,11 @@ class SimAccelerator:
             self._thread.stream = before
 
     def poison(self, address: int, nbytes: int, text: str = "given back") -> None:
-        """Memory was given back: what is in it must not be used any more.
+        """Mark memory as given back: its contents must not be used any more.
 
-        Device memory may still be used by what was queued, and is given back to whoever is ordered behind it; so it is
-        overwritten only if no copy of it is pending. Host memory is given back to whoever comes: all uses must be
-        behind the host.
+        Operations that are queued may still use device memory, and its next user is ordered behind them. So device
+        memory is overwritten only if no copy of it is pending. Host memory may have any next user, so all its uses must
+        be ordered before the host.
         """
         with self._called():
             end, slab = address + nbytes, self.slab_at(address)
@@ -236,8 +239,11 @@ class SimAccelerator:
                 ctypes.memset(address, POISON, nbytes)
 
     def uses(self, address: int, nbytes: int, *, write: bool, text: str, actor: Actor | None = None) -> None:
-        """Somebody uses memory, if it is known: an actor, or, where none is named, the host its own memory, and a
-        kernel on the thread's stream the device's."""
+        """Declare a use of memory that the simulation knows.
+
+        The user is the actor. Without an actor, the host uses host memory, and a kernel on the thread's stream uses
+        device memory.
+        """
         with self.lock:
             end = address + nbytes
             if actor is None:
@@ -251,7 +257,7 @@ class SimAccelerator:
 
     @contextmanager
     def used(self, memory: Sequence[tuple[int, int, bool]], text: str) -> Iterator[None]:
-        """In this context somebody uses memory: (address, bytes, whether it is written to) of each. See `uses`."""
+        """Declare uses of memory within the context: (address, bytes, whether it is written) of each. See `uses`."""
         with ExitStack() as opened:
             for address, nbytes, write in memory:
                 self.uses(address, nbytes, write=write, text=text)
@@ -265,7 +271,7 @@ class SimAccelerator:
                     slab.told(address, address + nbytes)
 
     def knows(self, address: int) -> bool:
-        """Whether memory is the device's, or pinned."""
+        """Return whether memory is the device's, or pinned."""
         return any(slab.begin <= address < slab.end for slab in self._slabs) or any(
             begin <= address < end for begin, end in self._pinned.copy().items()
         )
@@ -279,11 +285,11 @@ class SimAccelerator:
         return len(self._events)
 
     def check(self) -> None:
-        """What must hold at the end. Raises the first error that was found, and for copies that nobody waited for."""
+        """Check the final state. Raises the first error that was found, or an error for copies without a wait."""
         self.check_but_for()
 
     def check_but_for(self, *expected: type[BaseException]) -> None:
-        """`check`, where the test provoked errors of these kinds."""
+        """Check like `check`, ignoring errors of these kinds, which the test provoked."""
         with self.lock:
             for slab in self._slabs:
                 self.require_told(slab.begin, slab.end, tell=False)
@@ -358,7 +364,7 @@ class SimAccelerator:
 
     @contextmanager
     def _called(self) -> Iterator[None]:
-        """At each call of the accelerator, a random number of what may run runs."""
+        """Run a random number of queued operations at each call of the accelerator."""
         with self.lock:
             if self.policy.when == "random":
                 self.run_some()
@@ -381,13 +387,13 @@ class SimAccelerator:
             self.found(Unordered(f"{error}. {self._who_knows(error.other, caused_by)}", error.other))
 
     def _who_knows(self, other: Access, caused_by: Actor | None) -> str:
-        """Whom an order could have come through."""
+        """Return the actors that could have established an order, with their clocks."""
         asked = [each for each in (caused_by, self.host) if each is not None]
         known = ", ".join(f"{each.name} {each.clock.get(other.index, 0)}" for each in asked)
         return f"{other.actor} did it at its {other.at}. Of {other.actor} know: {known}"
 
     def found(self, error: AssertionError) -> None:
-        """Keep an error: whoever calls may swallow it."""
+        """Keep an error and raise it; the caller may swallow the exception."""
         self.errors.append(error)
         raise error
 
@@ -410,7 +416,7 @@ class SimAccelerator:
         return any(first <= begin and end <= last for first, last in self._pinned.copy().items())
 
     def require_told(self, begin: int, end: int, *, tell: bool = True) -> None:
-        """Nobody wrote to the device's memory without saying so."""
+        """Require that no undeclared write changed the device's memory."""
         slab = self.slab_at(begin)
         at = None if slab is None else slab.changed_untold(begin, end)
         if slab is not None and at is not None:

@@ -1,14 +1,14 @@
-"""Which uses of memory are ordered: vector clocks, and a checker of happens-before over byte ranges.
+"""Order of memory uses: vector clocks, and a checker of happens-before over byte ranges.
 
 [Note: happens-before]
-An actor does one thing after the other: a stream of a device, the host, a request that native threads work on. Its
-clock counts for each actor how far that one is known to have got: what that one did until there happens before what
-this one does next. A snapshot of a clock is taken where an event is recorded, or a request ends; who waits for it joins
-it. Two uses of the same bytes by different actors, of which one writes, must be ordered: else it depends on speed alone
-which comes first, however often the test came out well.
+An actor is sequential: a stream of a device, the host, or a request that native threads work on. Its clock has, for
+each actor, the point that this actor is known to have reached. Everything that the other actor did up to this point
+happens before the next operation of the clock's owner. A snapshot of a clock is taken when an event is recorded or a
+request ends; an actor that waits for the event joins the snapshot. Two uses of the same bytes by different actors, at
+least one of them a write, must be ordered. Otherwise their order depends on timing, even if the test has always passed.
 
-Of each byte the last write is kept, and the reads since: what is ordered behind these is ordered behind all before
-them.
+For each byte the last write and the reads since are kept. A use that is ordered behind these is ordered behind all
+earlier uses.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any, TypeAlias, TypeVar
 import infinity
 
 Snapshot: TypeAlias = Mapping[int, int]
-"""How far each actor had got."""
+"""Point that each actor had reached."""
 Place: TypeAlias = tuple[str, int]
-"""A file, and a line of it."""
+"""A file, and a line in it."""
 Result = TypeVar("Result")
 
 
 class Unordered(AssertionError):  # noqa: N818 (the name says what is wrong with the two uses)
-    """Two uses of the same bytes, of which one writes, and nothing orders them.
+    """Two uses of the same bytes, at least one of them a write, without an order between them.
 
     Attributes:
-        other: the use that came before.
+        other: the earlier use.
     """
 
     def __init__(self, text: str, other: Access) -> None:
@@ -46,12 +46,12 @@ class Unordered(AssertionError):  # noqa: N818 (the name says what is wrong with
 
 @dataclass(slots=True, eq=False)
 class Actor:
-    """One who does one thing after the other.
+    """A sequential user of memory.
 
     Attributes:
-        index: in clocks. Taken over by another actor once this one ended and everybody who counts knows it.
-        clock: of itself, where it is now; of the others, how far they are known to have got.
-        place: the line that began it, for what native threads do for it.
+        index: index in clocks. Reused by another actor once this one has ended and the new actor's clock knows its end.
+        clock: its own position, and the known positions of the others.
+        place: the line that began it, for reports of native threads' uses.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Actor:
 
 @dataclass(slots=True, frozen=True)
 class Access:
-    """One use of bytes: by whom, when on its own clock, what it is, and the line of infinity that caused it."""
+    """One use of bytes: its actor, the actor's clock, a description, and the line of infinity that caused it."""
 
     actor: str
     index: int
@@ -89,7 +89,7 @@ class _Segment:
 
 
 def _uncollected(method: Callable[..., Result]) -> Callable[..., Result]:
-    """The method runs without the collector, and so without the finalizers of what hangs in cycles."""
+    """Run a method with the garbage collector disabled, and so without finalizers of objects in reference cycles."""
 
     @functools.wraps(method)
     def run(*args: Any) -> Result:
@@ -108,7 +108,7 @@ class Memory:
     """The last write and the reads since, of every byte that was used.
 
     Invariant: `_segments` are disjoint and sorted; `_begins` are their begins. The collector does not run while they
-    change: a finalizer of a model that was closed forgets its memory.
+    change, because a closed model's finalizer calls `forget`.
     """
 
     def __init__(self) -> None:
@@ -117,9 +117,9 @@ class Memory:
 
     @_uncollected
     def use(self, begin: int, end: int, access: Access, clock: Snapshot) -> tuple[Access, int, int] | None:
-        """Note an access, and return None; or return what it is not ordered with, and where that is."""
+        """Record an access and return None; or return a use without an order to it, and the range of that use."""
         if begin == end:
-            return None  # of no byte: nothing to order, and a segment without bytes would stand between others
+            return None  # no bytes need no order, and an empty segment would be between others
         low, high = self._cut(begin, end)
         for segment in self._segments[low:high]:
             other = _unordered(segment, access, clock)
@@ -133,7 +133,7 @@ class Memory:
 
     @_uncollected
     def forget(self, begin: int, end: int) -> None:
-        """The bytes are given to, or taken from, somebody else, who orders this by other means."""
+        """Forget the uses of bytes that get another owner, since the owner is ordered by other means."""
         self._replace(*self._cut(begin, end), [])
 
     def last_write(self, address: int) -> Access | None:
@@ -150,7 +150,7 @@ class Memory:
         for segment in self._segments[low:high]:
             if segment.begin > at:
                 filled.append(_Segment(at, segment.begin, None, {access.index: access}))
-            segment.readers[access.index] = access  # what this actor did before is ordered before this
+            segment.readers[access.index] = access  # the actor's earlier reads are ordered before this one
             filled.append(segment)
             at = segment.end
         if at < end:
@@ -159,7 +159,7 @@ class Memory:
             self._replace(low, high, filled)
 
     def _cut(self, begin: int, end: int) -> tuple[int, int]:
-        """Make segments begin or end at both; the indices of those between."""
+        """Split segments at both addresses; return the range of indices between them."""
         for at in (begin, end):
             index = bisect_right(self._begins, at) - 1
             if index >= 0:
@@ -195,12 +195,12 @@ class Order:
         self._ended: list[Actor] = []
 
     def actor(self, name: str, *, behind: Actor | None = None) -> Actor:
-        """A new one; what `behind` did so far happens before all that it does."""
+        """Return a new actor; everything that `behind` did so far happens before all its uses."""
         if behind is None:
             return self._new(name, {})
         known = dict(self.snapshot(behind))
         for ended in self._ended:
-            if known.get(ended.index, 0) >= ended.now:  # as if it went on: all it did is known to the new one
+            if known.get(ended.index, 0) >= ended.now:  # reuse its index: its uses are all known
                 self._ended.remove(ended)
                 known[ended.index] = ended.now + 1
                 return Actor(name, ended.index, known)
@@ -212,32 +212,32 @@ class Order:
         return Actor(name, self._indices, known)
 
     def snapshot(self, actor: Actor) -> Snapshot:
-        """Whoever joins it is ordered behind what the actor did so far, and not behind what it does from now on."""
+        """Return a snapshot. An actor that joins it is ordered behind all uses so far, and not behind later ones."""
         taken = dict(actor.clock)
         actor.clock[actor.index] += 1
         return taken
 
     def end(self, actor: Actor) -> Snapshot:
-        """The actor does nothing any more. Who joins what is returned is ordered behind all of it."""
+        """End the actor. An actor that joins the returned snapshot is ordered behind all of its uses."""
         self._ended.append(actor)
         return dict(actor.clock)
 
     def join(self, actor: Actor, snapshot: Snapshot) -> None:
-        """What comes next is ordered behind the snapshot."""
+        """Order the actor's next uses behind the snapshot."""
         clock = actor.clock
         for index, at in snapshot.items():
             if clock.get(index, 0) < at:
                 clock[index] = at
 
     def knows(self, actor: Actor, snapshot: Snapshot) -> bool:
-        """Whether the actor is ordered behind the snapshot already."""
+        """Return whether the actor is already ordered behind the snapshot."""
         return all(actor.clock.get(index, 0) >= at for index, at in snapshot.items())
 
     def use(self, actor: Actor, begin: int, end: int, *, write: bool, text: str, place: Place) -> None:
-        """The actor uses bytes [begin, end).
+        """Declare that the actor uses bytes [begin, end).
 
         Raises:
-            Unordered: with another use of some of them; names both.
+            Unordered: another use of some of these bytes is not ordered; the message names both.
         """
         if begin >= end:
             return
@@ -260,13 +260,13 @@ _ranks: dict[str, int] = {}
 
 
 def shortened(file: str) -> str:
-    """From the repository's root on."""
+    """Return a path relative to the repository's root."""
     root = str(Path(_INFINITY).parent)
     return file[len(root) + 1 :] if file.startswith(root) else file
 
 
 def _rank(file: str) -> int:
-    """2: infinity; 1: a test or a model; 0: what carries out."""
+    """Return 2 for infinity, 1 for a test or a model, 0 for other code."""
     if file.startswith(_INFINITY):
         return 2
     machinery = file in _OURS or "/torch/" in file or "site-packages" in file or file.startswith("<")
@@ -283,7 +283,7 @@ NATIVE: Place = ("a native thread", 0)
 
 
 def place() -> Place:
-    """The nearest line of infinity that is running; without one that of a test; NATIVE without one."""
+    """Return the nearest running line of infinity; else the nearest line of a test; else NATIVE."""
     test = None
     for frame in _frames(sys._getframe(1)):
         file = frame.f_code.co_filename

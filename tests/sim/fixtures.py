@@ -1,4 +1,4 @@
-"""Offloaded models on a simulated device: `simulate` takes them there, and checks at the end that all was ordered."""
+"""Fixture `simulate`: offloaded models on a simulated device, with a check at the end that all uses were ordered."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Simulate = Callable[..., SimAccelerator]
 
 
 class Simulation:
-    """What `simulate` set up.
+    """A simulation that `simulate` set up.
 
     Args:
-        gradients_apart: the ring for gradients is not counted in memory.device, so that a config leaves as much for
-            weights as it does on the CPU.
+        gradients_apart: the ring for gradients is not counted in memory.device, so that a config leaves as much memory
+            for weights as on the CPU.
 
     Attributes:
         sim: the device.
@@ -55,7 +55,7 @@ class Simulation:
             device = opened.device
             if device is None:
                 return
-            unsent = sum(packed.lease.lease.nbytes for packed in device.gradients._open)  # what nobody wants any more
+            unsent = sum(packed.lease.lease.nbytes for packed in device.gradients._open)  # discarded gradients
             lost = device.ring.nbytes - device.ring.free_bytes - unsent
             if lost:
                 self.sim.errors.append(Misuse(f"{lost} bytes of the gradients' ring were never given back"))
@@ -63,7 +63,7 @@ class Simulation:
         monkeypatch.setattr(resources.Resources, "close", closed)
 
     def finish(self) -> None:
-        """Raises what was found and not told, or swallowed."""
+        """Close the simulation; raise errors that were found and not raised, or swallowed."""
         self._entered.close()
         self.sim.check()
 
@@ -72,7 +72,7 @@ def _leave_memory_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     device_bytes = planner.device_bytes
 
     def with_gradients(problem: Problem, *given: Any) -> tuple[int, int]:
-        for ring in problem.rings:  # for one unit's, or for two units'
+        for ring in problem.rings:  # rings for one unit, or for two
             more = int(ring / WEIGHT_SHARE_OF_DEVICE)
             limits = replace(problem.limits, device=problem.limits.device + more)
             slots, taken = device_bytes(replace(problem, limits=limits), *given)
@@ -85,8 +85,11 @@ def _leave_memory_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulate]:
-    """simulate(policy, **options of SimAccelerator): from then on models that are offloaded to the CPU take a device's
-    way. Ask for it before `offload`, whose models must be closed when the end is checked."""
+    """Provide a function that simulates a device, with the arguments of SimAccelerator.
+
+    From its call on, models that are offloaded to the CPU use a device's code path. Request this before `offload`,
+    whose models must be closed before the final check.
+    """
     made: list[Simulation] = []
 
     def make(policy: Policy = LAZY, **options: Any) -> SimAccelerator:

@@ -1,4 +1,4 @@
-"""The simulated device as native threads see it: functions with cudart's signatures, which feed the same queues."""
+"""The simulated device as native threads see it: functions with cudart's signatures, which use the same queues."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from tests.sim.queues import SimEvent, SimStream
 
 PARK_S = 0.002
-"""How long a native thread lets others come first, before it has what it waits for run."""
-_OUT_OF_MEMORY, _INVALID, _INVALID_HANDLE = 2, 1, 400  # as cudart numbers them
+"""Seconds for which a native thread lets other threads run before it runs the operations that it waits for."""
+_OUT_OF_MEMORY, _INVALID, _INVALID_HANDLE = 2, 1, 400  # cudart's error numbers
 _pointer, _int, _size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 
 
@@ -38,7 +38,7 @@ class _Gate:
             if self._sim.exhausted():
                 return _OUT_OF_MEMORY
             on, actor = self._stream(stream), self._actor(to)
-            if self._sim.request_of is not None:  # it was read from the store just before
+            if self._sim.request_of is not None:  # it was just read from the store
                 self._sim.uses(source, nbytes, write=True, text="read of the store, to be copied", actor=actor)
             self._sim.queue_copy(to, source, nbytes, on, actor)
             return 0
@@ -74,7 +74,7 @@ class _Gate:
         return self._call(synchronize)
 
     def _call(self, what: Callable[[], int]) -> int:
-        """What a test must know of is kept for it; the native thread goes on, unless it named what is not there."""
+        """Call and keep errors for the test. The native thread continues, unless it named an unknown handle."""
         with self._sim.lock:
             if self._sim.policy.when == "random":
                 self._sim.run_some()
@@ -84,15 +84,15 @@ class _Gate:
                 self._sim.errors.append(error)
                 return _INVALID_HANDLE
             except AssertionError:
-                return 0  # `found` kept it
+                return 0  # `found` has kept the error
             except Exception as error:
                 self._sim.errors.append(error)
                 return _INVALID
 
     def _actor(self, address: int = 0) -> Actor:
-        """Who calls; with an address, for a copy that writes there."""
+        """Return the calling actor; with an address, the one of the copy that writes to it."""
         sim = self._sim
-        if sys._getframe(3).f_back is not None:  # Python called the native code that calls here
+        if sys._getframe(3).f_back is not None:  # native code that Python called
             return sim.host
         ident = threading.get_ident()
         if ident not in self._threads:
@@ -122,7 +122,7 @@ class _Gate:
 
 
 def open_gate(sim: SimAccelerator) -> GateTable:
-    """Its addresses call into Python, and take the GIL."""
+    """Open a gate, whose functions call into Python and take the GIL."""
     callbacks = _Gate(sim).callbacks
     addresses = {name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in callbacks.items()}
     return GateTable(**addresses, keep=callbacks)

@@ -1,10 +1,11 @@
-"""The host's side of the simulation: requests that native threads work on, and memory that is lent.
+"""The host's side of the simulation: requests that native threads work on, and leased memory.
 
-A request is an actor of its own. It is ordered behind what the host did before it was submitted, and behind what it is
-to begin after. The host is ordered behind it by asking whether it is done, and being told so, by waiting for it, or by
-dropping its future, which waits, too. All of this is known when a request is submitted: so is all that it may touch.
+A request is an actor of its own. It is ordered behind everything that the host did before its submission, and behind
+the requests that it must begin after. The host is ordered behind it when `done` returns true, when it waits for it, or
+when it drops its future, which also waits. All of this is known when a request is submitted, and so is all memory that
+it may access.
 
-Everything is replaced at the native classes, so that it does not matter who in infinity calls them.
+Everything is replaced at the native classes, so it does not depend on the callers inside infinity.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tests.sim.accelerator import SimAccelerator
 from tests.sim.clocks import Actor, Snapshot, place
 
 Memory = tuple[int, int]
-"""Address and bytes."""
+"""Address and number of bytes."""
 
 
 def memory_of(buffer: Any) -> Memory:
@@ -33,7 +34,7 @@ def memory_of(buffer: Any) -> Memory:
 
 
 class Requests:
-    """What is known of the requests under way."""
+    """Requests that are in flight."""
 
     def __init__(self, sim: SimAccelerator) -> None:
         self.sim = sim
@@ -45,7 +46,7 @@ class Requests:
         sim.requests_are_known(self._uploading)
 
     def begin(self, name: str, after: Iterable[Any] = ()) -> Actor:
-        """A request is about to be submitted."""
+        """Return the actor of a request that is about to be submitted."""
         with self.sim.lock:
             actor = self.sim.order.actor(name, behind=self.sim.host)
             actor.place = place()
@@ -58,7 +59,7 @@ class Requests:
         self.sim.uses(*memory, write=write, text=text, actor=actor)
 
     def submitted(self, future: Any, actor: Actor) -> Any:
-        """All that it uses was named."""
+        """Record that a request was submitted and all its uses are declared."""
         with self.sim.lock:
             end = self.sim.order.end(actor)
             self.known(future, lambda: end)
@@ -71,7 +72,7 @@ class Requests:
         return future
 
     def done(self, future: Any) -> None:
-        """The host knows that a request ended."""
+        """Order the host behind a request that has ended."""
         with self.sim.lock:
             self._join(self.sim.host, future)
             actor = self._copying.pop(future, None)
@@ -97,13 +98,13 @@ class Requests:
         return part if snapshot is None else self.known(part, lambda: snapshot)
 
     def uploads(self, begin: int, end: int, actor: Actor) -> None:
-        """A native thread copies to addresses [begin, end) for it, from now on."""
+        """Record that a native thread copies to addresses [begin, end) for this actor from now on."""
         with self.sim.lock:
             self._uploads = [each for each in self._uploads if each[1] <= begin or end <= each[0]]
             self._uploads.append((begin, end, actor))
 
     def copies(self, future: Any, actor: Actor) -> Any:
-        """A native thread copies for it until the host is told that it is done."""
+        """Record that a native thread copies for this actor until the host knows that the request is done."""
         with self.sim.lock:
             self._copying[future] = actor
             return self.known(future, lambda: self.sim.order.snapshot(actor))
@@ -113,7 +114,7 @@ class Requests:
 
 
 def follow_the_host(monkeypatch: pytest.MonkeyPatch, sim: SimAccelerator) -> Requests:
-    """Until the test ends, requests are actors, and what is given back is poisoned."""
+    """Make requests actors, and poison memory that is given back, until the test ends."""
     requests = Requests(sim)
     _follow_futures(monkeypatch, requests)
     _follow_engine(monkeypatch, requests)
@@ -192,7 +193,7 @@ def _follow_engine(monkeypatch: pytest.MonkeyPatch, requests: Requests) -> None:
 
 
 def _made(monkeypatch: pytest.MonkeyPatch, requests: Requests, name: str, arguments: Sequence[str]) -> None:
-    """Objects of a native class remember what they were made from."""
+    """Let objects of a native class remember the arguments that they were made from."""
     original = getattr(_native, name)
 
     def make(*args: Any, **options: Any) -> Any:
@@ -246,7 +247,7 @@ def _stream(requests: Requests, given: Any) -> dict[str, Any]:
 
 
 def _follow_native_calls(monkeypatch: pytest.MonkeyPatch, requests: Requests) -> None:
-    """What the host does itself."""
+    """Declare the uses of native functions that run on the host's thread."""
     sim = requests.sim
 
     def follow(name: str, uses: Sequence[tuple[str, int, bool]]) -> None:
@@ -269,7 +270,7 @@ def _follow_native_calls(monkeypatch: pytest.MonkeyPatch, requests: Requests) ->
 def _follow_landings(monkeypatch: pytest.MonkeyPatch, requests: Requests) -> None:
     _made(monkeypatch, requests, "LandingPiece", ("target", "dtype"))
     land = _native.Landings.land
-    before: weakref.WeakKeyDictionary[Any, Snapshot] = weakref.WeakKeyDictionary()  # one thread lands, in order
+    before: weakref.WeakKeyDictionary[Any, Snapshot] = weakref.WeakKeyDictionary()  # one thread lands in order
 
     def landed(landings: Any, event: int, pieces: Sequence[Any]) -> Any:
         actor, sim = requests.begin("a landing"), requests.sim

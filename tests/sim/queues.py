@@ -1,10 +1,11 @@
-"""Streams and their queues in the simulation, and when what is queued runs.
+"""Streams of the simulation, their queues, and the time when queued operations run.
 
 [Note: what is late]
 "Device" memory is ordinary memory. Copies, records and waits are queued, and run as late (`lazy`), as early (`eager`)
-or as randomly as their events permit. Kernels are torch's CPU operations and run at once, so a stream that computes
-waits by having done what it waits for. Bytes alone therefore show a copy that should have waited for nothing else than
-a later kernel; all other orders are proven by the clocks (clocks.py), which follow what is queued, never what has run.
+or as randomly as their events permit. Kernels are torch's CPU operations and run at once, so when a computing stream
+waits, the operations that it waits for run immediately. Wrong bytes therefore only reveal a copy that is not ordered
+with a later kernel. All other orders are checked by the clocks (clocks.py), which follow queued operations, not
+executed ones.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from tests.sim.clocks import Actor, Snapshot
 
 @dataclass(frozen=True)
 class Policy:
-    """When what is queued runs.
+    """Time when queued operations run.
 
     Attributes:
-        seed: of `random`.
+        seed: seed of `random`.
     """
 
     when: Literal["lazy", "eager", "random"]
@@ -43,7 +44,7 @@ def random_policy(seed: int) -> Policy:
 
 @dataclass(slots=True, eq=False)
 class Recording:
-    """One time that an event was recorded. `at`: the device's time when it ran."""
+    """One recording of an event. `at`: the device's time when it ran."""
 
     stream: SimStream
     snapshot: Snapshot
@@ -82,7 +83,7 @@ class SimStream:
 
 
 class Queues:
-    """All streams. Whoever calls has the lock.
+    """All streams. The caller must hold the lock.
 
     Args:
         move: carries out a copy.
@@ -97,12 +98,12 @@ class Queues:
         self._time = 0
 
     def queued(self, on: SimStream) -> None:
-        """Something was put on a stream: run what must not wait."""
+        """Run operations that must not wait, after something was queued on a stream."""
         if self.policy.when == "eager" or (on.computes and not isinstance(on.queue[-1], Recording)):
             self.drain(on)
 
     def force(self, recording: Recording) -> None:
-        """Run what it needs, and nothing else."""
+        """Run the operations that a recording needs, and nothing else."""
         while not recording.done:
             self._step(recording.stream)
 
@@ -111,11 +112,11 @@ class Queues:
             self._step(stream)
 
     def park(self, recording: Recording, seconds: float) -> None:
-        """Give others the time, and the lock, to have it run."""
+        """Release the lock for some time, so that other threads can run the recording."""
         self._ran.wait_for(lambda: recording.done, seconds)
 
     def run_some(self) -> None:
-        """A random number of what may run."""
+        """Run a random number of the operations that may run."""
         for _ in range(self.random.randrange(sum(len(stream.queue) for stream in self.streams) + 1)):
             streams = [stream for stream in self.streams if stream.queue and _may_run(stream.queue[0])]
             if not streams:
@@ -123,11 +124,11 @@ class Queues:
             self._step(self.random.choice(streams))
 
     def copies(self) -> list[tuple[SimStream, Copy]]:
-        """Those that did not run."""
+        """Return the copies that have not run."""
         return [(stream, each) for stream in self.streams for each in stream.queue if isinstance(each, Copy)]
 
     def _step(self, stream: SimStream) -> None:
-        """Run the next of a stream, and before it what it waits for."""
+        """Run the next operation of a stream, and before it the operations that it waits for."""
         head = stream.queue[0]
         if isinstance(head, Wait):
             self.force(head.recording)

@@ -1,4 +1,4 @@
-"""Device memory of the simulation: poisoned, with a copy of what it should hold, and shut while nobody uses it."""
+"""Device memory of the simulation: poisoned, with a copy of its declared contents, and protected while unused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 POISON = 0xFF
-"""NaN in every floating-point format, when all bytes are this."""
+"""Byte that gives NaN in every floating-point format, when all bytes have it."""
 _PROT_NONE, _PROT_ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -22,10 +22,10 @@ class Slab:
 
     Attributes:
         begin, end: addresses.
-        tensor: uint8 [nbytes], whose storage is counted by torch alone: the simulation has no reference to it.
+        tensor: uint8 [nbytes]; the simulation keeps no reference to its storage, so that only torch counts.
 
     Args:
-        shut: the pages cannot be read or written but in `opened`: a use that nobody told of ends the process.
+        shut: the pages are accessible only in `opened`; an undeclared use ends the process.
     """
 
     def __init__(self, nbytes: int, *, shut: bool = False) -> None:
@@ -47,7 +47,7 @@ class Slab:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Somebody who says so uses the memory."""
+        """Allow access within the context, for a declared use."""
         with self._lock:
             self._open += 1
             if self._open == 1:
@@ -61,12 +61,12 @@ class Slab:
                     self._protect(_PROT_NONE)
 
     def reopen(self) -> None:
-        """For ever: what is left of the test may use it, untold."""
+        """Allow access for ever, so that the end of the test may use the memory without declaring it."""
         self._protect(_PROT_ALL)
         self._shut = False
 
     def told(self, begin: int, end: int) -> None:
-        """Somebody wrote to addresses [begin, end), and said so."""
+        """Record a declared write to addresses [begin, end)."""
         first, last = max(begin, self.begin) - self.begin, min(end, self.end) - self.begin
         with self.opened():
             self._told[first:last] = self._bytes[first:last]
@@ -77,7 +77,7 @@ class Slab:
         self._told[begin - self.begin : end - self.begin] = POISON
 
     def changed_untold(self, begin: int, end: int) -> int | None:
-        """The first address in [begin, end) that somebody wrote to without saying so."""
+        """Return the first address in [begin, end) that an undeclared write changed."""
         first, last = max(begin, self.begin) - self.begin, min(end, self.end) - self.begin
         with self.opened():
             if np.array_equal(self._bytes[first:last], self._told[first:last]):

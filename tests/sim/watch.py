@@ -1,12 +1,12 @@
-"""What torch's operations touch of the memory that a simulated device knows.
+"""Log of the memory that torch's operations use, as far as a simulated device knows the memory.
 
-A dispatch mode logs, before each operation of aten runs, what the operation reads and writes: slots, the ring and
-whatever else lies in a slab is used on the thread's stream, pinned memory by the host. The mode is a thread's own.
-torch gives it to the engine's threads together with the graph; here every thread that starts, runs a module or calls
-backward gets it.
+A dispatch mode logs, before each operation of aten, the memory that it reads and writes. Memory in a slab, such as
+slots and the ring, is used on the thread's stream; pinned memory is used by the host. A mode belongs to one thread.
+torch passes it to the autograd engine's threads together with the graph; in a simulation every thread that starts, runs
+a module or calls backward gets it.
 
-What is not logged is found: a write by the copy of the slab that the simulation keeps (SimAccelerator.require_told),
-a read in a slab that is shut (slab.py), by the end of the process.
+Undeclared uses are detected: a write by the simulation's copy of the slab (SimAccelerator.require_told), and a read in
+a slab that is shut (slab.py) by the end of the process.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _METADATA = {
         *("set_", "resize_", "is_same_size", "_has_compatible_shallow_copy_type", "record_stream"),
     )
 }
-"""What looks at a tensor's shape and leaves its values alone."""
+"""Operations that use a tensor's shape but not its values."""
 _PERHAPS_COPIES = {f"aten::{name}" for name in ("reshape", "contiguous", "to", "flatten", "_reshape_copy")}
-"""What returns an alias or a copy."""
+"""Operations that return an alias or a copy."""
 
 Used = tuple[int, int, bool]
-"""An address, bytes from there on, and whether they are written to."""
+"""Address, number of bytes, and whether they are written."""
 
 
 class _Plan:
-    """Of one operation, which arguments it writes to.
+    """Arguments that an operation writes to.
 
     Attributes:
-        touches: False where it only makes a view, or looks at shapes.
+        touches: whether it accesses values; False if it only makes a view or reads shapes.
     """
 
     def __init__(self, operation: Any) -> None:
@@ -61,7 +61,7 @@ _plans: dict[Any, _Plan] = {}
 
 
 class Watch(TorchDispatchMode):
-    """Of one thread."""
+    """Watch of one thread."""
 
     def __init__(self, sim: SimAccelerator) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: what torch puts around the method below for torch.compile costs as much as the method."""
+        """Return False: torch's wrapper of the method below for torch.compile would cost as much as the method."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,7 +77,7 @@ class Watch(TorchDispatchMode):
         plan = _plans.get(func)
         if plan is None:
             plan = _plans[func] = _Plan(func)
-        with torch._C.DisableTorchFunctionSubclass():  # it was asked before, where torch asks
+        with torch._C.DisableTorchFunctionSubclass():  # torch's own dispatch was before this
             used = list(self._used(plan, args, kwargs)) if plan.touches else []
             if not used:
                 return func(*args, **kwargs)
@@ -101,12 +101,12 @@ class Watch(TorchDispatchMode):
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    """From its first element to its last: address and bytes. None for what has no memory."""
+    """Return the address and bytes from the first element to the last; None for a tensor without memory."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.device.type != "cpu" or not tensor.numel():
         return None
     try:
         address = tensor.data_ptr()
-    except RuntimeError:  # of torch.compile, torch.func
+    except RuntimeError:  # tensors of torch.compile and torch.func
         return None
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return address, (last + 1) * tensor.element_size()
@@ -114,7 +114,7 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 @contextmanager
 def watched(sim: SimAccelerator) -> Iterator[None]:
-    """What this thread does is logged. Not twice, where it is logged already."""
+    """Log the operations of this thread within the context, unless they are already logged."""
     modes = _get_current_dispatch_mode_stack()
     with ExitStack() as entered:
         if not any(isinstance(mode, Watch) and mode.sim is sim for mode in modes):
@@ -123,7 +123,7 @@ def watched(sim: SimAccelerator) -> Iterator[None]:
 
 
 def watch_every_thread(monkeypatch: pytest.MonkeyPatch, sim: SimAccelerator) -> None:
-    """Every thread that starts from now on, runs a module or a backward pass is watched while it does so."""
+    """Watch every thread that starts from now on, and every module call and backward pass."""
 
     def within(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

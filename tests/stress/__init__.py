@@ -1,2 +1,4 @@
-"""Short runs with everything that may go wrong at random: a device that answers late and in any order, exceptions,
-Ctrl-C at any line, failed transfers, loops that do not what was expected. See test_stress.py."""
+"""Short runs with random faults: late and unordered devices, exceptions, Ctrl-C, failed transfers, unusual loops.
+
+Ctrl-C may be at any line. See test_stress.py.
+"""

@@ -1,4 +1,4 @@
-"""Ctrl-C where and when nobody expects it: real signals, delivered while a block runs and never after it."""
+"""Ctrl-C at random places and times: real signals, delivered while a block runs and never after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOT = str(Path(infinity.__file__).parent)
 
 
 class CtrlC:
-    """The process's SIGINT handler. Ctrl-C counts only inside `armed()`."""
+    """The process's handler of SIGINT. Ctrl-C counts only inside `armed()`."""
 
     def __init__(self) -> None:
         self.delivered = 0
@@ -40,7 +40,7 @@ class CtrlC:
 
     @contextmanager
     def at_line(self, nth: int) -> Iterator[None]:
-        """At the `nth` line, call or return of infinity's own code in this thread, if it has so many."""
+        """Send Ctrl-C at the `nth` line, call or return of infinity's code in this thread, if it has so many."""
         left = nth
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -53,7 +53,7 @@ class CtrlC:
                 signal.raise_signal(signal.SIGINT)
             return trace
 
-        others = sys.gettrace()  # such as coverage's
+        others = sys.gettrace()  # such as coverage's trace function
         with self.armed():
             sys.settrace(trace)
             try:
@@ -63,7 +63,7 @@ class CtrlC:
 
     @contextmanager
     def after(self, seconds: float) -> Iterator[None]:
-        """From another thread."""
+        """Send Ctrl-C from another thread after some seconds."""
         main, over = threading.main_thread().ident or 0, threading.Event()
 
         def interrupt() -> None:

@@ -1,4 +1,4 @@
-"""Plays a script on an offloaded model: the loop and its disturbances, in a program that survives them."""
+"""Player of a script on an offloaded model: the loop and its disturbances, in a program that survives them."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.stress.interrupts import CtrlC
 from tests.stress.scripts import Disturbance, Iteration, Script, Where
 from tests.stress.subjects import make, variant
 
-_ATTEMPT_S = 0.05  # about what an attempt takes; a timer goes off before
-_RETRIES_MAX = 3  # of an attempt that the device let fail
+_ATTEMPT_S = 0.05  # about the duration of an attempt; a timer fires before
+_RETRIES_MAX = 3  # of an attempt that failed because of the device
 
 
 class UserError(Exception):
-    """What the user's own code raises."""
+    """Exception of the user's own code."""
 
 
 class Closed(Exception):  # noqa: N818  not an error
@@ -42,11 +42,11 @@ class Closed(Exception):  # noqa: N818  not an error
 
 @dataclass
 class Outcome:
-    """What a run came to.
+    """Results of a run.
 
     Attributes:
-        digests: by step, of weights and states, where they were asked for.
-        counts: of what happened on the way.
+        digests: digests of weights and states by step, for the requested steps.
+        counts: counts of events during the run.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def digest_of(model: Any) -> str:
-    """Of all weights, residuals and moments."""
+    """Return a digest of all weights, residuals and moments."""
     digest = hashlib.sha256()
     for values in (weights_of(model), states_of(model)):
         for name, value in values.items():
@@ -67,7 +67,7 @@ def digest_of(model: Any) -> str:
 
 
 def sized(script: Script, model: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The config with budgets: the least that fits and is at least what the script asks for."""
+    """Return the config with budgets: the smallest ones that fit and are at least those of the script."""
     found, cpu = discover(model, config["moments"]), torch.device("cpu")
     accumulates = any(iteration.micro_batches > 1 for iteration in script.iterations)
     host, device = (64 << 10) + script.sizes[0] * (24 << 20), (48 << 10) + script.sizes[1] * (4 << 20)
@@ -86,7 +86,7 @@ def sized(script: Script, model: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Player:
-    """One run. `plain`: of the iterations alone, in RAM, one phase after the other."""
+    """One run. `plain`: only the iterations, in RAM, one phase after the other."""
 
     def __init__(self, script: Script, directory: Path, interrupts: CtrlC, *, plain: bool) -> None:
         self.script = script
@@ -127,10 +127,10 @@ class Player:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """All iterations.
+        """Run all iterations.
 
         Raises:
-            Closed: the script ended the run before.
+            Closed: the script ended the run before the end.
             InfinityError: the device failed, and the model with it.
         """
         for index, iteration in enumerate(self.script.iterations):
@@ -150,7 +150,7 @@ class Player:
                 self.outcome.digests[self.coordinator.steps] = digest_of(self.model)
 
     def _disturbed(self, iteration: Iteration, disturbance: Disturbance) -> bool:
-        """An attempt that may end early. Whether it was a whole one all the same."""
+        """Make an attempt that may end early; return whether it completed a step nevertheless."""
         before = self.coordinator.steps
         try:
             with self._signals(disturbance) if not disturbance.forward_only else nullcontext():
@@ -161,12 +161,12 @@ class Player:
             self.outcome.counts["exceptions"] += 1
         except infinity.InfinityError as error:
             self._survive(error)
-        torch.set_grad_enabled(True)  # Ctrl-C in torch's own no_grad leaves it so
+        torch.set_grad_enabled(True)  # Ctrl-C inside torch's own no_grad leaves it disabled
         self.optim.zero_grad()
         return self.coordinator.steps > before
 
     def _surviving(self, iteration: Iteration) -> None:
-        """An attempt that nothing disturbs but the device."""
+        """Make an attempt that only the device may disturb."""
         before = self.coordinator.steps
         for _ in range(_RETRIES_MAX):
             try:
@@ -179,7 +179,7 @@ class Player:
                 return
 
     def _survive(self, error: infinity.InfinityError) -> None:
-        """Raises it again unless the device was made to fail and the model can go on."""
+        """Raise the error again unless the device was made to fail and the model can continue."""
         if (
             self.script.error_at is None
             or self.coordinator.health.failure is not None
@@ -227,7 +227,7 @@ class Player:
         self._close_at("after step")
 
     def _forward(self, iteration: Iteration, index: int, disturbance: Disturbance | None) -> torch.Tensor:
-        """Once more, where only this was disturbed: nothing was added to any gradient."""
+        """Run a forward; if only a forward is disturbed, repeat it, since no gradient was changed."""
         options = {"gated": iteration.gated} if self.script.subject == "odd" else {}
         batch = variant(self.batch, index) | options
         if disturbance is not None and disturbance.forward_only:
@@ -246,14 +246,14 @@ class Player:
         return loss_of(self.model, batch)
 
     def _lr(self, iteration: Iteration, where: Where) -> None:
-        """In the end it is the iteration's own at its step; before it may be another."""
+        """Set the learning rate. At the step it is the iteration's own; earlier it may be another one."""
         if where == iteration.lr_when or where == "before step":
             for group in self.optim.param_groups:
                 group["lr"] = iteration.lr
 
     @contextmanager
     def _broken(self, disturbance: Disturbance | None, where: Where) -> Iterator[None]:
-        """A module's `where` in here fails, or is where Ctrl-C comes, if the script says so."""
+        """Let a module's `where` fail within the context, or send Ctrl-C in it, if the script says so."""
         if where == "backward" and self._ends_in == "backward":
             with self._hooked(self._end, backward=True):
                 yield
@@ -266,10 +266,10 @@ class Player:
 
     @contextmanager
     def _hooked(self, what: Callable[[], None], *, backward: bool, module: Any = None) -> Iterator[None]:
-        """`what` is done once, where the forward of a module, or of the middle one, ends or where its backward begins.
+        """Call `what` once, at the end of a module's forward or the start of its backward; default: the middle one's.
 
-        A full backward hook of the module would be a node of the graph, which changes the order in which torch sums
-        the gradients of the module's input; a hook of its output is none.
+        A full backward hook of the module would be a node of the graph, and would change the order in which torch sums
+        the gradients of the module's input. A hook of its output is not a node.
         """
         module = module or self._sites[len(self._sites) // 2]
         left = [what]

@@ -1,4 +1,4 @@
-"""One run from its seed to its verdict: the right bits, or the error that was to come; nothing lost, nobody left."""
+"""One run from its seed to its verdict: the correct bits or the expected error, no lost state, no remaining thread."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.stress.subjects import make
 
 
 def run(seed: int, interrupts: CtrlC) -> Counter[str]:
-    """Play a script and check all that can be. Returns what happened on the way.
+    """Play a script and check its results; return the counts of events.
 
     Raises:
-        AssertionError, or whatever came that should not have.
+        AssertionError: a check failed. Other unexpected exceptions are raised unchanged.
     """
     script = script_of(seed)
     with tempfile.TemporaryDirectory(prefix="infinity-stress-") as directory:
@@ -59,7 +59,7 @@ def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcom
         player.run()
         infinity.synchronize(model)
         _require_same(player, wanted)
-        infinity.close(model)  # which may meet the failed transfer, and then did not make the last step durable
+        infinity.close(model)  # this may report the failed transfer, and then the last step is not durable
         counts["ended well"] += 1
     except (Closed, infinity.InfinityError) as error:
         if player._ended:
@@ -91,7 +91,7 @@ def _require_same(player: Player, wanted: Outcome) -> None:
 
 
 def _digest_of(player: Player) -> str:
-    """Again where the one transfer that was made to fail is ours."""
+    """Return the digest; try again if the one transfer that was made to fail is in it."""
     try:
         return digest_of(player.model)
     except infinity.SwapIOError:
@@ -104,7 +104,7 @@ def _hex(value: float) -> str:
 
 
 def _require_told(player: Player, error: BaseException) -> None:
-    """Only a device that fails ends a run, the error says of which unit and step, and whatever follows raises, too."""
+    """Require that only a failing device ended it, that its error names unit and step, and that later calls raise."""
     if player.script.error_at is None:
         raise error
     assert isinstance(error, infinity.InfinityError)
@@ -134,7 +134,7 @@ def _require_closed(player: Player) -> None:
 
 
 def _resumed_step(script: Script, directory: Path, wanted: Outcome) -> int | None:
-    """What was committed is a step of the undisturbed run: which; None when nothing was."""
+    """Return the step that was committed, which must be one of the undisturbed run; None when nothing was."""
     gc.collect()
     model, _ = make(script.subject, *_dtype(script))
     config = _resumable(script, directory)

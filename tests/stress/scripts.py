@@ -1,7 +1,7 @@
-"""What happens in one run, made from a seed: the loop, the config, and everything that disturbs them.
+"""Script of one run, made from a seed: the loop, the config, and all disturbances.
 
-What a run must end in is known before it begins: a disturbed attempt at an iteration is abandoned with zero_grad and
-made again, a disturbed forward is repeated. So the iterations alone, undisturbed, tell the bits.
+The expected result of a run is known before it begins. A disturbed attempt at an iteration is abandoned with zero_grad
+and made again; a disturbed forward is repeated. So the undisturbed iterations alone determine the bits.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ Where = Literal["forward", "backward", "between", "before step", "after step"]
 
 @dataclass(frozen=True)
 class Disturbance:
-    """An attempt that ends early, or may.
+    """An attempt that ends early, or may end early.
 
     Attributes:
-        kind: raise: an exception of the user's; SIGINT: Ctrl-C at the same place; line: Ctrl-C at the `nth` line that
-            infinity executes; timer: Ctrl-C after a random time; abandon: everything but the step is done, for nothing.
-        where: for the first two.
-        nth: which module, line or fraction of a second, whatever there is of it.
-        forward_only: only a forward is disturbed, and only that is repeated.
+        kind: raise: an exception of the user's code; SIGINT: Ctrl-C at the same place; line: Ctrl-C at the `nth` line
+            that infinity executes; timer: Ctrl-C after a random time; abandon: everything but the step is done and
+            discarded.
+        where: place of `raise` and `SIGINT`.
+        nth: module (modulo their number), line, or ten-thousandths of about the time that an attempt takes.
+        forward_only: only a forward is disturbed, and only the forward is repeated.
     """
 
     kind: Literal["raise", "SIGINT", "line", "timer", "abandon"]
@@ -39,9 +40,9 @@ class Iteration:
     """One step of the loop.
 
     Attributes:
-        told: all backward passes but the last are announced as such.
-        lr_when: the learning rate is set then.
-        asides: (where, what) is done beside the loop, changing nothing.
+        told: all backward passes but the last are announced as not the last.
+        lr_when: place where the learning rate is set.
+        asides: (where, what) of additional operations that change nothing.
     """
 
     micro_batches: int
@@ -59,9 +60,9 @@ class Script:
     """One run.
 
     Attributes:
-        sizes: fractions of what memory.device and memory.host may be; the player finds a plan that fits.
-        closed: (iteration, where) the model is closed before the end; None: at the end.
-        error_at: the block operation that fails, if one does.
+        sizes: fractions of the largest memory.host and memory.device; the player finds a plan that fits.
+        closed: (iteration, where) of closing the model before the end; None: at the end.
+        error_at: number of the block operation that fails; None: none.
     """
 
     seed: int
@@ -76,7 +77,7 @@ class Script:
     closed: tuple[int, Where] | None
     error_at: int | None
     same: dict[str, Any] = field(default_factory=dict)
-    """Of the config, what changes the bits."""
+    """Options of the config that change the bits."""
 
 
 def _iteration(rng: random.Random, index: int, changing: bool, accumulation: int, hostile: float) -> Iteration:
@@ -106,7 +107,7 @@ def _disturbance(rng: random.Random, micro_batches: int) -> Disturbance:
 
 
 def script_of(seed: int) -> Script:
-    """The same for the same seed, on any machine."""
+    """Return the script of a seed, which is the same on any machine."""
     rng = random.Random(seed)
     steps = rng.randint(3, 6)
     accumulation = rng.choice([1, 1, 1, 2, 3])

@@ -1,4 +1,4 @@
-"""The models that are trained under stress: several architectures, ways to checkpoint, dtypes and frozen parts."""
+"""Models that are trained under stress: several architectures, kinds of checkpointing, dtypes and frozen parts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.models import Batch, gpt2, llama, mixed, mixtral, t5
 
 
 class Odd(nn.Module):
-    """A block that is used twice, one that is used in some iterations only, and a parameter on its own."""
+    """A block that is used twice, one that is used in some iterations only, and a parameter outside of blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Odd(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Blocks whose `__call__` is checkpointed, as torch's own users do it."""
+    """Blocks whose `__call__` is checkpointed, as is common in torch."""
 
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -81,12 +81,12 @@ OWN_DTYPES = ("mixed", "odd", "checkpointed", "checkpointed_reentrant")
 
 
 def make(name: str, dtype: torch.dtype) -> tuple[Any, Batch]:
-    """The same weights each time."""
+    """Return a model and a batch, with the same weights each time."""
     torch.manual_seed(0)
     model, batch = SUBJECTS[name]()
     return (model if name in OWN_DTYPES else model.to(dtype)).train(), batch
 
 
 def variant(batch: Batch, index: int) -> Batch:
-    """Another batch of the same shapes for each index."""
+    """Return another batch of the same shapes for each index."""
     return {name: torch.roll(value, index, dims=-1) for name, value in batch.items()}

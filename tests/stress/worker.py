@@ -1,5 +1,7 @@
-"""A process that makes many runs, one after the other: `python -m tests.stress.worker FIRST COUNT STRIDE`. One line of
-JSON for each; a run that takes too long ends the process with the stacks of all threads."""
+"""Process for many runs, one after the other: `python -m tests.stress.worker FIRST COUNT STRIDE`.
+
+It prints one line of JSON for each run. A run that takes too long ends the process with the stacks of all threads.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def main(first: int, count: int, stride: int) -> None:
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
     interrupts = CtrlC()
-    gc.freeze()  # each run collects its own, not all that torch has
+    gc.freeze()  # each run collects its own objects only, not all of torch's
     for seed in range(first, first + count * stride, stride):
         faulthandler.dump_traceback_later(RUN_S, exit=True)
         print(json.dumps({"seed": seed}), flush=True)

@@ -1,4 +1,4 @@
-"""Fixtures for tests of the parts that a device's tier is made of."""
+"""Fixtures for tests of the parts of a device tier."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ __all__ = ["rig", "simulate"]
 
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
-    """rig(policy, **options of Rig). What it makes is closed at the end, and all uses of memory must have been
-    ordered."""
+    """Provide a function that makes rigs, with the arguments of Rig.
+
+    Its rigs are closed at the end, and all uses of memory must have been ordered.
+    """
     made: list[Rig] = []
     with ExitStack() as entered:
 

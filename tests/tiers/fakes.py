@@ -1,4 +1,4 @@
-"""What lies below homes, slots and units, as a test wants it: requests that end when the test says, well or not."""
+"""Fakes of the layers below homes, slots and units: requests that end when the test says, with success or failure."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ few = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-"""Of every machine of the tests: all of them together take seconds."""
+"""Settings of all state machines of the tests; all machines together take seconds."""
 
 _memory = PinnedArena(64 * PAGE_BYTES)
 
 
 def pages(count: int) -> Space:
-    """A space of its own; of the same memory as that of any test before."""
+    """Return a space of its own, in memory that is shared with the spaces of earlier tests."""
     return Space(_memory.memory, 0, count * PAGE_BYTES)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """As _native.Failure."""
+    """Counterpart of _native.Failure."""
 
     kind: str = "io"
     operation: str = "write"
@@ -50,10 +50,10 @@ TIMEOUT = Failure("timeout")
 
 
 class Future:
-    """A request as _native.IOFuture. It ends when `end` is called, or when somebody waits for it: then as `fate` says.
+    """A request like _native.IOFuture, which ends when `end` is called or when it is waited for, then by its `fate`.
 
     Attributes:
-        waits: how often somebody waited for it before it had ended.
+        waits: number of waits before it had ended.
     """
 
     def __init__(self, at_end: Callable[[Failure | None], None] = lambda _: None) -> None:
@@ -83,7 +83,7 @@ class Future:
 
 
 class _Part(Future):
-    """A milestone of an update."""
+    """Milestone of an update."""
 
     def __init__(self, whole: UpdateFuture) -> None:
         super().__init__()
@@ -100,10 +100,10 @@ class _Part(Future):
 
 
 class UpdateFuture(Future):
-    """As _native.UpdateFuture: computed, then weights, then all of it; what fails fails in all that has not ended.
+    """Counterpart of _native.UpdateFuture with the milestones computed, weights and end; a failure fails the rest.
 
     Attributes:
-        job: what the pipeline was given.
+        job: arguments that the pipeline was given.
         begun: it cannot be withdrawn any more.
     """
 
@@ -115,7 +115,7 @@ class UpdateFuture(Future):
         self.computed, self.weights = _Part(self), _Part(self)
 
     def reach(self, part: Future) -> None:
-        """All goes well up to a part, or to the end."""
+        """Succeed up to a milestone, or to the end."""
         self.begun = True
         for each in (self.computed, self.weights, self):
             Future.end(each)
@@ -123,7 +123,7 @@ class UpdateFuture(Future):
                 return
 
     def advance(self) -> None:
-        """The next milestone."""
+        """Succeed up to the next milestone."""
         self.reach(next(each for each in (self.computed, self.weights, self) if each is self or not each.done()))
 
     def end(self, failure: Failure | None = None) -> None:
@@ -135,7 +135,7 @@ class UpdateFuture(Future):
 
 @dataclass
 class Stream:
-    """As _native.StateStream, and readable."""
+    """Counterpart of _native.StateStream with readable fields."""
 
     memory: Any = None
     file: Any = None
@@ -146,12 +146,12 @@ class Stream:
 
 
 def imitate_streams(patch: pytest.MonkeyPatch) -> None:
-    """Have what is handed to the native pipeline readable."""
+    """Replace the native pipeline's streams by readable ones."""
     patch.setattr(_native, "StateStream", Stream)
 
 
 class Store:
-    """A store whose transfers take effect when they end: memory that was used for something else before shows."""
+    """A store whose transfers take effect when they end, so that memory reused too early is visible."""
 
     file = "the swap file"
     checksums = True
@@ -223,13 +223,13 @@ def extent(unit: str, state: str, *, group: int = 0, count: int = 1, copies: int
 
 @dataclass
 class Generations:
-    """What a commit asks of the generations.
+    """The generations, as far as commits use them.
 
     Attributes:
-        made: (step, body) of each that was made.
-        failure: of the next that is made.
-        prepared: the steps of those that other ranks have to make, too.
-        retired: what retire() was told.
+        made: (step, body) of each generation that was made.
+        failure: exception of the next generation that is made.
+        prepared: steps of generations that other ranks must make too.
+        retired: arguments of retire().
     """
 
     made: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -267,7 +267,7 @@ class Generations:
 
 @contextmanager
 def nobody_waits(*futures: Future) -> Iterator[None]:
-    """Fails when somebody waits for one of these in the context."""
+    """Require that none of these futures is waited for within the context."""
     before = [future.waits for future in futures]
     yield
     assert [future.waits for future in futures] == before

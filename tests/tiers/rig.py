@@ -1,4 +1,4 @@
-"""The parts of a device tier over a simulated device, with pinned host memory and a swap file beside it."""
+"""Parts of a device tier over a simulated device, with pinned host memory and a swap file."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ PIECES = 2
 
 
 def aligned(nbytes: int) -> torch.Tensor:
-    """uint8 [nbytes] that a swap file can be written from."""
+    """Return uint8 [nbytes] in memory that a swap file can be written from."""
     return torch.frombuffer(_native.Arena(nbytes, huge_pages=False).view(0, nbytes), dtype=torch.uint8)
 
 
 class FileStore:
-    """A store all of whose extents begin where their first copy does: in one file of random bytes."""
+    """A store of one file of random bytes, in which each extent begins at its first copy's offset."""
 
     def __init__(self, path: Path, faults: Sequence[_native.Fault] = ()) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -59,12 +59,12 @@ class FileStore:
 
 
 class Rig:
-    """A simulated device with a slab, pinned memory, and the queues up and down as a test opens them.
+    """A simulated device with a slab, pinned memory, and the queues in both directions that a test opens.
 
     Attributes:
-        waits: (stream, event) for each time that Python had a stream wait.
-        store: once a test opened it.
-        downloads: the queues of gradients that were opened.
+        waits: (stream, event) of each wait that Python enqueued on a stream.
+        store: the store, once a test has opened it.
+        downloads: queues of gradients that were opened.
     """
 
     def __init__(self, policy: Policy = LAZY, *, slab_pages: int = 8, host_pages: int = 64, **options: Any) -> None:
@@ -103,7 +103,7 @@ class Rig:
         )
 
     def refuse_to_wait(self, error: int) -> None:
-        """Native threads of the queues that are opened from now on get an error when they wait for an event."""
+        """Let native threads of queues that are opened from now on get an error when they wait for an event."""
         self.gate = self._open_gate(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda event: error))
 
     def open_store(self, folder: Path, faults: Sequence[_native.Fault] = ()) -> Any:
@@ -117,7 +117,7 @@ class Rig:
         return made
 
     def gradients(self, *, ring_pages: int | None = None, bounce_pages: int = 2) -> GradientQueue:
-        """Through the slab, or through a ring of so many pages."""
+        """Return a queue through the slab, or through a ring of `ring_pages` pages."""
         ring = self.slab if ring_pages is None else Slab(self.sim, self.sim.slab(ring_pages * PAGE_BYTES))
         bounce = self.arena.lease(bounce_pages * PAGE_BYTES, "gradients").space()
         made = GradientQueue(self.sim, self.gate, ring, bounce, self.pool)
@@ -125,7 +125,7 @@ class Rig:
         return made
 
     def weights(self, pages: int = 8) -> WeightsQueue:
-        """Of weights on their way down, through so many pages of host memory."""
+        """Return a queue of weights to the host, through so many pages of host memory."""
         space = self.arena.lease(pages * PAGE_BYTES, "weights from the device").space()
         made = WeightsQueue(self.sim, self.gate, space, self.pool)
         self._weights.append(made)

@@ -1,5 +1,4 @@
-"""Which script runs in which dtype: full fine-tuning in fp32 in all long forms, others in the share that
-INFINITY_TESTS says."""
+"""Choice of scripts and dtypes: full fine-tuning in fp32 in all long forms, others in the share of INFINITY_TESTS."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ Case = tuple[Script, str]
 
 
 def cases(*always: str, kept: str = "", others: Iterable[str] = SCRIPTS) -> pytest.MarkDecorator:
-    """Parameters `script` and `dtype`.
+    """Return the parameters `script` and `dtype`.
 
     Args:
         always: scripts that run in fp32 in every long form.
-        kept: why they do in `make test`, too, although it takes long.
-        others: scripts that run as often as INFINITY_TESTS says, as do those of `always` in bf16.
+        kept: reason why they run in `make test` too, although they take long.
+        others: scripts that run in the share of INFINITY_TESTS, like those of `always` in bf16.
     """
     names = dict.fromkeys((*always, *others))
     every: list[Case] = [(SCRIPTS[name], dtype) for dtype in ("float32", "bfloat16") for name in names]
@@ -32,5 +31,5 @@ def cases(*always: str, kept: str = "", others: Iterable[str] = SCRIPTS) -> pyte
 
 
 def tolerance(dtype: str) -> float:
-    """How far losses may be apart. Weights in bf16 have an fp32 master here, and none in plain torch."""
+    """Return the largest difference of losses. Only infinity has an fp32 master of bf16 weights; torch has none."""
     return 1e-6 if dtype == "float32" else 2e-2

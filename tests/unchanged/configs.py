@@ -1,5 +1,4 @@
-"""The swap configs of the launched runs: device memory for a part of the model; and everything on NVMe, or where a
-recipe has it."""
+"""Swap configs of launched runs: device memory for a part of the model; states on NVMe, or as a recipe says."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from typing import Any
 from infinity.strict import parse_yaml
 
 DEVICE_MEMORY = {"float32": "4MiB", "bfloat16": "2MiB"}
-"""Half of it is for weights: of 5.6 MB in fp32, of 2.8 MB in bf16."""
+"""Device memory, half of which is for weights of 5.6 MB in fp32, or 2.8 MB in bf16."""
 _WITH_REFERENCE = {"float32": "8MiB", "bfloat16": "4MiB"}
-"""A reference of the same size gets half of it."""
+"""Device memory with a reference model of the same size, which gets half of it."""
 
 
 _HOST_TO_DEVICE = 6
-"""With this much RAM `auto` keeps all weights there, and of the optimizer states those of half of the units."""
+"""RAM as a multiple of device memory; `auto` then keeps all weights and half of the units' states in RAM."""
 
 
 def evicting(swap: Path, device_memory: str) -> dict[str, Any]:
@@ -42,7 +41,7 @@ def of_recipe(recipe: Path, directory: Path, *, reference: bool, ranks: int) -> 
 
 
 def write(directory: Path, dtype: str, *, reference: bool, ranks: int = 1) -> Path:
-    """Write the config to a file, with the swap directory beside it. Ranks share the memory."""
+    """Write the config to a file, with the swap directory beside it. The ranks share the memory."""
     path = directory / "swap.yaml"
     memory = (_WITH_REFERENCE if reference else DEVICE_MEMORY)[dtype]
     mebibytes = ranks * int(memory.removesuffix("MiB"))

@@ -1,4 +1,4 @@
-"""A small Llama with a tokenizer and data, made once for each process of tests, and the plain runs."""
+"""A small Llama with a tokenizer and data, made once per test process, and the plain runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MakeJob = Callable[..., Job]
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 1.4 M parameters in fp32: 5.6 MB."""
+    """Return a checkpoint of 1.4 M parameters in fp32: 5.6 MB."""
     directory = tmp_path_factory.mktemp("inputs")
     make_checkpoint(directory, hidden=128, layers=6, vocabulary=1024, dtype=torch.float32, text_bytes=300_000)
     return directory
@@ -24,7 +24,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script, str], Job]:
-    """Plain runs, each made once."""
+    """Return a function that provides plain runs, each made once."""
     made: dict[tuple[Script, str, int, int], Job] = {}
 
     def run(script: Script, dtype: str, ranks: int = 1, batch: int = 2) -> Job:

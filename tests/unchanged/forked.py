@@ -1,6 +1,6 @@
-"""A script in processes that are forked from one that has imported the libraries (tests/processes.py).
+"""Scripts in processes that are forked from one that has imported the libraries (tests/processes.py).
 
-They do as `python script`, `python -m infinity.run` and torchrun do, without the seconds in which each imports torch.
+They run like `python script`, `python -m infinity.run` and torchrun, without the seconds for the import of torch.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from tests.processes import server
 
 
 class ForkedScript:
-    """What subprocess.Popen is for a command, of one process or of all ranks.
+    """Counterpart of subprocess.Popen for a command, with one process or all ranks.
 
     Attributes:
-        returncode: None while a process runs; then that of the first one that failed, or 0.
+        returncode: None while a process runs; then the code of the first one that failed, or 0.
     """
 
     def __init__(self, command: list[str], environment: dict[str, str], cwd: Path, log: Path, ranks: int) -> None:
         self.returncode: int | None = None
         self._store = None
-        if ranks > 1:  # the agent of torchrun hosts the store
+        if ranks > 1:  # torchrun's agent hosts the store
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             environment = environment | {
                 "MASTER_ADDR": "127.0.0.1",
@@ -50,7 +50,7 @@ class ForkedScript:
 
     @property
     def victim(self) -> int:
-        """The process to kill: of several ranks the last one."""
+        """The process to kill: with several ranks the last one."""
         pid = self._processes[-1].pid
         assert pid is not None
         return pid
@@ -66,7 +66,7 @@ class ForkedScript:
         return self.returncode
 
     def _end_others(self) -> None:
-        """As torchrun does."""
+        """End the other processes, like torchrun."""
         for each in self._processes:
             if each.is_alive():
                 each.terminate()
@@ -91,7 +91,7 @@ class ForkedScript:
 
 
 def _call(command: list[str], environment: dict[str, str], cwd: str, log: str) -> None:
-    """In the new process. `command` is what follows `python`."""
+    """Run a command in the new process. `command` has the arguments of `python`."""
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
@@ -115,7 +115,7 @@ def _call(command: list[str], environment: dict[str, str], cwd: str, log: str) -
 
 
 def _cache_in(home: Path) -> None:
-    """As HF_HOME and HF_HUB_OFFLINE say it to a process that imports the libraries."""
+    """Set the cache like HF_HOME and HF_HUB_OFFLINE in a process that has yet to import the libraries."""
     import datasets
     import huggingface_hub.constants
 

@@ -1,4 +1,4 @@
-"""What a script leaves, read with plain libraries: its losses, its weights, and the logits of what it saved."""
+"""Results of a script, read with plain libraries: its losses, its weights, and the logits of its saved models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ History = dict[tuple[int, str], float]
 
 
 def history_of(job: Job) -> History:
-    """By step and name, the losses and gradient norms that the script reported. Of several runs the last one counts."""
+    """Return the script's losses and gradient norms, by step and name; the last of several runs counts."""
     reported: History = {}
     for line in _lines(job):
         for name in _COMPARED:
@@ -33,14 +33,14 @@ def _lines(job: Job) -> list[dict[str, Any]]:
     if state.exists():
         return list(json.loads(state.read_text())["log_history"])
     metrics = sorted(job.output.glob("lightning_logs/version_*/metrics.csv"), key=_version)
-    if metrics:  # Lightning counts the steps that are done before this one
+    if metrics:  # Lightning counts the steps before the current one
         rows = [row for path in metrics for row in csv.DictReader(path.read_text().splitlines())]
         return [row | {"step": int(row["step"]) + 1} for row in rows]
     return [json.loads(line) for line in job.log.read_text().splitlines() if line.startswith('{"step"')]
 
 
 def first_step_of_last_run(job: Job) -> int:
-    """Of Lightning's runs, each of which has metrics of its own."""
+    """Return the first step of Lightning's last run; each run has metrics of its own."""
     last = max(job.output.glob("lightning_logs/version_*/metrics.csv"), key=_version)
     return 1 + min(int(row["step"]) for row in csv.DictReader(last.read_text().splitlines()))
 
@@ -50,17 +50,17 @@ def _version(path: Path) -> int:
 
 
 def completions_of(job: Job) -> list[str]:
-    """The token ids of every completion that GRPO sampled, in their order."""
+    """Return the token ids of every completion that GRPO sampled, in their order."""
     return (job.output / "completions.jsonl").read_text().splitlines()
 
 
 def weights_of(job: Job) -> dict[str, torch.Tensor]:
-    """The weights or adapters at the end."""
+    """Return the final weights or adapters."""
     return load_file(job.output / ("adapter_model.safetensors" if job.script.adapters else "model.safetensors"))
 
 
 def saved_by(job: Job) -> list[Path]:
-    """The checkpoints, and what was saved at the end."""
+    """Return the checkpoints, and the model that was saved at the end."""
     return [job.checkpoint(step) for step in range(SAVED, STEPS + 1, SAVED)] + [job.output]
 
 
@@ -68,18 +68,18 @@ def _state_dict_in(saved: Path) -> dict[str, torch.Tensor]:
     if saved.is_dir():
         return load_file(saved / "model.safetensors")
     states = torch.load(saved, weights_only=True)["state_dict"]
-    return {name.removeprefix("model."): value for name, value in states.items()}  # the module's attribute
+    return {name.removeprefix("model."): value for name, value in states.items()}  # "model." is the module's attribute
 
 
 @torch.no_grad()
 def logits_of(job: Job, saved: Path) -> torch.Tensor:
-    """The logits of a model that was saved, loaded as its library says."""
+    """Return the logits of a saved model, which is loaded in its library's way."""
     dtype, model_class = getattr(torch, job.dtype), getattr(transformers, job.script.model_class)
     if job.script.adapters:
         from peft import AutoPeftModelForCausalLM
 
         model = AutoPeftModelForCausalLM.from_pretrained(saved, dtype=dtype)
-    elif saved.suffix == ".ckpt" or not (saved / "config.json").exists():  # of Lightning, or of Accelerate
+    elif saved.suffix == ".ckpt" or not (saved / "config.json").exists():  # saved by Lightning or by Accelerate
         model = model_class.from_pretrained(job.inputs / "checkpoint", dtype=dtype)
         model.load_state_dict(_state_dict_in(saved))
     else:

@@ -1,7 +1,7 @@
-"""The scripts of examples/recipes and examples/unchanged in processes of their own: plain or under `infinity run`,
-ended or killed.
+"""Scripts of examples/recipes and examples/unchanged in processes of their own: plain or under `infinity run`.
 
-In `make test` one of them is started as a user starts it, and the others are forked; in the long forms all are started.
+They run to their end or are killed. In `make test` one of them is started as a user starts it, and the others are
+forked; in the long forms all are started.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.unchanged.forked import ForkedScript
 ROOT = Path(__file__).parents[2]
 STEPS = 12
 SAVED = 4
-"""The scripts save every fourth step: recipes are told to."""
+"""Interval of the scripts' saves; recipes get it as an option."""
 _WITHIN_S = 240.0
 ALL_SPAWNED = sampling.SHARE > 0
 
@@ -31,15 +31,15 @@ class Script:
     """A script.
 
     Attributes:
-        data: which of the files that make_demo_checkpoint writes.
-        folder: of examples.
-        checkpoint: the name of a checkpoint, by its step.
-        adapters: whether it leaves LoRA adapters, not a model.
-        model_class: of transformers, which loads what it leaves.
-        rate, length: sizes of the test for a recipe: the learning rate, and the tokens of a sequence.
+        data: name of its file among those that make_demo_checkpoint writes.
+        folder: folder in examples.
+        checkpoint: name of a checkpoint, by its step.
+        adapters: whether its result is LoRA adapters instead of a model.
+        model_class: class of transformers that loads its result.
+        rate, length: sizes of a recipe's test: the learning rate, and the tokens of a sequence.
         reference: whether it has a second model, which is not trained.
-        resumed_by_launcher: whether it says where it goes on only after the model was offloaded: then `infinity run` is
-            told, too.
+        resumed_by_launcher: whether it names its checkpoint only after the model was offloaded; `infinity run` then
+            gets the checkpoint too.
     """
 
     name: str
@@ -77,16 +77,16 @@ SCRIPTS = {
 
 @dataclass(frozen=True)
 class Job:
-    """One script with what it reads and writes.
+    """One script with its inputs and outputs.
 
     Attributes:
-        inputs: what make_demo_checkpoint wrote.
-        dtype: of the weights.
-        output: the directory that the script fills; what it prints goes to `log` beside it.
-        config: a swap config; without one the run is plain.
-        ranks: how many processes torchrun starts; 1: no torchrun.
-        batch: sequences of a batch of each, for the script that can be told.
-        spawned: as a user starts it, and not forked from a process that has imported the libraries.
+        inputs: directory that make_demo_checkpoint wrote.
+        dtype: dtype of the weights.
+        output: the directory that the script fills; its output text is in `log` beside it.
+        config: a swap config; without it the run is plain.
+        ranks: number of processes that torchrun starts; 1: no torchrun.
+        batch: sequences per batch and rank, for the script that has this option.
+        spawned: started as a user starts it, instead of forked from a process that has imported the libraries.
     """
 
     script: Script
@@ -106,11 +106,11 @@ class Job:
         return self.output / self.script.checkpoint.format(step)
 
     def run(self) -> None:
-        """Run it to its end."""
+        """Run the script to its end."""
         self._end(self._started(None))
 
     def resume(self) -> None:
-        """Run it from the first checkpoint to its end."""
+        """Run the script from the first checkpoint to its end."""
         before = self._first_checkpoint()
         assert self.checkpoint(SAVED).exists()
         self._end(self._started(SAVED))
@@ -118,8 +118,10 @@ class Job:
         assert not again, f"{self.script} began anew, and did not resume: it wrote {sorted(again)}"
 
     def _first_checkpoint(self) -> dict[Path, int]:
-        """When its weights were written: a run that began anew writes them again. (Lightning does so when it
-        resumes; its metrics say where it began.)"""
+        """Return when the first checkpoint's weights were written: a run that began again writes them again.
+
+        Lightning writes them when it resumes, too; its metrics show where it began.
+        """
         return {path: path.stat().st_mtime_ns for path in self.checkpoint(SAVED).glob("*.safetensors")}
 
     def _end(self, process: subprocess.Popen[bytes] | ForkedScript) -> None:
@@ -130,7 +132,7 @@ class Job:
         assert process.returncode == 0, f"{self.script} ended with {process.returncode}:\n{self._tail()}"
 
     def run_until_killed(self) -> None:
-        """Run it, and kill it while it writes the second checkpoint or in the steps after that."""
+        """Run the script, and kill it while it writes the second checkpoint or in the steps after that."""
         process = self._started(None)
         deadline = time.monotonic() + _WITHIN_S
         try:
@@ -148,7 +150,7 @@ class Job:
         assert process.returncode not in (0, None), f"{self.script} ended before it was killed"
 
     def _victims(self, process: subprocess.Popen[bytes] | ForkedScript) -> list[int]:
-        """Of several ranks one: torchrun ends the others."""
+        """Return the processes to kill: of several ranks only one, since torchrun ends the others."""
         if isinstance(process, ForkedScript):
             return [process.victim]
         if self.ranks == 1:

@@ -1,4 +1,4 @@
-"""Units without a model: small ones, with homes in a small arena, over a pipeline and a device that are imitated."""
+"""Units without a model: small units with homes in a small arena, and fakes of the pipeline and the device."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from infinity.units.update import UpdateTransfer
 from tests.tiers.fakes import CANCELED, Store, UpdateFuture, extent
 
 NUMEL = PAGE_BYTES // 4
-"""Of a group with one page of fp32 weights."""
+"""Elements of a group with one page of fp32 weights."""
 
 
 def unit_of(index: int, groups: Sequence[int] = (1,), *, stays: bool = False) -> Unit:
-    """A unit of fp32 groups of so many pages, each with two parameters."""
+    """Return a unit of fp32 groups with so many pages, each with two parameters."""
     made, offset = [], 0
     for number, count in enumerate(groups):
         half = NUMEL * count // 2
@@ -45,7 +45,7 @@ def unit_of(index: int, groups: Sequence[int] = (1,), *, stays: bool = False) ->
 
 
 def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = None, *, kept: bool = False) -> UnitHomes:
-    """Args: weights, states: RAM that they rest in; None: the store. kept: what rests in RAM has an extent, too."""
+    """Return homes. Args: weights, states: their RAM; None: the store. kept: homes in RAM have an extent too."""
 
     def home(state: str, group: int, space: Space | None) -> Home:
         lease = None if space is None else space.lease(PAGE_BYTES * size(group), state)
@@ -74,7 +74,7 @@ def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = No
 
 
 class Nobody:
-    """Who lends nothing."""
+    """Lender that lends no parameters."""
 
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Any:
         raise AssertionError(f"{use} of a parameter that is released")
@@ -96,7 +96,7 @@ def parameters_of(unit: Unit) -> dict[str, nn.Parameter]:
 
 
 class Gradients:
-    """As UnitGradients, in RAM."""
+    """Counterpart of UnitGradients, in RAM."""
 
     def __init__(self, unit: Unit) -> None:
         self.in_ram = True
@@ -113,7 +113,7 @@ class Gradients:
 
 
 class Pipeline:
-    """As _native.UpdatePipeline: jobs are under way until the test, or who waits for them, ends them."""
+    """Counterpart of _native.UpdatePipeline whose jobs end when the test, or a caller that waits, ends them."""
 
     ahead_tiles_max = 2
 
@@ -122,7 +122,7 @@ class Pipeline:
         self.ahead: list[UpdateFuture] = []
         self.canceled: list[UpdateFuture] = []
         self.lent: list[Any] = []
-        self.lost = False  # a device was given up: what is lent does not come back
+        self.lost = False  # a device was given up, so lent memory is not returned
 
     def submit(self, **job: Any) -> UpdateFuture:
         if job["ahead"] is not None:
@@ -159,7 +159,7 @@ class Pipeline:
 
 
 class Idle:
-    """As IdleClock."""
+    """Counterpart of IdleClock."""
 
     def begins(self) -> None:
         return
@@ -169,7 +169,7 @@ class Idle:
 
 
 def resources(*, slot_pages: int = 8, in_place: bool = True, in_ram: bool = True) -> Any:
-    """Without generations: every extent has a spare copy."""
+    """Return resources without generations, in which every extent has a spare copy."""
     return SimpleNamespace(
         plan=SimpleNamespace(
             budgets=SimpleNamespace(
@@ -207,7 +207,7 @@ def offloaded(unit: Unit, homes: UnitHomes, shadows: Shadows, health: Health | N
 
 
 def wanted(unit: Unit, lr: float = 1.0) -> dict[int, GroupUpdate]:
-    """What a step wants of all groups of a unit."""
+    """Return a step's updates of all groups of a unit."""
     return {
         index: GroupUpdate((SegmentRequest(0, group.numel, 1, 0, True, 1.0, (("lr", lr),)),), None)
         for index, group in enumerate(unit.groups)
@@ -224,11 +224,11 @@ def slot_of(content: float, nbytes: int, *, at_home: bool = True) -> Slot:
 
 
 class Slot:
-    """Memory of a device, or as HostSlot with memory of its own.
+    """Device memory; or a counterpart of HostSlot with memory of its own.
 
     Attributes:
-        viewed: somebody holds views of it.
-        rests: nobody uses it.
+        viewed: there are views of it.
+        rests: it is not in use.
     """
 
     lease = None
@@ -263,7 +263,7 @@ class Slot:
 
 
 class Fetch:
-    """Weights on their way. Attributes: fate: what finish raises; None: it goes well."""
+    """Weights that are being fetched. Attributes: fate: exception of finish; None: success."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot

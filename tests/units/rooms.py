@@ -1,4 +1,4 @@
-"""A room over slots and updates that are imitated."""
+"""A room with fakes of slots and updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.units.fakes import (
 
 
 class Pool:
-    """Slots of so many pages together, as a SlotPool."""
+    """Counterpart of SlotPool with a total of so many pages."""
 
     def __init__(self, budget: int, *, at_home: bool = True) -> None:
         self.budget = self.free_pages = budget
@@ -74,7 +74,7 @@ class _PoolFetch(Fetch):
 
 
 class NoUpdates:
-    """As Updates, those that the units of a test have."""
+    """Counterpart of Updates, with the updates of a test's units."""
 
     def __init__(self, units: Sequence[OffloadedUnit]) -> None:
         self._units = units
@@ -88,7 +88,7 @@ class NoUpdates:
 SIZES = (2, 1, 3, 1, 2)
 BUDGET = 6
 STAYS = 3
-"""The unit that stays."""
+"""Index of the unit that stays."""
 INDEX = st.integers(0, len(SIZES) - 1)
 
 
@@ -100,7 +100,7 @@ def alone(
     in_ram: Sequence[int] = (),
     policy: FetchPolicy | None = None,
 ) -> tuple[Room, Pool]:
-    """A room of units that are in the store, but for those that rest in RAM. Args: policy: None: of one process."""
+    """Return a room of units whose homes are in the store, or in RAM. Args: policy: None: that of one process."""
     below, pool = resources(slot_pages=budget, in_place=in_place), Pool(budget, at_home=in_place)
     shadows = no_shadows(below.pipeline)
     made = [unit_of(index, (count,), stays=index == STAYS) for index, count in enumerate(sizes)]

@@ -1,7 +1,7 @@
-"""What TorchAccelerator and the stages of `make gpu-check` call of `torch.cuda`, where there is no GPU.
+"""Fake of the parts of `torch.cuda` that TorchAccelerator and the stages of `make gpu-check` call, without a GPU.
 
-Every copy and kernel is done when it is queued, so nothing here says anything of order, lifetimes or speed: it runs the
-stages' code, and TorchAccelerator's own. Order is proven by tests/sim.
+Every copy and kernel is done when it is queued, so tests with this fake prove nothing about order, lifetimes or speed.
+They run the stages' code and TorchAccelerator's own. tests/sim proves the order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _handles = itertools.count(0x1000, 0x10)
 
 @dataclass(eq=False)
 class Event:
-    """Its time is a count of all records."""
+    """An event whose time is the count of all records so far."""
 
     enable_timing: bool = False
     blocking: bool = False
@@ -71,7 +71,7 @@ class Stream:
 
 
 class Cudart:
-    """The calls of libcudart that torch binds."""
+    """Calls of libcudart that torch binds."""
 
     def __init__(self) -> None:
         self.registered: set[int] = set()
@@ -90,7 +90,7 @@ class Cudart:
 
 
 class Library:
-    """The runtime's C functions, by the names that c_runtime asks for, and how often each was called."""
+    """C functions of the runtime, by the names that c_runtime asks for, and the number of calls of each."""
 
     def __init__(self) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int
@@ -122,11 +122,11 @@ class Library:
 
 @dataclass
 class Fake:
-    """What was put in the place of torch.cuda.
+    """The fake that replaces torch.cuda.
 
     Attributes:
-        streams: the current one, and those that a context made current before.
-        forgotten: errors that were forgotten.
+        streams: the stack of current streams; the last one is current.
+        forgotten: devices whose errors were cleared.
     """
 
     cudart: Cudart = field(default_factory=Cudart)
@@ -136,7 +136,7 @@ class Fake:
 
 
 def install(patch: pytest.MonkeyPatch) -> Fake:
-    """Until the test ends the CPU is a device whose module is torch.cuda, and that is what is here."""
+    """Replace torch.cuda by the fake until the test ends, and make it the module of the CPU as a device."""
     fake = Fake()
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The settings of DeepSpeed configs that public projects ship, restated; each names the project and the file."""
+"""Settings of DeepSpeed configs that public projects ship, restated; each names the project and the file."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Any
 
 AUTO = "auto"
 NVME = "/local_nvme"
-"""Stands for the directory that the public config names."""
+"""Placeholder for the directory that the public config names."""
 
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Public:
-    """Attributes:
-    source: repository and path.
-    values: the settings; of Accelerate's YAML too.
-    weights, optimizer: what the swap config is to say.
-    lost: the keys that have no counterpart, as the report lists them.
-    unknown: the keys that are named as unknown.
-    also: the other lines of the swap config.
+    """A public config and its expected conversion.
+
+    Attributes:
+        source: repository and path.
+        values: the settings, including those of Accelerate's YAML.
+        weights, optimizer: expected values in the swap config.
+        lost: keys without a counterpart, as the report lists them.
+        unknown: keys that the report names as unknown.
+        also: other expected lines of the swap config.
     """
 
     source: str

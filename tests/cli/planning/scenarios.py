@@ -1,4 +1,4 @@
-"""A preset on a machine that is not here."""
+"""A preset on a simulated machine."""
 
 from __future__ import annotations
 
