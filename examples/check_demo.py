@@ -1,4 +1,4 @@
-"""Check the demo, and say in five lines what was shown: memory, learning, bytes, speed, and that nothing was lost."""
+"""Check of the demo, with five lines of results: memory, learning, bytes, speed, and that nothing was lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ CONFIG = "examples/demo.yaml"
 
 
 def equal_tensors(output: Path, swap: Path, step: int) -> int:
-    """How many tensors of the saved model are, bit for bit, those of the generation of a step. Every byte of the
-    generation is read, and compared with its checksums. Raises ValueError for one that differs."""
+    """Return how many tensors of the saved model equal, bit for bit, the tensors of a step's generation.
+
+    Every byte of the generation is read and compared with its checksums. Raises ValueError for a tensor that differs.
+    """
     with opened([swap]) as stores, safe_open(output / "model.safetensors", framework="pt") as saved:
         generation = newest_whole(stores, step)
         names = set(saved.keys())
@@ -60,7 +62,7 @@ def main() -> int:
         (
             "nothing lost",
             f"the saved model has the bits of step {steps} in the store, in all {tensors} tensors; plain transformers "
-            "computes the trained model's logits with it",  # `--verify-output` has compared them, or make had stopped
+            "computes the trained model's logits with it",  # make ran `--verify-output` before
         ),
     )
     print()

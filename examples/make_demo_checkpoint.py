@@ -1,7 +1,7 @@
-"""Make the input of the demo: a checkpoint of Llama's architecture with random weights, a tokenizer, and text.
+"""Input of the demo: a checkpoint of Llama's architecture with random weights, a tokenizer, and text.
 
-The text, on which the tokenizer is trained as well, is the sources of the Python standard library: every machine that
-can run this has them. From some of it the data of examples/recipes and examples/unchanged is made: texts.jsonl,
+The text is the sources of the Python standard library, which every machine that runs this has. The tokenizer is trained
+on the same text. Parts of the text become the data of examples/recipes and examples/unchanged: texts.jsonl,
 chats.jsonl, preferences.jsonl and prompts.jsonl.
 """
 
@@ -32,7 +32,7 @@ _RECORD_CHARACTERS = 400
 
 
 def collect_text(target: Path, limit_bytes: int) -> None:
-    """Copy sources of the standard library, in a fixed order, until there is enough."""
+    """Copy sources of the standard library, in a fixed order, until `limit_bytes` are reached."""
     library = Path(sysconfig.get_path("stdlib"))
     target.mkdir(parents=True)
     taken = 0
@@ -68,7 +68,7 @@ def train_tokenizer(text: Path, vocabulary: int = VOCABULARY) -> PreTrainedToken
 
 
 def write_records(text: Path, target: Path) -> None:
-    """Write texts, chats, preferences and prompts, all cut from the first file of `text` that is long enough."""
+    """Write texts, chats, preferences and prompts, all cut from the first sufficiently long file of `text`."""
     wanted = _RECORDS * _RECORD_CHARACTERS
     source = next(path.read_text() for path in sorted(text.iterdir()) if path.stat().st_size > 2 * wanted)
     pieces = [source[start : start + _RECORD_CHARACTERS] for start in range(0, wanted, _RECORD_CHARACTERS)]

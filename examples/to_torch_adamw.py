@@ -1,11 +1,11 @@
-"""Go on with a run in plain PyTorch, from the copy that `infinity checkpoint export` wrote: this needs transformers and
-torch.optim.AdamW, and no infinity.
+"""Continuation of a run in plain PyTorch, from the copy that `infinity checkpoint export` wrote.
+
+It needs transformers and torch.optim.AdamW, and no infinity.
 
     model, optimizer = load("exported")
 
 The weights are the run's fp32 masters, if it had any. The optimizer has the run's steps, moments and hyperparameters.
-The
-model and its states must fit in memory: 16 bytes per parameter.
+The model and its states must fit in memory: 16 bytes per parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "maximize")
 
 
 class OptimizerFiles:
-    """The tensors in the `optimizer` folder of an export, by name, and the index that says where they are."""
+    """Tensors in the `optimizer` folder of an export, by name, and the index with their files."""
 
     def __init__(self, directory: Path) -> None:
         self.folder = directory / "optimizer"
@@ -36,7 +36,10 @@ class OptimizerFiles:
 
 
 def load(directory: str | Path) -> tuple[torch.nn.Module, torch.optim.AdamW]:
-    """The model in fp32 and its optimizer, as the run left them.
+    """Return the model in fp32 and its optimizer in the final state of the run.
+
+    Args:
+        directory: the exported copy.
 
     Raises:
         ValueError: the run was not trained with one infinity.AdamW.
@@ -48,7 +51,7 @@ def load(directory: str | Path) -> tuple[torch.nn.Module, torch.optim.AdamW]:
 
 
 def load_masters(model: torch.nn.Module, files: OptimizerFiles) -> None:
-    """Replace weights that were rounded to bf16 or fp16 by the fp32 values they were rounded from."""
+    """Replace weights that were rounded to bf16 or fp16 by their fp32 master values."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if f"{name}.master" in files.names:
@@ -56,7 +59,7 @@ def load_masters(model: torch.nn.Module, files: OptimizerFiles) -> None:
 
 
 def make_optimizer(model: torch.nn.Module, files: OptimizerFiles) -> torch.optim.AdamW:
-    """A torch.optim.AdamW with the parameter groups, steps and moments of the run."""
+    """Return a torch.optim.AdamW with the parameter groups, steps and moments of the run."""
     saved = files.index["metadata"]["optimizers"]
     if [optimizer["class_name"] for optimizer in saved] != ["AdamW"]:
         raise ValueError(f"the run was trained with {[optimizer['class_name'] for optimizer in saved]}, not one AdamW")

@@ -1,6 +1,6 @@
-"""Draw docs/pictures/peers.svg: the step of each system beside the others, from the files of bench/results.
+"""Drawing of docs/pictures/peers.svg: the step of each system beside the others, from the files of bench/results.
 
-`make docs` runs this. tests/docs/test_chart.py compares the picture with what this script would draw.
+`make docs` runs this. tests/docs/test_chart.py compares the picture with the output of this script.
 """
 
 from __future__ import annotations

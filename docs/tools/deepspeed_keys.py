@@ -17,7 +17,7 @@ PARTS = (
 
 
 def key_tables() -> str:
-    """The table of keys as Markdown, a part for each fate. The page has it between two comments."""
+    """Return the table of keys as Markdown, with a part for each fate. The page has it between two comments."""
     parts = []
     for fates, title, header in PARTS:
         keys = [KEYS[name] for name in DEEPSPEED if KEYS[name].fate in fates]

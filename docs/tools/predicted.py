@@ -1,8 +1,9 @@
-"""Write docs/reference/predicted.md: what `infinity plan` says of every preset on three machines that are not here.
-Write the table of the README, too: some of these predictions beside what was measured on an H200; and the table of
-docs/recipes.md, with what the recipes of examples/recipes take.
+"""Writer of docs/reference/predicted.md: the prediction of `infinity plan` for every preset on three machines.
 
-`make docs` runs this. tests/docs/test_predicted.py compares the page and the tables with what this script would write.
+It also writes two other tables: in the README, some of these predictions beside measurements on an H200; in
+docs/recipes.md, the needs of the recipes in examples/recipes.
+
+`make docs` runs this script. tests/docs/test_predicted.py compares the page and the tables with its output.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ IN_README = {
     "32 B, all parameters, 8-bit moments": ("qwen3-32b", {"moments": "int8"}, ""),
     "70 B, LoRA on a base in 4 bits": ("llama-3-70b", {"frozen": "nf4"}, ""),
 }
-"""By the row: the preset, the form, and the name of the row in the file of measurements."""
+"""Preset, form, and name of the row in the file of measurements, by the row's title."""
 
 RECIPES_PAGE = Path(__file__).parents[1] / "recipes.md"
 RECIPES = Path(__file__).parents[2] / "examples" / "recipes"
@@ -75,9 +76,9 @@ IN_RECIPES = {
     "reward": Batch(4, 1024, passes=2),
     "deepspeed": Batch(4, 2048, passes=2),
 }
-"""By the recipe, what its script does in a step. A pair of DPO's and of the reward model's is two sequences."""
+"""Work of a step by recipe. A pair of DPO's and of the reward model's is two sequences."""
 FOLDERS = 3
-"""How many checkpoint folders the scripts keep."""
+"""Number of checkpoint folders that the scripts keep."""
 
 
 def machine_line(name: str) -> str:
@@ -100,7 +101,7 @@ def of_config(preset: str, name: str, config: SwapConfig, batch: Batch) -> Scena
     ranks = machine.gpus
     if config.frozen != "auto":
         adapt(model, 16)
-        ranks = 1  # several ranks cannot share encoded weights yet
+        ranks = 1  # several ranks do not support encoded weights yet
     return Scenario(
         model=model,
         config=on_machine(machine, config),
@@ -113,7 +114,7 @@ def of_config(preset: str, name: str, config: SwapConfig, batch: Batch) -> Scena
 
 
 def cell(preset: str, name: str, form: dict[str, str], *, bound: bool = True) -> str:
-    """Seconds of a step, what it is bound by if `bound`, and terabytes that 1,000 steps write."""
+    """Return the seconds of a step, its bound if `bound`, and the terabytes that 1,000 steps write."""
     given = scenario(preset, name, form)
     try:
         found = given.outcome()
@@ -152,7 +153,7 @@ def readme_row(title: str) -> str:
 
 
 def measured(row: str) -> str:
-    """Seconds of a step in every run that has the row."""
+    """Return the seconds of a step in every run that has the row."""
     runs = json.loads(MEASURED.read_text())["runs"]
     found = [run["rows"]["measured"][row]["seconds"] for run in runs if row in run["rows"]["measured"]]
     return " and ".join(f"{seconds:.2f} s" for seconds in found) or "not measured"
@@ -167,10 +168,10 @@ def readme_table() -> str:
 
 
 def recipe_row(name: str) -> str:
-    """Of a model of 8 B on a machine with a GPU of 24 GB."""
+    """Return the row of a recipe for a model of 8 B on a machine with a GPU of 24 GB."""
     batch, config = IN_RECIPES[name], load_config(RECIPES / f"{name}.yaml")
     given = of_config("llama-3-8b", "consumer", config.model_copy(update={"pins": pins_for(FOLDERS)}), batch)
-    if name == "dpo":  # the reference has half of the device memory and a fifth of the RAM
+    if name == "dpo":  # the reference model gets half of the device memory and a fifth of the RAM
         memory = given.config.memory
         share = memory.model_copy(update={"device": memory.device // 2, "host": memory.host * 4 // 5})
         given = replace(given, config=given.config.model_copy(update={"memory": share}))
@@ -198,7 +199,7 @@ def recipes_table() -> str:
 
 
 def with_table(page: Path, table: str) -> str:
-    """The page with the table in its place."""
+    """Return the page with the table replaced."""
     return TABLE.sub(lambda found: found[1] + table + found[3], page.read_text())
 
 

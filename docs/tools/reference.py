@@ -1,9 +1,8 @@
-"""Write the reference pages of the documentation, config.md, commands.md and trainers.md, from the code: `make docs`
-runs this.
+"""Writer of the reference pages config.md, commands.md and trainers.md, from the code; `make docs` runs it.
 
-What a key of the swap config says is its docstring in infinity/config.py; what an option does is its help in the
-parsers; what infinity replaces in other libraries is infinity/integrations/points.py. tests/docs/test_reference.py
-compares the pages with what this script would write.
+The text of a swap config key is its docstring in infinity/config.py. The text of an option is its help in the parsers.
+The functions that infinity replaces in other libraries are listed in infinity/integrations/points.py.
+tests/docs/test_reference.py compares the pages with the output of this script.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ PAGES = {
     "frozen": ("Frozen weights in 4 or 8 bits", "../frozen.md"),
     "ranks.gather": ("Several ranks", "../ranks.md"),
 }
-"""Where more is said of a key."""
+"""Page with more information about a key."""
 
 CONFIG_HEAD = """\
 # The swap config
@@ -99,7 +98,7 @@ own. A library in which one is gone is named when `infinity run` starts.
 
 
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
-    """Of the fields of a section, by name."""
+    """Return the docstrings of the fields of a section, by name."""
     tree = ast.parse(inspect.getsource(infinity.config))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == model.__name__)
     found = {}
@@ -110,7 +109,7 @@ def docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def values(annotation: Any) -> list[str]:
-    """What may be written for a key, in Markdown."""
+    """Return the values that a key may have, in Markdown."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         if any(isinstance(each, BeforeValidator) and each.func is parse_bytes for each in inner[1:]):
@@ -127,7 +126,7 @@ def values(annotation: Any) -> list[str]:
 
 
 def keys(model: type[BaseModel] = SwapConfig, prefix: str = "") -> Iterator[tuple[str, list[str], str, str]]:
-    """(key, values, default, docstring) of every key, in the order of the schema."""
+    """Yield (key, values, default, docstring) of every key, in the order of the schema."""
     hints, told = get_type_hints(model, include_extras=True), docstrings(model)
     for name, field in model.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
@@ -150,7 +149,7 @@ def keys(model: type[BaseModel] = SwapConfig, prefix: str = "") -> Iterator[tupl
 
 
 def is_refused(key: str, value: str) -> bool:
-    """Whether this version does not have what `key: value` names."""
+    """Return whether this version does not support `key: value`."""
     try:
         load_config({key: value.strip("`")})
     except NotAvailableError:
@@ -177,7 +176,7 @@ def config_page() -> str:
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser, str]]:
-    """(command line, parser, what its parent says of it) of every command."""
+    """Yield (command line, parser, its parent's help for it) for every command."""
 
     def walk(
         line: str, parser: argparse.ArgumentParser, told: str
@@ -267,7 +266,7 @@ def help_of(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text as Markdown shows it, in a table too; what is in backquotes is code."""
+    """Return the text escaped for Markdown, also inside a table; text in backquotes is code."""
     parts = text.split("`")
     parts[::2] = [re.sub(r"([*_\[\]<>|\\])", r"\\\1", part) for part in parts[::2]]
     parts[1::2] = [part.replace("|", "\\|") for part in parts[1::2]]
@@ -275,7 +274,7 @@ def escaped(text: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The text of each page, by its path."""
+    """Return the text of each page by path."""
     made = {"config.md": config_page, "commands.md": commands_page, "trainers.md": trainers_page}
     return {PLACE / name: GENERATED + page() for name, page in made.items()}
 

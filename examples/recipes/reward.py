@@ -10,7 +10,7 @@ from trl import RewardConfig, RewardTrainer
 model_name = os.environ["MODEL"]
 dtype = os.environ.get("DTYPE", "bfloat16")
 
-set_seed(0)  # the new head begins with random values
+set_seed(0)  # the new head is initialised with random values
 model = AutoModelForSequenceClassification.from_pretrained(model_name, num_labels=1, dtype=getattr(torch, dtype))
 
 training_args = RewardConfig(

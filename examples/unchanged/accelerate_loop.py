@@ -1,4 +1,4 @@
-"""A training loop of one's own with Accelerate."""
+"""Custom training loop with Accelerate."""
 
 import json
 import os
