@@ -17,12 +17,12 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTConfig, SFTTrainer
 
 from infinity.cli.batches import Batch, learned_in
 from infinity.cli.data import Sequences
 from infinity.cli.order import DataIdentity, Order
+from infinity.cli.run_directory import folder_of
 from infinity.cli.trainer_points import require_points
 from infinity.cli.world import told
 from infinity.config import SwapConfig
@@ -256,7 +256,7 @@ class Trainer(TrainerMixin, _Recording):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def folder_of(self, step: int) -> Path:
-        return Path(self.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+        return folder_of(Path(self.args.output_dir), step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Raises InfinityError on all ranks where it cannot be saved: they meet after it."""
