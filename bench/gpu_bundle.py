@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu.bundle import DEBIAN_FILES, FOLDER, LIMIT_BYTES, PLATFORMS, BundleError, check, folder_bytes, tree_bytes
-from gpu.environment import BUILD, IMPORT, STAGES
+from gpu.environment import BUILD, IMPORT, STAGES, TRAINER
 from gpu.prove import prove
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,15 +55,17 @@ def make(python: str) -> None:
 
 
 def _download(names: Sequence[str], python: str, into: Path) -> None:
+    """Download wheels of `names` and of their dependencies. Those of TRAINER's include torch, so they are left out."""
     digits = python.replace(".", "")
     options = ["-q", "--disable-pip-version-check", "--only-binary=:all:", "--implementation=cp"]
     options += [f"--python-version={python}", *(f"--abi={abi}" for abi in (f"cp{digits}", "abi3", "none"))]
     options += [f"--platform={platform}" for platform in PLATFORMS]
+    options += ["--no-deps"] if names == TRAINER else []
     _run([sys.executable, "-m", "pip", "download", *options, "-c", "constraints.txt", "-d", str(into), *names])
 
 
 def _add_if_it_fits(names: tuple[str, ...], python: str, folder: Path, limit: int) -> None:
-    """Add wheels of `names` and of their dependencies, if the bundle stays small enough."""
+    """Add the wheels that _download gives for `names`, if the bundle stays small enough."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         there = {wheel.name for wheel in (folder / "wheels").iterdir()}
         _download(names, python, Path(temporary))

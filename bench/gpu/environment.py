@@ -24,7 +24,9 @@ BUILD = ("scikit-build-core", "pybind11", "cmake", "ninja")
 """Distributions that the build of infinity needs. cmake and ninja may be system programs instead."""
 IMPORT = ("numpy", "pydantic", "pyyaml", "psutil")
 """Distributions that `import infinity` needs, beside torch."""
-STAGES = (("pytest", "pytest-timeout", "hypothesis"), ("rich",), ("safetensors",), ("transformers",))
+TRAINER = ("trl", "datasets", "dill", "multiprocess", "xxhash")
+"""Distributions that `infinity finetune` needs beside transformers, and those of their needs that are small."""
+STAGES = (("pytest", "pytest-timeout", "hypothesis"), ("rich",), ("safetensors",), TRAINER, ("transformers",))
 """Groups of distributions that single stages need. A stage whose group is missing reports it; the others run."""
 
 _PROGRAMS = ("cmake", "ninja")

@@ -5,6 +5,7 @@ The model runs in torch with all states in device memory, in FSDP2 with its shar
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import os
 import time
@@ -34,11 +35,13 @@ class Rows(Contender):
             choice).
         begin: applies the settings of a row.
         pipeline: pipeline that runs the updates, whose tiles are traced.
+        phases: begin of each phase of the steps so far, with its name: forward, backward.
     """
 
     rows: Iterator[dict[str, Any]] = dataclasses.field(default_factory=lambda: iter(()))
     begin: Callable[[dict[str, Any]], None] = lambda row: None
     pipeline: Any = None
+    phases: list[tuple[float, str]] = dataclasses.field(default_factory=list)
     job: Job | None = None
 
 
@@ -132,8 +135,14 @@ def _infinity(job: Job, device: torch.device) -> Rows:
         optim.max_grad_norm = row["max_grad_norm"]
         speculation.mode = row.get("overlap") or planned
 
+    phases: list[tuple[float, str]] = []
+
+    def enter(phase: str) -> None:
+        phases.append((time.perf_counter(), phase))
+
     def step() -> Any:
         count = now["micro_batches"]
+        enter("forward")
 
         def loss_of(tokens: torch.Tensor) -> torch.Tensor:
             loss: torch.Tensor = model(input_ids=tokens, labels=tokens).loss / count
@@ -141,6 +150,7 @@ def _infinity(job: Job, device: torch.device) -> Rows:
 
         if count == 1:
             loss = loss_of(batches[0])
+            enter("backward")
             loss.backward()
             losses = [loss.detach()]
         else:
@@ -162,6 +172,7 @@ def _infinity(job: Job, device: torch.device) -> Rows:
         close=lambda: infinity.close(model),
         begin=begin,
         pipeline=registry.coordinator_of(model).resources.pipeline,
+        phases=phases,
     )
 
 
@@ -175,31 +186,50 @@ def _counters(statistics: infinity.Statistics) -> dict[str, float]:
     }
 
 
-def _of_tiles(events: Any, steps: int) -> dict[str, Any]:
-    """Return the rate of the update while it computed, and its idle seconds between the first tile and the last."""
+def _of_tiles(events: Any, steps: int, phases: list[tuple[float, str]]) -> dict[str, Any]:
+    """Return the rate of the update while it computed, also by phase, and its idle seconds between its tiles."""
     if not len(events):
         return {}
+    times, names = zip(*phases, strict=True)
     begin, end = events["begin_ns"].astype(float) / 1e9, events["end_ns"].astype(float) / 1e9
+    numels, seconds = Counter[str](), Counter[str]()
+    for began, ended, numel in zip(begin, end, events["numel"], strict=True):
+        phase = names[max(bisect.bisect(times, began) - 1, 0)]
+        numels[phase] += int(numel)
+        seconds[phase] += ended - began
     gaps = sorted((float(after - before) for before, after in zip(end[:-1], begin[1:], strict=True)), reverse=True)
     return {
         "gparam_per_s": round(float(events["numel"].sum()) / float((end - begin).sum()) / 1e9, 2),
+        "by_phase": {name: round(numels[name] / seconds[name] / 1e9, 2) for name in seconds},
+        "phase_s": {name: round(each / steps, 3) for name, each in seconds.items()},
         "tiles": len(events) / steps,
         "gaps_s": round(sum(gaps) / steps, 3),
         "longest_s": [round(gap, 3) for gap in gaps[: 3 * steps]],
     }
 
 
-def _thread_seconds() -> Counter[str]:
-    """Return the CPU seconds of each kind of thread, by thread name; threads of the same name are summed."""
-    found: Counter[str] = Counter()
+def _thread_seconds() -> tuple[Counter[str], Counter[str]]:
+    """Return the CPU seconds, and the seconds spent waiting for a core, of each kind of thread, by thread name.
+
+    Threads of the same name are summed. Source: schedstat of the process's tasks; zero where the kernel counts none.
+    """
+    used, waited = Counter[str](), Counter[str]()
     for task in Path("/proc/self/task").iterdir():
         try:
-            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            name = (task / "comm").read_text().strip()
+            ran_ns, waited_ns, _ = (int(word) for word in (task / "schedstat").read_text().split())
         except OSError:  # the thread has ended
             continue
-        user, system = rest.split()[11:13]
-        found["main" if int(task.name) == os.getpid() else name] += (int(user) + int(system)) / _TICKS_PER_S
-    return found
+        kind = "main" if int(task.name) == os.getpid() else name
+        used[kind] += ran_ns / 1e9
+        waited[kind] += waited_ns / 1e9
+    return used, waited
+
+
+def _stolen_seconds() -> float:
+    """Return the seconds in which the host ran something else on this machine's cores, summed over the cores."""
+    with Path("/proc/stat").open() as file:
+        return int(file.readline().split()[8]) / _TICKS_PER_S
 
 
 def _synchronize(device: torch.device) -> None:
@@ -223,7 +253,7 @@ def turn(contender: Contender) -> dict[str, Any]:
         pipeline.trace(True)
         take(pipeline)
     before, steps, each = contender.counters(), row.get("steps", options["steps"]), []
-    threads = _thread_seconds()
+    (used, waited), stolen = _thread_seconds(), _stolen_seconds()
     began = last = time.perf_counter()
     for _ in range(steps):
         loss = contender.step()
@@ -237,9 +267,12 @@ def turn(contender: Contender) -> dict[str, Any]:
         "host_s": [round(value, 3) for value in each],
         "loss": round(float(loss), 4),
     }
-    found["thread_s"] = {name: round(used / steps, 3) for name, used in (_thread_seconds() - threads).most_common(8)}
+    now_used, now_waited = _thread_seconds()
+    found["thread_s"] = {name: round(each / steps, 3) for name, each in (now_used - used).most_common(8)}
+    found["thread_waits_s"] = {name: round(each / steps, 3) for name, each in (now_waited - waited).most_common(4)}
+    found["stolen_s"] = round((_stolen_seconds() - stolen) / steps, 3)
     if pipeline is not None:
-        found["adam"] = _of_tiles(take(pipeline).events, steps)
+        found["adam"] = _of_tiles(take(pipeline).events, steps, contender.phases)
         pipeline.trace(False)
     if options["device"] == "cuda":
         found["device_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import datetime
 import shutil
 import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from adam_forms import FORMATS, run_adam
 
+from gpu.adam_beside import rates
 from gpu.record import Options, Record, run
 from infinity import _native
 from infinity.cli.bench.scratch import Scratch
@@ -38,6 +41,12 @@ def stage(record: Record, options: Options) -> None:
         speed=True,
         least_s=4,
     )
+    record.measure(
+        "adam beside others",
+        "noted: Gparam/s, and GB/s of a pass with almost no arithmetic",
+        lambda: rates(numel, cores, _copier()),
+        least_s=8,
+    )
     nbytes = int(options.settings.get("disk_bytes", _file_bytes(options)))
     seconds = min(float(options.settings.get("disk_s", _DISK_S)), record.left_s - 3)
     record.measure(
@@ -57,6 +66,18 @@ def _adam(numel: int, cores: int, formats: Any) -> dict[str, Any]:
     }
     bound = {name: round(rate / 1e9, 1) for name, rate in report.bound.items()}
     return {"numel": numel, "threads": cores, "bound_gb_per_s": bound, "rows": rows}
+
+
+def _copier() -> Callable[[], Any] | None:
+    """Return a function that copies in both directions for a moment; None without a device."""
+    if not torch.cuda.is_available():
+        return None
+    from gpu.stage_copies import Copies  # needs a device
+
+    large = 128 * _MIB
+    pinned = torch.ones(2 * large, dtype=torch.uint8).pin_memory()
+    copies = Copies(pinned[:large], pinned[large:])
+    return lambda: copies.rate(large, up=True, down=True)
 
 
 def _file_bytes(options: Options) -> int:
