@@ -14,6 +14,7 @@ from infinity.errors import ConfigError, DeviceRoomError, PlanError
 from infinity.plan.machine import usable_cores
 from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, Resting
 from infinity.plan.problem import Limits, Problem
+from infinity.plan.ring import Ring, rings_of
 from infinity.sizes import PAGE_BYTES, enough_bytes, format_bytes, round_up
 from infinity.state.discover import HookSite
 from infinity.state.dtypes import master_format, native_name
@@ -28,7 +29,6 @@ _TASKS_PER_THREAD = 4
 _PIECE_BYTES = 64 << 20
 _COPIES_MAX = 4  # units whose updates wait or run, each with a copy of its weights
 _NAMED_MAX = 6  # units in a message
-_RINGS_MAX = 4  # largest ring by smallest: gradients of two units for one, in fp32 for 16 bits
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Budgets:
 
     Attributes:
         slot_bytes: device memory for fetched weights.
-        ring_bytes: device memory for gradients on their way to the host; 0 if they need not move.
+        ring: device memory for gradients on their way to the host.
+        longest_ring_bytes: size of the ring if memory.device were larger.
         decoding_bytes: device memory for encoded weights, until they are decoded into slots; 0 if the device has no
             memory of its own.
         decodes: whether some weights are decoded into slots.
@@ -72,12 +73,12 @@ class Budgets:
         landing_bytes: bytes of the window that gradients land in on their way to the store; 0 if none spills.
         shadow_bytes: host memory for the new values of speculative updates, where weights or states rest in RAM; lent
             to the staging while no update speculates.
-        adds_up: whether the gradients of micro-batches that go through a unit together add up in the ring, in fp32.
     """
 
     limits: Limits
     slot_bytes: int
-    ring_bytes: int
+    ring: Ring
+    longest_ring_bytes: int
     decoding_bytes: int
     decodes: bool
     upload_bytes: int
@@ -88,11 +89,14 @@ class Budgets:
     landing_bytes: int
     shadow_bytes: int
     staging: Staging
-    adds_up: bool = False
+
+    @property
+    def ring_bytes(self) -> int:
+        return self.ring.nbytes
 
     def device_for(self, slot_bytes: int) -> str:
         """Return the memory.device that so many bytes of slots need, even if gradients then get a longer ring."""
-        beside = self.decoding_bytes + _RINGS_MAX * self.ring_bytes
+        beside = self.decoding_bytes + self.longest_ring_bytes
         return _config_bytes(self.limits, int((slot_bytes + beside) / WEIGHT_SHARE_OF_DEVICE))
 
     @property
@@ -176,13 +180,10 @@ def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
     return min(_COPIES_MAX * largest, sum(sizes), room // PAGE_BYTES * PAGE_BYTES) if largest <= room else 0
 
 
-def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, int]:
-    """Return the device memory for fetched weights, and that for gradients on their way to the host.
+def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, Ring, int]:
+    """Return the device memory for fetched weights, that for gradients, and the longest ring for gradients.
 
-    There is memory for the gradients of one unit at least. There is memory for those of two units if that leaves
-    enough: then the next unit's gradients arrive while the last unit's are copied. Gradients get memory in fp32, in
-    which they add up on the device, if several micro-batches go through a unit together, all weights are in RAM, and
-    enough is left.
+    The ring is the longest that leaves enough for the weights (ring.py).
 
     If the device has no memory of its own, weights in RAM and gradients are used in place.
 
@@ -190,14 +191,15 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         PlanError: memory.device is too small for the units that are needed at once.
     """
     limits = problem.limits
-    one, two, wide = problem.rings
-    # If weights come from NVMe, each slot saves more than adding up on the device does.
-    larger = (two, wide) if problem.every <= weights.in_ram else (two,)
+    rings = rings_of(problem, sites)
+    if not problem.every <= weights.in_ram:
+        rings = rings[:2]  # each slot saves a read from NVMe, which is more than adding up on the device saves
+    longest = rings[-1].nbytes
     decoding = 0 if limits.in_place else problem.decoding_bytes
 
-    def ring_beside(nbytes: int) -> int:
-        fits = [ring for ring in larger if 4 * ring <= limits.device and nbytes + decoding + ring <= limits.device]
-        return max(fits, default=one)
+    def ring_beside(nbytes: int) -> Ring:
+        room = min(limits.device // 4, limits.device - nbytes - decoding)
+        return next((ring for ring in reversed(rings) if ring.nbytes <= room), rings[0])
 
     if limits.shares and weights.tier == "device":
         raise PlanError(
@@ -212,20 +214,20 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
     if weights.tier == "device" or (limits.used_at_home and weights.tier == "host" and not problem.decoded):
         ring = ring_beside(problem.slots)
         needs = problem.slots + decoding
-        if weights.tier == "device" and needs + ring > limits.device:
+        if weights.tier == "device" and needs + ring.nbytes > limits.device:
             raise PlanError(
-                f"weights: device needs {format_bytes(needs)}{_and_for_gradients(ring)}; memory.device is "
-                f"{format_bytes(limits.device)}. Raise it to {enough_bytes(needs + ring)} plus what "
+                f"weights: device needs {format_bytes(needs)}{_and_for_gradients(ring.nbytes)}; memory.device is "
+                f"{format_bytes(limits.device)}. Raise it to {enough_bytes(needs + ring.nbytes)} plus what "
                 "activations need, or set weights: host or nvme."
             )
-        return problem.slots, ring
+        return problem.slots, ring, longest
     fetched = problem.every - (weights.in_ram - problem.decoded) if limits.used_at_home else problem.every
     needed = needed_at_once([unit.whole for unit in problem.units], sites, fetched)
     nbytes = sum(unit.weight_bytes for unit in needed)
     ring = ring_beside(nbytes)
-    share = int(limits.device * WEIGHT_SHARE_OF_DEVICE) - ring - decoding
+    share = int(limits.device * WEIGHT_SHARE_OF_DEVICE) - ring.nbytes - decoding
     slots = min(max(share, nbytes), sum(unit.whole.weight_bytes for unit in problem.units if unit.index in fetched))
-    if slots + ring + decoding > limits.device:
+    if slots + ring.nbytes + decoding > limits.device:
         largest = max(needed, key=lambda unit: unit.weight_bytes)
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])
         more = f" and {len(needed) - _NAMED_MAX} more" if len(needed) > _NAMED_MAX else ""
@@ -233,12 +235,12 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         raise DeviceRoomError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
-            f"(together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring)}; memory.device is "
+            f"(together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring.nbytes)}; memory.device is "
             f"{format_bytes(limits.device)}{each}. Raise memory.device to "
-            f"{_config_bytes(limits, nbytes + ring + decoding)} plus what activations need.",
+            f"{_config_bytes(limits, nbytes + ring.nbytes + decoding)} plus what activations need.",
             limits.device,
         )
-    return round_up(slots, PAGE_BYTES), ring
+    return round_up(slots, PAGE_BYTES), ring, longest
 
 
 def fits_slots(units: Iterable[Unit], limits: Limits) -> bool:

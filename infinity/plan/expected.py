@@ -124,7 +124,7 @@ def expected(
         decoded += used.fetches * _decoded_bytes(unit)
         if not problem.limits.in_place:
             up += fetches * unit.weight + again * unit.whole.weight_bytes
-            down += problem.passes * (unit.gradient_fp32 if budgets.adds_up else unit.gradient_native)
+            down += problem.passes * (unit.gradient_fp32 if budgets.ring.adds_up else unit.gradient_native)
     return Moved(
         weights=round(weights),
         states=round(states),

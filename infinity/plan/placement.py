@@ -164,7 +164,7 @@ def _place_weights(problem: Problem, room: int, states_in_ram: frozenset[int]) -
     room -= _host_bytes(problem, none, states_in_ram) + _bounce_bytes(problem)
     if problem.cost(problem.weight) <= room or not config.nvme.paths:
         share, there = limits.device * WEIGHT_SHARE_OF_DEVICE, problem.slots + problem.decoding_bytes
-        on_device = not (limits.in_place or limits.shares) and there + problem.rings[0] <= share
+        on_device = not (limits.in_place or limits.shares) and there + problem.ring_bytes_min <= share
         return Resting("device" if on_device else "host", problem.every)
     room -= _upload_bytes(problem, none.in_ram)
     return Resting("nvme", as_far_as(((unit.index, problem.cost(unit.weight)) for unit in problem.units), room))

@@ -155,11 +155,12 @@ def _plan(
         keep=config.keep,
         pins=config.pins,
     )
-    slots, ring = device_bytes(problem, sites, placed.weights)
+    slots, ring, longest = device_bytes(problem, sites, placed.weights)
     budgets = Budgets(
         limits=problem.limits,
         slot_bytes=slots,
-        ring_bytes=ring,
+        ring=ring,
+        longest_ring_bytes=longest,
         decoding_bytes=0 if problem.limits.in_place else problem.decoding_bytes,
         decodes=bool(problem.decoded),
         upload_bytes=placed.upload_bytes,
@@ -170,7 +171,6 @@ def _plan(
         landing_bytes=gradients.landing_bytes,
         shadow_bytes=reserved.shadow_bytes,
         staging=replace(staging, ahead_bytes=ahead),
-        adds_up=config.vertical and 0 < problem.rings[-1] <= ring,
     )
     layout = lay_out(problem, placement, gradients, budgets)
     saves = 0

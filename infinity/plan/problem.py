@@ -224,19 +224,9 @@ class Problem:
         return max(self.units, key=lambda unit: unit.weight).unit
 
     @cached_property
-    def rings(self) -> tuple[int, int, int]:
-        """Device memory for gradients, in three sizes; 0 if gradients need not move.
-
-        The sizes are the gradients of the largest unit, those of the two largest units, and the latter in fp32. In the
-        third size gradients add up on the device if those of all micro-batches come one right after the other; without
-        vertical micro-batches it is the second size.
-        """
-        if self.limits.in_place:
-            return 0, 0, 0
-        sizes = sorted(unit.whole.gradient_bytes for unit in self.units)
-        wide = sorted(sum(group.state_bytes(4) for group in unit.whole.trainable_groups) for unit in self.units)
-        two = sum(sizes[-2:])
-        return sizes[-1], two, sum(wide[-2:]) if self.config.vertical else two
+    def ring_bytes_min(self) -> int:
+        """Least device memory for gradients on their way to the host: those of the largest unit."""
+        return 0 if self.limits.in_place else max(unit.whole.gradient_bytes for unit in self.units)
 
     @cached_property
     def exchange_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from infinity.plan import planner
-from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE
+from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Resting
 from infinity.plan.problem import Problem
+from infinity.plan.ring import Ring, rings_of
+from infinity.state.discover import HookSite
 from infinity.tiers import resources
 from tests.sim.accelerator import Misuse, SimAccelerator
 from tests.sim.host import follow_the_host
@@ -71,14 +73,14 @@ class Simulation:
 def _leave_memory_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     device_bytes = planner.device_bytes
 
-    def with_gradients(problem: Problem, *given: Any) -> tuple[int, int]:
-        for ring in problem.rings:  # rings for one unit, or for two
-            more = int(ring / WEIGHT_SHARE_OF_DEVICE)
+    def with_gradients(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, Ring, int]:
+        for ring in rings_of(problem, sites):
+            more = int(ring.nbytes / WEIGHT_SHARE_OF_DEVICE)
             limits = replace(problem.limits, device=problem.limits.device + more)
-            slots, taken = device_bytes(replace(problem, limits=limits), *given)
+            slots, taken, longest = device_bytes(replace(problem, limits=limits), sites, weights)
             if taken == ring:
                 break
-        return slots, taken
+        return slots, taken, longest
 
     monkeypatch.setattr(planner, "device_bytes", with_gradients)
 

@@ -257,3 +257,20 @@ def test_a_closed_model_that_is_referred_to_gives_the_slab_back(simulate: Simula
     infinity.close(model)
     assert [slab._memory.numel() for slab in slabs] == [0, 0, 0]
     assert [each() for each in memory] == [None] * 3
+
+
+def test_in_vertical_order_every_gradient_comes_down_once(simulate: Simulate, offload: Offload) -> None:
+    """Also that of a tied embedding, which the head brings first and the embedding last."""
+    sim = simulate(LAZY)
+    torch.manual_seed(0)
+    model, batch = models.tied_llama()
+    model.resize_token_embeddings(4096)  # larger than two blocks
+    model = offload(model.bfloat16(), "host", vertical=True)
+    optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
+    groups = sum(len(unit.unit.trainable_groups) for unit in registry.coordinator_of(model).units)
+    for _ in range(3):
+        before = sim.counts["copies down"]
+        infinity.backward(model, lambda given: model(**given).loss, [batch] * 3)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert sim.counts["copies down"] - before == groups

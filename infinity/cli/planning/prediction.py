@@ -109,7 +109,7 @@ class _Share:
         machine, cores = self._machine, self._of_cores
         # Each of the micro-batches that pass a layer together has its own gradients, unless they are added up before.
         passes = max(self._plan.forecast.passes, 1)
-        landings = 1.0 if self._plan.budgets.adds_up else work.landings / passes
+        landings = 1.0 if self._plan.budgets.ring.adds_up else work.landings / passes
         landed = self._plan.layout.trainable_numel * landings * passes
         checked = moved.weights + 2 * moved.gradients
         busy = {
