@@ -68,6 +68,7 @@ MODELS = (
             row("8,192 tokens, unclipped, before forward", clipped=False, overlap="before_forward"),
             row("8,192 tokens, clipped", warmups=4),
             row("32,768 tokens, clipped", 4),
+            row("32,768 tokens, unclipped", 4, clipped=False, overlap="during_backward"),
         ),
         _RAM,
         "split16",
@@ -79,9 +80,11 @@ MODELS = (
         B8,
         (
             row("8,192 tokens, unclipped", clipped=False, warmups=8),
+            row("8,192 tokens, unclipped, during backward", clipped=False, overlap="during_backward"),
             row("8,192 tokens, unclipped, before forward", clipped=False, overlap="before_forward"),
             row("8,192 tokens, clipped", warmups=4),
             row("32,768 tokens, clipped", 4, steps=2),
+            row("32,768 tokens, unclipped", 4, clipped=False, overlap="during_backward", steps=2),
         ),
         _RAM | {"moments": "int8"},
         "int8",
@@ -93,8 +96,8 @@ MODELS = (
 def stage(record: Record, options: Options) -> None:
     """Run the stage.
 
-    Settings: `device`; `models`, names of the models to run; `shape`, fields of every Workload; `tflops`, the rate that
-    torch reaches, for runs that do not measure its row.
+    Settings: `device`; `models`, names of the models to run; `rows`, names of their rows; `shape`, fields of every
+    Workload; `tflops`, the rate that torch reaches, for runs that do not measure its row.
     """
     options.work.mkdir(parents=True, exist_ok=True)
     chosen, shape = options.settings.get("models"), options.settings.get("shape", {})
@@ -104,7 +107,9 @@ def stage(record: Record, options: Options) -> None:
     for model in MODELS:
         if chosen is not None and model.name not in chosen:
             continue
-        model = replace(model, work=replace(model.work, **shape))
+        wanted = options.settings.get("rows", [each["name"] for each in model.rows])
+        rows = tuple(each for each in model.rows if each["name"] in wanted)
+        model = replace(model, work=replace(model.work, **shape), rows=rows)
         if record.left_s < _LEAST_S:
             record.skip(model.name, f"{record.left_s:.0f} s of the stage are left")
             continue

@@ -122,13 +122,19 @@ inline Ints magnitude(Ints value) {
 #endif
 }
 
-// `value` (not INT_MIN) with the sign of `sign`; 0 may become 0 where `sign` is 0.
-inline Ints with_sign_of(Ints sign, Ints value) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  return std::bit_cast<Ints>(_mm256_sign_epi32(std::bit_cast<__m256i>(value), std::bit_cast<__m256i>(sign)));
+// `value`, which is not negative, with the sign of `sign`.
+inline Floats with_sign_of(Floats sign, Floats value) {
+  return floats_of(bits_of(value) | (bits_of(sign) & static_cast<std::int32_t>(0x80000000)));
+}
+
+// `value` plus 1 in lanes where a > b.
+inline Ints plus_one_if_greater(Ints value, Floats a, Floats b) {
+#if defined(__AVX512F__)
+  const auto wide = std::bit_cast<__m512i>(value);
+  const __mmask16 greater = _mm512_cmp_ps_mask(std::bit_cast<__m512>(a), std::bit_cast<__m512>(b), _CMP_GT_OQ);
+  return std::bit_cast<Ints>(_mm512_mask_add_epi32(wide, greater, wide, _mm512_set1_epi32(1)));
 #else
-  const Ints mask = sign >> 31;
-  return (value ^ mask) - mask;
+  return value - (a > b);
 #endif
 }
 
@@ -191,10 +197,13 @@ inline Ints widen_bytes(const std::uint8_t* from) {
 template <std::int16_t offset>
 inline void store_bytes(std::uint8_t* to, const Ints (&values)[4]) {
 #if defined(__AVX512F__)
-  for (std::size_t part = 0; part < 4; ++part) {
-    const auto wide = std::bit_cast<__m512i>(maximum(values[part] + offset, Ints{}));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + part * kLanes), _mm512_cvtepi32_epi8(wide));
-  }
+  const auto pack = [](Ints a, Ints b) {
+    const __m512i packed = _mm512_packs_epi32(std::bit_cast<__m512i>(a), std::bit_cast<__m512i>(b));
+    return offset != 0 ? _mm512_add_epi16(packed, _mm512_set1_epi16(offset)) : packed;
+  };
+  const __m512i bytes = _mm512_packus_epi16(pack(values[0], values[1]), pack(values[2], values[3]));
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi32(order, bytes));
 #elif defined(__AVX2__)
   const auto pack = [](Ints a, Ints b) {
     const __m256i packed = _mm256_packs_epi32(std::bit_cast<__m256i>(a), std::bit_cast<__m256i>(b));
@@ -282,17 +291,45 @@ inline void finish_stores() {
 constexpr std::size_t kDoubles = kLanes / 2;
 using Doubles = double __attribute__((vector_size(kLanes * 4)));
 
-// `sums` plus the squares of kDoubles values, in double. A square is exact in double, so a fused product is the same.
-inline Doubles add_squares(Doubles sums, const float* values) {
+// Converts kDoubles values.
+inline Doubles to_doubles(const float* values) {
 #if defined(__AVX512F__)
-  const __m512d x = _mm512_cvtps_pd(_mm256_loadu_ps(values));
-  return std::bit_cast<Doubles>(_mm512_fmadd_pd(x, x, std::bit_cast<__m512d>(sums)));
+  return std::bit_cast<Doubles>(_mm512_cvtps_pd(_mm256_loadu_ps(values)));
 #elif defined(__AVX2__)
-  const __m256d x = _mm256_cvtps_pd(_mm_loadu_ps(values));
-  return std::bit_cast<Doubles>(_mm256_fmadd_pd(x, x, std::bit_cast<__m256d>(sums)));
+  return std::bit_cast<Doubles>(_mm256_cvtps_pd(_mm_loadu_ps(values)));
 #else
   Doubles x;
   for (std::size_t lane = 0; lane < kDoubles; ++lane) x[lane] = static_cast<double>(values[lane]);
+  return x;
+#endif
+}
+
+// Converts kDoubles values in bf16.
+inline Doubles to_doubles(const std::uint16_t* values) {
+#if defined(__AVX512F__)
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+  return std::bit_cast<Doubles>(_mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))));
+#elif defined(__AVX2__)
+  const __m128i wide = _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(values)));
+  return std::bit_cast<Doubles>(_mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(wide, 16))));
+#else
+  Doubles x;
+  for (std::size_t lane = 0; lane < kDoubles; ++lane) {
+    x[lane] = static_cast<double>(infinity::float_of(static_cast<std::uint32_t>(values[lane]) << 16));
+  }
+  return x;
+#endif
+}
+
+// `sums` plus the squares of `x`. A square of an fp32 number is exact in double, so a fused product is the same.
+inline Doubles add_squares(Doubles sums, Doubles x) {
+#if defined(__AVX512F__)
+  const auto wide = std::bit_cast<__m512d>(x);
+  return std::bit_cast<Doubles>(_mm512_fmadd_pd(wide, wide, std::bit_cast<__m512d>(sums)));
+#elif defined(__AVX2__)
+  const auto wide = std::bit_cast<__m256d>(x);
+  return std::bit_cast<Doubles>(_mm256_fmadd_pd(wide, wide, std::bit_cast<__m256d>(sums)));
+#else
   return sums + x * x;
 #endif
 }

@@ -122,10 +122,10 @@ void encode_block(float* values, float scale, std::uint8_t* codes) {
   const auto encode = [&](const float* from) {
     const Floats value = load<Floats>(from);
     const Floats units = floats_of(is_signed ? magnitude_bits(value) : bits_of(value)) * reciprocal;
-    Ints decade = decade_or_one_less(units);
-    decade -= units > border[decade];
+    const Ints near = decade_or_one_less(units);
+    const Ints decade = plus_one_if_greater(near, units, border[near]);
     const Floats r = minimum(units * slope[decade] + intercept[decade], limit[decade]);
-    if constexpr (is_signed) return with_sign_of(bits_of(value), truncate(r));
+    if constexpr (is_signed) return truncate(with_sign_of(value, r));
     return truncate(maximum(r, splat(1.0f))) & (bits_of(value) != 0);
   };
   for (std::size_t i = 0; i < kBlockNumel; i += 4 * kLanes) {

@@ -5,18 +5,16 @@
 // exact in double, so a fused multiply-add gives the same bits as a product and a sum.
 class SumSquares {
  public:
-  // Only the last call may pass a number that is no multiple of kWidth.
-  void add(const float* values, std::size_t numel) {
+  // Adds the squares of values in fp32 (float) or bf16 (std::uint16_t). Only the last call may pass a number that is no
+  // multiple of kWidth.
+  template <class Value>
+  void add(const Value* values, std::size_t numel) {
     std::size_t i = 0;
-    for (; i + kWidth <= numel; i += kWidth) {
-      for (std::size_t part = 0; part < kParts; ++part) {
-        sums_[part] = add_squares(sums_[part], values + i + part * kDoubles);
-      }
-    }
+    for (; i + kWidth <= numel; i += kWidth) add_width(values + i);
     if (i == numel) return;
-    float rest[kWidth] = {};
-    std::memcpy(rest, values + i, (numel - i) * sizeof(float));
-    for (std::size_t part = 0; part < kParts; ++part) sums_[part] = add_squares(sums_[part], rest + part * kDoubles);
+    Value rest[kWidth] = {};
+    std::memcpy(rest, values + i, (numel - i) * sizeof(Value));
+    add_width(rest);
   }
 
   [[nodiscard]] double total() const {
@@ -31,6 +29,13 @@ class SumSquares {
  private:
   static constexpr std::size_t kWidth = 32;
   static constexpr std::size_t kParts = kWidth / kDoubles;
+
+  template <class Value>
+  void add_width(const Value* values) {
+    for (std::size_t part = 0; part < kParts; ++part) {
+      sums_[part] = add_squares(sums_[part], to_doubles(values + part * kDoubles));
+    }
+  }
 
   Doubles sums_[kParts] = {};
 };
@@ -52,6 +57,11 @@ double sum_squares_in_runs(std::size_t begin, std::size_t end, const Take& take)
 }
 
 double sum_squares(const void* data, DType dtype, std::size_t begin, std::size_t end) {
+  if (dtype == DType::bf16) {
+    SumSquares sum;
+    sum.add(static_cast<const std::uint16_t*>(data) + begin, end - begin);
+    return sum.total();
+  }
   return sum_squares_in_runs(begin, end, [&](std::size_t at, std::size_t count, float* scratch) -> const float* {
     if (dtype == DType::fp32) return static_cast<const float*>(data) + at;
     widen(dtype, data, at, count, scratch);
