@@ -127,9 +127,9 @@ OPTIONS = {
     "infinity run": "--verbose --resume config script arguments",
     "infinity finetune": (
         "--options --model --revision --trust-remote-code --data --columns --eval-data --eval-split --eval-steps "
-        "--config --output --from-checkpoint --resume --keep-store --steps --epochs --batch-size --micro-batches "
-        "--gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr --min-lr "
-        "--beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale "
+        "--config --output --from-checkpoint --resume --keep-store --method --steps --epochs --batch-size "
+        "--micro-batches --gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr "
+        "--min-lr --beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale "
         "--seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets "
         "--merge --freeze --frozen --save-every --save-limit --save-best --sample --sample-tokens --log-every --logger "
         "--verbose --trace --trace-steps"

@@ -38,8 +38,9 @@ from infinity.sizes import THREADS_MAX
 _OF_TRAINER: dict[str, Any] = {
     "take": trainer_options.take,
     "renamed": trainer_options.OURS,
-    "epilog": "Every other field of TRL's SFTConfig is an option by its own name, such as --neftune_noise_alpha 5 or "
-    "--lr_scheduler_type inverse_sqrt; so are those that have a short name here, such as --learning_rate.",
+    "epilog": "Every other field of TRL's SFTConfig (--method dpo: DPOConfig, reward: RewardConfig) is an option by "
+    "its own name, such as --neftune_noise_alpha 5, --lr_scheduler_type inverse_sqrt or --beta 0.2; so are those that "
+    "have a short name here, such as --learning_rate.",
 }
 
 
@@ -189,7 +190,11 @@ def _add_optimizer(job: argparse._ArgumentGroup) -> None:
         choices=OPTIMIZERS,
         help=f"default adamw; sgd has momentum {SGD_MOMENTUM}. Lion wants a third to a tenth of AdamW's --lr",
     )
-    job.add_argument("--lr", type=number(1e-12, 1e6), help="peak learning rate (default 1e-5; with --lora 1e-4)")
+    job.add_argument(
+        "--lr",
+        type=number(1e-12, 1e6),
+        help="peak learning rate (default 1e-5, with --method dpo 1e-6; with --lora ten times that)",
+    )
     job.add_argument(
         "--min-lr", type=number(0, 1e6), help="rate that the schedules linear and cosine fall to (default 0)"
     )
@@ -211,6 +216,13 @@ def _add_optimizer(job: argparse._ArgumentGroup) -> None:
 
 def _add_training(tune: argparse.ArgumentParser) -> None:
     job = tune.add_argument_group("training")
+    job.add_argument(
+        "--method",
+        type=word,
+        choices=tuple(trainer_options.CONFIGS),
+        help="learn text and answers (sft, the default), or of two answers which is better: as a model that gives it "
+        "(dpo), or as a model that says how good an answer is (reward)",
+    )
     _add_sizes(job)
     job.add_argument(
         "--loss-on",

@@ -23,6 +23,7 @@ from infinity.errors import (
     ResumeError,
     printable,
 )
+from infinity.integrations.folders import remove_empty
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, pinned_in, remove_store
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
@@ -57,7 +58,9 @@ def checkpoint(options: argparse.Namespace) -> int:
         return 0
     if options.act == "unpin":
         return unpin(paths, options.folder or [], all_gone=options.all_gone)
-    return _remove(paths, pinned=options.pinned)
+    _remove(paths, pinned=options.pinned)
+    _remove_references(paths)
+    return 0
 
 
 def _list_all(path: Path) -> int:
@@ -195,7 +198,7 @@ def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
         )
 
 
-def _remove(paths: list[Path], *, pinned: bool) -> int:
+def _remove(paths: list[Path], *, pinned: bool) -> None:
     """Remove a store.
 
     An interrupted removal can be repeated: the files that identify the store are removed last, and a part that is
@@ -212,7 +215,7 @@ def _remove(paths: list[Path], *, pinned: bool) -> int:
         freed = remove_rank_stores(stores, before=lambda path: let_go(path, pinned=pinned))
         _say(f"{paths[0]}: the stores of {len(there)} of {count} ranks are removed, {format_bytes(freed)} freed")
     if counts and 1 not in counts:
-        return 0
+        return
     _require_one_store(paths)
     with ExitStack() as held:
         directories = []
@@ -223,7 +226,14 @@ def _remove(paths: list[Path], *, pinned: bool) -> int:
             let_go(path, pinned=pinned)
         for path, freed in remove_store(directories).items():
             _say(f"{path}: {format_bytes(freed)} freed")
-    return 0
+
+
+def _remove_references(paths: Sequence[Path]) -> None:
+    """Remove the weights of references, which a run that was killed has left below its own store."""
+    left = sorted(each.parent for path in paths for each in path.glob(f"reference-*/**/{HEADER_NAME}"))
+    if left:
+        _say(f"references that a killed run left: {format_bytes(remove_rank_stores([each] for each in left))} freed")
+    remove_empty(each for path in paths for each in path.glob("reference-*"))
 
 
 def _require_one_store(paths: Sequence[Path]) -> None:

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from infinity.cli.batches import Batch
-from infinity.cli.documents import NotTextError, Text, documents, find_files, of_option
+from infinity.cli.documents import Document, NotTextError, Text, documents, find_files, of_option
 from infinity.cli.packing import pack
-from infinity.cli.records import Example, LossOn
+from infinity.cli.records import Example, LossOn, Pair
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 
@@ -49,10 +49,15 @@ _LEFT_OUT = {
         "examples left out, because their answer begins behind --sequence-length {length}",
         "Give a larger --sequence-length",
     ),
+    "same": ("pairs left out, because both answers are the same", "Give pairs of answers that differ"),
+    "long": (
+        "pairs left out, because an answer is longer than --sequence-length {length}",
+        "Give a larger --sequence-length",
+    ),
     "cut": ("examples cut, because they are longer than --sequence-length {length}", ""),
 }
 """Why rows are left out or cut, and what to do where nothing else is there."""
-_NOT_LEARNED = np.uint32(1 << 31)
+NOT_LEARNED = np.uint32(1 << 31)
 """Marks a token that belongs to a prompt."""
 
 
@@ -64,7 +69,7 @@ class _Span(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Sequences of tokens, by their number.
+    """Sequences of tokens, or pairs of them, by their number. `rows` gives a Batch, or Pairs.
 
     Attributes:
         digest: of all of them.
@@ -75,7 +80,7 @@ class Sequences(Protocol):
     @property
     def sequences(self) -> int: ...
 
-    def rows(self, indices: Iterable[int]) -> Batch: ...
+    def rows(self, indices: Iterable[int]) -> Any: ...
 
 
 class Part:
@@ -90,7 +95,7 @@ class Part:
     def sequences(self) -> int:
         return len(self._chosen)
 
-    def rows(self, indices: Iterable[int]) -> Batch:
+    def rows(self, indices: Iterable[int]) -> Any:
         return self._whole.rows([self._chosen[index] for index in indices])
 
 
@@ -116,6 +121,7 @@ class PackedData:
         columns: of --columns, by name.
         packing: whether a sequence may have several examples; otherwise each has one, and padding.
         option: that named the paths, for messages.
+        method: as documents.
 
     Attributes:
         tokens: number of tokens.
@@ -143,7 +149,9 @@ class PackedData:
         columns: Mapping[str, str] | None = None,
         packing: bool = True,
         option: str = "--data",
+        method: str = "sft",
     ) -> None:
+        self._method = method
         self._tokenizer = tokenizer
         self._loss_on: LossOn = loss_on
         self._columns = columns or {}
@@ -180,7 +188,7 @@ class PackedData:
         for begin in range(0, self.tokens, _SCANNED):
             marked = self._stored()[begin : begin + _SCANNED]
             digest.update(marked.tobytes())
-            ids = marked & ~_NOT_LEARNED
+            ids = marked & ~NOT_LEARNED
             self.largest_token = max(self.largest_token, int(ids.max()))
             if self._first_known == self.tokens:
                 known = np.flatnonzero(~np.isin(ids, [each for each in special if each is not None]))
@@ -232,10 +240,10 @@ class PackedData:
         numel = min(self._ends[0] if self._ends else 0, self.sequence_length)
         text, spans = "", list[tuple[bool, list[int]]]()
         for place, marked in enumerate(stored[:numel].tolist()):
-            learned = place > 0 and marked < int(_NOT_LEARNED)
+            learned = place > 0 and marked < int(NOT_LEARNED)
             if not spans or spans[-1][0] != learned:
                 spans.append((learned, []))
-            spans[-1][1].append(marked & ~int(_NOT_LEARNED))
+            spans[-1][1].append(marked & ~int(NOT_LEARNED))
         for learned, ids in spans:
             piece = self._tokenizer.decode(ids)
             text += f"«{piece}»" if learned else piece
@@ -249,13 +257,18 @@ class PackedData:
     def _add_file(self, path: Path) -> None:
         """Add all documents of a file."""
         try:
-            for document in documents(path, self._tokenizer, self._loss_on, self._columns, self._note_unread):
-                if isinstance(document, Example):
-                    self._add_example(document)
-                else:
-                    self._add_text(document)
+            read = documents(path, self._tokenizer, self._loss_on, self._columns, self._note_unread, self._method)
+            for document in read:
+                self._add(document)
         except NotTextError as error:
             self.left_out.append((path, str(error)))
+
+    def _add(self, document: Document) -> None:
+        if isinstance(document, Example):
+            self._add_example(document)
+        else:
+            assert not isinstance(document, Pair)
+            self._add_text(document)
 
     def _leave_out(self, why: str, where: str = "") -> None:
         self._counts[why] += 1
@@ -291,7 +304,11 @@ class PackedData:
             return
         if numel < len(example.ids):
             self._leave_out("cut", example.where)
-        self._write(example.ids[:numel], example.learned[:numel])
+        self._store(example)
+
+    def _store(self, example: Example) -> None:
+        """Add what fits into a sequence."""
+        self._write(example.ids[: self.sequence_length], example.learned[: self.sequence_length])
         self.has_chats |= example.is_chat
         self._end_document(is_example=True)
 
@@ -301,7 +318,7 @@ class PackedData:
 
     def _write(self, ids: Sequence[int], learned: Sequence[bool] = ()) -> None:
         tokens = np.asarray(ids, dtype=np.uint32)
-        marked = tokens if not learned else np.where(np.asarray(learned), tokens, tokens | _NOT_LEARNED)
+        marked = tokens if not learned else np.where(np.asarray(learned), tokens, tokens | NOT_LEARNED)
         self._spill.write(marked.tobytes())
         self.tokens += len(ids)
 
@@ -313,7 +330,7 @@ class PackedData:
 
     def _require_enough(self, names: str) -> None:
         if not self._ends:
-            why = next((why for why in ("late", "declined", "unanswered") if self._counts[why]), "")
+            why = next((why for why in ("long", "same", "late", "declined", "unanswered") if self._counts[why]), "")
             if why:
                 raise ConfigError(f"{names}: nothing in it is learned: {self._note(why)}. {_LEFT_OUT[why][1]}")
             nothing = self._why_left_out() or "everything in it is blank"
@@ -351,7 +368,7 @@ class PackedData:
         """How many tokens have a part in the loss."""
         stored = self._stored()
         return sum(
-            int(np.count_nonzero(stored[span.begin + 1 : span.begin + span.numel] < _NOT_LEARNED))
+            int(np.count_nonzero(stored[span.begin + 1 : span.begin + span.numel] < NOT_LEARNED))
             for span in self._spans
         )
 
@@ -360,8 +377,8 @@ class PackedData:
 
     # -- sequences ----------------------------------------------------------------------------------------------------
 
-    def rows(self, indices: Iterable[int]) -> Batch:
-        """These sequences."""
+    def rows(self, indices: Iterable[int]) -> Any:
+        """These sequences: a Batch."""
         stored = self._stored()
         if not self.has_examples:
             rows = stored[: self.sequences * self.sequence_length].reshape(self.sequences, self.sequence_length)
@@ -379,9 +396,9 @@ class PackedData:
         at = 0
         for span in (self._spans[each] for each in self._parts[index]):
             marked = stored[span.begin : span.begin + span.numel]
-            tokens = (marked & ~_NOT_LEARNED).astype(np.int64)
+            tokens = (marked & ~NOT_LEARNED).astype(np.int64)
             ids[at : at + span.numel] = tokens
-            labels[at + 1 : at + span.numel] = np.where(marked < _NOT_LEARNED, tokens, Batch.NOTHING)[1:]
+            labels[at + 1 : at + span.numel] = np.where(marked < NOT_LEARNED, tokens, Batch.NOTHING)[1:]
             positions[at : at + span.numel] = np.arange(span.numel)
             at += span.numel
         positions[at:] = np.arange(self.sequence_length - at)

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from infinity.cli.fields import in_trl_format
-from infinity.cli.records import Example, LossOn, text_or_example
+from infinity.cli.records import Example, LossOn, Pair, pair_of, text_or_example
 from infinity.cli.tables import TABLES, is_saved_dataset, rows_of
 from infinity.errors import ConfigError, printable
 
 Text = Iterator[str]
 """A document in pieces of bounded size, which are cut where tokenizers cut as well."""
-Document = Text | Example
+Document = Text | Example | Pair
 
 PIECE_CHARS = 1 << 20
 _CUT_WINDOW = 1 << 16
@@ -103,6 +103,7 @@ def documents(
     loss_on: LossOn,
     columns: Mapping[str, str],
     unread: Callable[[Iterable[str]], None],
+    method: str = "sft",
 ) -> Iterator[Document]:
     """The documents of a file: the whole file; or each row of a .jsonl file, a table or a saved dataset, as fields.py
     and records.py have it.
@@ -110,21 +111,32 @@ def documents(
     Args:
         columns: of --columns.
         unread: is told of the fields of a row that nothing reads.
+        method: "dpo" and "reward" learn pairs of answers.
 
     Raises:
         NotTextError: the file is not UTF-8 text; some of its documents may have been given already.
-        ConfigError: the file cannot be read; a row has another shape (names file:line).
+        ConfigError: the file cannot be read, or has no rows where pairs are wanted; a row has another shape (names
+            file:line).
     """
 
     if _ending(path) not in (_LIST, *_LINES, *TABLES) and not path.is_dir():
+        if method != "sft":
+            raise ConfigError(
+                f"{printable(path)}: --method {method} learns rows with 'chosen' and 'rejected', and this is read as "
+                "text: give files of rows, such as .jsonl"
+            )
         yield _text_pieces(path)
         return
     chat = bool(getattr(tokenizer, "chat_template", None))
     for where, record in _rows(path):
         row = in_trl_format(record, where, columns, chat=chat)
-        found = text_or_example(row, where, tokenizer, loss_on)
+        found: str | Example | Pair = (
+            text_or_example(row, where, tokenizer, loss_on)
+            if method == "sft"
+            else pair_of(row, where, tokenizer, method)
+        )
         unread(row.unread)
-        yield found if isinstance(found, Example) else pieces(io.StringIO(found).read)
+        yield found if not isinstance(found, str) else pieces(io.StringIO(found).read)
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:

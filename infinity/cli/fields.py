@@ -206,14 +206,15 @@ def _add_what_is_told(trl: dict[str, Any], row: dict[str, Any], where: str, foun
     head = next(name for name in ("text", "messages", "prompt", "chosen") if name in trl)
     chat = isinstance(trl[head], list)
     system = _value(row, found["system"][0], where, str) if "system" in found else ""
-    if system.strip() and not chat and "chosen" in trl:
-        trl[head], system = f"{system}\n\n{trl[head]}", ""
-    if system.strip() and not chat:
+    if system.strip() and not chat and "chosen" not in trl:
         raise ConfigError(f"{where}: has 'system' beside a '{head}' that is no list: begin the {head} with it")
-    if system.strip() and any(message["role"] == "system" for message in trl[head]):
-        raise ConfigError(f"{where}: has 'system' and a message of the system; leave one of them")
-    if system.strip():
-        trl[head] = [{"role": "system", "content": system}, *trl[head]]
+    for name in ("chosen", "rejected") if head == "chosen" else (head,):
+        if system.strip() and not chat:
+            trl[name] = f"{system}\n\n{trl[name]}"
+        elif system.strip() and any(message["role"] == "system" for message in trl[name]):
+            raise ConfigError(f"{where}: has 'system' and a message of the system; leave one of them")
+        elif system.strip():
+            trl[name] = [{"role": "system", "content": system}, *trl[name]]
     if chat and "tools" in found:
         trl["tools"] = [
             {"type": "function", "function": each} if isinstance(each, dict) and "function" not in each else each

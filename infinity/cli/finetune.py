@@ -20,7 +20,7 @@ from infinity.cli.documents import find_files, of_option
 from infinity.cli.finished import finish, nothing_to_go_on_with
 from infinity.cli.marked import Owner
 from infinity.cli.optimizers import moments_of
-from infinity.cli.options import require_alone
+from infinity.cli.options import option, require_alone
 from infinity.cli.order import Order
 from infinity.cli.output import Output, require_apart
 from infinity.cli.reading import Data, read
@@ -35,6 +35,7 @@ from infinity.errors import (
     ConfigError,
     InfinityError,
     ModelError,
+    NotAvailableError,
     PeerError,
     StoreNotEmptyError,
     SwapIOError,
@@ -102,6 +103,8 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     _say_dtype(options.dtype, "run" if resuming else "option" if given else "default")
     config = _as_asked(resolved.config, options)
     _check(options)
+    if options.method != "sft":
+        _require_of_pairs(options, config)
     output = _output(options, config, resolved.steps) if world.speaks else None
     owner = _beside(options, config, resolved.origin, resuming=resuming) if world.speaks else None
     disk = Path(tell("the output", "" if output is None else str(output.disk))[0])
@@ -141,23 +144,27 @@ def _carry_out(begun: _Begun, tell: Tell, held: ExitStack) -> int:
     Args:
         begun: the job.
         tell: function that sends a value to all ranks and returns the values of all.
-        held: removes the run's temporary directory.
+        held: removes the run's temporary directory, and closes the reference model.
     """
     options, config, data, world = begun.options, begun.config, begun.data, begun.world
     try:
-        model = models.load(options, config, resuming=begun.resuming)
+        model, reference = models.load(options, config, resuming=begun.resuming)
     except StoreNotEmptyError as error:
         raise _holds_a_run(config) from error
     try:
+        if reference is not None:
+            held.callback(reference.close)
         model_bytes = sum(told(model, "the size", models.output_bytes(model, options)))
         store = _store_of(model, config, world)
         directory = run_directory.made(options, begun.owner, held)
-        run = Training(model, data, begun.tokenizer, options, config, world, begun.origin, directory)
+        run = Training(model, data, begun.tokenizer, options, config, world, begun.origin, directory, reference)
         if begun.output is not None:
             begun.output.require_room(model_bytes)
             run_directory.tidy(options, run.done)
             run_directory.require_room(options, run.steps, run.done, model_bytes)
         stopped = run.train()
+        if reference is not None:  # which the ranks close together
+            reference.close()
         if stopped and store is not None:
             return _leave(model, config, stopped, run.done)
         report = run.report()
@@ -388,3 +395,17 @@ def _check(options: argparse.Namespace) -> None:
     trainer_arguments.check(options)
     require_alone("--sample", options.sample, "--eval-data or --eval-split", held_out)
     require_alone("--sample-tokens", options.sample_tokens, "--sample", options.sample)
+
+
+def _require_of_pairs(options: argparse.Namespace, config: SwapConfig) -> None:
+    """Raises ConfigError for an option that does nothing with pairs of answers, or is not available with them yet."""
+    for name, default in (("loss_on", "answers"), ("no_packing", False)):
+        if getattr(options, name) != default:
+            raise ConfigError(f"{option(name)} does nothing with --method {options.method}: leave it out")
+    if options.method == "reward" and options.sample:
+        raise ConfigError("--sample: a model that --method reward trains writes no text: leave it out")
+    if config.vertical:
+        raise NotAvailableError(
+            f"--method {options.method} with --micro-batches, or `vertical` in the swap config, is not available yet: "
+            "leave them out, and give --gradient-accumulation"
+        )

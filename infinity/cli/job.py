@@ -59,6 +59,7 @@ _PLACES: tuple[str, ...] = ("model", "data", "eval_data", "output")
 """Options whose files may have moved when a run is resumed: the text is compared by its tokens, the model by its
 layout."""
 _TRAINING: dict[str, Any] = {
+    "method": "sft",
     "steps": None,
     "epochs": None,
     "batch_size": 1,
@@ -93,7 +94,8 @@ _TRAINING: dict[str, Any] = {
     "seed": 0,
 }
 """Options that decide the bits of the result, with their defaults; the machine decides that of `dtype`."""
-_LR, _LR_OF_ADAPTERS = 1e-5, 1e-4
+_LR = {"sft": (1e-5, 1e-4), "dpo": (1e-6, 1e-5), "reward": (1e-5, 1e-4)}
+"""By --method, of all parameters and of adapters."""
 
 
 @dataclass(frozen=True)
@@ -177,14 +179,15 @@ def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
         if _has_their_schedule(options):
             options.schedule = options.min_lr = None
         if options.lr is None:
-            options.lr = _LR if options.lora is None else _LR_OF_ADAPTERS
+            options.lr = _LR[options.method][options.lora is not None]
         options.dtype = options.dtype or default
         if config is None:
             raise AssertionError("a job without a config")
         return Resolved(options, config, Origin(new, options.model), None)
     saved, steps = found
-    adapters = saved["options"]["lora"] is not None  # whose base is not in the copy
-    if options.from_checkpoint is not None and options.model is None and not adapters:
+    # The base of adapters, and the reference of --method dpo, are not in the copy.
+    needed = saved["options"]["lora"] is not None or saved["options"]["method"] == "dpo"
+    if options.from_checkpoint is not None and options.model is None and not needed:
         copy = options.from_checkpoint.expanduser().absolute()
         options.model = str(copy) if has_tokenizer(copy) else None
     ranks = saved.get("ranks", 1)
@@ -248,7 +251,7 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, s
 
 
 def _require_same_fields(given: Given, kept: Given) -> None:
-    """Raises ConfigError for a field of SFTConfig that would change the run."""
+    """Raises ConfigError for a field of TRL's configs that would change the run."""
     for name, value in given.items():
         if value != kept.get(name):
             raise ConfigError(

@@ -17,6 +17,7 @@ from infinity.cli.arguments import build_parser
 from infinity.cli.options import TOKENS_MAX
 from infinity.cli.options_file import with_file
 from infinity.cli.streams import INTERRUPTED, Outlet, interruptible_imports, outlets
+from infinity.cli.trainer_options import require_of_method
 from infinity.echo import one_line
 from infinity.errors import (
     ConfigError,
@@ -95,7 +96,7 @@ def _run(arguments: Sequence[str] | None, out: Outlet) -> int:
             from infinity.cli.generate import generate
 
         return generate(options, out)
-    _require_possible_pass(options)
+    _require_possible(options)
     _require_libraries()
     out.begin_run()
     with interruptible_imports():
@@ -115,7 +116,7 @@ def _finished(code: int, out: Outlet) -> int:
     return code or int(lost)
 
 
-def _require_possible_pass(options: argparse.Namespace) -> None:
+def _require_possible(options: argparse.Namespace) -> None:
     """Check that the tokens of one backward pass are not too many.
 
     Raises:
@@ -127,6 +128,8 @@ def _require_possible_pass(options: argparse.Namespace) -> None:
             f"--batch-size times --sequence-length is {tokens} tokens in one backward pass; at most {TOKENS_MAX} are "
             "possible. Use a smaller --batch-size and more --gradient-accumulation."
         )
+    if options.resume is None and options.from_checkpoint is None:
+        require_of_method(options.trainer or {}, options.method or "sft")
 
 
 def _require_libraries() -> None:

@@ -11,9 +11,11 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 
 from infinity.checkpoint.adapters import CONFIG_NAME as ADAPTERS_NAME
@@ -25,6 +27,7 @@ from infinity.checkpoint.other_ranks import resume
 from infinity.checkpoint.save import save_pretrained
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import option, require_alone
+from infinity.cli.references import Reference
 from infinity.config import SwapConfig
 from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, ModelError, NotAvailableError
@@ -111,8 +114,17 @@ def _directories(directory: Path) -> list[str]:
         return []
 
 
-def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> Any:
-    """The offloaded model, with the states of the run that is resumed.
+def class_of(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The class of the model, and what its from_pretrained is told: that of a reward model has one head, a new one
+    where the checkpoint has none."""
+    if options.method != "reward":
+        return transformers.AutoModelForCausalLM, {}
+    return transformers.AutoModelForSequenceClassification, {"num_labels": 1}
+
+
+def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> tuple[Any, Reference | None]:
+    """The offloaded model, with the states of the run that is resumed; and the reference of --method dpo, which is
+    offloaded without states. None without one, and where it is the model without its adapters.
 
     Raises:
         ConfigError: a pattern or a name of --freeze or --lora-targets is of nothing in the model.
@@ -121,31 +133,43 @@ def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> 
     passes = 1 if config.vertical else options.gradient_accumulation
     made: dict[str, Any] = {"optimizer": options.optimizer, "accumulation_steps": passes}
     how: dict[str, Any] = {"dtype": DTYPES[options.dtype], **named(options)}
+    if options.method == "reward":
+        kind, more = class_of(options)
+        how |= {"model_class": kind, **more}
     copy = None if options.from_checkpoint is None else options.from_checkpoint.expanduser()
-    if options.lora is None and not options.freeze:
+    refers = options.method == "dpo" and options.lora is None
+    if options.lora is None and not options.freeze and not refers:
         if copy is not None:
-            return load_pretrained(copy, config, from_checkpoint=True, **made, **how)
-        return load_pretrained(options.model, config, resume=resuming, **made, **how)
+            return load_pretrained(copy, config, from_checkpoint=True, **made, **how), None
+        return load_pretrained(options.model, config, resume=resuming, **made, **how), None
     model = load_pretrained(options.model, config, defer=True, **how)
     if options.lora is not None:
         model = _with_adapters(model, options)
-    else:
+    elif options.freeze:
         _freeze(model, options.freeze)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(f"trained: {trained_of(trained, sum(p.numel() for p in model.parameters()))}", flush=True)
     if options.merge:
         _require_mergeable(model)
+    begin: Callable[..., Any] = resume if resuming else offload
     if copy is not None:
-        model = offload_from_checkpoint(model, copy, config, **made)
-    else:
-        model = (resume if resuming else offload)(model, config, **made)
+        begin = partial(_offload_from, copy)
+    if refers:
+        reference = Reference(load_pretrained(options.model, config, defer=True, **how))
+        reference.offload_beside(model, config, begin, made)
+        return model, reference
+    model = begin(model, config, **made)
     if options.merge:
         try:
             _require_mergeable(model)  # again, as layers may be in tiles now
         except NotAvailableError:
             close(model, discard=not resuming)
             raise
-    return model
+    return model, None
+
+
+def _offload_from(copy: Path, model: Any, config: SwapConfig, **made: Any) -> Any:
+    return offload_from_checkpoint(model, copy, config, **made)
 
 
 def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
@@ -157,7 +181,7 @@ def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
         lora_alpha=2 * options.lora if options.lora_alpha is None else options.lora_alpha,
         lora_dropout=options.lora_dropout or 0.0,
         target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if options.method == "reward" else "CAUSAL_LM",
         revision=options.revision,
     )
     linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
@@ -186,7 +210,7 @@ def _require_plain_head(model: Any) -> None:
     if isinstance(head, BaseTunerLayer):
         name = next(name for name, module in model.named_modules() if module is head).rpartition(".")[2]
         raise ConfigError(
-            f"--lora-targets {name}: TRL's SFTTrainer trains no adapters of a model's head. Leave {name} out"
+            f"--lora-targets {name}: TRL's trainers train no adapters of a model's head. Leave {name} out"
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from infinity.cli.data import PackedData, Sequences, split
 from infinity.cli.fields import by_name
+from infinity.cli.pairs import PairedData
 from infinity.errors import ConfigError, printable
 
 
@@ -26,6 +27,7 @@ class Data:
         has_examples: whether some tokens are not learned, or there is padding.
         shares_sequences: whether some sequence has more than one example.
         has_chats: whether some example is a conversation.
+        tokens_each: number of tokens of a sequence; of a pair, the mean.
         largest_token: the largest token in the data.
     """
 
@@ -37,6 +39,7 @@ class Data:
     shares_sequences: bool
     has_chats: bool
     largest_token: int
+    tokens_each: int
 
     @property
     def digest(self) -> str:
@@ -58,7 +61,7 @@ def read(options: argparse.Namespace, tokenizer: Any, disk: Path, held: ExitStac
 
     def packed(option: str, paths: Sequence[Path]) -> PackedData:
         try:
-            made = PackedData(
+            made = (PackedData if options.method == "sft" else PairedData)(
                 paths,
                 tokenizer,
                 options.sequence_length,
@@ -67,6 +70,7 @@ def read(options: argparse.Namespace, tokenizer: Any, disk: Path, held: ExitStac
                 columns=by_name(options.columns or ()),
                 packing=not options.no_packing,
                 option=option,
+                method=options.method,
             )
         except OSError as error:
             raise ConfigError(
@@ -101,7 +105,8 @@ def read(options: argparse.Namespace, tokenizer: Any, disk: Path, held: ExitStac
         summary,
         [note for each in read for note in each.notes()],
         any(each.has_examples for each in read),
-        any(each.shares_sequences for each in read),
+        options.method == "sft" and any(each.shares_sequences for each in read),
         any(each.has_chats for each in read),
         max(each.largest_token for each in read),
+        options.sequence_length if options.method == "sft" else data.tokens // data.sequences,
     )

@@ -5,6 +5,8 @@
 | `text`                   | all of it                                                                            |
 | `prompt`, `completion`   | the completion, and that it ends there. Strings, or lists of messages                |
 | `messages`               | what the model's chat template marks as the assistant's, calls of tools among it     |
+| `chosen`, `rejected`     | --method dpo: that the one answers the prompt better. Without a prompt: what both    |
+|                          | begin with is one. --method reward: that the one is the better text or conversation  |
 
 [Note: what the assistant said]
 Only a chat template knows which tokens of a conversation are the assistant's: it puts them between `{% generation %}`
@@ -18,8 +20,8 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from infinity.cli.fields import Row
 from infinity.cli.messages import ROLES, TABLE, answers_learned, kind
@@ -51,6 +53,13 @@ class Example:
     declined: bool = False
 
 
+class Pair(NamedTuple):
+    """Two answers, of which the first is the better one. What is learned of both begins at the same token."""
+
+    chosen: Example
+    rejected: Example
+
+
 def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> str | Example:
     """What a row says.
 
@@ -64,14 +73,76 @@ def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> st
     trl = row.trl
     if "chosen" in trl:
         raise ConfigError(
-            f"{where}: of 'chosen' and 'rejected' one is preferred, and that is not learned here. To learn the chosen "
-            f"answers alone: --columns {_chosen_alone(row)}"
+            f"{where}: of 'chosen' and 'rejected' one is preferred, which --method dpo and --method reward learn. To "
+            f"learn the chosen answers alone: --columns {_chosen_alone(row)}"
         )
     if "text" in trl:
         return str(trl["text"])
     if isinstance(trl.get("prompt"), str):
         return _continued(trl["prompt"], trl["completion"], where, tokenizer, loss_on)
     return _chat(trl, where, _Template.of(tokenizer, trl, where), loss_on)
+
+
+def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
+    """The two answers of a row. Args: method: "dpo" or "reward". Raises ConfigError, as text_or_example."""
+    trl = dict(row.trl)
+    if "chosen" not in trl:
+        raise ConfigError(
+            f"{where}: --method {method} learns which of two answers is better, and the row has no 'chosen' and no "
+            "'rejected': leave --method out, or name the columns, such as --columns chosen=better rejected=worse"
+        )
+    asked = trl.get("prompt")
+    if asked and all(trl[name][: len(asked)] == asked for name in ("chosen", "rejected")):
+        raise ConfigError(
+            f"{where}: 'chosen' and 'rejected' begin with the prompt, which would be there twice. Name the columns to "
+            f"read: --columns chosen={row.columns['chosen'][0]} rejected={row.columns['rejected'][0]}"
+        )
+    if method == "dpo" and not asked:
+        from trl import extract_prompt
+
+        trl |= extract_prompt(trl)
+        if not trl["prompt"]:
+            raise ConfigError(
+                f"{where}: 'chosen' and 'rejected' begin with nothing in common, or one of them is how the other "
+                "begins: give a 'prompt'"
+            )
+    for name in ("chosen", "rejected"):
+        _require_answer(trl, name, where, method)
+    chosen, rejected = (_answer(trl, name, where, tokenizer, method) for name in ("chosen", "rejected"))
+    first = min(each.learned.index(True) if any(each.learned) else len(each.ids) for each in (chosen, rejected))
+    return Pair(
+        *(replace(each, learned=[index >= first for index in range(len(each.ids))]) for each in (chosen, rejected))
+    )
+
+
+def _require_answer(trl: dict[str, Any], name: str, where: str, method: str) -> None:
+    """Raises ConfigError for an answer that cannot be learned as it asks."""
+    said = trl[name]
+    if not said or (isinstance(said, str) and not said.strip()):
+        raise ConfigError(f"{where}: there is nothing in '{name}' but the prompt: leave the row out")
+    for message in [*trl.get("prompt", []), *said] if isinstance(said, list) else []:
+        if not {"weight", "train", "loss"}.isdisjoint(message):
+            raise ConfigError(f"{where}: {name}: 'weight', 'train' and 'loss' are not read here: take them out")
+    roles = [message["role"] for message in said] if isinstance(said, list) else []
+    others = [role for role in roles if ROLES.get(role.lower()) != "assistant"]
+    if method == "dpo" and others:
+        raise ConfigError(
+            f"{where}: '{name}' has a message of the {others[0]} behind the prompt, which --method dpo would teach the "
+            "model to say: end both answers with the first message in which they differ"
+        )
+    if roles and roles[-1] in others:
+        raise ConfigError(f"{where}: '{name}' does not end with a message of the assistant: leave the row out")
+
+
+def _answer(trl: dict[str, Any], name: str, where: str, tokenizer: Any, method: str) -> Example:
+    prompt, said = trl.get("prompt"), trl[name]
+    if isinstance(said, str):
+        return _continued(prompt or "", said, where, tokenizer, "answers")
+    told: dict[str, Any] = {each: trl[each] for each in ("tools", "chat_template_kwargs") if each in trl}
+    template = _Template.of(tokenizer, told, where)
+    if method == "reward":
+        return _chat({"messages": [*(prompt or []), *said]}, where, template, "all")
+    return _chat({"prompt": prompt, "completion": said}, where, template, "answers")
 
 
 def _chosen_alone(row: Row) -> str:

@@ -18,7 +18,7 @@ from infinity.cli.progress import PlainProgress, RichProgress, StepFacts
 from infinity.cli.report import without
 from infinity.cli.stopping import Stop
 from infinity.cli.tracing import TracedSteps
-from infinity.cli.trainer import Trainer
+from infinity.cli.trainer import Running
 from infinity.cli.world import told
 from infinity.echo import raised
 from infinity.errors import printable
@@ -48,7 +48,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: Running,
         optimizer: OffloadedOptimizer,
         scaler: torch.amp.GradScaler,
         history: History,

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer for a model that is offloaded already, with the batches of a run in their order."""
+"""A trainer of TRL for a model that is offloaded already, with the batches of a run in their order."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback
 from transformers.trainer import TRAINER_STATE_NAME
-from trl import SFTConfig, SFTTrainer
 
-from infinity.cli.batches import Batch, learned_in
 from infinity.cli.data import Sequences
 from infinity.cli.order import DataIdentity, Order
 from infinity.cli.run_directory import folder_of
@@ -38,6 +36,8 @@ _TRACKED = (
 """What a run goes on with of a Trainer's state: the rest is of its arguments, or of this process."""
 _TRAINED, _HELD_OUT = "trained", "held_out"
 """The columns of the two datasets: each row has the index of a sequence."""
+_TheirTrainer: Any = object
+"""The trainer of TRL that comes behind these classes."""
 
 
 @contextmanager
@@ -51,7 +51,7 @@ def _naming_other_ranks() -> Iterator[None]:
         raise PeerError(raised(error)) from error
 
 
-class _Recording(SFTTrainer):  # type: ignore[misc]
+class _Recording(_TheirTrainer):  # type: ignore[misc]
     """Keeps the part that each batch of a step has in the loss. It is beneath TrainerMixin, which may keep the batches
     of a step, and run one of them twice: the last time counts."""
 
@@ -70,10 +70,10 @@ class _Recording(SFTTrainer):  # type: ignore[misc]
         return list(losses.values())
 
 
-class Trainer(TrainerMixin, _Recording):
-    """SFTTrainer as `infinity finetune` has it. Three things differ: the order of the batches; the loss, which is the
-    model's own and counts every token once, also in an evaluation; and that a model which goes on has its weights and
-    states already.
+class Running(TrainerMixin, _Recording):
+    """Before a trainer of TRL among the bases of a class: its batches come in the order of the run; it goes on from
+    what a generation has tracked, with a model that has its weights and states already; and its models are saved as
+    infinity saves them.
 
     Args:
         order: of the sequences that are trained on.
@@ -82,19 +82,19 @@ class Trainer(TrainerMixin, _Recording):
         save: writes the model to a directory; all ranks call.
         figures: what trackers are told beside the loss, of the steps since the last time.
         scaler: of the loss, enabled or not.
-        others: of SFTTrainer.
+        others: of TRL's trainer.
 
     Attributes:
+        tokenizer: is saved with models.
         failed: why models could not be saved, by their steps.
     """
 
     state: Any
-    loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole step
 
     def __init__(
         self,
         model: Any,
-        args: SFTConfig,
+        args: Any,
         *,
         trained: Sequences,
         held_out: Sequences | None,
@@ -114,30 +114,37 @@ class Trainer(TrainerMixin, _Recording):
         self._trackers_failed = False
         args._n_gpu = min(args.n_gpu, 1)  # others are for other ranks
         require_points()
-        evaluated = 0
+        self.held_out, evaluated = held_out, 0
         if held_out is not None:
             turns = -(-held_out.sequences // (args.eval_batch_size * args.world_size))
-            evaluated = turns * args.world_size * args.eval_batch_size
-            self._held_out_each = _learned_of(held_out, args.eval_batch_size) / (turns * args.world_size)
+            evaluated = turns * args.world_size * args.eval_batch_size  # as many as fill the batches of all ranks
+            self._weight_each = self._weight_of(held_out, args.eval_batch_size) / (turns * args.world_size)
+        self.tokenizer = others["processing_class"]
         drawn = rng.snapshot()
         super().__init__(
             model=model,
             args=args,
-            data_collator=_Collator(trained, held_out),
+            data_collator=_Collator(trained, held_out, self._collated),
             train_dataset=_dataset(_TRAINED, trained.sequences),
             eval_dataset=_dataset(_HELD_OUT, evaluated) if evaluated else None,
             swap_config=swap_config,
             **others,
         )
-        self.model_accepts_loss_kwargs = True  # transformers before 5.20 divides the losses of other models once more
         rng.restore(drawn)  # a Trainer seeds all ranks alike, and each has random numbers of its own
         self.remove_callback(PrinterCallback)
-        # Where a Trainer has a tokenizer, train() writes its special tokens into the model's configs.
-        self._saved_with_models, self.processing_class = others["processing_class"], None
+        self.processing_class = None  # else train() writes the special tokens of a tokenizer into the model's configs
         if scaler.is_enabled():
             self.accelerator.scaler = scaler
 
     # -- data ---------------------------------------------------------------------------------------------------------
+
+    def _weight_of(self, held_out: Sequences, at_once: int) -> int:
+        """For how much all held-out sequences count. Args: at_once: sequences that are read."""
+        raise NotImplementedError
+
+    def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
+        """The batch of some sequences."""
+        raise NotImplementedError
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Draws no random numbers that the training has."""
@@ -154,11 +161,14 @@ class Trainer(TrainerMixin, _Recording):
         return prepared
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *given: Any) -> tuple[list[Any], Any]:
-        """The batches of a step, and the number of tokens that all ranks learn in it."""
+        """Return the batches of a step, and the number of items that all ranks learn in the step."""
         next(self._identity)
         batches = list(islice(epoch_iterator, num_batches))
-        learned = torch.stack([learned_in(batch["labels"]) for batch in batches]).sum()
-        return batches, self.accelerator.reduce(learned)
+        return batches, self._items_in(batches)
+
+    def _items_in(self, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor | None:
+        """Return the number of items that all ranks learn in a step; None if its loss is the mean over the batches."""
+        return None
 
     @_naming_other_ranks()
     def train(self, *given: Any, **named: Any) -> Any:
@@ -176,16 +186,6 @@ class Trainer(TrainerMixin, _Recording):
             if _is_of_another_rank(error):
                 raise
             raise _refusal(shape, error) from error
-        return loss
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        """The part that a batch has in the loss of a step, where each token that is learned counts the same, whichever
-        batch of whichever rank it is in. The loss of a batch is the model's own, so that all layers of its head, a cap
-        of its logits and the balance of its experts are in it. The host waits for nothing."""
-        share = learned_in(inputs["labels"]) * self.accelerator.num_processes / num_items_in_batch
-        loss: torch.Tensor = model(**inputs).loss * share  # the ranks' gradients are averaged
         return loss
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> None:
@@ -222,14 +222,16 @@ class Trainer(TrainerMixin, _Recording):
             rng.restore(drawn)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
-        """The loss counts for as much as the batch has tokens that are learned: the Trainer takes the mean over the
-        batches. One that has rows that fill up only has no part in it. In fp64, so that the number of batches, which
-        differs with that of ranks, has no part in the sum."""
-        inputs = self._prepare_inputs(inputs)
-        learned = learned_in(inputs["labels"])
+        """The loss counts for as much as there is in the batch: the Trainer takes the mean over the batches. One that
+        has rows that fill up only has no part in it. In fp64, so that the number of batches, which differs with that of
+        ranks, has no part in the sum."""
         with torch.no_grad():
-            loss = model(**inputs).loss.double() * learned / self._held_out_each
-        return torch.where(learned > 0, loss, 0.0), None, None
+            weight, loss = self._weighed_loss(model, self._prepare_inputs(inputs))
+        return torch.where(weight > 0, loss.double() * weight / self._weight_each, 0.0), None, None
+
+    def _weighed_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        """For how much a batch counts in an evaluation, and its loss."""
+        raise NotImplementedError
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class Trainer(TrainerMixin, _Recording):
         try:
             self._save_model(self.model, directory)
             if self.args.should_save:
-                self._saved_with_models.save_pretrained(directory)
+                self.tokenizer.save_pretrained(directory)
         except (PeerError, SwapIOError):
             raise
         except (InfinityError, OSError) as error:
@@ -287,30 +289,26 @@ class Trainer(TrainerMixin, _Recording):
 
 
 class _Collator:
-    """Batches of rows that name sequences. Nothing is learned of rows beyond the last sequence, which fill up the last
-    batches of the ranks."""
+    """Batches of rows that name sequences. Args: collated: makes one of them."""
 
-    def __init__(self, trained: Sequences, held_out: Sequences | None) -> None:
+    def __init__(
+        self,
+        trained: Sequences,
+        held_out: Sequences | None,
+        collated: Callable[[Sequences, list[int]], dict[str, torch.Tensor]],
+    ) -> None:
         self._of = {_TRAINED: trained, _HELD_OUT: held_out}
+        self._collated = collated
 
     def __call__(self, rows: list[dict[str, int]]) -> dict[str, torch.Tensor]:
         (column,) = rows[0]
         data = self._of[column]
         assert data is not None
-        indices = [row[column] for row in rows]
-        batch = data.rows(index % data.sequences for index in indices).of_trainer()
-        filling = torch.tensor(indices) >= data.sequences
-        return batch | {"labels": batch["labels"].masked_fill(filling[:, None], Batch.NOTHING)}
+        return self._collated(data, [row[column] for row in rows])
 
 
 def _dataset(column: str, sequences: int) -> Dataset:
     return Dataset.from_dict({column: range(sequences)})
-
-
-def _learned_of(data: Sequences, at_once: int) -> int:
-    """Tokens that are learned of all sequences. Args: at_once: sequences that are read."""
-    ends = range(at_once, data.sequences + at_once, at_once)
-    return sum(data.rows(range(end - at_once, min(end, data.sequences))).learned for end in ends)
 
 
 def _is_of_another_rank(error: Exception) -> bool:

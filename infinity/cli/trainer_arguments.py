@@ -1,4 +1,4 @@
-"""The arguments of TRL's SFTTrainer for the options of a run."""
+"""The arguments of TRL's trainers for the options of a run."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import trl
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
-from trl import SFTConfig
+from transformers import TrainingArguments, get_scheduler
 
 from infinity.base.accelerator import current_device
 from infinity.cli.options import require_alone
 from infinity.cli.run_directory import directory_of
-from infinity.cli.trainer_options import typed
+from infinity.cli.trainer_options import CONFIGS, require_of_method, typed
 from infinity.echo import raised
 from infinity.errors import ConfigError
 
@@ -27,6 +27,7 @@ _SCHEDULE, _OF_SCHEDULE = "lr_scheduler_type", "lr_scheduler_kwargs"
 def check(options: argparse.Namespace) -> None:
     """Raises ConfigError for options that the libraries refuse, before anything slow."""
     given = options.trainer or {}
+    require_of_method(given, options.method)
     require_alone(f"--{_OF_SCHEDULE}", given.get(_OF_SCHEDULE), f"--{_SCHEDULE}", _SCHEDULE in given)
     steps = options.steps or options.warmup_steps + 1
     evaluates = bool(options.eval_data or options.eval_split)
@@ -37,7 +38,7 @@ def check(options: argparse.Namespace) -> None:
             schedule.lr_lambdas[0](options.warmup_steps)  # some kwargs are only used behind the warm-up
 
 
-def schedule_of(arguments: SFTConfig, optimizer: torch.optim.Optimizer, steps: int) -> Any:
+def schedule_of(arguments: TrainingArguments, optimizer: torch.optim.Optimizer, steps: int) -> Any:
     """transformers' schedule of the learning rate. Raises ConfigError for what it does not take."""
     with _naming_the_schedule(arguments):
         warm = arguments.get_warmup_steps(steps)
@@ -56,7 +57,7 @@ def take_up_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
 
 
 @contextmanager
-def _naming_the_schedule(arguments: SFTConfig) -> Iterator[None]:
+def _naming_the_schedule(arguments: TrainingArguments) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, ArithmeticError) as error:
@@ -65,9 +66,7 @@ def _naming_the_schedule(arguments: SFTConfig) -> Iterator[None]:
         raise ConfigError(f"--{_SCHEDULE} {kind}{kwargs} is no schedule for this run: {raised(error)}") from error
 
 
-def arguments_of(
-    options: argparse.Namespace, steps: int, directory: Path, *, evaluates: bool, balances: bool
-) -> SFTConfig:
+def arguments_of(options: argparse.Namespace, steps: int, directory: Path, *, evaluates: bool, balances: bool) -> Any:
     """All of them. What differs from TRL's own defaults is written out here. Raises ConfigError for options that TRL
     refuses.
 
@@ -92,9 +91,7 @@ def arguments_of(
         "report_to": [name for name in options.logger or () if name != "tensorboard"],  # training.py
         "run_name": options.output.name,
         "logging_steps": options.log_every or 1,
-        # The tokens are made already, and the batches: data.py.
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-        "remove_unused_columns": False,
+        "remove_unused_columns": False,  # the collator reads them
         # The weights have the dtype of --dtype, with fp32 masters: there is nothing to cast.
         "bf16": False,
         "fp16": False,
@@ -103,17 +100,21 @@ def arguments_of(
         # The optimizer clips in its update, exactly (make_optimizer).
         "max_grad_norm": 0.0,
         "logging_nan_inf_filter": False,
-        "router_aux_loss_coef": None if balances else 0.0,
         "disable_tqdm": True,
     }
+    if options.method == "sft":
+        given["dataset_kwargs"] = {"skip_prepare_dataset": True}  # the tokens are made already: data.py
+    if options.method != "reward":
+        given["router_aux_loss_coef"] = None if balances else 0.0
     given |= _schedule(options, steps) | _evaluation(options, steps, evaluates=evaluates) | _saving(options, steps)
-    given |= typed(options.trainer or {})
+    given |= typed(options.trainer or {}, options.method)
+    kind = CONFIGS[options.method]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TRL names some of transformers' arguments by older names
         try:
-            return SFTConfig(**given)
+            return getattr(trl, kind)(**given)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"TRL's SFTConfig refuses the options: {raised(error)}") from error
+            raise ConfigError(f"TRL's {kind} refuses the options: {raised(error)}") from error
 
 
 def _schedule(options: argparse.Namespace, steps: int) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""The options of `infinity finetune` that TRL's SFTConfig has, by its own names. The names are read from the libraries'
-sources: importing the libraries takes seconds, and a wrong option is to be said at once."""
+"""The options of `infinity finetune` that TRL's SFTConfig, DPOConfig and RewardConfig have, by their names, which are
+read from the libraries' sources: importing the libraries takes seconds, and a wrong option is to be said at once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from infinity.errors import ConfigError
 Given = dict[str, list[str]]
 """The values of such options, as the command line has them, by name."""
 
-_SOURCES = (("transformers", "training_args.py"), ("trl", "trainer/base_config.py"), ("trl", "trainer/sft_config.py"))
-_CLASSES = ("TrainingArguments", "_BaseConfig", "SFTConfig")
+CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward": "RewardConfig"}
+"""By --method, the class of TRL that has its options."""
+_OF_ALL = (("transformers", "training_args.py", "TrainingArguments"), ("trl", "trainer/base_config.py", "_BaseConfig"))
 
 OURS = {
     "learning_rate": "lr",
@@ -70,7 +71,13 @@ _REFUSED = {
         "hub_revision",
     ),
     "the loss is the model's own, of which each token that is learned has the same part: leave it out": (
-        *("loss_type", "label_smoothing_factor", "average_tokens_across_devices"),
+        *("label_smoothing_factor", "average_tokens_across_devices"),
+    ),
+    "the reference is computed beside each batch: leave it out": (
+        *("precompute_ref_log_probs", "precompute_ref_batch_size"),
+    ),
+    "the reference stays the model that --model names: leave it out": (
+        *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps"),
     ),
     "output_router_logits and router_aux_loss_coef in the model's config.json say it": ("router_aux_loss_coef",),
     "packed examples would see each other: leave it out": ("use_cache",),
@@ -82,21 +89,38 @@ _REFUSED = {
 }
 """Fields that a run decides otherwise, or that would do nothing, by what to do instead."""
 
+_DO_NOTHING_WITHOUT = {
+    "label_smoothing": ("loss_type", {"robust", "exo_pair", "aot", "aot_unpaired"}),
+    "discopop_tau": ("loss_type", {"discopop"}),
+    "f_alpha_divergence_coef": ("f_divergence_type", {"alpha_divergence"}),
+}
+"""Fields of DPOConfig that are read for some values of another one only."""
+
+VALUES = {
+    "loss_type": {
+        *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+        *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+    },
+    "f_divergence_type": {"reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"},
+}
+"""What DPOTrainer knows: it would refuse other values in the first step only."""
+
 _UNSET = {"report_to": "none", "max_steps": -1}
 """Values that leave a field unset."""
 
 
 @cache
-def names() -> frozenset[str]:
-    """Of all fields. Those of a library that is not installed are missing."""
-    return frozenset(name for package, file in _SOURCES for name in _fields_in(package, file))
+def names(method: str | None = None) -> frozenset[str]:
+    """Of all fields. Those of a library that is not installed are missing. Args: method: None: any."""
+    own = [("trl", f"trainer/{each}_config.py", CONFIGS[each]) for each in CONFIGS if method in (None, each)]
+    return frozenset(name for package, file, kind in (*_OF_ALL, *own) for name in _fields_in(package, file, kind))
 
 
-def _fields_in(package: str, file: str) -> Iterator[str]:
+def _fields_in(package: str, file: str, kind: str) -> Iterator[str]:
     spec = importlib.util.find_spec(package)
     for root in () if spec is None else spec.submodule_search_locations or ():
         for made in ast.parse(Path(root, file).read_text(encoding="utf-8")).body:
-            if isinstance(made, ast.ClassDef) and made.name in _CLASSES:
+            if isinstance(made, ast.ClassDef) and made.name == kind:
                 yield from (
                     each.target.id
                     for each in made.body
@@ -110,7 +134,7 @@ def _is_field(assigned: ast.AnnAssign) -> bool:
 
 
 def is_unset(name: str, value: object) -> bool:
-    """Return whether a value in a file leaves a field unset. Args: name: of the field in SFTConfig."""
+    """Return whether a value in a file leaves a field unset. Args: name: of the field in TRL's configs."""
     return value is None or (name in _UNSET and value in (_UNSET[name], [_UNSET[name]]))
 
 
@@ -118,7 +142,22 @@ def require_passed_on(name: str, where: str = "") -> None:
     """Raises ConfigError for a field of _REFUSED. Args: where: it is given, for the message."""
     for instead, refused in _REFUSED.items():
         if name in refused:
-            raise ConfigError(f"{where}{name} of TRL's SFTConfig is no option of infinity finetune: {instead}")
+            raise ConfigError(f"{where}TRL's {name} is no option of infinity finetune: {instead}")
+
+
+def require_of_method(given: Given, method: str) -> None:
+    """Raises ConfigError for a field that does nothing with this --method, or beside the other fields."""
+    for name in given:
+        if name not in names(method):
+            has = ", ".join(f"--method {each}" for each in CONFIGS if name in names(each))
+            raise ConfigError(f"--{name} does nothing with --method {method}: leave it out, or give {has}")
+        if method == "sft" and name == "loss_type":
+            raise ConfigError(f"--{name} does nothing with --method sft: the loss is the model's own. Leave it out")
+        if unknown := [each for each in given[name] if each not in VALUES.get(name, {each})]:
+            raise ConfigError(f"--{name} {unknown[0]}: it is one of {', '.join(sorted(VALUES[name]))}")
+        other, values = _DO_NOTHING_WITHOUT.get(name, ("", set()))
+        if other and values.isdisjoint(given.get(other, ())):
+            raise ConfigError(f"--{name} does nothing without --{other} {' or '.join(sorted(values))}")
 
 
 def take(arguments: Sequence[str]) -> tuple[Given | None, list[str]]:
@@ -140,12 +179,12 @@ def take(arguments: Sequence[str]) -> tuple[Given | None, list[str]]:
     return found or None, others
 
 
-def typed(given: Given) -> dict[str, Any]:
-    """The values as SFTConfig has them. Raises ConfigError."""
+def typed(given: Given, method: str) -> dict[str, Any]:
+    """The values as TRL's config has them. Raises ConfigError."""
     if not given:
         return {}
+    import trl
     from transformers import HfArgumentParser
-    from trl import SFTConfig
 
     class Checking(HfArgumentParser):  # type: ignore[misc]
         def error(self, message: str) -> None:
@@ -155,5 +194,5 @@ def typed(given: Given) -> dict[str, Any]:
     for name, values in given.items():
         # A single value may begin with a dash, as -1 does.
         arguments += [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
-    found = Checking(SFTConfig, allow_abbrev=False).parse_args(arguments)
+    found = Checking(getattr(trl, CONFIGS[method]), allow_abbrev=False).parse_args(arguments)
     return {name: getattr(found, name) for name in given}

@@ -3,6 +3,8 @@ infinity/integrations/points.py."""
 
 from __future__ import annotations
 
+import importlib
+
 from infinity.integrations.patches import require_there
 from infinity.integrations.points import Point
 
@@ -51,6 +53,16 @@ POINTS = (
         "the host's tensors meet the device's weights",
         ("inputs",),
     ),
+    Point(
+        (
+            "trl.trainer.dpo_trainer.DPOTrainer._prepare_dataset",
+            "trl.trainer.reward_trainer.RewardTrainer._prepare_dataset",
+        ),
+        "leaves the dataset as it is: the tokens are made already",
+        "skip_prepare_dataset is an argument of SFTTrainer alone",
+        "numbers of rows are read as text",
+        ("dataset",),
+    ),
 )
 """Private methods that are called, or replaced in a subclass."""
 
@@ -67,8 +79,7 @@ def require_points() -> None:
     Raises:
         NotAvailableError: a method is missing; names it.
     """
-    import transformers
-
     for point in POINTS:
         for place in point.where:
-            require_there(transformers.Trainer, place.rpartition(".")[2], place, point)
+            module, kind, name = place.rsplit(".", 2)
+            require_there(getattr(importlib.import_module(module), kind), name, place, point)

@@ -19,16 +19,19 @@ from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of
 from infinity.cli.order import DataIdentity, Order
 from infinity.cli.progress import open_progress
 from infinity.cli.reading import Data
+from infinity.cli.references import Reference
 from infinity.cli.report import Report, make_report
 from infinity.cli.run_directory import is_whole
 from infinity.cli.samples import Samples, prompts_of
 from infinity.cli.separate import require_separates
 from infinity.cli.step_watch import StepWatch
 from infinity.cli.stopping import stop_when_asked
-from infinity.cli.trainer import Trainer
+from infinity.cli.trainer import Running
 from infinity.cli.trainer_arguments import arguments_of, schedule_of, take_up_rates
+from infinity.cli.trainers import TRAINERS
 from infinity.cli.world import World, told
 from infinity.config import SwapConfig
+from infinity.echo import raised
 from infinity.errors import ConfigError
 from infinity.integrations import ranks
 from infinity.integrations.chunked_loss import use_chunked_loss
@@ -44,6 +47,7 @@ class Training:
 
     Args:
         directory: for the models of --save-every and --save-best, and for trackers' files.
+        reference: of --method dpo; None: the model without its adapters.
 
     Attributes:
         model: the model that is trained.
@@ -65,6 +69,7 @@ class Training:
         world: World,
         origin: job.Origin,
         directory: Path,
+        reference: Reference | None = None,
     ) -> None:
         self.model = model
         self.options = options
@@ -74,35 +79,26 @@ class Training:
         self._data = data
         self._world = world
         limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
+        if options.method == "reward":  # its head reads the last token that is no padding
+            model.config.get_text_config().pad_token_id = _padding_of(tokenizer)
         self.model_config = copy.deepcopy(vars(model.config))
         model.config.use_cache = False
-        use_chunked_loss(model)
+        if options.method == "sft":
+            use_chunked_loss(model)
         if data.shares_sequences:
             require_separates(model)
         self._prompts = prompts_of(options, model, tokenizer, chat=data.has_chats)
         per_step = options.batch_size * options.micro_batches * options.gradient_accumulation * world.count
-        self._step_tokens = per_step * options.sequence_length
+        self._step_tokens = per_step * data.tokens_each
         self.steps = options.steps or max(data.trained.sequences * (options.epochs or 1) // per_step, 1)
         balances = getattr(model.config.get_text_config(), "output_router_logits", False)
         arguments = arguments_of(options, self.steps, directory, evaluates=data.held_out is not None, balances=balances)
         self._optimizer = _optimizer_of(options, config, model)
         scheduler = schedule_of(arguments, self._optimizer, self.steps)
         self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
+        order = Order(data.trained.sequences, self.steps * per_step, options.seed)
         identity = DataIdentity(data.trained.digest, options.batch_size, options.seed)
-        self._trainer = Trainer(
-            model,
-            arguments,
-            trained=data.trained,
-            held_out=data.held_out,
-            order=Order(data.trained.sequences, self.steps * per_step, options.seed),
-            identity=identity,
-            save=lambda model, directory: save_model(model, directory, options, self.model_config),
-            figures=self._figures,
-            scaler=self._scaler,
-            swap_config=config,
-            processing_class=tokenizer,
-            optimizers=(self._optimizer, scheduler),
-        )
+        self._trainer = self._made_trainer(arguments, tokenizer, order, identity, scheduler, config, reference)
         self.done = track(
             model=model,
             scheduler=scheduler,
@@ -110,6 +106,7 @@ class Training:
             data=identity,
             history=self.history,
             **({"scaler": self._scaler} if self._scaler.is_enabled() else {}),
+            **({"reference": reference} if reference is not None else {}),
             **{job.NAME: job.Job(options, config, world, origin)},
         )
         if self.done > self.steps:
@@ -125,6 +122,39 @@ class Training:
         trace = options.trace if world.speaks else None
         self._traced = tracing.TracedSteps(model, trace, options.trace_steps, done=self.done, total=self.steps)
         self._watch: StepWatch | None = None
+
+    def _made_trainer(
+        self,
+        arguments: Any,
+        tokenizer: Any,
+        order: Order,
+        identity: DataIdentity,
+        scheduler: Any,
+        config: SwapConfig,
+        reference: Reference | None,
+    ) -> Running:
+        """Raises ConfigError for options that TRL refuses."""
+        options, data = self.options, self._data
+        beside = {"reference": None if reference is None else reference.model} if options.method == "dpo" else {}
+        try:
+            made: Running = TRAINERS[options.method](
+                self.model,
+                arguments,
+                trained=data.trained,
+                held_out=data.held_out,
+                order=order,
+                identity=identity,
+                save=lambda model, directory: save_model(model, directory, options, self.model_config),
+                figures=self._figures,
+                scaler=self._scaler,
+                swap_config=config,
+                processing_class=tokenizer,
+                optimizers=(self._optimizer, scheduler),
+                **beside,
+            )
+            return made
+        except (ValueError, NotImplementedError) as error:
+            raise ConfigError(f"TRL refuses the options of --method {options.method}: {raised(error)}") from error
 
     def _say_if_never_warm(self) -> None:
         if self.options.warmup_steps >= self.steps:
@@ -228,6 +258,11 @@ class Training:
             evaluations=self.history.evaluations,
             again=again(self.options, extended=self.origin.extended),
         )
+
+
+def _padding_of(tokenizer: Any) -> int | None:
+    """As TRL's trainers pad."""
+    return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id  # type: ignore[no-any-return]
 
 
 def _optimizer_of(options: argparse.Namespace, config: SwapConfig, model: Any) -> OffloadedOptimizer:

@@ -16,6 +16,7 @@ TESTED = {
     "pytorch_lightning": "2.6.6",
     "torch": "2.13.0",
     "transformers": "5.23.0",
+    "trl": "1.16.0",
 }
 """The versions of constraints.txt, recommended in the error for a version that lacks a function."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -53,6 +53,7 @@ class Wishes:
         optimizer: the optimizer for whose states room is made.
         moments: form of the optimizer's moments ("int8" if the script asks for an 8-bit optimizer).
         folder: the checkpoint folder to resume from.
+        begin: function that offloads the model when `folder` is None: infinity.offload or infinity.resume.
         pins: the number of checkpoint folders that exist at a time.
         dtype: dtype that the weights are to have: the dtype in which the script computes.
         device: device on which models compute; None: the current GPU, or the CPU if there is none.
@@ -62,6 +63,7 @@ class Wishes:
     optimizer: OptimizerName = "adamw"
     moments: str | None = None
     folder: Path | None = None
+    begin: Callable[..., Any] = offload
     pins: int = 0
     dtype: torch.dtype | None = None
     device: torch.device | None = None
@@ -318,7 +320,7 @@ class Run:
                 self.goes_on(model, folder)
                 self.wish(folder=None)  # no other model resumes from this folder
             else:
-                offload(model, config, **how)
+                (self.wishes.begin if trained else offload)(model, config, **how)
         give_saving(model)
         self._offloaded.append(weakref.ref(model))
         self._names.append(name)

@@ -97,6 +97,16 @@ def interrupted(act: Callable[[], object], at: int) -> bool:
     return True
 
 
+def test_references_that_a_killed_run_has_left_are_removed_with_its_store(disks: list[Path], capsys: Said) -> None:
+    for path in disks:
+        (path / "reference-2").mkdir()
+        for name in (HEADER_NAME, SWAP_NAME):
+            shutil.copy(path / name, path / "reference-2")
+    assert main(["checkpoint", "remove", *map(str, disks)]) == 0
+    assert "references that a killed run left: " in capsys.readouterr().out
+    assert left_in(disks) == []
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 def test_removing_can_be_interrupted_anywhere_and_done_again(parts: int, made: Run, tmp_path: Path) -> None:
     if parts == 1:

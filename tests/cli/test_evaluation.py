@@ -19,7 +19,7 @@ from infinity.cli import step_watch
 from infinity.cli.batches import Batch
 from infinity.cli.data import Part, split
 from infinity.cli.main import main
-from infinity.cli.trainer import Trainer
+from infinity.cli.trainers import Sft
 from infinity.errors import ConfigError
 from tests.cli import test_resume
 from tests.cli.test_finetune import TEXT, run, tokenizer
@@ -110,7 +110,7 @@ def test_a_stopped_run_has_the_evaluations_of_one_that_was_not(
 
 def evaluating_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock of a run's steps."""
-    hours, evaluate = itertools.count(1), Trainer.evaluate
+    hours, evaluate = itertools.count(1), Sft.evaluate
     passed = [0]
 
     def slow(*given: Any, **named: Any) -> Any:
@@ -119,7 +119,7 @@ def evaluating_for_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + passed[0])
     monkeypatch.setattr(step_watch, "time", clock)
-    monkeypatch.setattr(Trainer, "evaluate", slow)
+    monkeypatch.setattr(Sft, "evaluate", slow)
 
 
 class Numbers:

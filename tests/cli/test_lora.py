@@ -114,7 +114,7 @@ def test_adapters_of_the_head_are_refused_and_those_of_the_others_train(job: dic
     few = job | {"--steps": 1, "--warmup-steps": 0}
     assert run(few, *LORA, "--lora-targets", "lm_head", "q_proj") == 2
     said = capsys.readouterr()
-    assert "--lora-targets lm_head: TRL's SFTTrainer trains no adapters of a model's head" in said.err
+    assert "--lora-targets lm_head: TRL's trainers train no adapters of a model's head" in said.err
     assert "Leave lm_head out" in said.err
     assert len(said.err.splitlines()) == 1
     assert run(few, *LORA, "--lora-targets", "q_proj") == 0

@@ -23,7 +23,7 @@ import infinity
 from infinity.cli.command import command
 from infinity.cli.main import main
 from infinity.cli.step_watch import StepWatch
-from infinity.cli.trainer import Trainer
+from infinity.cli.trainers import Sft
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from tests.cli.test_finetune import TEXT, arguments_of, run, tokenizer
 from tests.io.test_headers import build, config, trained
@@ -152,15 +152,15 @@ def test_a_run_that_fails_within_a_step_goes_on_after_the_step_before(
 ) -> None:
     """Though generations are written every fifth step only."""
     assert run(job) == 0
-    other, compute = _job(tmp_path, "b", commit_every=5), Trainer.compute_loss
+    other, compute = _job(tmp_path, "b", commit_every=5), Sft.compute_loss
 
-    def interrupted(self: Trainer, *given: Any, **named: Any) -> torch.Tensor:
+    def interrupted(self: Sft, *given: Any, **named: Any) -> torch.Tensor:
         if self.state.global_step == 3:
             raise KeyboardInterrupt
         return compute(self, *given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "compute_loss", interrupted)
+        patch.setattr(Sft, "compute_loss", interrupted)
         assert run(other) == 130
     assert list(generations_in(tmp_path / "swap-b")) == [3]
     assert main(["finetune", "--resume", str(tmp_path / "swap-b")]) == 0

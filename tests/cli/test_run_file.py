@@ -49,7 +49,7 @@ def test_a_file_of_a_trainers_arguments_may_say_that_it_asks_for_nothing(tmp_pat
     options = parsed(tmp_path, nothing | {"num_train_epochs": 3.0, "neftune_noise_alpha": -1.0, "max_grad_norm": 1.0})
     assert (options.logger, options.steps, options.epochs, options.lr) == (None, None, 3, None)
     assert options.max_grad_norm == 1.0
-    assert typed(options.trainer) == {"neftune_noise_alpha": -1.0}
+    assert typed(options.trainer, "sft") == {"neftune_noise_alpha": -1.0}
     assert parsed(tmp_path, {"report_to": ["none"]}).logger is None
     with pytest.raises(ConfigError, match="max_steps: must be at least 1, not -2"):
         parsed(tmp_path, {"max_steps": -2})
@@ -66,7 +66,7 @@ def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
     ("values", "says"),
     [
         ("base_model: a\n", "'base_model' is no option of infinity finetune; did you mean model?"),
-        ("packing: true\n", "packing of TRL's SFTConfig is no option of infinity finetune: the data are read"),
+        ("packing: true\n", "TRL's packing is no option of infinity finetune: the data are read"),
         ("batch-sizes: 1\n", "did you mean batch-size?"),
         ("lr: -1\n", "run.yaml: lr: must be positive"),
         ("lr: high\n", "run.yaml: lr: 'high' is not a number"),

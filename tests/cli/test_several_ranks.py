@@ -27,7 +27,7 @@ from infinity.checkpoint import save
 from infinity.cli import finetune, finished, output, report
 from infinity.cli.main import main
 from infinity.cli.step_watch import StepWatch
-from infinity.cli.trainer import Trainer
+from infinity.cli.trainers import Sft
 from infinity.errors import InfinityError
 from infinity.io.directory import FINISHED_NAME
 from infinity.sharded.stores import counts_in, steps_of
@@ -130,12 +130,12 @@ def is_killed() -> None:
 
 
 def has_a_loss_that_is_no_number() -> None:
-    compute, calls = Trainer.compute_loss, itertools.count(1)
+    compute, calls = Sft.compute_loss, itertools.count(1)
 
     def bad(*given: Any, **named: Any) -> Any:
         return compute(*given, **named) * (float("nan") if next(calls) == 3 else 1.0)
 
-    Trainer.compute_loss = bad  # type: ignore[method-assign]
+    Sft.compute_loss = bad  # type: ignore[method-assign]
 
 
 def cannot_write_the_output() -> None:
@@ -241,6 +241,23 @@ def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(jo
     assert "checkpoint-3" in models[0]
     steps = [step for step, _ in of_tensorboard(tmp_path / "out-all")["train/loss"]]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["dpo", "reward"])
+def test_ranks_learn_pairs_of_answers_as_one_process_does(method: str, job: Job, tmp_path: Path) -> None:
+    rows = [{"prompt": "the fox", "chosen": " red" * (1 + i % 3), "rejected": " dog" * (1 + i % 4)} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    some = FEW | {"--data": tmp_path / "rows.jsonl", "--method": method, "--eval-split": 0.2}
+    assert run(job | some, "--verify-output") == 0
+    assert workers.run(2, on_rank, arguments_of(named(tmp_path, "all", 2) | some, "--verify-output")) == [0, 0]
+    require_same(tmp_path, "all")
+    losses = [
+        json.loads((tmp_path / f"out-{name}" / "report.json").read_text())["evaluations"][-1]["loss"]
+        for name in ("one", "all")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert os.listdir(tmp_path / "swap-all") == [FINISHED_NAME]
 
 
 @pytest.mark.long

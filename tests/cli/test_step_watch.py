@@ -21,7 +21,7 @@ from infinity.cli.history import History, Sample
 from infinity.cli.main import main
 from infinity.cli.marked import Owner
 from infinity.cli.progress import StepFacts
-from infinity.cli.trainer import Trainer
+from infinity.cli.trainers import Sft
 from infinity.errors import InfinityError
 from tests.cli.test_evaluation import _job, evaluated, evaluations
 from tests.cli.test_evaluation import job as job  # a run with dropout, evaluated after 5, 10 and 12 steps
@@ -157,9 +157,9 @@ def test_trackers_have_the_last_step_and_what_only_this_program_knows(job: dict[
 def test_a_loss_that_is_not_finite_is_in_one_entry_of_trackers_and_one_that_fails_does_not_end_the_run(
     job: dict[str, Any], tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compute, told = Trainer.compute_loss, TensorBoardCallback.on_log
+    compute, told = Sft.compute_loss, TensorBoardCallback.on_log
 
-    def computed(self: Trainer, *given: Any, **named: Any) -> torch.Tensor:
+    def computed(self: Sft, *given: Any, **named: Any) -> torch.Tensor:
         return compute(self, *given, **named) * (math.nan if self.state.global_step == 1 else 1)
 
     def failing(self: Any, args: Any, state: Any, *given: Any, **named: Any) -> None:
@@ -167,7 +167,7 @@ def test_a_loss_that_is_not_finite_is_in_one_entry_of_trackers_and_one_that_fail
             raise ConnectionError("503 Service Unavailable")
         told(self, args, state, *given, **named)
 
-    monkeypatch.setattr(Trainer, "compute_loss", computed)
+    monkeypatch.setattr(Sft, "compute_loss", computed)
     monkeypatch.setattr(TensorBoardCallback, "on_log", failing)
     assert run(job | {"--steps": 5}, "--logger", "tensorboard", "--log-every", "1") == 0
     losses = [float(loss) for loss in _losses(tmp_path / "out-a")]
@@ -259,14 +259,14 @@ def test_a_command_that_begins_anew_goes_on_in_what_it_left(job: dict[str, Any],
 
 def evaluating(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
     """The evaluations find these losses."""
-    given, evaluate = iter(losses), Trainer.evaluation_loop
+    given, evaluate = iter(losses), Sft.evaluation_loop
 
     def loop(*arguments: Any, **options: Any) -> Any:
         output = evaluate(*arguments, **options)
         output.metrics["eval_loss"] = next(given)
         return output
 
-    monkeypatch.setattr(Trainer, "evaluation_loop", loop)
+    monkeypatch.setattr(Sft, "evaluation_loop", loop)
 
 
 def test_a_best_model_that_could_not_be_saved_is_not_claimed(

@@ -1,13 +1,15 @@
-"""Options that TRL's SFTConfig has are options of `infinity finetune` by its own names."""
+"""Options that TRL's configs have are options of `infinity finetune` by their own names."""
 
 from __future__ import annotations
 
 import csv
+import inspect
+import re
 from dataclasses import fields
 from typing import Any
 
 import pytest
-from trl import SFTConfig
+import trl
 
 from infinity.cli import trainer_options
 from infinity.cli.arguments import build_finetune_parser
@@ -21,8 +23,10 @@ def rates_of(job: dict[str, Any]) -> list[float]:
         return [float(row["learning_rate"]) for row in csv.DictReader(file)]
 
 
-def test_every_field_is_found_without_importing_the_library() -> None:
-    assert {each.name for each in fields(SFTConfig) if each.init} <= trainer_options.names()
+@pytest.mark.parametrize("method", trainer_options.CONFIGS)
+def test_every_field_is_found_without_importing_the_library(method: str) -> None:
+    config = getattr(trl, trainer_options.CONFIGS[method])
+    assert {each.name for each in fields(config) if each.init} <= trainer_options.names(method)
 
 
 def test_a_name_that_is_decided_otherwise_is_a_fields_name() -> None:
@@ -32,10 +36,18 @@ def test_a_name_that_is_decided_otherwise_is_a_fields_name() -> None:
     assert not set(refused) & set(trainer_options.OURS)
 
 
+@pytest.mark.parametrize("name", trainer_options.VALUES)
+def test_the_values_of_a_field_are_those_of_the_library(name: str) -> None:
+    there = re.findall(rf'{name} == "(\w+)"', inspect.getsource(trl.DPOTrainer._compute_loss))
+    assert set(there) == trainer_options.VALUES[name]
+
+
 DO_SOMETHING = {
     *("lr_scheduler_type", "lr_scheduler_kwargs", "neftune_noise_alpha"),
     *("tf32", "full_determinism", "torch_empty_cache_steps", "per_device_eval_batch_size", "log_level"),
     *("log_level_replica", "logging_first_step", "logging_nan_inf_filter", "include_num_input_tokens_seen", "run_name"),
+    *("loss_type", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing"),
+    *("beta", "use_weighting", "discopop_tau", "disable_dropout", "center_rewards_coefficient"),
     *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
 }
 """Fields that are passed on as they are."""
@@ -65,7 +77,7 @@ def test_values_are_what_the_library_makes_of_them() -> None:
     line = ["--neftune_noise_alpha", "5", "--logging-first-step", "--lr", "1", "--torch_empty_cache_steps=-3"]
     given = build_finetune_parser().parse_args(line)
     assert given.lr == 1
-    assert trainer_options.typed(given.trainer) == {
+    assert trainer_options.typed(given.trainer, "sft") == {
         "neftune_noise_alpha": 5.0,
         "logging_first_step": True,
         "torch_empty_cache_steps": -3,
@@ -75,13 +87,21 @@ def test_values_are_what_the_library_makes_of_them() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--bf16", "true"], "bf16 of TRL's SFTConfig is no option of infinity finetune: give --dtype"),
-        (["--packing"], "packing of TRL's SFTConfig is no option of infinity finetune: the data are read"),
+        (["--bf16", "true"], "TRL's bf16 is no option of infinity finetune: give --dtype"),
+        (["--packing"], "TRL's packing is no option of infinity finetune: the data are read"),
         (["--neftune_noise_alphas", "5"], "unknown argument '--neftune_noise_alphas'"),
         (["--neftune_noise_alpha", "high"], "argument --neftune_noise_alpha/--neftune-noise-alpha: invalid"),
         (["--lr_scheduler_type", "square"], "'square'"),
         (["--learning_rate", "0"], "--lr: must be positive"),
-        (["--loss_type", "dft"], "the loss is the model's own"),
+        (["--loss_type", "dft"], "--loss_type does nothing with --method sft: the loss is the model's own"),
+        (["--beta", "0.2"], "--beta does nothing with --method sft: leave it out, or give --method dpo"),
+        (["--method", "reward", "--beta", "0.2"], "--beta does nothing with --method reward"),
+        (["--method", "dpo", "--discopop_tau", "0.2"], "--discopop_tau does nothing without --loss_type discopop"),
+        (["--method", "dpo", "--loss_type", "dpo"], "--loss_type dpo: it is one of aot, "),
+        (["--method", "dpo", "--precompute_ref_log_probs"], "the reference is computed beside each batch"),
+        (["--method", "dpo", "--sync_ref_model"], "the reference stays the model that --model names"),
+        (["--method", "dpo", "--loss-on", "all"], "--loss-on does nothing with --method dpo: leave it out"),
+        (["--method", "reward", "--no-packing"], "--no-packing does nothing with --method reward: leave it out"),
         (["--router_aux_loss_coef", "0.1"], "output_router_logits and router_aux_loss_coef in the model's config.json"),
         (["--lr_scheduler_kwargs", '{"power": 2}'], "--lr_scheduler_kwargs does nothing without --lr_scheduler_type"),
         (

@@ -101,6 +101,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "no <>); make one with `infinity checkpoint export`, or load ": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
     },
+    "cli/documents.py": {
+        "is read as text: give files of rows": "cli/test_pairs.py::test_text_is_no_pair_and_rows_are",
+    },
     "cli/order.py": {
         "the run: give the same --data": "cli/test_resume.py::test_an_option_that_would_change_the_run_is_named",
     },
@@ -165,6 +168,12 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "name the columns to read: --columns": _COLUMNS,
     },
     "cli/finetune.py": {
+        "<> does nothing with --method <>: leave it out": "cli/test_trainers.py::"
+        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
+        "writes no text: leave it out": "cli/test_trainers.py::"
+        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
+        "leave them out, and give --gradient-accum": "cli/test_trainers.py::"
+        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
         "to go on, give a larger --steps": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
         "To write the model again give another --o": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
         "is resumed has it; --output DIR)": "cli/test_resume.py::"
@@ -259,10 +268,17 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_verbose_shows_the_first_document_of_the_data",
     },
     "cli/records.py": {
+        "such as --columns chosen=better rej": "cli/test_pairs.py::test_the_way_on_that_a_refusal_names_is_one",
+        "Name the columns to read: --columns chosen=<>": "cli/test_pairs.py::"
+        "test_the_way_on_that_a_refusal_names_is_one",
+        "end both answers with the first message": "cli/test_pairs.py::test_the_way_on_that_a_refusal_names_is_one",
         "To learn the chosen answers alone: --columns": _COLUMNS,
         "with --loss-on all everything is": "cli/test_fields.py::"
         "test_answers_cannot_be_told_apart_where_everything_is_learned_or_the_template_marks_otherwise",
         "or --loss-on all, to learn": "cli/test_examples.py::test_each_way_on_of_a_template_without_marks_is_one",
+    },
+    "cli/references.py": {
+        "give --model as it was": "cli/test_trainers.py::test_a_killed_run_ends_in_the_same_bits",
     },
     "cli/run.py": {
         "config comes first, infinity run CONFIG SCRIPT": "cli/test_run_process.py::"
@@ -298,12 +314,20 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_positions_that_the_config_does_not_tell_are_named_too",
     },
     "cli/trainer_options.py": {
+        "model that --model names: leave it out": "cli/test_trainers.py::"
+        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
+        "leave it out, or give <>": "cli/test_trainers.py::"
+        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
+        "the loss is the model's own. Leave it out": "cli/test_trainers.py::"
+        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
         "give --save-every or --save-best": "cli/test_trainer_options.py::"
         "test_the_option_that_a_refusal_names_does_what_was_asked",
         "is no option of infinity finetune: <>": "cli/test_trainer_options.py::"
         "test_the_option_that_a_refusal_names_does_what_was_asked",
     },
     "cli/training.py": {
+        "TRL refuses the options of --method <>": "cli/test_trainers.py::"
+        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
         "rate never reaches --lr": "cli/test_finetune.py::test_a_warmup_as_long_as_the_run_is_said",
     },
     "cli/verifying.py": {

@@ -45,14 +45,14 @@ OF_RUNS = [
     ),
     Mutant(
         "nothing is learned of rows that fill up",
-        "infinity/cli/trainer.py",
+        "infinity/cli/trainers.py",
         ".masked_fill(filling[:, None], Batch.NOTHING)",
         "",
         ("tests/cli/test_evaluation.py", "-k", "mean_over"),
     ),
     Mutant(
         "each token that is learned counts the same",
-        "infinity/cli/trainer.py",
+        "infinity/cli/trainers.py",
         "model(**inputs).loss * share",
         "model(**inputs).loss / self.current_gradient_accumulation_steps",
         ("tests/cli/test_training.py", "-k", "answers"),

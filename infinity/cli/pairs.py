@@ -1,0 +1,72 @@
+"""Pairs of answers, of which the first is the better one: --method dpo and --method reward learn them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from infinity.cli.batches import Batch
+from infinity.cli.data import NOT_LEARNED, PackedData
+from infinity.cli.documents import Document
+from infinity.cli.records import Pair
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs that a model is trained on at once.
+
+    Attributes:
+        rows: as the collators of TRL's trainers take them.
+    """
+
+    rows: list[dict[str, Any]]
+
+    def inputs_of(self, model: Any) -> dict[str, Any]:
+        """The better answer of the first pair, for what a model computes of it."""
+        first = self.rows[0]
+        return Batch(torch.tensor([[*first.get("prompt_ids", []), *first["chosen_ids"]]])).inputs_of(model)
+
+
+class PairedData(PackedData):
+    """Pairs of answers: a sequence is a pair, each of whose two documents has the prompt and an answer."""
+
+    def _add(self, document: Document) -> None:
+        assert isinstance(document, Pair)
+        room, where = self.sequence_length, document.chosen.where
+        is_cut = any(len(each.ids) > room for each in document)
+        if is_cut and self._method == "reward":
+            self._leave_out("long", where)
+        elif not all(any(each.learned[1:room]) for each in document):
+            self._leave_out("late", where)
+        elif document.chosen.ids[:room] == document.rejected.ids[:room]:
+            self._leave_out("same", where)
+        else:
+            if is_cut:
+                self._leave_out("cut", where)
+            for each in document:
+                self._store(each)
+
+    def _packed(self, packing: bool) -> list[list[int]]:
+        return [[index, index + 1] for index in range(0, len(self._spans), 2)]
+
+    def summary(self) -> str:
+        return f"{self.tokens} tokens in {self.sequences} pair{'' if self.sequences == 1 else 's'} of answers"
+
+    def rows(self, indices: Iterable[int]) -> Pairs:
+        stored = self._stored()
+        return Pairs([self._row(*(self._tokens(stored, each) for each in self._parts[index])) for index in indices])
+
+    def _tokens(self, stored: Any, span: int) -> Any:
+        begin, numel = self._spans[span]
+        return stored[begin : begin + numel]
+
+    def _row(self, chosen: Any, rejected: Any) -> dict[str, Any]:
+        first = int(np.count_nonzero(chosen & NOT_LEARNED)) if self._method == "dpo" else 0
+        prompt, better, worse = (
+            (each & ~NOT_LEARNED).tolist() for each in (chosen[:first], chosen[first:], rejected[first:])
+        )
+        return {"chosen_ids": better, "rejected_ids": worse} | ({"prompt_ids": prompt} if self._method == "dpo" else {})

@@ -1,0 +1,84 @@
+"""The reference of --method dpo where all parameters are trained: the model as it was, offloaded without states."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import SwapConfig
+from infinity.coordinator import registry
+from infinity.errors import ConfigError
+from infinity.integrations.folders import remove_empty
+from infinity.integrations.run import Run
+from infinity.io.rank_paths import is_rank_path
+from infinity.runtime.offload import close
+
+_READ_NUMEL = 1 << 20
+
+
+class Reference:
+    """A reference, and what generations keep of it: a run goes on with the same one only.
+
+    Attributes:
+        model: deferred until offload_beside.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._digest = _digest_of(model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"digest": self._digest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ConfigError for the state of another reference."""
+        if state != self.state_dict():
+            raise ConfigError(
+                "--model: the weights are not those that the run was begun with, which are its reference: give --model "
+                "as it was"
+            )
+
+    def offload_beside(
+        self, trained: nn.Module, config: SwapConfig, begin: Callable[..., Any], made: dict[str, Any]
+    ) -> None:
+        """Offload both, as `infinity run` does it: they share the memory, and the reference has its own directories.
+
+        Args:
+            begin: infinity.offload, or one of the functions that go on with a run.
+            made: of the optimizer, for Run.wish.
+        """
+        run = Run(config)
+        run.wish(begin=begin, **made)
+        for each in (trained, self.model):
+            run.loaded(each)
+        run.trained.add(trained)
+        run.references.add(self.model)
+        run.ensure_offloaded(trained)
+        try:
+            run.ensure_offloaded(self.model)
+        except BaseException:
+            close(trained)
+            raise
+
+    def close(self) -> None:
+        """Remove its store. All ranks call."""
+        places = registry.coordinator_of(self.model).directories
+        close(self.model, discard=True)
+        remove_empty(each.parent for each in places if is_rank_path(each))
+
+
+def _digest_of(model: nn.Module) -> str:
+    """Of the small parameters and of the smallest matrix, which a training changes: of large models all takes long."""
+    named = sorted(model.named_parameters(), key=lambda each: (each[1].ndim < 2, each[1].numel()))
+    matrix = next((name for name, value in named if value.ndim > 1), "")
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in named:
+        digest.update(f"{name} {list(value.shape)}".encode())
+        if name == matrix or (value.ndim < 2 and value.numel() <= _READ_NUMEL):
+            read = value.detach().cpu().contiguous().clone()
+            digest.update(read.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,113 @@
+"""The trainers of `infinity finetune`, by --method: those of TRL, each as Running has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from trl import DPOTrainer, RewardTrainer, SFTTrainer
+from trl.trainer import dpo_trainer, reward_trainer
+
+from infinity.cli.batches import Batch, learned_in
+from infinity.cli.data import Sequences
+from infinity.cli.trainer import Running
+from infinity.errors import ModelError
+
+
+class Sft(Running, SFTTrainer):  # type: ignore[misc]
+    """SFTTrainer, whose loss is the model's own and counts every token once, also in an evaluation."""
+
+    loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole step
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.model_accepts_loss_kwargs = True  # transformers before 5.20 divides the losses of other models once more
+
+    def _weight_of(self, held_out: Sequences, at_once: int) -> int:
+        """Tokens that are learned."""
+        ends = range(at_once, held_out.sequences + at_once, at_once)
+        return sum(held_out.rows(range(end - at_once, min(end, held_out.sequences))).learned for end in ends)
+
+    def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
+        """Nothing is learned of rows beyond the last sequence, which fill up the last batches of the ranks."""
+        batch: dict[str, torch.Tensor] = data.rows(index % data.sequences for index in indices).of_trainer()
+        filling = torch.tensor(indices) >= data.sequences
+        return batch | {"labels": batch["labels"].masked_fill(filling[:, None], Batch.NOTHING)}
+
+    def _items_in(self, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Return the number of tokens that all ranks learn in a step."""
+        learned = torch.stack([learned_in(batch["labels"]) for batch in batches]).sum()
+        reduced: torch.Tensor = self.accelerator.reduce(learned)
+        return reduced
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """The part that a batch has in the loss of a step, where each token that is learned counts the same, whichever
+        batch of whichever rank it is in. The loss of a batch is the model's own, so that all layers of its head, a cap
+        of its logits and the balance of its experts are in it. The host waits for nothing."""
+        share = learned_in(inputs["labels"]) * self.accelerator.num_processes / num_items_in_batch
+        loss: torch.Tensor = model(**inputs).loss * share  # the ranks' gradients are averaged
+        return loss
+
+    def _weighed_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return learned_in(inputs["labels"]), model(**inputs).loss
+
+
+class _OfPairs(Running):
+    """A trainer that prefers the first of two answers.
+
+    Attributes:
+        collator: of TRL's trainer.
+    """
+
+    collator: Any
+
+    def _weight_of(self, held_out: Sequences, at_once: int) -> int:
+        """Pairs."""
+        return held_out.sequences
+
+    def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
+        """Held-out pairs come without those that fill up, and with which these are, for the size of the batch."""
+        if self.tokenizer.pad_token_id is None:
+            raise ModelError("the tokenizer has no token for padding and none that ends a text: give it a pad_token")
+        there = [index for index in indices if index < data.sequences] or [0]
+        batch: dict[str, torch.Tensor] = self.collator(pad_token_id=self.tokenizer.pad_token_id)(data.rows(there).rows)
+        return {"pairs": torch.tensor(indices) < data.sequences, **batch} if data is self.held_out else batch
+
+    def _weighed_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return inputs.pop("pairs").sum(), self.compute_loss(model, inputs)
+
+    def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
+        """The tokens are made already."""
+        return dataset
+
+
+class Dpo(_OfPairs, DPOTrainer):  # type: ignore[misc]
+    """DPOTrainer. Args: reference: offloaded; None: the model without its adapters."""
+
+    collator = dpo_trainer.DataCollatorForPreference
+
+    def __init__(self, model: Any, args: Any, *, reference: Any, **others: Any) -> None:
+        # Without a reference TRL would add a second adapter, a copy of the first, to a model that is offloaded already.
+        super().__init__(model, args, ref_model=_AdaptersOff(model) if reference is None else reference, **others)
+        if reference is None:
+            self.ref_model = None
+
+
+class _AdaptersOff(nn.Module):
+    """Where TRL wants the module of a reference."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.config = model.config
+
+
+class Reward(_OfPairs, RewardTrainer):  # type: ignore[misc]
+    """RewardTrainer."""
+
+    collator = reward_trainer.DataCollatorForPreference
+
+
+TRAINERS = {"sft": Sft, "dpo": Dpo, "reward": Reward}
