@@ -68,7 +68,7 @@ class Reference:
         """Remove its store. All ranks call."""
         places = registry.coordinator_of(self.model).directories
         close(self.model, discard=True)
-        remove_empty(each.parent for each in places if is_rank_path(each))
+        remove_empty(each.parent if is_rank_path(each) else each for each in places)
 
 
 def _digest_of(model: nn.Module) -> str:
