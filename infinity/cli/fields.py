@@ -32,8 +32,8 @@ DATA_HELP = (
 )
 _NAMES: dict[str, list[str]] = TABLE["names"]
 _SHAPES = (
-    "a 'text' string, a list of 'messages' or 'conversations', a 'prompt' and a 'completion', or a question and an "
-    "answer such as 'instruction' and 'output'"
+    "a 'text' string, a list of 'messages' or 'conversations', a 'prompt' and a 'completion', a question and an answer "
+    "such as 'instruction' and 'output', or two answers, 'chosen' and 'rejected'"
 )
 _OPTIONAL = ("input", "history", "system", "tools", "chat_template_kwargs")
 _KEYS_SHOWN = 8
@@ -114,8 +114,9 @@ def _format_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[st
     beside = {name: [each for each in has[name] if row[each] not in _NOTHING] for name in form["beside"]}
     found = {name: has[name] for name in form["of"]} | {name: each for name, each in beside.items() if each}
     for name, columns in found.items():
-        if len(columns) > 1 and name != "input":
-            raise _both(where, columns[0], columns[1], found)
+        other = next((each for each in columns if row[each] != row[columns[0]]), None)
+        if other is not None and name != "input":
+            raise _both(where, columns[0], other, found)
     return form, found
 
 
@@ -164,6 +165,9 @@ def _mapped(
     if "trl" in form:
         kinds = {"text": str, "messages": list}.get(form["of"][0], (str, list))
         trl = {to: _value(row, found[name][0], where, kinds) for name, to in form["trl"].items() if name in found}
+        if "input" in found:
+            parts = [*found.get("instruction", [])[:1], *found["input"]]
+            trl["prompt"] = "\n\n".join(_value(row, each, where, str) for each in parts)
         if isinstance(trl.get("prompt"), str) and isinstance(trl.get("chosen"), list):  # UltraFeedback's
             asked = [{"role": "user", "content": trl.pop("prompt")}]
             trl |= {} if trl["chosen"][:1] == asked else {"prompt": asked}
@@ -173,7 +177,8 @@ def _mapped(
         return trl
     calls = listed(row["answers"], f"{where}: 'answers', calls of tools,") if "calls" in found else None
     chat = chat or calls is not None or "history" in found
-    parts = [*([] if chat else found.pop("system", [])), *found.get("instruction", []), *found.get("input", [])]
+    system = [] if chat else found.pop("system", [])
+    parts = [*system[:1], *found.get("instruction", [])[:1], *found.get("input", [])]
     question = "\n\n".join(filter(None, (_value(row, each, where, str) for each in parts)))
     answer = "" if calls is not None else _value(row, found["output"][0], where, str)
     if not chat:

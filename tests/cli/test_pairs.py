@@ -57,6 +57,12 @@ LEARNED = [
     ),
     ({"question": "say it:", "chosen": " fox", "rejected": " hen"}, "say it:", " fox<eos>", " hen<eos>"),
     (
+        {"question": "say", "prompt": "say", "input": "it:", "chosen": " fox", "rejected": " hen"},
+        "say\n\nit:",
+        " fox<eos>",
+        " hen<eos>",
+    ),
+    (
         {"chosen": "Human: it\n\nAssistant: fox", "rejected": "Human: it\n\nAssistant: hen"},
         "Human: it\n\nAssistant:",
         " fox<eos>",
