@@ -13,6 +13,7 @@ from infinity.base.accelerator import current_device
 from infinity.checkpoint.portable import STATE_NAME, Portable
 from infinity.cli.command import command
 from infinity.cli.default_dtype import default_dtype
+from infinity.cli.finetune_options import Role, defaults
 from infinity.cli.options import option
 from infinity.cli.tokenizer import has_tokenizer
 from infinity.cli.trainer_options import Given
@@ -31,69 +32,10 @@ NAME = "finetune"
 """The name under which a run's options are tracked."""
 
 _REQUIRED = ("model", "data", "config", "output")
-_FREE: dict[str, Any] = {
-    "config": None,
-    "threads": None,
-    "trust_remote_code": False,
-    "verify_output": False,
-    "verbose": False,
-    "trace": None,
-    "trace_steps": None,
-}
-"""Options of one process, which a run does not keep, with their defaults."""
-_KEPT: dict[str, Any] = {
-    "keep_store": False,
-    "merge": False,
-    "save_every": None,
-    "save_limit": None,
-    "save_best": False,
-    "sample": None,
-    "sample_tokens": None,
-    "logger": None,
-    "log_every": None,
-}
-"""Options that decide nothing of the trained model, with their defaults. A run keeps them, and they may change."""
 _PATHS = ("data", "eval_data", "output")
 _LENGTH = ("steps", "epochs")
-_PLACES: tuple[str, ...] = ("model", "data", "eval_data", "output")
-"""Options whose files may have moved when a run is resumed: the text is compared by its tokens, the model by its
-layout."""
-_TRAINING: dict[str, Any] = {
-    "method": "sft",
-    "steps": None,
-    "epochs": None,
-    "batch_size": 1,
-    "micro_batches": 1,
-    "gradient_accumulation": 1,
-    "sequence_length": 1024,
-    "columns": None,
-    "loss_on": "answers",
-    "no_packing": False,
-    "eval_split": None,
-    "eval_steps": None,
-    "revision": None,
-    "lora": None,
-    "lora_alpha": None,
-    "lora_dropout": None,
-    "lora_targets": None,
-    "freeze": None,
-    "frozen": None,
-    "dtype": None,
-    "optimizer": "adamw",
-    "lr": None,
-    "min_lr": 0.0,
-    "beta1": None,
-    "beta2": None,
-    "eps": None,
-    "schedule": "cosine",
-    "warmup_steps": 0,
-    "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-    "no_loss_scale": False,
-    "trainer": None,
-    "seed": 0,
-}
-"""Options that decide the bits of the result, with their defaults; the machine decides that of `dtype`."""
+_PLACES, _MEANWHILE, _TRAINING = defaults(Role.PLACE), defaults(Role.MEANWHILE), defaults(Role.TRAINING)
+_KEPT = _PLACES | _TRAINING | _MEANWHILE
 _LR = {"sft": (1e-5, 1e-4), "dpo": (1e-6, 1e-5), "reward": (1e-5, 1e-4)}
 """By --method, of all parameters and of adapters."""
 
@@ -136,7 +78,7 @@ class Job:
 
 def values_of(options: argparse.Namespace) -> dict[str, Any]:
     """The options that a run keeps, as JSON has them."""
-    return {name: _plain(getattr(options, name)) for name in (*_PLACES, *_TRAINING, *_KEPT)}
+    return {name: _plain(getattr(options, name)) for name in _KEPT}
 
 
 @dataclass(frozen=True)
@@ -172,12 +114,9 @@ def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
         "the run to go on with", [_past(options, config), new, default] if world.speaks else None
     )[0]
     _make_absolute(options)
-    _require_one_schedule(options)
     if found is None:
         _require(options)
-        _fill(options, _FREE | _KEPT | _TRAINING)
-        if _has_their_schedule(options):
-            options.schedule = options.min_lr = None
+        _fill(options, defaults(Role.PROCESS) | _KEPT)
         if options.lr is None:
             options.lr = _LR[options.method][options.lora is not None]
         options.dtype = options.dtype or default
@@ -194,7 +133,7 @@ def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
     had = f"{saved['options']['gradient_accumulation']} with {ranks_said(ranks)}"
     as_shared = "" if ranks == world.count else f" for {world}, as {had}"
     extended = _take_over(_with_form(_shared(saved, world), saved, options), options, steps, as_shared)
-    _fill(options, _FREE)
+    _fill(options, defaults(Role.PROCESS))
     origin = Origin(**saved["origin"]) if "origin" in saved else Origin(new, saved["options"]["model"])
     origin = replace(origin, extended=origin.extended or extended)
     return Resolved(options, config or _saved_config(saved, options), origin, steps)
@@ -244,7 +183,7 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, s
                 + ": leave it out, or begin a new run"
             )
         setattr(options, name, values[name])
-    for name in (*_PLACES, *_KEPT):
+    for name in (*_PLACES, *_MEANWHILE):
         if getattr(options, name, None) is None:
             setattr(options, name, _as_paths(values[name]) if name in _PATHS else values[name])
     return extended
@@ -283,17 +222,6 @@ def _end_of(values: dict[str, Any]) -> str:
         return f"{values['steps']} steps"
     passes = "one pass" if (values["epochs"] or 1) == 1 else f"{values['epochs']} passes"
     return f"{passes} over the data"
-
-
-def _has_their_schedule(options: argparse.Namespace) -> bool:
-    return "lr_scheduler_type" in (options.trainer or {})
-
-
-def _require_one_schedule(options: argparse.Namespace) -> None:
-    """Raises ConfigError for options of our schedules beside one of transformers'."""
-    for name in ("schedule", "min_lr") if _has_their_schedule(options) else ():
-        if getattr(options, name) is not None:
-            raise ConfigError(f"{option(name)} does nothing with --lr_scheduler_type: leave one of them out")
 
 
 def _require(options: argparse.Namespace) -> None:
@@ -403,7 +331,7 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
     known = isinstance(saved, dict) and isinstance(saved.get("options"), dict) and isinstance(saved.get("config"), dict)
     if not known or saved is None:
         raise ResumeError(f"{source} is of a run that was not made by `infinity finetune`; resume it with its program")
-    if set(saved["options"]) != {*_TRAINING, *_PLACES, *_KEPT}:
+    if set(saved["options"]) != set(_KEPT):
         raise ResumeError(f"{source} is of a run of another version of infinity, with other options; go on with that")
     return tracked
 

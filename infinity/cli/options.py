@@ -119,12 +119,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """Whole numbers between two, both included."""
+    """Whole numbers between two, both included. One may be written as 3.0."""
 
     def parse(text: str) -> int:
-        if re.fullmatch(r"[-+]?[0-9]{1,4000}", text) is None:
+        if re.fullmatch(r"[-+]?[0-9]{1,4000}(\.0+)?", text) is None:
             raise argparse.ArgumentTypeError(f"{quoted(text)} is not a whole number")
-        value = int(text)
+        value = int(text.partition(".")[0])
         if value < low:
             raise argparse.ArgumentTypeError(f"must be at least {low}, not {_short(text)}")
         if value > high:
@@ -132,6 +132,11 @@ def whole(low: int, high: int) -> Callable[[str], int]:
         return value
 
     return parse
+
+
+def unless(unset: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Values of another type, and `unset`, which is as if the option was not given."""
+    return lambda text: None if text == unset else read(text)
 
 
 def number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str], float]:
@@ -218,16 +223,26 @@ def argument(told: str, read: Callable[[str], Any] | None = None, default: Any =
     Args:
         told: what --help says.
         read: a type of this module; None: a flag.
-        more: of argparse's add_argument, such as metavar, nargs, choices, required.
+        more: of argparse's add_argument, such as metavar, nargs, choices, required. Beside these `excludes`, the name
+            of another field: only one of both may be given; and `role`, which argparse is not told.
     """
     kind = {"action": "store_true"} if read is None else {"type": read}
     return dataclasses.field(default=False if read is None else default, metadata={"help": told} | kind | more)
 
 
-def add_arguments(parser: argparse._ActionsContainer, options: type) -> None:
-    """Give a parser, or one of its groups, an option for each field of a dataclass."""
+def add_arguments(parser: argparse._ActionsContainer, options: type, *, given_only: bool = False) -> None:
+    """Give a parser, or one of its groups, an option for each field of a dataclass.
+
+    Args:
+        given_only: an option that is not given is None; by default it has the default of its field.
+    """
+    exclusive: dict[str, argparse._ActionsContainer] = {}
     for each in dataclasses.fields(options):
-        parser.add_argument(option(each.name), default=each.default, **each.metadata)
+        told = {key: value for key, value in each.metadata.items() if key not in ("role", "excludes")}
+        place = exclusive.get(each.name, parser)
+        if "excludes" in each.metadata:
+            place = exclusive[each.metadata["excludes"]] = parser.add_mutually_exclusive_group()
+        place.add_argument(option(each.name), default=None if given_only else each.default, **told)
 
 
 def options_of(kind: type[Options], found: argparse.Namespace) -> Options:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli import options as types
-from infinity.cli.arguments import build_finetune_parser
+from infinity.cli.finetune_options import build_finetune_parser
 from infinity.cli.options import OTHERS_NAMES, Parser
-from infinity.cli.trainer_options import OURS, is_unset, names, require_passed_on
+from infinity.cli.trainer_options import OURS, names, require_passed_on
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
@@ -69,6 +69,7 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
     """What the parser would have made of these values, by its names for them; what has no value is left out."""
     known = {action.dest: action for action in parser._actions}
     checked: dict[str, Any] = {}
+    given: dict[str, str] = {}
     for key, value in values.items():
         theirs = str(key).replace("-", "_")
         name = OURS.get(theirs, theirs)
@@ -77,8 +78,11 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
             raise ConfigError(f"{file}: {quoted(str(key))} is no option of infinity finetune{_hint(name, known)}")
         if name in _ON_THE_COMMAND_LINE:
             raise ConfigError(f"{file}: {types.option(name)} belongs on the command line")
-        if value == [] or is_unset(theirs, value):
+        if value is None or value == []:
             continue  # as if it were not there
+        if name in given:
+            raise ConfigError(f"{file}: {given[name]} and {key} are one option; leave one of them")
+        given[name] = str(key)
         if of_trainer:
             require_passed_on(name, f"{file}: ")
             checked.setdefault("trainer", {})[name] = list(map(_as_typed, _listed(value)))
@@ -92,7 +96,7 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
             checked[name] = [_converted(each, action, key, file) for each in _listed(value)]
         else:
             checked[name] = _converted(value, action, key, file)
-    return checked
+    return {name: value for name, value in checked.items() if value is not None}
 
 
 def _hint(name: str, known: dict[str, Any]) -> str:

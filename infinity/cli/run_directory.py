@@ -41,6 +41,10 @@ def check(options: argparse.Namespace) -> None:
     require_alone("--save-best", options.save_best or None, "--eval-data or --eval-split", held_out)
     if options.save_best and options.eval_steps is None:
         raise ConfigError("--save-best needs --eval-steps: else the last step is the only one that is evaluated")
+    if options.logger == ["none"]:
+        options.logger = None
+    elif "none" in (options.logger or ()):
+        raise ConfigError(f"--logger {' '.join(options.logger)}: none is no tracker; leave it out, or the others")
     for name in options.logger or ():
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--logger {name} needs its library: pip install {name.replace('_', '-')}")

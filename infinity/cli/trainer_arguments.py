@@ -15,20 +15,22 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments, get_scheduler
 
 from infinity.base.accelerator import current_device
-from infinity.cli.options import require_alone
+from infinity.cli.finetune_options import SCHEDULES
 from infinity.cli.run_directory import directory_of
 from infinity.cli.trainer_options import CONFIGS, require_of_method, typed
 from infinity.echo import raised
 from infinity.errors import ConfigError
 
-_SCHEDULE, _OF_SCHEDULE = "lr_scheduler_type", "lr_scheduler_kwargs"
+_OF_SCHEDULE = "lr_scheduler_kwargs"
 
 
 def check(options: argparse.Namespace) -> None:
     """Raises ConfigError for options that the libraries refuse, before anything slow."""
     given = options.trainer or {}
     require_of_method(given, options.method)
-    require_alone(f"--{_OF_SCHEDULE}", given.get(_OF_SCHEDULE), f"--{_SCHEDULE}", _SCHEDULE in given)
+    if options.min_lr and (_OF_SCHEDULE in given or options.schedule not in ("linear", "cosine")):
+        beside = f"--{_OF_SCHEDULE}" if _OF_SCHEDULE in given else f"--schedule {options.schedule}"
+        raise ConfigError(f"--min-lr does nothing with {beside}: leave it out")
     steps = options.steps or options.warmup_steps + 1
     evaluates = bool(options.eval_data or options.eval_split)
     arguments = arguments_of(options, steps, directory_of(options.output), evaluates=evaluates, balances=False)
@@ -63,7 +65,7 @@ def _naming_the_schedule(arguments: TrainingArguments) -> Iterator[None]:
     except (ValueError, TypeError, ArithmeticError) as error:
         kind, how = arguments.lr_scheduler_type.value, arguments.lr_scheduler_kwargs
         kwargs = f" with --{_OF_SCHEDULE} {how}" if how else ""
-        raise ConfigError(f"--{_SCHEDULE} {kind}{kwargs} is no schedule for this run: {raised(error)}") from error
+        raise ConfigError(f"--schedule {kind}{kwargs} is no schedule for this run: {raised(error)}") from error
 
 
 def arguments_of(options: argparse.Namespace, steps: int, directory: Path, *, evaluates: bool, balances: bool) -> Any:
@@ -118,10 +120,10 @@ def arguments_of(options: argparse.Namespace, steps: int, directory: Path, *, ev
 
 
 def _schedule(options: argparse.Namespace, steps: int) -> dict[str, Any]:
-    """transformers' schedule, with the rate that it falls to."""
+    """Return transformers' name of the schedule, and the rate to which it falls."""
     lowest = options.min_lr
-    if _SCHEDULE in (options.trainer or {}):
-        return {}
+    if options.schedule not in SCHEDULES or _OF_SCHEDULE in (options.trainer or {}):
+        return {"lr_scheduler_type": options.schedule}
     if options.schedule == "constant" or lowest == options.lr or options.warmup_steps >= steps:
         return {"lr_scheduler_type": "constant_with_warmup"}
     if options.schedule == "linear":

@@ -21,6 +21,7 @@ _OF_ALL = (("transformers", "training_args.py", "TrainingArguments"), ("trl", "t
 
 OURS = {
     "learning_rate": "lr",
+    "lr_scheduler_type": "schedule",
     "num_train_epochs": "epochs",
     "max_steps": "steps",
     "per_device_train_batch_size": "batch_size",
@@ -105,9 +106,6 @@ VALUES = {
 }
 """What DPOTrainer knows: it would refuse other values in the first step only."""
 
-_UNSET = {"report_to": "none", "max_steps": -1}
-"""Values that leave a field unset."""
-
 
 @cache
 def names(method: str | None = None) -> frozenset[str]:
@@ -131,11 +129,6 @@ def _fields_in(package: str, file: str, kind: str) -> Iterator[str]:
 def _is_field(assigned: ast.AnnAssign) -> bool:
     made = assigned.value
     return isinstance(made, ast.Call) and isinstance(made.func, ast.Name) and made.func.id == "field"
-
-
-def is_unset(name: str, value: object) -> bool:
-    """Return whether a value in a file leaves a field unset. Args: name: of the field in TRL's configs."""
-    return value is None or (name in _UNSET and value in (_UNSET[name], [_UNSET[name]]))
 
 
 def require_passed_on(name: str, where: str = "") -> None:

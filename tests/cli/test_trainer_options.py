@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import trl
+import yaml
+from transformers import SchedulerType
 
 from infinity.cli import trainer_options
-from infinity.cli.arguments import build_finetune_parser
+from infinity.cli.finetune_options import build_finetune_parser
 from infinity.cli.main import main
 from infinity.errors import ConfigError
 from tests.cli.test_finetune import run
@@ -43,7 +45,7 @@ def test_the_values_of_a_field_are_those_of_the_library(name: str) -> None:
 
 
 DO_SOMETHING = {
-    *("lr_scheduler_type", "lr_scheduler_kwargs", "neftune_noise_alpha"),
+    *("lr_scheduler_kwargs", "neftune_noise_alpha"),
     *("tf32", "full_determinism", "torch_empty_cache_steps", "per_device_eval_batch_size", "log_level"),
     *("log_level_replica", "logging_first_step", "logging_nan_inf_filter", "include_num_input_tokens_seen", "run_name"),
     *("loss_type", "loss_weights", "ld_alpha", "f_divergence_type", "f_alpha_divergence_coef", "label_smoothing"),
@@ -61,12 +63,28 @@ def test_a_field_that_is_no_option_here_is_refused_or_known_to_do_something() ->
 
 @pytest.mark.parametrize(("theirs", "ours"), trainer_options.OURS.items())
 def test_a_field_with_a_short_name_here_is_that_option(theirs: str, ours: str) -> None:
-    value = {"output": "out", "logger": "wandb"}.get(ours, "0.5" if ours in ("lr", "beta1", "beta2", "eps") else "3")
+    value = {"output": "out", "logger": "wandb", "schedule": "inverse_sqrt"}.get(
+        ours, "0.5" if ours in ("lr", "beta1", "beta2", "eps") else "3"
+    )
     parser = build_finetune_parser()
     short = parser.parse_args([f"--{ours.replace('_', '-')}", value])
     for name in (theirs, theirs.replace("_", "-")):
         assert parser.parse_args([f"--{name}", value]) == parser.parse_args([f"--{name}={value}"]) == short
     assert getattr(short, ours) is not None
+
+
+def test_every_schedule_of_the_library_is_one_here() -> None:
+    (action,) = (each for each in build_finetune_parser()._actions if each.dest == "schedule")
+    assert {each.value for each in SchedulerType} <= set(action.choices or ())
+
+
+def test_what_asks_for_nothing_on_the_command_line_of_a_trainer_does_so_here(job: dict[str, Any]) -> None:
+    some = {name: value for name, value in job.items() if name not in ("--steps", "--epochs")}
+    line = ["--max_steps", "-1", "--num_train_epochs", "1.0", "--report_to", "none", "--sequence-length", "64"]
+    assert run(some, *line) == 0
+    assert not job["--output"].with_name("out-steps").exists()
+    kept = yaml.safe_load((job["--output"] / "run.yaml").read_text())
+    assert (kept.get("steps"), kept["epochs"], kept.get("logger")) == (None, 1, None)
 
 
 def test_underscores_are_as_dashes() -> None:
@@ -91,7 +109,7 @@ def test_values_are_what_the_library_makes_of_them() -> None:
         (["--packing"], "TRL's packing is no option of infinity finetune: the data are read"),
         (["--neftune_noise_alphas", "5"], "unknown argument '--neftune_noise_alphas'"),
         (["--neftune_noise_alpha", "high"], "argument --neftune_noise_alpha/--neftune-noise-alpha: invalid"),
-        (["--lr_scheduler_type", "square"], "'square'"),
+        (["--lr_scheduler_type", "square"], "argument --schedule: invalid choice: 'square'"),
         (["--learning_rate", "0"], "--lr: must be positive"),
         (["--loss_type", "dft"], "--loss_type does nothing with --method sft: the loss is the model's own"),
         (["--beta", "0.2"], "--beta does nothing with --method sft: leave it out, or give --method dpo"),
@@ -103,17 +121,20 @@ def test_values_are_what_the_library_makes_of_them() -> None:
         (["--method", "dpo", "--loss-on", "all"], "--loss-on does nothing with --method dpo: leave it out"),
         (["--method", "reward", "--no-packing"], "--no-packing does nothing with --method reward: leave it out"),
         (["--router_aux_loss_coef", "0.1"], "output_router_logits and router_aux_loss_coef in the model's config.json"),
-        (["--lr_scheduler_kwargs", '{"power": 2}'], "--lr_scheduler_kwargs does nothing without --lr_scheduler_type"),
         (
             ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"cycles": 2}'],
-            "--lr_scheduler_type cosine with --lr_scheduler_kwargs {'cycles': 2} is no schedule for this run: ",
+            "--schedule cosine with --lr_scheduler_kwargs {'cycles': 2} is no schedule for this run: ",
         ),
         (
             ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"num_cycles": "a"}', "--warmup-steps", "2"],
             "is no schedule for this run: ",
         ),
-        (["--lr_scheduler_type", "cosine", "--schedule", "linear"], "--schedule does nothing with --lr_scheduler_type"),
-        (["--lr_scheduler_type", "cosine", "--min-lr", "0"], "--min-lr does nothing with --lr_scheduler_type"),
+        (["--schedule", "inverse_sqrt", "--min-lr", "1e-6"], "--min-lr does nothing with --schedule inverse_sqrt"),
+        (
+            ["--lr_scheduler_kwargs", '{"num_cycles": 2}', "--min-lr", "1e-6"],
+            "--min-lr does nothing with --lr_scheduler_kwargs: leave it out",
+        ),
+        (["--report_to", "none", "wandb"], "--logger none wandb: none is no tracker; leave it out, or the others"),
         (["--dataloader_num_workers", "2"], "the data are read, cut and packed here"),
         (["--gradient_checkpointing"], "`recompute` of the swap config says what is computed again"),
         (["--label_smoothing_factor", "0.1"], "each token that is learned has the same part: leave it out"),
@@ -156,6 +177,16 @@ def test_a_schedule_of_the_library_is_kept_by_the_run(job: dict[str, Any]) -> No
     other = job["--output"].with_name("again")
     assert main([*again, "--output", str(other)]) == 0
     assert rates_of({"--output": other}) == rates_of(some)
+
+
+def test_the_command_line_chooses_another_schedule_than_the_file(job: dict[str, Any]) -> None:
+    some = job | {"--steps": 2}
+    assert run(some, "--schedule", "linear", "--min-lr", "1e-4") == 0
+    again = ["finetune", "--options", str(job["--output"] / "run.yaml"), "--config", str(job["--config"])]
+    other = job["--output"].with_name("again")
+    flags = ["--output", str(other), "--lr_scheduler_type", "inverse_sqrt", "--min-lr", "0"]
+    assert main([*again, *flags]) == 0
+    assert yaml.safe_load((other / "run.yaml").read_text())["schedule"] == "inverse_sqrt"
 
 
 def test_a_rate_that_rises_until_the_end_falls_by_no_schedule(job: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ _SUBJECT = re.compile(rf"^--[a-z-]+( {HOLE})?")
 _SENTENCE_CHARS_MIN = 30
 _HELP = (
     "cli/arguments.py",
+    "cli/finetune_options.py",
     "cli/bench/main.py",
     "cli/bench/options.py",
     "cli/planning/options.py",
@@ -204,8 +205,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
         "go on from it with --from-checkpoint": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
-        "<> does nothing with --lr_scheduler_type: leave one": "cli/test_trainer_options.py::"
-        "test_a_schedule_of_the_library_is_kept_by_the_run",
         "that was not made by `infinity finetune`; resume it with ": "cli/test_resume.py::"
         "test_a_run_of_another_program_is_resumed_by_that",
     },

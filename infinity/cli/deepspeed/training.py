@@ -11,10 +11,10 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from infinity.cli.arguments import build_finetune_parser
 from infinity.cli.deepspeed.conversion import whole_number, words_of
 from infinity.cli.deepspeed.keys import ROWS
 from infinity.cli.deepspeed.reading import AUTO, Item, Source
+from infinity.cli.finetune_options import build_finetune_parser
 
 _LR, _RATIO, _MOMENTUM = "optimizer.params.lr", "scheduler.params.cos_min_ratio", "optimizer.params.momentum"
 _PRECISIONS = {"bf16.enabled", "bfloat16.enabled", "fp16.enabled"}

@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 from transformers import TrainingArguments
 
-from infinity.cli.arguments import build_finetune_parser
 from infinity.cli.deepspeed.keys import DEEPSPEED, KEYS, LOST, ROWS, SECTIONS, Fate, Key
+from infinity.cli.finetune_options import build_finetune_parser
 from infinity.cli.optimizers import _BETAS, _HAVE_EPS
 from infinity.config import SwapConfig, _known_keys, load_config
 

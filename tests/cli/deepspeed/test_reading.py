@@ -12,11 +12,11 @@ import torch
 from transformers import TrainingArguments
 
 import infinity
-from infinity.cli.arguments import build_finetune_parser
 from infinity.cli.deepspeed.conversion import convert
 from infinity.cli.deepspeed.keys import LOST, Fate
 from infinity.cli.deepspeed.reading import FILE_BYTES_MAX, read
 from infinity.cli.deepspeed.report import report, swap_text
+from infinity.cli.finetune_options import build_finetune_parser
 from infinity.config import load_config
 from infinity.errors import ConfigError
 from infinity.strict import parse_yaml

@@ -14,10 +14,10 @@ from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 import infinity
-from infinity.cli.arguments import build_finetune_parser
 from infinity.cli.deepspeed.keys import KEYS
 from infinity.cli.deepspeed.reading import read
 from infinity.cli.deepspeed.training import Training, training_of
+from infinity.cli.finetune_options import build_finetune_parser
 from tests.cli.deepspeed.public import PUBLIC, Public
 from tests.cli.deepspeed.test_conversion import by_source, file_of, written
 from tests.models import llama
