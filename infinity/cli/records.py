@@ -80,7 +80,7 @@ def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> st
         return str(trl["text"])
     if isinstance(trl.get("prompt"), str):
         return _continued(trl["prompt"], trl["completion"], where, tokenizer, loss_on)
-    return _chat(trl, where, _Template.of(tokenizer, trl, where), loss_on)
+    return _chat(trl, where, _Template.of(tokenizer, trl, where, row.unread), loss_on)
 
 
 def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
@@ -108,7 +108,8 @@ def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
             )
     for name in ("chosen", "rejected"):
         _require_answer(trl, name, where, method)
-    chosen, rejected = (_answer(trl, name, where, tokenizer, method) for name in ("chosen", "rejected"))
+    answers = (_answer(trl, name, where, tokenizer, method, row.unread) for name in ("chosen", "rejected"))
+    chosen, rejected = answers
     first = min(each.learned.index(True) if any(each.learned) else len(each.ids) for each in (chosen, rejected))
     return Pair(
         *(replace(each, learned=[index >= first for index in range(len(each.ids))]) for each in (chosen, rejected))
@@ -134,12 +135,12 @@ def _require_answer(trl: dict[str, Any], name: str, where: str, method: str) -> 
         raise ConfigError(f"{where}: '{name}' does not end with a message of the assistant: leave the row out")
 
 
-def _answer(trl: dict[str, Any], name: str, where: str, tokenizer: Any, method: str) -> Example:
+def _answer(trl: dict[str, Any], name: str, where: str, tokenizer: Any, method: str, unread: list[str]) -> Example:
     prompt, said = trl.get("prompt"), trl[name]
     if isinstance(said, str):
         return _continued(prompt or "", said, where, tokenizer, "answers")
     told: dict[str, Any] = {each: trl[each] for each in ("tools", "chat_template_kwargs") if each in trl}
-    template = _Template.of(tokenizer, told, where)
+    template = _Template.of(tokenizer, told, where, unread)
     if method == "reward":
         return _chat({"messages": [*(prompt or []), *said]}, where, template, "all")
     return _chat({"prompt": prompt, "completion": said}, where, template, "answers")
@@ -227,15 +228,17 @@ class _Template:
     Attributes:
         text: its source.
         told: what it is told beside the messages: tools, and names of its own.
+        unread: gets the names of fields of messages that the template leaves out.
     """
 
     tokenizer: Any
     text: str
     told: dict[str, Any]
     where: str
+    unread: list[str]
 
     @classmethod
-    def of(cls, tokenizer: Any, trl: dict[str, Any], where: str) -> _Template:
+    def of(cls, tokenizer: Any, trl: dict[str, Any], where: str, unread: list[str]) -> _Template:
         text, own = getattr(tokenizer, "chat_template", None), trl.get("chat_template_kwargs", {})
         if not text:
             raise ConfigError(
@@ -246,7 +249,7 @@ class _Template:
         if not isinstance(own, dict) or not taken.keys().isdisjoint(own):
             has = kind(own) if not isinstance(own, dict) else quoted(next(each for each in own if each in taken))
             raise ConfigError(f"{where}: 'chat_template_kwargs' are names that a chat template has; they have {has}")
-        return cls(tokenizer, str(text), {**own, "tools": trl.get("tools") or None}, where)
+        return cls(tokenizer, str(text), {**own, "tools": trl.get("tools") or None}, where, unread)
 
     def names(self, role: str) -> bool:
         return f"'{role}'" in self.text or f'"{role}"' in self.text
@@ -296,6 +299,7 @@ class _Template:
                 made = self.rendered(form, marked=marked)
                 self._require_contents(messages, made["input_ids"])
                 self._require_calls(form, made["input_ids"])
+                self._note_thoughts(form, made["input_ids"])
             except ConfigError as error:
                 refused = refused or error
             else:
@@ -307,16 +311,25 @@ class _Template:
         for index, message in enumerate(form):
             if not message.get("tool_calls"):
                 continue
-            bare = {key: value for key, value in message.items() if key != "tool_calls"}
-            try:
-                without = self.rendered([*form[:index], bare, *form[index + 1 :]])["input_ids"]
-            except ConfigError:
-                continue
-            if list(without) == list(ids):
+            if self._is_without(ids, [*form[:index], _bare(message, "tool_calls"), *form[index + 1 :]]):
                 raise ConfigError(
                     f"{self.where}: the model's chat template leaves out 'tool_calls' of messages[{index}]: write them "
                     "into its 'content' as the model is to say them, or leave such rows out"
                 )
+
+    def _note_thoughts(self, form: Messages, ids: list[int]) -> None:
+        """Note the fields for thoughts that the template leaves out. Many templates write only the last thoughts."""
+        for name in TABLE["thoughts"]:
+            there = any(message.get(name) for message in form)
+            if there and self._is_without(ids, [_bare(message, name) for message in form]):
+                self.unread.append(f"{name} of messages, which the chat template leaves out")
+
+    def _is_without(self, ids: list[int], bare: Messages) -> bool:
+        """Return whether the template makes the same tokens of messages that have a field less."""
+        try:
+            return list(self.rendered(bare)["input_ids"]) == list(ids)
+        except ConfigError:
+            return False
 
     def _require_contents(self, messages: Messages, ids: list[int]) -> None:
         """Raises ConfigError where the template leaves everything out that the user or the assistant said."""
@@ -325,6 +338,10 @@ class _Template:
             bare = self.tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
             if said.strip() and set(bare).isdisjoint(ids):
                 raise ConfigError(f"{self.where}: the model's chat template leaves out everything that the {role} says")
+
+
+def _bare(message: dict[str, Any], field: str) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != field}
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:

@@ -259,6 +259,16 @@ def test_fields_that_are_not_read_are_said_once(read: Read) -> None:
     talk = saying(TALK, 0, mood="x")
     rows = [{"messages": talk, "id": index, "num_turns": 2, "quality": 0.5} for index in range(3)]
     assert read(rows).notes() == ["fields of rows that are not read: 'num_turns', 'quality', 'messages.mood'"]
+
+
+def test_thoughts_that_the_chat_template_leaves_out_are_named(read: Read) -> None:
+    row = {"messages": saying(TALK, 3, reasoning_content="a hen? ")}
+    left_out = "fields of rows that are not read: 'reasoning_content of messages, which the chat template leaves out'"
+    assert read([row]).notes() == [left_out]
+    assert read([row], columns={"messages": "messages"}).notes() == [left_out]
+    thinking = CHATML.replace("{% generation %}", "{% generation %}{{ m.reasoning_content }}")
+    assert read([row], thinking).notes() == []
+    assert learned(read([row], thinking)) == [f"{FOX}{END}a hen? {HEN}{END}"]
     assert read([{"messages": TALK, "id": 1}]).notes() == []
 
 
