@@ -1,18 +1,23 @@
-"""The trackers of --logger. A Trainer gives them the figures of a run. If the run is resumed, TensorBoard and wandb
-continue its records."""
+"""The trackers of --logger, which show the figures of a run. If the run is resumed, TensorBoard and wandb continue its
+records. A tracker that fails does not end the run."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
+
+from infinity.echo import raised
+from infinity.errors import InfinityError
 
 _PROJECT = "infinity"
 _TAKE_TEXTS = {"tensorboard", "trackio", "wandb"}
@@ -24,8 +29,8 @@ def take_texts(options: argparse.Namespace) -> bool:
 
 
 @contextmanager
-def opened(options: argparse.Namespace, run: str, directory: Path, done: int) -> Iterator[list[TrainerCallback]]:
-    """Open trackers, and yield the callbacks that a Trainer needs in addition to those of its report_to.
+def opened(options: argparse.Namespace, run: str, directory: Path, done: int) -> Iterator[list[Any]]:
+    """Open trackers, and yield them as callbacks of a Trainer.
 
     Args:
         options: options of the run.
@@ -33,22 +38,70 @@ def opened(options: argparse.Namespace, run: str, directory: Path, done: int) ->
         directory: directory for the trackers' files.
         done: number of steps that the run has done.
     """
-    callbacks: list[TrainerCallback] = []
     with ExitStack() as held:
-        if "tensorboard" in (options.logger or ()):
-            from torch.utils.tensorboard import SummaryWriter
+        yield [
+            held.enter_context(_Guarded(name, partial(_callback, name, options, run, directory, done)))
+            for name in options.logger or ()
+        ]
 
-            writer = held.enter_context(SummaryWriter(str(directory), purge_step=done + 1))
-            callbacks.append(TensorBoardCallback(writer))
-        if "wandb" in (options.logger or ()):
-            wandb: Any = importlib.import_module("wandb")
-            # The Trainer's callback uses a run that is already open.
-            wandb_run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", _PROJECT),
-                name=(options.trainer or {}).get("run_name", [options.output.name])[0],
-                dir=os.environ.get("WANDB_DIR", str(directory)),
-                id=os.environ.get("WANDB_RUN_ID", run),
-                resume="allow",
-            )
-            held.enter_context(wandb_run)
-        yield callbacks
+
+def _callback(
+    name: str, options: argparse.Namespace, run: str, directory: Path, done: int, held: ExitStack
+) -> TrainerCallback:
+    """Return transformers' callback of a tracker. `held` closes the tracker."""
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        return TensorBoardCallback(held.enter_context(SummaryWriter(str(directory), purge_step=done + 1)))
+    if name == "wandb":
+        wandb: Any = importlib.import_module("wandb")
+        # The callback uses a run that is already open.
+        wandb_run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=(options.trainer or {}).get("run_name", [options.output.name])[0],
+            dir=os.environ.get("WANDB_DIR", str(directory)),
+            id=os.environ.get("WANDB_RUN_ID", run),
+            resume="allow",
+        )
+        held.enter_context(wandb_run)
+    (kind,) = get_reporting_integration_callbacks([name])
+    return kind()
+
+
+class _Guarded:
+    """A callback of a Trainer whose errors are warnings, such as that of a server that does not answer. The first error
+    is printed.
+
+    Args:
+        name: name of the tracker.
+        make: opens the tracker and returns its callback; its argument closes the tracker.
+    """
+
+    def __init__(self, name: str, make: Callable[[ExitStack], TrainerCallback]) -> None:
+        self._name = name
+        self._failed = False
+        self._held = ExitStack()
+        self._callback = self._call(make, self._held)
+
+    def __getattr__(self, event: str) -> Callable[..., Any]:
+        if not event.startswith("on_"):
+            raise AttributeError(event)
+        return partial(self._call, getattr(self._callback or TrainerCallback(), event))
+
+    def __enter__(self) -> _Guarded:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._call(self._held.__exit__, *error)
+
+    def _call(self, act: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        try:
+            return act(*given, **named)
+        except InfinityError:
+            raise
+        except Exception as error:
+            if not self._failed:
+                what = f"warning: the tracker {self._name} failed: {raised(error)}; the run goes on"
+                print(what, file=sys.stderr, flush=True)
+            self._failed = True
+            return None

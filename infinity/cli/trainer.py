@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -28,6 +26,7 @@ from infinity.durable import rng
 from infinity.echo import raised
 from infinity.errors import InfinityError, ModelError, PeerError, SwapIOError
 from infinity.integrations.transformers import TrainerMixin
+from infinity.ranks.exchange import is_peer_error, peer_errors
 
 _TRACKED = (
     *("epoch", "global_step", "train_batch_size", "num_input_tokens_seen", "total_flos"),
@@ -38,17 +37,6 @@ _TRAINED, _HELD_OUT = "trained", "held_out"
 """The columns of the two datasets: each row has the index of a sequence."""
 _TheirTrainer: Any = object
 """The trainer of TRL that comes behind these classes."""
-
-
-@contextmanager
-def _naming_other_ranks() -> Iterator[None]:
-    """Raises PeerError where another rank failed while this one waited for it."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not _is_of_another_rank(error):
-            raise
-        raise PeerError(raised(error)) from error
 
 
 class _Recording(_TheirTrainer):  # type: ignore[misc]
@@ -111,7 +99,6 @@ class Running(TrainerMixin, _Recording):
         self._save_model = save
         self._figures = figures
         self.failed: dict[int, str] = {}
-        self._trackers_failed = False
         args._n_gpu = min(args.n_gpu, 1)  # others are for other ranks
         require_points()
         self.held_out, evaluated = held_out, 0
@@ -170,7 +157,7 @@ class Running(TrainerMixin, _Recording):
         """Return the number of items that all ranks learn in a step; None if its loss is the mean over the batches."""
         return None
 
-    @_naming_other_ranks()
+    @peer_errors()
     def train(self, *given: Any, **named: Any) -> Any:
         return super().train(*given, **named)
 
@@ -183,7 +170,7 @@ class Running(TrainerMixin, _Recording):
         except InfinityError:
             raise
         except (IndexError, RuntimeError) as error:
-            if _is_of_another_rank(error):
+            if is_peer_error(error):
                 raise
             raise _refusal(shape, error) from error
         return loss
@@ -192,21 +179,12 @@ class Running(TrainerMixin, _Recording):
         """The optimizer's update finds the norm. transformers would read all gradients for it."""
 
     def log(self, logs: dict[str, Any], *given: Any, **named: Any) -> None:
-        """Tell the trackers. One that fails, as a server that is away does, does not end the run."""
+        """Give the trackers the figures. A Trainer would keep all of them; this one keeps none."""
         figures = self._figures() if "loss" in logs else {}
         # A Trainer's own sums stay nan after a step that was skipped for its loss.
         finite = {name: value for name, value in logs.items() if name != "train_loss" or math.isfinite(value)}
-        try:
-            super().log(finite | figures, *given, **named)
-        except InfinityError:
-            raise
-        except Exception as error:
-            self._say_of_trackers(error)
-
-    def _say_of_trackers(self, error: Exception) -> None:
-        if not self._trackers_failed:
-            print(f"warning: a tracker failed: {raised(error)}; the run goes on", file=sys.stderr, flush=True)
-        self._trackers_failed = True
+        super().log(finite | figures, *given, **named)
+        self.state.log_history.clear()
 
     def end_trackers(self) -> None:
         """Of a run that has nothing left to train."""
@@ -243,7 +221,7 @@ class Running(TrainerMixin, _Recording):
         self.state = replace(self.state, max_steps=self.args.max_steps, **json.loads(state["state"]))
         self.state.compute_steps(self.args, self.args.max_steps)  # how often it logs and saves may have changed
 
-    @_naming_other_ranks()
+    @peer_errors()
     def go_on(self, directory: Path, *, evaluate: bool, save: bool) -> None:
         """Write the folder for `train(resume_from_checkpoint=directory)`: the random numbers as they are now, and the
         state. Args: evaluate, save: an interruption has prevented it, so that it is done now."""
@@ -309,10 +287,6 @@ class _Collator:
 
 def _dataset(column: str, sequences: int) -> Dataset:
     return Dataset.from_dict({column: range(sequences)})
-
-
-def _is_of_another_rank(error: Exception) -> bool:
-    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
 
 
 def _refusal(shape: torch.Size, error: Exception) -> ModelError:

@@ -90,7 +90,7 @@ def arguments_of(options: argparse.Namespace, steps: int, directory: Path, *, ev
         "weight_decay": options.weight_decay,
         "seed": options.seed % 2**32,  # numpy takes no larger one; the order of the data is of all of it
         "use_cpu": current_device().type == "cpu",
-        "report_to": [name for name in options.logger or () if name != "tensorboard"],  # training.py
+        "report_to": [],  # trackers.py makes the callbacks of --logger
         "run_name": options.output.name,
         "logging_steps": options.log_every or 1,
         "remove_unused_columns": False,  # the collator reads them

@@ -28,7 +28,8 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch.distributed import Work
 
 from infinity.base.fork import close_in_children, refuse_in_forked_child
 from infinity.base.interrupt import interruptible, interrupts_deferred
+from infinity.echo import raised
 from infinity.errors import PeerError
 from infinity.ranks import collectives, headers
 from infinity.ranks.headers import Header
@@ -395,6 +397,23 @@ class Exchange:
         if self._broken is not None:  # this rank has closed the exchange
             return self._broken.again()
         return self._ranks.watch.inquire(trouble, what, detail).again()
+
+
+@contextmanager
+def peer_errors() -> Iterator[None]:
+    """Raise PeerError for errors in the block that another rank causes in a collective of torch.distributed which does
+    not pass through an exchange, such as a Trainer's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_peer_error(error):
+            raise
+        raise PeerError(raised(error)) from error
+
+
+def is_peer_error(error: Exception) -> bool:
+    """Return whether torch.distributed raised an error because another rank failed."""
+    return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)
 
 
 def _first_words(error: BaseException) -> str:

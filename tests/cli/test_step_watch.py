@@ -162,7 +162,10 @@ def test_a_loss_that_is_not_finite_is_in_one_entry_of_trackers_and_one_that_fail
     def computed(self: Sft, *given: Any, **named: Any) -> torch.Tensor:
         return compute(self, *given, **named) * (math.nan if self.state.global_step == 1 else 1)
 
+    kept: list[int] = []
+
     def failing(self: Any, args: Any, state: Any, *given: Any, **named: Any) -> None:
+        kept.append(len(state.log_history))
         if state.global_step == 4:
             raise ConnectionError("503 Service Unavailable")
         told(self, args, state, *given, **named)
@@ -172,10 +175,14 @@ def test_a_loss_that_is_not_finite_is_in_one_entry_of_trackers_and_one_that_fail
     assert run(job | {"--steps": 5}, "--logger", "tensorboard", "--log-every", "1") == 0
     losses = [float(loss) for loss in _losses(tmp_path / "out-a")]
     entries = [loss for step, loss in enumerate(losses, 1) if step != 4]
+    assert max(kept) == 1, "a run of many steps would keep an entry of each"
     read = of_tensorboard(tmp_path / "out-a")
     assert [loss for _, loss in read["train/loss"]] == pytest.approx(entries, rel=1e-6, nan_ok=True)
     assert [math.isnan(loss) for loss in entries] == [False, True, False, False]
-    assert "warning: a tracker failed: ConnectionError: 503 Service Unavailable; the run" in capfd.readouterr().err
+    assert (
+        "warning: the tracker tensorboard failed: ConnectionError: 503 Service Unavailable; the run goes on"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_model_that_cannot_be_saved_does_not_end_the_run(

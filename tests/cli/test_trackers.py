@@ -105,5 +105,19 @@ def test_what_the_environment_says_of_wandb_counts(
     monkeypatch.setenv("WANDB_RUN_ID", "abc")
     options = Namespace(logger=["wandb"], output=tmp_path / "out", trainer={"run_name": ["this"]})
     with trackers.opened(options, "run", tmp_path, 0) as callbacks:
-        assert callbacks == []
+        assert len(callbacks) == 1
     assert [wandb.begun[0][name] for name in ("project", "id", "name")] == ["mine", "abc", "this"]
+
+
+@pytest.mark.parametrize("event", ["init", "setup", "on_train_begin", "on_train_end", "__exit__"])
+def test_a_tracker_that_fails_anywhere_is_said_once_and_ends_no_run(
+    event: str, job: dict[str, Any], wandb: Wandb, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route to host")
+
+    owner: Any = {"init": Wandb, "__exit__": Wandb.Run}.get(event, WandbCallback)
+    monkeypatch.setattr(owner, event, away)
+    assert run(job | {"--steps": 2}, "--logger", "wandb") == 0
+    said = capfd.readouterr().err
+    assert said.count("the tracker wandb failed: ConnectionError: no route to host; the run goes on") == 1
