@@ -147,7 +147,9 @@ def _require_libraries() -> None:
     for each in map(Requirement, metadata.requires("infinity-offload") or ()):
         version = metadata.version(each.name) if each.name in _OF_FINETUNE else ""
         if version and not each.specifier.contains(version, prereleases=True):
-            raise ConfigError(f"infinity finetune needs {each.name}{each.specifier}, and {version} is there: {install}")
+            raise ConfigError(
+                f"infinity finetune needs {each.name}{each.specifier}, but {version} is installed: {install}"
+            )
 
 
 def _quiet_libraries() -> None:

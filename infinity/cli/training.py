@@ -32,7 +32,7 @@ from infinity.cli.trainers import TRAINERS
 from infinity.cli.world import World, told
 from infinity.config import SwapConfig
 from infinity.echo import raised
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, InfinityError, ModelError
 from infinity.integrations import ranks
 from infinity.integrations.chunked_loss import use_chunked_loss
 from infinity.integrations.patches import Patches
@@ -133,7 +133,7 @@ class Training:
         config: SwapConfig,
         reference: Reference | None,
     ) -> Running:
-        """Raises ConfigError for options that TRL refuses."""
+        """Raises ConfigError for options that TRL refuses, ModelError for a model that it refuses."""
         options, data = self.options, self._data
         beside = {"reference": None if reference is None else reference.model} if options.method == "dpo" else {}
         try:
@@ -153,8 +153,13 @@ class Training:
                 **beside,
             )
             return made
-        except (ValueError, NotImplementedError) as error:
-            raise ConfigError(f"TRL refuses the options of --method {options.method}: {raised(error)}") from error
+        except InfinityError:
+            raise
+        except (ValueError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
+            if not options.trainer:
+                raise ModelError(f"TRL refuses the model: {raised(error)}") from error
+            given = " ".join(" ".join((f"--{name}", *values)) for name, values in options.trainer.items())
+            raise ConfigError(f"TRL refuses {given} of --method {options.method}: {raised(error)}") from error
 
     def _say_if_never_warm(self) -> None:
         if self.options.warmup_steps >= self.steps:

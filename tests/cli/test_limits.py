@@ -275,4 +275,4 @@ def test_a_library_that_is_too_old_is_named(job: Job, capsys: Any, monkeypatch: 
     version = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "1.2.0" if name == "trl" else version(name))
     assert run(job) == 2
-    assert "infinity finetune needs trl>=1.16, and 1.2.0 is there: pip install" in capsys.readouterr().err
+    assert "infinity finetune needs trl>=1.16, but 1.2.0 is installed: pip install" in capsys.readouterr().err

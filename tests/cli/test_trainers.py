@@ -187,7 +187,10 @@ CHOSEN = ["--columns", "prompt=prompt", "completion=chosen"]
             {
                 "leave it out, or give --method dpo": ["--method", "sft", "--beta", "0.2"],
                 "the model that --model names: leave it out": ["--sync_ref_model"],
-                "--method dpo: ValueError: Label smoothing must be greater than 0.0": ["--loss_type", "exo_pair"],
+                "TRL refuses --loss_type exo_pair of --method dpo: ValueError: Label smoothing must": [
+                    "--loss_type",
+                    "exo_pair",
+                ],
             },
             ["--loss_type", "exo_pair", "--label_smoothing", "0.1", "--beta", "0.2"],
         ),

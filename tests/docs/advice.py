@@ -215,7 +215,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/main.py": {
         "infinity finetune trains with TRL, and <> cannot be": "cli/test_limits.py::"
         "test_a_library_that_is_missing_is_named_with_the_command_that_installs_it",
-        "infinity finetune needs <><>, and <> is there": "cli/test_limits.py::test_a_library_that_is_too_old_is_named",
+        "infinity finetune needs <><>, but <> is installed": "cli/test_limits.py::test_a_library_that_is_too_old_is_named",
         "--batch-size times --sequence-length is <> tokens in o": "cli/test_limits.py::"
         "test_a_pass_of_too_many_tokens_is_done_in_several",
         "<>. Use a smaller --batch-size or --sequence-len": "cli/test_limits.py::"
@@ -325,8 +325,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_the_option_that_a_refusal_names_does_what_was_asked",
     },
     "cli/training.py": {
-        "TRL refuses the options of --method <>": "cli/test_trainers.py::"
-        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
         "rate never reaches --lr": "cli/test_finetune.py::test_a_warmup_as_long_as_the_run_is_said",
     },
     "cli/verifying.py": {
