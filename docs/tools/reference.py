@@ -84,13 +84,14 @@ TRAINERS_HEAD = """\
 
 """
 REPLACED_HEAD = """\
-## What `infinity run` replaces
+## What infinity replaces in libraries
 
-A script that names nothing of infinity meets these functions of its libraries as infinity's, which call the libraries'
-own. A library in which one is gone is named when `infinity run` starts.
+`infinity run` replaces functions, so that a script that names nothing of infinity calls infinity's, which call the
+libraries' own. `infinity finetune` uses private methods of a Trainer. A library in which one is gone is named before
+anything is trained.
 
-| what | what it does under infinity | why no official point serves | what breaks first when it moves |
-|---|---|---|---|
+| what | what it does under infinity | why no official point serves | what breaks first when it moves | for |
+|---|---|---|---|---|
 """
 
 
@@ -229,7 +230,7 @@ def trainers_page() -> str:
     parts = [f"## {name}\n\n```text\n{inspect.getdoc(what)}\n```\n\n" for name, what in named.items()]
     rows = [
         f"| {', '.join(f'`{where}`' for where in point.where)} | {escaped(point.does)} | {escaped(point.why)} "
-        f"| {escaped(point.breaks)} |\n"
+        f"| {escaped(point.breaks)} | `{point.who}` |\n"
         for point in POINTS
     ]
     return TRAINERS_HEAD + "".join(parts) + REPLACED_HEAD + "".join(rows)

@@ -78,7 +78,7 @@ class _Guarded:
     """
 
     def __init__(self, name: str, make: Callable[[ExitStack], TrainerCallback]) -> None:
-        self._name = name
+        self._tracker = name
         self._failed = False
         self._held = ExitStack()
         self._callback = self._call(make, self._held)
@@ -101,7 +101,7 @@ class _Guarded:
             raise
         except Exception as error:
             if not self._failed:
-                what = f"warning: the tracker {self._name} failed: {raised(error)}; the run goes on"
+                what = f"warning: the tracker {self._tracker} failed: {raised(error)}; the run goes on"
                 print(what, file=sys.stderr, flush=True)
             self._failed = True
             return None

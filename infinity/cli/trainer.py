@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 from collections.abc import Callable
@@ -19,12 +20,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from infinity.cli.data import Sequences
 from infinity.cli.order import DataIdentity, Order
 from infinity.cli.run_directory import folder_of
-from infinity.cli.trainer_points import require_points
 from infinity.cli.world import told
 from infinity.config import SwapConfig
 from infinity.durable import rng
 from infinity.echo import raised
 from infinity.errors import InfinityError, ModelError, PeerError, SwapIOError
+from infinity.integrations.patches import require_there
+from infinity.integrations.points import FINETUNE, POINTS
 from infinity.integrations.transformers import TrainerMixin
 from infinity.ranks.exchange import is_peer_error, peer_errors
 
@@ -264,6 +266,18 @@ class Running(TrainerMixin, _Recording):
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """None is written: TRL's names other trackers' pages and no data, and would come before the model."""
+
+
+def require_points() -> None:
+    """Check that the libraries have all private methods that a trainer uses.
+
+    Raises:
+        NotAvailableError: a method is missing; names it.
+    """
+    for point in (each for each in POINTS if each.who == FINETUNE):
+        for place in point.where:
+            module, kind, name = place.rsplit(".", 2)
+            require_there(getattr(importlib.import_module(module), kind), name, place, point)
 
 
 class _Collator:

@@ -1,4 +1,5 @@
-"""The table of patches: every library function that infinity replaces, with the reason.
+"""The table of points: every library function that `infinity run` replaces, and every private method of a Trainer that
+`infinity finetune` uses, with the reason.
 
 `Patches` (patches.py) refuses to replace a function that has no row in this table. A row is removed as soon as the
 library has a suitable official extension point. The extension points that infinity uses are in plug_points.py,
@@ -21,9 +22,12 @@ TESTED = {
 """The versions of constraints.txt, recommended in the error for a version that lacks a function."""
 
 
+RUN, FINETUNE = "infinity run", "infinity finetune"
+
+
 @dataclass(frozen=True)
 class Point:
-    """A patch.
+    """A function of a library that infinity replaces, or a private one that it uses.
 
     Attributes:
         where: dotted names of the function; several if libraries have it in several places.
@@ -31,6 +35,7 @@ class Point:
         why: reason why no official extension point suffices.
         breaks: first symptom when the function moves.
         takes: leading parameters with which infinity's function is called, without `self`.
+        who: the command that depends on the function: RUN replaces it, FINETUNE calls it or replaces it in a subclass.
     """
 
     where: tuple[str, ...]
@@ -38,6 +43,7 @@ class Point:
     why: str
     breaks: str
     takes: tuple[str, ...] = ()
+    who: str = RUN
 
 
 _TRAINER = "transformers.trainer.Trainer"
@@ -263,6 +269,72 @@ POINTS = (
         "Python runs them after the launcher has closed the models",
         "a script that saves at its end fails",
     ),
+    Point(
+        (f"{_TRAINER}._load_from_checkpoint",),
+        "reads no weights: the model was offloaded from its generation",
+        "resume_from_checkpoint is the one way to begin after step 0",
+        "a run that goes on looks for weights in a folder that has none",
+        ("resume_from_checkpoint", "model"),
+        FINETUNE,
+    ),
+    Point(
+        (f"{_TRAINER}._save_rng_state",),
+        "writes the random numbers where train() reads them",
+        "resume_from_checkpoint is the one way to begin after step 0",
+        "a run that goes on has another dropout",
+        ("output_dir",),
+        FINETUNE,
+    ),
+    Point(
+        (f"{_TRAINER}._maybe_log_save_evaluate",),
+        "evaluates and saves what an interruption has prevented",
+        "evaluate() and save_model() tell neither schedules nor callbacks what train() tells them",
+        "a run that goes on lacks the evaluation and the model of the step before",
+        ("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
+        FINETUNE,
+    ),
+    Point(
+        (f"{_TRAINER}._save_checkpoint",),
+        "warns of a model that cannot be saved",
+        "callbacks hear of a model once it is saved",
+        "a full disk ends the run",
+        ("model", "trial"),
+        FINETUNE,
+    ),
+    Point(
+        (f"{_TRAINER}._get_grad_norm",),
+        "reads no gradients: the optimizer's update finds their norm",
+        "max_grad_norm=0 does not switch it off",
+        "each step reads all gradients once more",
+        ("model", "grad_norm"),
+        FINETUNE,
+    ),
+    Point(
+        (f"{_TRAINER}._prepare_inputs",),
+        "brings a batch to the device in an evaluation",
+        "prediction_step() is given batches in host memory",
+        "the host's tensors meet the device's weights",
+        ("inputs",),
+        FINETUNE,
+    ),
+    Point(
+        (
+            "trl.trainer.dpo_trainer.DPOTrainer._prepare_dataset",
+            "trl.trainer.reward_trainer.RewardTrainer._prepare_dataset",
+        ),
+        "leaves the dataset as it is: the tokens are made already",
+        "skip_prepare_dataset is an argument of SFTTrainer alone",
+        "numbers of rows are read as text",
+        ("dataset",),
+        FINETUNE,
+    ),
 )
 
-TABLE = {where: point for point in POINTS for where in point.where}
+TABLE = {where: point for point in POINTS if point.who == RUN for where in point.where}
+"""Functions that may be replaced, by their dotted names."""
+
+ATTRIBUTES = {
+    (_TRAINER, "_train_batch_size"): "a run's batches have another size than its options say",
+    ("transformers.training_args.TrainingArguments", "_n_gpu"): "TRL refuses a machine with several GPUs",
+}
+"""Private attributes that `infinity finetune` uses, with the first symptom if the attribute is gone."""

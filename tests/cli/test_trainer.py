@@ -1,9 +1,13 @@
-"""What the trainer of `infinity finetune` uses of TRL's that no documentation promises is there."""
+"""The trainers of `infinity finetune`; and the table of what they use of TRL's that no documentation promises: it is
+there, takes what it is given, is named where it is gone, and nothing else is used."""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,29 +18,70 @@ from accelerate import Accelerator
 from transformers.trainer_callback import TrainerState
 from trl import SFTTrainer
 
+import infinity
+from infinity.cli.trainer import require_points
 from infinity.cli.trainers import Sft
 from infinity.errors import PeerError
+from infinity.integrations.points import ATTRIBUTES, FINETUNE, POINTS
 from tests.cli.test_finetune import job as job
 from tests.cli.test_finetune import run
 
-USED = {
-    "_maybe_log_save_evaluate": ["self", "tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval"],
-    "_save_rng_state": ["self", "output_dir"],
-    "_save_checkpoint": ["self", "model", "trial"],
-    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
-    "_get_grad_norm": ["self", "model"],
-    "get_batch_samples": ["self", "epoch_iterator", "num_batches"],
-    "compute_loss": ["self", "model", "inputs", "return_outputs", "num_items_in_batch"],
-    "prediction_step": ["self", "model", "inputs"],
-}
+SOURCES = Path(infinity.__file__).parent / "cli"
+OF_TRAINERS = [
+    SOURCES / f"{name}.py" for name in ("samples", "step_watch", "trackers", "trainer", "trainers", "training")
+]
+TABLE = {where.rpartition(".")[2]: point for point in POINTS if point.who == FINETUNE for where in point.where}
 
 
-@pytest.mark.parametrize("name", USED)
-def test_a_method_that_is_called_or_replaced_takes_what_it_is_given(name: str) -> None:
-    assert list(inspect.signature(getattr(SFTTrainer, name)).parameters)[: len(USED[name])] == USED[name]
+@pytest.mark.parametrize("name", TABLE)
+def test_a_point_is_there_and_takes_what_it_is_given(name: str) -> None:
+    taken = TABLE[name].takes
+    parameters = [each for each in inspect.signature(getattr(SFTTrainer, name)).parameters if each != "self"]
+    assert tuple(parameters[: len(taken)]) == taken
+    require_points()
 
 
-REPLACED = ["get_train_dataloader", "training_step", "evaluate", "save_model", "loss_is_scaled_for_ga", *list(USED)[2:]]
+@pytest.mark.parametrize("name", TABLE)
+def test_a_point_that_is_gone_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = TABLE[name].where[0]
+    module, kind, _ = place.rsplit(".", 2)
+    monkeypatch.delattr(getattr(importlib.import_module(module), kind), name)
+    with pytest.raises(infinity.NotAvailableError, match=rf"^{re.escape(place)} is not .*=="):
+        require_points()
+
+
+@pytest.mark.parametrize(("owner", "name"), ATTRIBUTES)
+def test_an_attribute_is_one_of_theirs(owner: str, name: str) -> None:
+    module, _, made = owner.rpartition(".")
+    assert f"self.{name} = " in inspect.getsource(getattr(importlib.import_module(module), made))
+
+
+def private_names(tree: ast.Module) -> tuple[set[str], set[str]]:
+    """Those that a module uses of any object, and those that it defines."""
+    used, own = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            sets = isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            (own if sets else used).add(node.attr)
+        elif isinstance(node, ast.FunctionDef):
+            own.add(node.name)
+    return ({each for each in names if each.startswith("_") and not each.startswith("__")} for names in (used, own))
+
+
+def test_nothing_else_is_used() -> None:
+    listed = {*TABLE, *(name for _, name in ATTRIBUTES)}
+    theirs: dict[str, Any] = {}
+    for path in OF_TRAINERS:
+        used, own = private_names(ast.parse(path.read_text()))
+        theirs |= dict.fromkeys((used - own) | {name for name in own if hasattr(SFTTrainer, name)}, path.name)
+    assert {name: file for name, file in theirs.items() if name not in listed} == {}
+    assert listed <= theirs.keys()
+
+
+REPLACED = [
+    *("get_train_dataloader", "training_step", "evaluate", "save_model", "loss_is_scaled_for_ga", "get_batch_samples"),
+    *("compute_loss", "prediction_step", "_save_checkpoint", "_load_from_checkpoint", "_get_grad_norm"),
+]
 
 
 @pytest.mark.parametrize("name", REPLACED)

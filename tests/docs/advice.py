@@ -215,7 +215,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/main.py": {
         "infinity finetune trains with TRL, and <> cannot be": "cli/test_limits.py::"
         "test_a_library_that_is_missing_is_named_with_the_command_that_installs_it",
-        "infinity finetune needs <><>, but <> is installed": "cli/test_limits.py::test_a_library_that_is_too_old_is_named",
+        "infinity finetune needs <><>, but <> is": "cli/test_limits.py::test_a_library_that_is_too_old_is_named",
         "--batch-size times --sequence-length is <> tokens in o": "cli/test_limits.py::"
         "test_a_pass_of_too_many_tokens_is_done_in_several",
         "<>. Use a smaller --batch-size or --sequence-len": "cli/test_limits.py::"
