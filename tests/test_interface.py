@@ -129,7 +129,7 @@ OPTIONS = {
         "--options --model --revision --trust-remote-code --data --columns --eval-data --eval-split --eval-steps "
         "--config --output --from-checkpoint --resume --keep-store --method --steps --epochs --batch-size "
         "--micro-batches --gradient-accumulation --sequence-length --loss-on --no-packing --dtype --optimizer --lr "
-        "--min-lr --beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm --no-loss-scale "
+        "--min-lr --beta1 --beta2 --eps --schedule --warmup-steps --weight-decay --max-grad-norm "
         "--seed --threads --verify-output --lora --lora-alpha --lora-dropout --lora-targets "
         "--merge --freeze --frozen --save-every --save-limit --save-best --sample --sample-tokens --log-every --logger "
         "--verbose --trace --trace-steps"

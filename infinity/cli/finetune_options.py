@@ -176,7 +176,6 @@ class _Training:
     max_grad_norm: float = argument(
         "norm to clip to; 0: no clipping (default 1.0)", number(1e-12, 1e12, or_zero=True), 1.0
     )
-    no_loss_scale: bool = argument("do not scale the loss with --dtype fp16 (by default torch.amp.GradScaler does)")
     seed: int = argument("default 0", whole(0, SEED_MAX), 0)
     threads: int | None = argument(
         "torch's compute threads; default: torch's choice", whole(1, THREADS_MAX), **_PROCESS

@@ -71,16 +71,12 @@ def make_optimizer(name: OptimizerName, params: Iterable[Any], **options: Any) -
     return _MAKE[name](params, **options)
 
 
-def make_scaler(model: nn.Module, *, wanted: bool) -> torch.amp.GradScaler:
-    """Make a scaler for the model's loss. Unless the model has trainable fp16 weights, it is disabled and does nothing.
-
-    Args:
-        model: the model.
-        wanted: whether the loss may be scaled.
-    """
+def make_scaler(model: nn.Module) -> torch.amp.GradScaler:
+    """Make a scaler for the model's loss. Unless the model has trainable fp16 weights, it is disabled and does
+    nothing."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    enabled = wanted and any(parameter.dtype == torch.float16 for parameter in trained)
+    enabled = any(parameter.dtype == torch.float16 for parameter in trained)
     if enabled:
-        print("fp16 weights: the loss is scaled (--no-loss-scale switches that off)", flush=True)
+        print("fp16 weights: the loss is scaled", flush=True)
     device = next((parameter.device.type for parameter in trained), "cpu")
     return torch.amp.GradScaler(device, enabled=enabled)

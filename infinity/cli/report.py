@@ -53,9 +53,6 @@ class Report:
         compute_s: seconds per step without stalls. A GPU computes while the host waits, so with a GPU only
             `device_idle_s` is subtracted from the step.
         device_idle_s: seconds per step in which the GPU waited for weights or for optimizer.step, by the GPU's clock.
-        fetch_wait_s: stalls of the causes fetch and room.
-        gradient_s: stalls of the cause gradient.
-        update_s: stalls of the causes step and update.
         adam_s: seconds per step of the update's arithmetic, whether or not compute ran at the same time.
         bytes_per_parameter: bytes that the engine moved, per step and parameter, trained or not, counted.
         planned_bytes_per_parameter: planned bytes_per_parameter for this placement, if no weights are cached between
@@ -84,9 +81,6 @@ class Report:
     device_idle_s: float
     stall_s: dict[Cause, float]
     adam_s: float
-    fetch_wait_s: float
-    gradient_s: float
-    update_s: float
     bytes_per_parameter: float
     planned_bytes_per_parameter: float
     read_bytes: int
@@ -223,9 +217,6 @@ def make_report(
         device_idle_s=idle,
         stall_s=stalls,
         adam_s=adam,
-        fetch_wait_s=stalls["fetch"] + stalls["room"],
-        gradient_s=stalls["gradient"],
-        update_s=stalls["step"] + stalls["update"],
         bytes_per_parameter=moved / max(after.numel, 1),
         planned_bytes_per_parameter=after.plan.forecast.step_bytes / max(after.numel, 1),
         read_bytes=after.read_bytes,
@@ -275,8 +266,8 @@ def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: 
 
 
 def write_report(report: Report, facts: Sequence[StepFacts], samples: Sequence[Sample], directory: Path) -> None:
-    """Write report.json, report.txt, loss.csv and loss.png; evaluation.csv if there were evaluations; and samples.jsonl
-    if there were samples. JSON has null in place of nan.
+    """Write report.json, report.txt, loss.csv and loss.png; and samples.jsonl if there were samples. JSON has null in
+    place of nan.
 
     Args:
         report: the report.
@@ -301,11 +292,6 @@ def write_report(report: Report, facts: Sequence[StepFacts], samples: Sequence[S
         writer = csv.writer(file)
         writer.writerow(["step", "loss", "learning_rate", "grad_norm", "seconds"])
         writer.writerows((f.step, f.loss, f.learning_rate, f.grad_norm, f.seconds) for f in facts)
-    if report.evaluations:
-        with (directory / "evaluation.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["step", "loss"])
-            writer.writerows(report.evaluations)
     if samples:
         lines = [json.dumps(sample._asdict(), ensure_ascii=False) + "\n" for sample in samples]
         (directory / "samples.jsonl").write_text("".join(lines), encoding="utf-8")

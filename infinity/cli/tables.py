@@ -23,9 +23,10 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a table, or of a directory that `save_to_disk` wrote. Cells without a value are left out.
 
     Raises:
-        ConfigError: `datasets` is not installed, the file cannot be read, or the directory has no split 'train'.
+        ConfigError: the file cannot be read, or the directory has no split 'train'.
     """
-    datasets = _library(path)
+    import datasets
+
     try:
         table = _saved(datasets, path) if path.is_dir() else _streamed(datasets, path)
         for row in table:
@@ -34,17 +35,6 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
         raise
     except Exception as error:  # each format has errors of its own
         raise ConfigError(f"{printable(path)}: cannot be read: {raised(error)}") from error
-
-
-def _library(path: Path) -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise ConfigError(
-            f"{printable(path)}: Hugging Face's `datasets` reads such files, and it is not installed: "
-            'pip install "infinity-offload[hf]"'
-        ) from None
-    return datasets
 
 
 def _streamed(datasets: Any, path: Path) -> Any:

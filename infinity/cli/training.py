@@ -95,7 +95,7 @@ class Training:
         arguments = arguments_of(options, self.steps, directory, evaluates=data.held_out is not None, balances=balances)
         self._optimizer = _optimizer_of(options, config, model)
         scheduler = schedule_of(arguments, self._optimizer, self.steps)
-        self._scaler = make_scaler(model, wanted=not options.no_loss_scale)
+        self._scaler = make_scaler(model)
         order = Order(data.trained.sequences, self.steps * per_step, options.seed)
         identity = DataIdentity(data.trained.digest, options.batch_size, options.seed)
         self._trainer = self._made_trainer(arguments, tokenizer, order, identity, scheduler, config, reference)

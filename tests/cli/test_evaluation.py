@@ -47,8 +47,8 @@ def evaluated(tmp_path: Path, name: str) -> dict[str, Any]:
 
 
 def evaluations(output: Path) -> list[tuple[int, float]]:
-    with (output / "evaluation.csv").open() as file:
-        return [(int(row["step"]), float(row["loss"])) for row in csv.DictReader(file)]
+    report = json.loads((output / "report.json").read_text())
+    return [(each["step"], each["loss"]) for each in report["evaluations"]]
 
 
 def test_data_of_one_sequence_is_evaluated_on_data_apart(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from infinity.cli.main import main
 from tests.checkpoint.quantized import quantize
+from tests.cli.test_evaluation import evaluations
 from tests.cli.test_finetune import run, tokenizer
 from tests.cli.test_lora import ADAPTERS, LORA, same_adapters
 from tests.cli.test_resume import _job, _losses, _stop_after
@@ -33,7 +34,7 @@ def test_adapters_are_verified_beside_the_base_as_it_rests(
     assert "verified: the saved adapters, loaded by PEFT, give the trained model's logits, bit for bit" in out
     assert run(_job(tmp_path, "b") | FEW, *LORA, "--eval-split", "0.2") == 0
     assert _losses(tmp_path / "out-a") != _losses(tmp_path / "out-b"), "the base has other values"
-    mine, others = ((tmp_path / f"out-{name}" / "evaluation.csv").read_text() for name in "ab")
+    mine, others = (evaluations(tmp_path / f"out-{name}") for name in "ab")
     assert mine != others
     assert f'frozen: "{form}"' in (tmp_path / "out-a" / "run.yaml").read_text()
 

@@ -189,12 +189,6 @@ def test_an_fp16_run_goes_on_with_its_loss_scale(number: int, job: dict[str, Any
     assert _same(tmp_path / "out-a", tmp_path / "out-b")
 
 
-def test_no_loss_scale_switches_it_off(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    llama(2)[0].half().save_pretrained(tmp_path / "model")
-    assert run(job | {"--steps": 2, "--dtype": "fp16"}, "--no-loss-scale") == 0
-    assert "the loss is scaled" not in capsys.readouterr().out
-
-
 def test_resume_finds_the_run_through_the_config_and_begins_anew_where_there_is_none(
     job: dict[str, Any], capsys: Any
 ) -> None:

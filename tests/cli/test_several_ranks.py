@@ -31,6 +31,7 @@ from infinity.cli.trainers import Sft
 from infinity.errors import InfinityError
 from infinity.io.directory import FINISHED_NAME
 from infinity.sharded.stores import counts_in, steps_of
+from tests.cli.test_evaluation import evaluations
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.cli.test_step_watch import of_tensorboard, saved
 from tests.models import VOCABULARY
@@ -233,9 +234,10 @@ def test_ranks_train_adapters_save_them_and_write_samples_as_one_process_does(jo
     begun = arguments_of(named(tmp_path, "all", 2), *flags)
     assert workers.run(2, on_rank, begun, "is_asked_to_stop", 1) == [128 + signal.SIGTERM] * 2
     assert workers.run(2, on_rank, ["finetune", "--resume", str(tmp_path / "swap-all")]) == [0, 0]
-    for file in ("adapter_model.safetensors", "evaluation.csv", "samples.jsonl"):
+    for file in ("adapter_model.safetensors", "samples.jsonl"):
         assert (tmp_path / "out-all" / file).read_bytes() == (tmp_path / "out-one" / file).read_bytes()
     assert curve(tmp_path / "out-all") == curve(tmp_path / "out-one")
+    assert evaluations(tmp_path / "out-all") == evaluations(tmp_path / "out-one")
     models = [saved(tmp_path / f"out-{name}") for name in ("one", "all")]
     assert models[0] == models[1]
     assert "checkpoint-3" in models[0]

@@ -244,7 +244,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_an_option_that_does_nothing_does_something_with_the_optimizers_that_are_named",
         "--eps does nothing with --optimizer <>; <> have it": "cli/test_finetune.py::"
         "test_an_option_that_does_nothing_does_something_with_the_optimizers_that_are_named",
-        "--no-loss-scale switches that off": "cli/test_resume.py::test_no_loss_scale_switches_it_off",
     },
     "cli/options_file.py": {
         "<>: <> is no option of infinity finetune<>": "cli/test_run_file.py::"
