@@ -1,4 +1,5 @@
-"""The model of `infinity finetune`: all of it trained, or without what --freeze names, or with --lora beside it."""
+"""The model of `infinity finetune`. All parameters are trained, or all but those of --freeze, or only adapters
+(--lora)."""
 
 from __future__ import annotations
 
@@ -35,13 +36,17 @@ from infinity.runtime.offload import close, offload
 from infinity.runtime.statistics import statistics, trained_of
 
 ALL_LINEAR = "all-linear"
-"""What PEFT calls every linear layer but the head, and the experts of a mixture."""
+"""PEFT's name for all linear layers except the head, and for the experts of a mixture."""
 NEEDS_PEFT = '--lora needs PEFT: pip install "infinity-offload[hf]"'
 _NAMED_MAX = 5
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for options about parts of the model that do not go together, or need what is not there."""
+    """Check the options about parts of the model.
+
+    Raises:
+        ConfigError: options contradict each other, or PEFT is missing.
+    """
     for name in ("lora_alpha", "lora_dropout", "lora_targets"):
         require_alone(option(name), getattr(options, name), "--lora", options.lora)
     require_alone("--merge", options.merge or None, "--lora", options.lora)
@@ -59,15 +64,18 @@ def check(options: argparse.Namespace) -> None:
 
 
 def named(options: argparse.Namespace) -> dict[str, Any]:
-    """What transformers is told of a model besides its name."""
+    """Return the arguments of transformers' from_pretrained, apart from the model's name."""
     revision = {} if options.revision is None else {"revision": options.revision}
     return revision | {"trust_remote_code": bool(options.trust_remote_code)}  # None would ask at a terminal
 
 
 @contextmanager
 def naming_the_option() -> Iterator[None]:
-    """In the block an error of transformers about code that is not trusted names the option of the command line.
-    Raises ModelError."""
+    """Make errors of transformers about untrusted code in the block name the option of the command line.
+
+    Raises:
+        ModelError: the block raised it.
+    """
     try:
         yield
     except ModelError as error:
@@ -81,7 +89,8 @@ def require(name: str, say: Callable[[str], None], *, adapters: bool) -> None:
     """Check the name of a model before anything is loaded.
 
     Args:
-        say: is told when the hub is asked, which may take long.
+        name: directory or hub id.
+        say: function that is called before the hub is asked, which may take long.
         adapters: whether the directory may hold adapters in place of a model.
 
     Raises:
@@ -115,20 +124,25 @@ def _directories(directory: Path) -> list[str]:
 
 
 def class_of(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The class of the model, and what its from_pretrained is told: that of a reward model has one head, a new one
-    where the checkpoint has none."""
+    """Return the class of the model, and further arguments for its from_pretrained.
+
+    A reward model has a head with one output. If the checkpoint has no such head, a new one is drawn.
+    """
     if options.method != "reward":
         return transformers.AutoModelForCausalLM, {}
     return transformers.AutoModelForSequenceClassification, {"num_labels": 1}
 
 
 def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> tuple[Any, Reference | None]:
-    """The offloaded model, with the states of the run that is resumed; and the reference of --method dpo, which is
-    offloaded without states. None without one, and where it is the model without its adapters.
+    """Load and offload the model, with the states of the run that is resumed.
+
+    Returns:
+        The model; and the reference of --method dpo, offloaded without states. The reference is None for other methods,
+        and if it is the model without its adapters.
 
     Raises:
-        ConfigError: a pattern or a name of --freeze or --lora-targets is of nothing in the model.
-        InfinityError: as load_pretrained.
+        ConfigError: a pattern of --freeze or a name of --lora-targets matches nothing in the model.
+        InfinityError: the model cannot be loaded or offloaded, as for load_pretrained.
     """
     passes = 1 if config.vertical else options.gradient_accumulation
     made: dict[str, Any] = {"optimizer": options.optimizer, "accumulation_steps": passes}
@@ -161,7 +175,7 @@ def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> 
     model = begin(model, config, **made)
     if options.merge:
         try:
-            _require_mergeable(model)  # again, as layers may be in tiles now
+            _require_mergeable(model)  # checked again, because layers may be in tiles now
         except NotAvailableError:
             close(model, discard=not resuming)
             raise
@@ -187,8 +201,8 @@ def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
     linear = {name.rpartition(".")[2] for name, each in model.named_modules() if isinstance(each, nn.Linear)}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by an older name
-            # The adapters are in the dtype of the weights, with an fp32 master as these have.
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT uses an older name of transformers
+            # The adapters have the dtype of the weights and, like the weights, an fp32 master.
             made = get_peft_model(model, lora, autocast_adapter_dtype=False)
     except ValueError as error:
         if lora.lora_dropout and "lora_dropout" in str(error):
@@ -203,7 +217,11 @@ def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
 
 
 def _require_plain_head(model: Any) -> None:
-    """Raises ConfigError where the head has adapters."""
+    """Check that the head has no adapters.
+
+    Raises:
+        ConfigError: it has.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     head = model.get_output_embeddings()
@@ -222,7 +240,11 @@ def _require_mergeable(model: Any) -> None:
 
 
 def _freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Raises ConfigError for a pattern that matches no parameter, and where all are frozen."""
+    """Freeze the parameters that match a pattern.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, or no parameter is left to train.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         found = fnmatch.filter(parameters, pattern)
@@ -241,10 +263,16 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
 def save_model(
     model: Any, directory: str | Path, options: argparse.Namespace, config: dict[str, Any] | None = None
 ) -> None:
-    """Write the trained model, its adapters, or both merged. All ranks call. Raises as infinity.save_pretrained.
+    """Write the trained model, its adapters, or the model with the adapters merged into it. All ranks call this.
 
     Args:
-        config: the values of the model's config that are written; None: as they are now.
+        model: the model.
+        directory: directory for the files.
+        options: options of the run.
+        config: values of the model's config to write; None: the current values.
+
+    Raises:
+        InfinityError: the model cannot be saved, as for infinity.save_pretrained.
     """
     with nullcontext() if config is None else _configured(model, config):
         (save_merged if options.merge else save_pretrained)(model, directory)
@@ -252,7 +280,7 @@ def save_model(
 
 @contextmanager
 def _configured(model: Any, values: dict[str, Any]) -> Iterator[None]:
-    """In the block the model's config has these values."""
+    """Give the model's config these values in the block."""
     held = vars(model.config)
     now = dict(held)
     held.clear()
@@ -265,7 +293,7 @@ def _configured(model: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def output_bytes(model: nn.Module, options: argparse.Namespace) -> int:
-    """Of the output's weights; of this rank's slices of them, where there are several."""
+    """Return the bytes of the output's weights; with several ranks, of this rank's slices."""
     layout = statistics(model).plan.layout
     if options.merge or not is_peft_model(model):
         return layout.weight_bytes
@@ -273,7 +301,7 @@ def output_bytes(model: nn.Module, options: argparse.Namespace) -> int:
 
 
 def with_saved_adapters(base: Any, directory: str | Path) -> Any:
-    """A model with the adapters that a directory holds, in the dtype of its weights."""
+    """Return the model with the adapters of a directory. The adapters get the dtype of its weights."""
     from peft import PeftModel
 
     with warnings.catch_warnings():
@@ -282,8 +310,12 @@ def with_saved_adapters(base: Any, directory: str | Path) -> Any:
 
 
 def adapted(directory: str) -> tuple[str, str | None]:
-    """The model that a directory's adapters are of, and its revision; of any other model the name itself. Raises
-    ModelError."""
+    """Return the model of a directory's adapters, and its revision. For any other directory or hub id, return the
+    name itself.
+
+    Raises:
+        ModelError: the model is unknown or gone, or PEFT is missing.
+    """
     if not (Path(directory).expanduser() / ADAPTERS_NAME).is_file():
         return directory, None
     if importlib.util.find_spec("peft") is None:

@@ -1,4 +1,4 @@
-"""Pairs of answers, of which the first is the better one: --method dpo and --method reward learn them."""
+"""Pairs of answers for --method dpo and --method reward. The first answer of a pair is the better one."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Pairs:
     """Pairs that a model is trained on at once.
 
     Attributes:
-        rows: as the collators of TRL's trainers take them.
+        rows: rows for the collators of TRL's trainers.
     """
 
     rows: list[dict[str, Any]]
 
     def inputs_of(self, model: Any) -> dict[str, Any]:
-        """The better answer of the first pair, for what a model computes of it."""
+        """Return the arguments for a call of the model on the better answer of the first pair."""
         first = self.rows[0]
         return Batch(torch.tensor([[*first.get("prompt_ids", []), *first["chosen_ids"]]])).inputs_of(model)
 
 
 class PairedData(PackedData):
-    """Pairs of answers: a sequence is a pair, each of whose two documents has the prompt and an answer."""
+    """Pairs of answers. A sequence is a pair, and consists of two documents, each with the prompt and an answer."""
 
     def _add(self, document: Document) -> None:
         assert isinstance(document, Pair)

@@ -1,4 +1,5 @@
-"""The reference of --method dpo where all parameters are trained: the model as it was, offloaded without states."""
+"""The reference model of --method dpo if all parameters are trained: the model before the training, offloaded without
+optimizer states."""
 
 from __future__ import annotations
 
@@ -21,10 +22,10 @@ _READ_NUMEL = 1 << 20
 
 
 class Reference:
-    """A reference, and what generations keep of it: a run goes on with the same one only.
+    """A reference model. Generations keep its digest, because a run can only be resumed with the same reference.
 
     Attributes:
-        model: deferred until offload_beside.
+        model: the model; deferred until offload_beside.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +36,11 @@ class Reference:
         return {"digest": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises ConfigError for the state of another reference."""
+        """Check that the state is of the same reference.
+
+        Raises:
+            ConfigError: it is not.
+        """
         if state != self.state_dict():
             raise ConfigError(
                 "--model: the weights are not those that the run was begun with, which are its reference: give --model "
@@ -45,11 +50,14 @@ class Reference:
     def offload_beside(
         self, trained: nn.Module, config: SwapConfig, begin: Callable[..., Any], made: dict[str, Any]
     ) -> None:
-        """Offload both, as `infinity run` does it: they share the memory, and the reference has its own directories.
+        """Offload the trained model and the reference, as `infinity run` does: they share the memory, and the reference
+        has its own directories.
 
         Args:
-            begin: infinity.offload, or one of the functions that go on with a run.
-            made: of the optimizer, for Run.wish.
+            trained: the trained model.
+            config: swap config of the run.
+            begin: function that offloads the trained model: infinity.offload, or one that resumes a run.
+            made: wishes of the optimizer, for Run.wish.
         """
         run = Run(config)
         run.wish(begin=begin, **made)
@@ -65,14 +73,15 @@ class Reference:
             raise
 
     def close(self) -> None:
-        """Remove its store. All ranks call."""
+        """Close the reference and remove its store. All ranks call this."""
         places = registry.coordinator_of(self.model).directories
         close(self.model, discard=True)
         remove_empty(each.parent if is_rank_path(each) else each for each in places)
 
 
 def _digest_of(model: nn.Module) -> str:
-    """Of the small parameters and of the smallest matrix, which a training changes: of large models all takes long."""
+    """Return the digest of the small parameters and of the smallest matrix. A training changes them, and reading all
+    parameters of a large model takes long."""
     named = sorted(model.named_parameters(), key=lambda each: (each[1].ndim < 2, each[1].numel()))
     matrix = next((name for name, value in named if value.ndim > 1), "")
     digest = hashlib.blake2b(digest_size=16)

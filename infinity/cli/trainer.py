@@ -1,4 +1,5 @@
-"""A trainer of TRL for a model that is offloaded already, with the batches of a run in their order."""
+"""The part of a TRL trainer that all methods of `infinity finetune` share. The model is already offloaded, and the
+batches come in the order of the run."""
 
 from __future__ import annotations
 
@@ -34,19 +35,23 @@ _TRACKED = (
     *("epoch", "global_step", "train_batch_size", "num_input_tokens_seen", "total_flos"),
     *("best_metric", "best_global_step"),
 )
-"""What a run goes on with of a Trainer's state: the rest is of its arguments, or of this process."""
+"""Fields of a TrainerState that a resumed run takes over. The other fields follow from the arguments, or belong to one
+process."""
 _TRAINED, _HELD_OUT = "trained", "held_out"
-"""The columns of the two datasets: each row has the index of a sequence."""
+"""Columns of the two datasets. A row holds the index of a sequence."""
 _TheirTrainer: Any = object
-"""The trainer of TRL that comes behind these classes."""
+"""Stands for the trainer of TRL, which follows these classes in the order of method resolution."""
 
 
 class _Recording(_TheirTrainer):  # type: ignore[misc]
-    """Keeps the part that each batch of a step has in the loss. It is beneath TrainerMixin, which may keep the batches
-    of a step, and run one of them twice: the last time counts."""
+    """Recorder of each batch's share of a step's loss.
+
+    TrainerMixin comes before this class, because it may collect the batches of a step and run a batch twice. The last
+    run of a batch counts.
+    """
 
     def __init__(self, *given: Any, **named: Any) -> None:
-        self._losses: dict[int, torch.Tensor] = {}  # by the identities of batches, all of which a step keeps alive
+        self._losses: dict[int, torch.Tensor] = {}  # by id of the batch; a step keeps all of its batches alive
         super().__init__(*given, **named)
 
     def training_step(self, model: Any, inputs: dict[str, torch.Tensor], *given: Any, **named: Any) -> torch.Tensor:
@@ -55,28 +60,32 @@ class _Recording(_TheirTrainer):  # type: ignore[misc]
         return loss
 
     def take_losses(self) -> list[torch.Tensor]:
-        """The parts that the batches since the last call have in the loss."""
+        """Return the shares of the loss of the batches since the last call."""
         losses, self._losses = self._losses, {}
         return list(losses.values())
 
 
 class Running(TrainerMixin, _Recording):
-    """Before a trainer of TRL among the bases of a class: its batches come in the order of the run; it goes on from
-    what a generation has tracked, with a model that has its weights and states already; and its models are saved as
-    infinity saves them.
+    """The base of a trainer, listed before a trainer of TRL among the bases of a class.
+
+    The batches come in the order of the run. A resumed run continues from the state that a generation has tracked, and
+    its model already has its weights and optimizer states. Models are saved in infinity's way.
 
     Args:
-        order: of the sequences that are trained on.
-        identity: of the data; it is told of each step before it begins.
-        held_out: None: nothing is evaluated.
-        save: writes the model to a directory; all ranks call.
-        figures: what trackers are told beside the loss, of the steps since the last time.
-        scaler: of the loss, enabled or not.
-        others: of TRL's trainer.
+        trained: sequences to train on.
+        held_out: sequences for evaluation; None: there is no evaluation.
+        order: order of the sequences to train on.
+        identity: identity of the data, which is advanced before each step.
+        save: function that writes the model to a directory; all ranks call it.
+        figures: function that returns figures for trackers, in addition to the loss, of the steps since its last call.
+        scaler: scaler of the loss, enabled or not.
+        swap_config: swap config of the run.
+        others: arguments of TRL's trainer.
 
     Attributes:
-        tokenizer: is saved with models.
-        failed: why models could not be saved, by their steps.
+        held_out: sequences for evaluation; None: there is no evaluation.
+        tokenizer: tokenizer that is saved with models.
+        failed: reasons why models could not be saved, by step.
     """
 
     state: Any
@@ -101,12 +110,12 @@ class Running(TrainerMixin, _Recording):
         self._save_model = save
         self._figures = figures
         self.failed: dict[int, str] = {}
-        args._n_gpu = min(args.n_gpu, 1)  # others are for other ranks
+        args._n_gpu = min(args.n_gpu, 1)  # other GPUs belong to other ranks
         require_points()
         self.held_out, evaluated = held_out, 0
         if held_out is not None:
             turns = -(-held_out.sequences // (args.eval_batch_size * args.world_size))
-            evaluated = turns * args.world_size * args.eval_batch_size  # as many as fill the batches of all ranks
+            evaluated = turns * args.world_size * args.eval_batch_size  # enough to fill the batches of all ranks
             self._weight_each = self._weight_of(held_out, args.eval_batch_size) / (turns * args.world_size)
         self.tokenizer = others["processing_class"]
         drawn = rng.snapshot()
@@ -119,24 +128,29 @@ class Running(TrainerMixin, _Recording):
             swap_config=swap_config,
             **others,
         )
-        rng.restore(drawn)  # a Trainer seeds all ranks alike, and each has random numbers of its own
+        rng.restore(drawn)  # a Trainer gives all ranks one seed, but each rank needs its own random numbers
         self.remove_callback(PrinterCallback)
-        self.processing_class = None  # else train() writes the special tokens of a tokenizer into the model's configs
+        self.processing_class = None  # else train() writes its special tokens into the model's configs
         if scaler.is_enabled():
             self.accelerator.scaler = scaler
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
     def _weight_of(self, held_out: Sequences, at_once: int) -> int:
-        """For how much all held-out sequences count. Args: at_once: sequences that are read."""
+        """Return the weight of all held-out sequences in an evaluation.
+
+        Args:
+            held_out: the sequences.
+            at_once: number of sequences to read at a time.
+        """
         raise NotImplementedError
 
     def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
-        """The batch of some sequences."""
+        """Return the batch of the sequences with these indices."""
         raise NotImplementedError
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Draws no random numbers that the training has."""
+        """Return the loader of the run's batches. It does not draw from the random numbers of the training."""
         loader = DataLoader(
             self.train_dataset,
             batch_size=self._train_batch_size,
@@ -178,22 +192,22 @@ class Running(TrainerMixin, _Recording):
         return loss
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> None:
-        """The optimizer's update finds the norm. transformers would read all gradients for it."""
+        """Return None: the optimizer's update computes the norm. transformers would read all gradients for it."""
 
     def log(self, logs: dict[str, Any], *given: Any, **named: Any) -> None:
-        """Give the trackers the figures. A Trainer would keep all of them; this one keeps none."""
+        """Give the figures to the trackers, and discard them. A Trainer would keep those of all steps in memory."""
         figures = self._figures() if "loss" in logs else {}
-        # A Trainer's own sums stay nan after a step that was skipped for its loss.
+        # After a step whose loss was not finite, a Trainer's own sum stays nan.
         finite = {name: value for name, value in logs.items() if name != "train_loss" or math.isfinite(value)}
         super().log(finite | figures, *given, **named)
         self.state.log_history.clear()
 
     def end_trackers(self) -> None:
-        """Of a run that has nothing left to train."""
+        """End the trackers of a run that has no steps left."""
         self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
-        """Draws no random numbers that the training has: a loader does, and trackers may."""
+        """Evaluate. A loader draws random numbers, and trackers may; those of the training are restored afterwards."""
         drawn = rng.snapshot()
         try:
             metrics: dict[str, float] = super().evaluate(*given, **named)
@@ -202,38 +216,45 @@ class Running(TrainerMixin, _Recording):
             rng.restore(drawn)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
-        """The loss counts for as much as there is in the batch: the Trainer takes the mean over the batches. One that
-        has rows that fill up only has no part in it. In fp64, so that the number of batches, which differs with that of
-        ranks, has no part in the sum."""
+        """Return the loss of a batch, scaled so that a Trainer's mean over the batches weighs them by their content.
+        A batch that has only filler rows counts as 0.
+
+        The result is in fp64, so that the sum does not depend on the number of ranks, which changes the batches.
+        """
         with torch.no_grad():
             weight, loss = self._weighed_loss(model, self._prepare_inputs(inputs))
         return torch.where(weight > 0, loss.double() * weight / self._weight_each, 0.0), None, None
 
     def _weighed_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """For how much a batch counts in an evaluation, and its loss."""
+        """Return the weight of a batch in an evaluation, and its loss."""
         raise NotImplementedError
 
     # -- going on -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run goes on with, beside the states of its model: a generation keeps it."""
+        """Return the state that a generation keeps in addition to the states of the model."""
         return {"state": json.dumps({name: getattr(self.state, name) for name in _TRACKED})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state = replace(self.state, max_steps=self.args.max_steps, **json.loads(state["state"]))
-        self.state.compute_steps(self.args, self.args.max_steps)  # how often it logs and saves may have changed
+        self.state.compute_steps(self.args, self.args.max_steps)  # the intervals of logging and saving may have changed
 
     @peer_errors()
     def go_on(self, directory: Path, *, evaluate: bool, save: bool) -> None:
-        """Write the folder for `train(resume_from_checkpoint=directory)`: the random numbers as they are now, and the
-        state. Args: evaluate, save: an interruption has prevented it, so that it is done now."""
+        """Write the folder for `train(resume_from_checkpoint=directory)`: the current random numbers and the state.
+
+        Args:
+            directory: the folder.
+            evaluate: whether to evaluate first, because an interruption has prevented the evaluation of the last step.
+            save: whether to save the model first, because an interruption has prevented it.
+        """
         self._save_rng_state(str(directory))
         self.control.should_evaluate, self.control.should_save = evaluate, save
         self._maybe_log_save_evaluate(torch.zeros(()), None, self.model, None, 0, None, 0.0)
         self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """The model was offloaded from its generation."""
+        """Do nothing: the model was offloaded from its generation."""
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -241,7 +262,11 @@ class Running(TrainerMixin, _Recording):
         return folder_of(Path(self.args.output_dir), step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Raises InfinityError on all ranks where it cannot be saved: they meet after it."""
+        """Save the model and the tokenizer. The ranks agree on the result.
+
+        Raises:
+            InfinityError: the model could not be saved; all ranks raise it.
+        """
         directory, problem = output_dir or self.args.output_dir, None
         try:
             self._save_model(self.model, directory)
@@ -255,7 +280,7 @@ class Running(TrainerMixin, _Recording):
             raise InfinityError(said[0])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """A model that cannot be saved does not end the run."""
+        """Save the model of a step. If that fails, the reason is noted, and the run goes on."""
         try:
             super()._save_checkpoint(model, trial)
         except (PeerError, SwapIOError):
@@ -265,7 +290,7 @@ class Running(TrainerMixin, _Recording):
             self.failed[step] = f"step {step}: the model is not saved in {self.folder_of(step)}: {raised(error)}"
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """None is written: TRL's names other trackers' pages and no data, and would come before the model."""
+        """Do nothing: TRL's card names pages of trackers and no data, and would be written before the model."""
 
 
 def require_points() -> None:
@@ -281,7 +306,13 @@ def require_points() -> None:
 
 
 class _Collator:
-    """Batches of rows that name sequences. Args: collated: makes one of them."""
+    """Collator of rows that hold indices of sequences.
+
+    Args:
+        trained: sequences to train on.
+        held_out: sequences for evaluation.
+        collated: function that makes a batch of sequences.
+    """
 
     def __init__(
         self,
@@ -304,8 +335,8 @@ def _dataset(column: str, sequences: int) -> Dataset:
 
 
 def _refusal(shape: torch.Size, error: Exception) -> ModelError:
-    """What a model's forward raised, and what can be done about it, where its kind tells: an index or a size that does
-    not fit is of a sequence that is too long."""
+    """Return the error for an exception in a model's forward. If the exception's kind tells the cause, the error says
+    what can be done: an index or a size that does not fit means that a sequence is too long."""
     asked = f"sequences of {shape[1]} tokens, {shape[0]} at a time"
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
         return ModelError(

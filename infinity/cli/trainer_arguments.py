@@ -1,4 +1,4 @@
-"""The arguments of TRL's trainers for the options of a run."""
+"""The arguments of TRL's trainers that follow from the options of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _OF_SCHEDULE = "lr_scheduler_kwargs"
 
 
 def check(options: argparse.Namespace) -> None:
-    """Raises ConfigError for options that the libraries refuse, before anything slow."""
+    """Check the options before anything slow.
+
+    Raises:
+        ConfigError: TRL or transformers refuses options, or an option does nothing.
+    """
     given = options.trainer or {}
     require_of_method(given, options.method)
     if options.min_lr and (_OF_SCHEDULE in given or options.schedule not in ("linear", "cosine")):
@@ -37,25 +41,29 @@ def check(options: argparse.Namespace) -> None:
     schedule = schedule_of(arguments, torch.optim.SGD([torch.zeros(1)], lr=options.lr), steps)
     if isinstance(schedule, LambdaLR):
         with _naming_the_schedule(arguments):
-            schedule.lr_lambdas[0](options.warmup_steps)  # some kwargs are only used behind the warm-up
+            schedule.lr_lambdas[0](options.warmup_steps)  # some kwargs are only used after the warm-up
 
 
 def schedule_of(arguments: TrainingArguments, optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    """transformers' schedule of the learning rate. Raises ConfigError for what it does not take."""
+    """Return transformers' schedule of the learning rate.
+
+    Raises:
+        ConfigError: transformers refuses the schedule or its arguments.
+    """
     with _naming_the_schedule(arguments):
         warm = arguments.get_warmup_steps(steps)
         return get_scheduler(arguments.lr_scheduler_type, optimizer, warm, steps, arguments.lr_scheduler_kwargs)
 
 
 def take_up_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
-    """The rates of the next step: --steps may have changed since a generation kept them."""
+    """Set the learning rates of the next step. --steps may have changed since the generation recorded the rates."""
     if not isinstance(schedule, LambdaLR):
         return
     factors = (factor(schedule.last_epoch) for factor in schedule.lr_lambdas)
     rates = [peak * factor for peak, factor in zip(schedule.base_lrs, factors, strict=True)]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    schedule.load_state_dict(schedule.state_dict() | {"_last_lr": rates})  # which trackers are told
+    schedule.load_state_dict(schedule.state_dict() | {"_last_lr": rates})  # trackers show these rates
 
 
 @contextmanager
@@ -69,14 +77,17 @@ def _naming_the_schedule(arguments: TrainingArguments) -> Iterator[None]:
 
 
 def arguments_of(options: argparse.Namespace, steps: int, directory: Path, *, evaluates: bool, balances: bool) -> Any:
-    """All of them. What differs from TRL's own defaults is written out here. Raises ConfigError for options that TRL
-    refuses.
+    """Return all arguments. Values that differ from TRL's defaults are written out here.
 
     Args:
-        steps: of the run.
-        directory: for the models of --save-every and --save-best, and for the files of trackers.
+        options: options of the run.
+        steps: number of steps of the run.
+        directory: directory for the models of --save-every and --save-best, and for the files of trackers.
         evaluates: whether some sequences are held out.
-        balances: whether the model's config asks for the loss that spreads tokens over experts.
+        balances: whether the model's config asks for the loss that balances tokens over experts.
+
+    Raises:
+        ConfigError: TRL refuses the options.
     """
     given: dict[str, Any] = {
         "output_dir": str(directory),
@@ -88,24 +99,24 @@ def arguments_of(options: argparse.Namespace, steps: int, directory: Path, *, ev
         "learning_rate": options.lr,
         "warmup_steps": options.warmup_steps,
         "weight_decay": options.weight_decay,
-        "seed": options.seed % 2**32,  # numpy takes no larger one; the order of the data is of all of it
+        "seed": options.seed % 2**32,  # numpy accepts no larger seed; the order of the data uses the whole seed
         "use_cpu": current_device().type == "cpu",
         "report_to": [],  # trackers.py makes the callbacks of --logger
         "run_name": options.output.name,
         "logging_steps": options.log_every or 1,
-        "remove_unused_columns": False,  # the collator reads them
-        # The weights have the dtype of --dtype, with fp32 masters: there is nothing to cast.
+        "remove_unused_columns": False,  # the collator reads the columns
+        # The weights have the dtype of --dtype, with fp32 masters, so nothing is cast.
         "bf16": False,
         "fp16": False,
-        # `recompute` of the swap config says what is computed again.
+        # `recompute` of the swap config decides what is computed again.
         "gradient_checkpointing": False,
-        # The optimizer clips in its update, exactly (make_optimizer).
+        # The optimizer clips in its update (make_optimizer).
         "max_grad_norm": 0.0,
         "logging_nan_inf_filter": False,
         "disable_tqdm": True,
     }
     if options.method == "sft":
-        given["dataset_kwargs"] = {"skip_prepare_dataset": True}  # the tokens are made already: data.py
+        given["dataset_kwargs"] = {"skip_prepare_dataset": True}  # the tokens exist already: data.py
     if options.method != "reward":
         given["router_aux_loss_coef"] = None if balances else 0.0
     given |= _schedule(options, steps) | _evaluation(options, steps, evaluates=evaluates) | _saving(options, steps)
@@ -138,8 +149,10 @@ def _evaluation(options: argparse.Namespace, steps: int, *, evaluates: bool) -> 
 
 
 def _saving(options: argparse.Namespace, steps: int) -> dict[str, Any]:
-    """Models for use: a run goes on from its store, so that no checkpoint needs its states. The best one is saved after
-    its evaluation (step_watch.py), and which of them stay is decided in run_directory.py."""
+    """Return the arguments for saving models for use. A run is resumed from its store, so these models have no states.
+
+    The best model is saved after its evaluation (step_watch.py). run_directory.py decides which models stay.
+    """
     if not (options.save_every or options.save_best):
         return {"save_strategy": "no"}
     return {

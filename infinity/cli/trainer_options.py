@@ -1,5 +1,5 @@
-"""The options of `infinity finetune` that TRL's SFTConfig, DPOConfig and RewardConfig have, by their names, which are
-read from the libraries' sources: importing the libraries takes seconds, and a wrong option is to be said at once."""
+"""Fields of TRL's SFTConfig, DPOConfig and RewardConfig as options of `infinity finetune`. Their names are read from
+the libraries' sources, because importing the libraries takes seconds and a wrong option should fail at once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 from infinity.errors import ConfigError
 
 Given = dict[str, list[str]]
-"""The values of such options, as the command line has them, by name."""
+"""Values of such options in the form of the command line, by name."""
 
 CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward": "RewardConfig"}
-"""By --method, the class of TRL that has its options."""
+"""Names of TRL's classes of options, by --method."""
 _OF_ALL = (("transformers", "training_args.py", "TrainingArguments"), ("trl", "trainer/base_config.py", "_BaseConfig"))
 
 OURS = {
@@ -36,7 +36,7 @@ OURS = {
     "adam_beta2": "beta2",
     "adam_epsilon": "eps",
 }
-"""Fields that have a short name here."""
+"""Short names of fields."""
 
 _REFUSED = {
     "give --dtype": ("bf16", "fp16", "bf16_full_eval", "fp16_full_eval"),
@@ -88,14 +88,14 @@ _REFUSED = {
         *("log_on_each_node", "ddp_timeout", "skip_memory_metrics"),
     ),
 }
-"""Fields that a run decides otherwise, or that would do nothing, by what to do instead."""
+"""Fields that infinity decides, or that would do nothing, by the advice for the error."""
 
 _DO_NOTHING_WITHOUT = {
     "label_smoothing": ("loss_type", {"robust", "exo_pair", "aot", "aot_unpaired"}),
     "discopop_tau": ("loss_type", {"discopop"}),
     "f_alpha_divergence_coef": ("f_divergence_type", {"alpha_divergence"}),
 }
-"""Fields of DPOConfig that are read for some values of another one only."""
+"""Fields of DPOConfig that are only read for some values of another field."""
 
 VALUES = {
     "loss_type": {
@@ -104,12 +104,13 @@ VALUES = {
     },
     "f_divergence_type": {"reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"},
 }
-"""What DPOTrainer knows: it would refuse other values in the first step only."""
+"""Values that DPOTrainer knows. It would refuse other values only in the first step."""
 
 
 @cache
 def names(method: str | None = None) -> frozenset[str]:
-    """Of all fields. Those of a library that is not installed are missing. Args: method: None: any."""
+    """Return the names of all fields of a method; None: of all methods. Fields of a library that is not installed are
+    missing."""
     own = [("trl", f"trainer/{each}_config.py", CONFIGS[each]) for each in CONFIGS if method in (None, each)]
     return frozenset(name for package, file, kind in (*_OF_ALL, *own) for name in _fields_in(package, file, kind))
 
@@ -132,14 +133,26 @@ def _is_field(assigned: ast.AnnAssign) -> bool:
 
 
 def require_passed_on(name: str, where: str = "") -> None:
-    """Raises ConfigError for a field of _REFUSED. Args: where: it is given, for the message."""
+    """Check that a field is passed on to TRL.
+
+    Args:
+        name: name of the field.
+        where: place where the field is given, for the message.
+
+    Raises:
+        ConfigError: it is not; the message says what to do instead.
+    """
     for instead, refused in _REFUSED.items():
         if name in refused:
             raise ConfigError(f"{where}TRL's {name} is no option of infinity finetune: {instead}")
 
 
 def require_of_method(given: Given, method: str) -> None:
-    """Raises ConfigError for a field that does nothing with this --method, or beside the other fields."""
+    """Check that the given fields do something with this --method, and beside each other.
+
+    Raises:
+        ConfigError: a field does nothing, or has a value that TRL does not know.
+    """
     for name in given:
         if name not in names(method):
             has = ", ".join(f"--method {each}" for each in CONFIGS if name in names(each))
@@ -154,7 +167,14 @@ def require_of_method(given: Given, method: str) -> None:
 
 
 def take(arguments: Sequence[str]) -> tuple[Given | None, list[str]]:
-    """Of arguments that nobody knows, those that are fields, by name, and the others. Raises ConfigError."""
+    """Separate the fields among unknown arguments.
+
+    Returns:
+        The values of the fields by name, None if there are no fields; and the other arguments.
+
+    Raises:
+        ConfigError: a field is not passed on to TRL.
+    """
     found: Given = {}
     others: list[str] = []
     values = others
@@ -173,7 +193,11 @@ def take(arguments: Sequence[str]) -> tuple[Given | None, list[str]]:
 
 
 def typed(given: Given, method: str) -> dict[str, Any]:
-    """The values as TRL's config has them. Raises ConfigError."""
+    """Return the values with the types of TRL's config.
+
+    Raises:
+        ConfigError: a value has another type.
+    """
     if not given:
         return {}
     import trl

@@ -1,4 +1,4 @@
-"""The trainers of `infinity finetune`, by --method: those of TRL, each as Running has it."""
+"""The trainers of `infinity finetune`, by --method: each is a trainer of TRL with Running before it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.errors import ModelError
 
 
 class Sft(Running, SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer, whose loss is the model's own and counts every token once, also in an evaluation."""
+    """SFTTrainer with the model's own loss. Every learned token has the same weight, also in an evaluation."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole step
 
@@ -25,12 +25,13 @@ class Sft(Running, SFTTrainer):  # type: ignore[misc]
         self.model_accepts_loss_kwargs = True  # transformers before 5.20 divides the losses of other models once more
 
     def _weight_of(self, held_out: Sequences, at_once: int) -> int:
-        """Tokens that are learned."""
+        """Return the number of learned tokens."""
         ends = range(at_once, held_out.sequences + at_once, at_once)
         return sum(held_out.rows(range(end - at_once, min(end, held_out.sequences))).learned for end in ends)
 
     def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Nothing is learned of rows beyond the last sequence, which fill up the last batches of the ranks."""
+        """Return the batch. Rows beyond the last sequence, which fill the last batches of the ranks, have no learned
+        tokens."""
         batch: dict[str, torch.Tensor] = data.rows(index % data.sequences for index in indices).of_trainer()
         filling = torch.tensor(indices) >= data.sequences
         return batch | {"labels": batch["labels"].masked_fill(filling[:, None], Batch.NOTHING)}
@@ -44,9 +45,11 @@ class Sft(Running, SFTTrainer):  # type: ignore[misc]
     def compute_loss(
         self, model: Any, inputs: dict[str, torch.Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """The part that a batch has in the loss of a step, where each token that is learned counts the same, whichever
-        batch of whichever rank it is in. The loss of a batch is the model's own, so that all layers of its head, a cap
-        of its logits and the balance of its experts are in it. The host waits for nothing."""
+        """Return a batch's share of a step's loss. Each learned token of all batches and ranks has the same weight.
+
+        The loss of a batch is the model's own, so it includes all layers of the head, a cap of the logits and the
+        balance of experts. The host does not wait for the device.
+        """
         share = learned_in(inputs["labels"]) * self.accelerator.num_processes / num_items_in_batch
         loss: torch.Tensor = model(**inputs).loss * share  # the ranks' gradients are averaged
         return loss
@@ -56,20 +59,21 @@ class Sft(Running, SFTTrainer):  # type: ignore[misc]
 
 
 class _OfPairs(Running):
-    """A trainer that prefers the first of two answers.
+    """The base of trainers that learn to prefer the first of two answers.
 
     Attributes:
-        collator: of TRL's trainer.
+        collator: collator of TRL's trainer.
     """
 
     collator: Any
 
     def _weight_of(self, held_out: Sequences, at_once: int) -> int:
-        """Pairs."""
+        """Return the number of pairs."""
         return held_out.sequences
 
     def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Held-out pairs come without those that fill up, and with which these are, for the size of the batch."""
+        """Return the batch, without filler pairs. For held-out pairs `pairs` says which pairs are real, for the size of
+        the batch."""
         if self.tokenizer.pad_token_id is None:
             raise ModelError("the tokenizer has no token for padding and none that ends a text: give it a pad_token")
         there = [index for index in indices if index < data.sequences] or [0]
@@ -80,24 +84,28 @@ class _OfPairs(Running):
         return inputs.pop("pairs").sum(), self.compute_loss(model, inputs)
 
     def _prepare_dataset(self, dataset: Any, *_: Any) -> Any:
-        """The tokens are made already."""
+        """Return the dataset unchanged, because its tokens exist already."""
         return dataset
 
 
 class Dpo(_OfPairs, DPOTrainer):  # type: ignore[misc]
-    """DPOTrainer. Args: reference: offloaded; None: the model without its adapters."""
+    """DPOTrainer.
+
+    Args:
+        reference: offloaded reference model; None: the trained model without its adapters.
+    """
 
     collator = dpo_trainer.DataCollatorForPreference
 
     def __init__(self, model: Any, args: Any, *, reference: Any, **others: Any) -> None:
-        # Without a reference TRL would add a second adapter, a copy of the first, to a model that is offloaded already.
+        # Without a reference TRL would add a copy of the adapter to the model, which is already offloaded.
         super().__init__(model, args, ref_model=_AdaptersOff(model) if reference is None else reference, **others)
         if reference is None:
             self.ref_model = None
 
 
 class _AdaptersOff(nn.Module):
-    """Where TRL wants the module of a reference."""
+    """A placeholder for the module of a reference, which TRL requires."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -105,7 +113,7 @@ class _AdaptersOff(nn.Module):
 
 
 class Reward(_OfPairs, RewardTrainer):  # type: ignore[misc]
-    """RewardTrainer."""
+    """RewardTrainer for pairs of answers."""
 
     collator = reward_trainer.DataCollatorForPreference
 

@@ -1,4 +1,4 @@
-"""The training of `infinity finetune`: TRL's trainer, its callbacks, and what a generation keeps of them."""
+"""The training of `infinity finetune`: TRL's trainer, its callbacks, and the objects that generations track."""
 
 from __future__ import annotations
 
@@ -46,17 +46,25 @@ class Training:
     """One run.
 
     Args:
-        directory: for the models of --save-every and --save-best, and for trackers' files.
-        reference: of --method dpo; None: the model without its adapters.
+        model: the offloaded model.
+        data: data of the run.
+        tokenizer: tokenizer of the model.
+        options: options of the run.
+        config: swap config of the run.
+        world: this process among the ranks.
+        origin: origin of the run.
+        directory: directory for the models of --save-every and --save-best, and for trackers' files.
+        reference: reference model of --method dpo; None: the model without its adapters.
 
     Attributes:
         model: the model that is trained.
-        options, origin: those of the run.
+        options: options of the run.
+        origin: origin of the run.
         durable: whether generations are kept.
-        history: of every step, including those before a resume.
-        model_config: the values of the model's config before a trainer changed them, for what is written.
-        steps: of the whole run.
-        done: number of optimizer steps, including those before a resume.
+        history: history of all steps, including the steps before a resume.
+        model_config: values of the model's config before a trainer changed them; saved models have these values.
+        steps: number of optimizer steps of the whole run.
+        done: number of optimizer steps that are done, including the steps before a resume.
     """
 
     def __init__(
@@ -79,7 +87,7 @@ class Training:
         self._data = data
         self._world = world
         limits.require_vocabulary(model.get_input_embeddings().num_embeddings, data.largest_token)
-        if options.method == "reward":  # its head reads the last token that is no padding
+        if options.method == "reward":  # the head reads the last token that is not padding
             model.config.get_text_config().pad_token_id = _padding_of(tokenizer)
         self.model_config = copy.deepcopy(vars(model.config))
         model.config.use_cache = False
@@ -133,7 +141,12 @@ class Training:
         config: SwapConfig,
         reference: Reference | None,
     ) -> Running:
-        """Raises ConfigError for options that TRL refuses, ModelError for a model that it refuses."""
+        """Return the trainer of the method.
+
+        Raises:
+            ConfigError: TRL refuses the options.
+            ModelError: TRL refuses the model.
+        """
         options, data = self.options, self._data
         beside = {"reference": None if reference is None else reference.model} if options.method == "dpo" else {}
         try:
@@ -170,7 +183,7 @@ class Training:
             )
 
     def train(self) -> int:
-        """Do all steps. Returns 0, or the exit code if a signal ended the run early."""
+        """Do all steps. Return 0, or the exit code if a signal ended the run early."""
         promise = (
             "the run can be resumed from there (Ctrl-C again: stop at once, resume from the last commit)"
             if self.durable
@@ -222,25 +235,28 @@ class Training:
         return {} if self._watch is None else self._watch.figures()
 
     def _is_unevaluated(self) -> bool:
-        """Whether an interruption has prevented the evaluation after the last step."""
+        """Return whether an interruption has prevented the evaluation after the last step."""
         due = self.done == self.steps or (self.options.eval_steps and self.done % self.options.eval_steps == 0)
         there = any(each.step == self.done for each in self.history.evaluations)
         return self._data.held_out is not None and bool(due) and not there
 
     def _is_unsaved(self) -> bool:
-        """Whether an interruption has prevented that the model of the last step is saved."""
+        """Return whether an interruption has prevented saving the model of the last step."""
         every = self.options.save_every
         due = self.done < self.steps and every is not None and self.done % every == 0
         return due and not is_whole(self._trainer.folder_of(self.done))
 
     @property
     def failed(self) -> list[str]:
-        """Why models of steps could not be saved."""
+        """Reasons why models of steps could not be saved."""
         return list(self._trainer.failed.values())
 
     def report(self) -> Report:
-        """The report on the steps of this process. The first step is left out. If there is only one, it is reported,
-        and its update is waited for first; other updates may run beside the next step, and are counted there."""
+        """Return the report on the steps of this process without the first step.
+
+        If there is only one step, the report is about this step, and waits for its update first. Other updates may run
+        during the next step, and count there.
+        """
         assert self._watch is not None
         mine, now = self.history.facts[self._before :], self._watch.now
         alone = len(mine) == 1
@@ -266,7 +282,7 @@ class Training:
 
 
 def _padding_of(tokenizer: Any) -> int | None:
-    """As TRL's trainers pad."""
+    """Return the token with which TRL's trainers pad."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id  # type: ignore[no-any-return]
 
 
