@@ -1,12 +1,12 @@
-"""Making sequences of tokens of documents in bounded memory: tokens are written to a file as they are made.
+"""Conversion of documents to sequences of tokens. Memory is bounded, because the tokens are written to a file.
 
 [Note: rows and packed examples]
-Text alone becomes one row of tokens, with the end-of-text token between documents, which is cut into sequences: nothing
-is padding, and a sequence may have the end of one document and the beginning of the next.
+If all documents are text, their tokens form one row, with the end-of-text token between documents. The row is cut into
+sequences, so there is no padding, and a sequence may contain the end of one document and the beginning of the next.
 
-Once a row has a prompt or messages, every document is an example: it begins a part of a sequence, whose positions count
-from 0, and sees nothing of the others in its sequence (batches.py). An example that is longer than a sequence is cut
-there; text goes on as a further example.
+If any document has a prompt or messages, every document is an example. An example is one part of a sequence, its
+positions count from 0, and it does not attend to the other parts (batches.py). An example that is longer than a
+sequence is cut; the rest of a longer text is a further example.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 
 _NAMED = 5
-"""How many files a message names; of the others it gives the number."""
+"""Maximum number of files that a message names. It counts the others."""
 _COUNTED = 100
-"""How many different fields are counted."""
+"""Maximum number of different fields that are counted."""
 _SCANNED = 1 << 20
-"""How many tokens are looked at in one go."""
+"""Number of tokens that are scanned at a time."""
 _LEFT_OUT = {
     "blank": ("documents left out, because they are blank", ""),
     "unanswered": (
@@ -56,23 +56,23 @@ _LEFT_OUT = {
     ),
     "cut": ("examples cut, because they are longer than --sequence-length {length}", ""),
 }
-"""Why rows are left out or cut, and what to do where nothing else is there."""
+"""Reasons why rows are left out or cut; and the advice if no other rows exist."""
 NOT_LEARNED = np.uint32(1 << 31)
-"""Marks a token that belongs to a prompt."""
+"""Bit that marks a token that is not learned."""
 
 
 class _Span(NamedTuple):
-    """Tokens that belong together: from where in the file, how many."""
+    """Tokens of a document, or of a part of a document: their first position in the file, and their number."""
 
     begin: int
     numel: int
 
 
 class Sequences(Protocol):
-    """Sequences of tokens, or pairs of them, by their number. `rows` gives a Batch, or Pairs.
+    """Sequences of tokens, or pairs of sequences, by index. `rows` returns a Batch, or Pairs.
 
     Attributes:
-        digest: of all of them.
+        digest: digest of all sequences.
     """
 
     digest: str
@@ -84,7 +84,7 @@ class Sequences(Protocol):
 
 
 class Part:
-    """Some of the sequences of another."""
+    """A selection of the sequences of another object."""
 
     def __init__(self, whole: Sequences, chosen: Sequence[int]) -> None:
         self._whole = whole
@@ -100,10 +100,15 @@ class Part:
 
 
 def split(data: Sequences, share: float, seed: int) -> tuple[Part, Part]:
-    """The sequences to train on, and a share of them that the seed draws, one at least, which are held out.
+    """Split sequences at random, and return the sequences to train on and the held-out ones.
+
+    Args:
+        data: the sequences.
+        share: share of the held-out sequences. At least one sequence is held out.
+        seed: seed of the selection.
 
     Raises:
-        ConfigError: there is one sequence only.
+        ConfigError: there is only one sequence.
     """
     if data.sequences < 2:
         raise ConfigError("--eval-split takes sequences away from --data, which has one only: give --eval-data instead")
@@ -116,25 +121,28 @@ class PackedData:
     """Documents as sequences of equal length: see [Note: rows and packed examples].
 
     Args:
-        directory: for the file with the tokens, which has no name and ends with the process.
-        loss_on: which tokens of rows with prompts or messages are learned.
-        columns: of --columns, by name.
-        packing: whether a sequence may have several examples; otherwise each has one, and padding.
-        option: that named the paths, for messages.
-        method: as documents.
+        paths: files and directories of the data.
+        tokenizer: tokenizer of the model.
+        sequence_length: tokens of a sequence.
+        directory: directory for the file with the tokens. The file has no name, and disappears with the process.
+        loss_on: tokens of rows with prompts or messages that are learned.
+        columns: values of --columns, by name.
+        packing: whether a sequence may have several examples; otherwise each example has its own sequence and padding.
+        option: option that named the paths, for messages.
+        method: --method of the run.
 
     Attributes:
         tokens: number of tokens.
-        largest_token: the highest token.
+        largest_token: the largest token.
         sequences: number of sequences, of `sequence_length` tokens each.
-        has_examples: whether the documents are examples, or one row.
-        has_chats: whether the chat template made some of them.
+        has_examples: whether the documents are examples, not one row.
+        has_chats: whether the chat template made some of the examples.
         shares_sequences: whether some sequence has more than one example.
-        left_out: files that hold no text, each with the reason.
+        left_out: files that are not text, each with the reason.
 
     Raises:
-        ConfigError: the errors of documents.find_files and documents.documents; or no file holds text, the tokenizer
-            knows none of the text, there are fewer tokens than one sequence, or no example has anything to learn.
+        ConfigError: see documents.find_files and documents.documents; or no file is text, the tokenizer knows none of
+            the text, there are fewer tokens than one sequence, or no example has a learned token.
         OSError: `directory` cannot be written.
     """
 
@@ -156,14 +164,14 @@ class PackedData:
         self._loss_on: LossOn = loss_on
         self._columns = columns or {}
         self.sequence_length = sequence_length
-        self._spill = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this)
+        self._spill = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (it lives as long as this object)
         self._counts: Counter[str] = Counter()  # by the names of _LEFT_OUT
-        self._places: dict[str, list[str]] = defaultdict(list)  # the first rows of each
-        self._unread: Counter[str] = Counter()  # fields of rows that nothing reads
+        self._places: dict[str, list[str]] = defaultdict(list)  # the first rows of each reason
+        self._unread: Counter[str] = Counter()  # fields of rows that are not read
         self.tokens = 0
         self.has_chats = False
-        self._ends = array("q")  # of the documents
-        self._of_example = bytearray()  # for each document, whether it is one
+        self._ends = array("q")  # position of each document's end
+        self._of_example = bytearray()  # for each document, whether it is an example
         self._before, self._after = _around_text(tokenizer)
         with of_option(option):
             self._read(paths, packing)
@@ -182,7 +190,7 @@ class PackedData:
         self._require_enough(", ".join(map(printable, paths)))
 
     def _scanned(self, layout: bytes) -> str:
-        """Look at all tokens: which is the highest, and where the tokenizer knows one. Return their digest."""
+        """Find the largest token and the first known token, and return the digest of all tokens."""
         special = self._tokenizer.unk_token_id, self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
         digest, self.largest_token, self._first_known = hashlib.blake2b(digest_size=16), -1, self.tokens
         for begin in range(0, self.tokens, _SCANNED):
@@ -201,7 +209,7 @@ class PackedData:
         return self._count
 
     def summary(self) -> str:
-        """What is there to train on."""
+        """Return a summary of the data."""
         form = f"{_counted(self.sequences, 'sequence')} of {self.sequence_length}"
         if not self.has_examples:
             rest = self.tokens - self.sequences * self.sequence_length
@@ -214,8 +222,8 @@ class PackedData:
         )
 
     def notes(self) -> list[str]:
-        """Sentences about files and documents that were left out or cut, and about missing separators; [] when there
-        are none."""
+        """Return sentences about files and documents that were left out or cut, about fields that are not read, and
+        about missing separators."""
         noted = list[str]()
         if self.left_out:
             more = f" and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""
@@ -235,7 +243,7 @@ class PackedData:
         return f"{said}: {self._counts[why]}" + (f" ({places})" if places else "")
 
     def preview(self) -> str:
-        """The first document, with what is learned of it in «»."""
+        """Return the text of the first document, with its learned parts in «»."""
         stored = self._stored()
         numel = min(self._ends[0] if self._ends else 0, self.sequence_length)
         text, spans = "", list[tuple[bool, list[int]]]()
@@ -279,7 +287,7 @@ class PackedData:
         self._unread.update(each for each in fields if each in self._unread or len(self._unread) < _COUNTED)
 
     def _add_text(self, document: Text) -> None:
-        """Add a document, or nothing where it turns out to be no text, or to be blank."""
+        """Add a document. Nothing is added if the document is blank or turns out not to be text."""
         begin, blank = self.tokens, True
         try:
             self._write(self._before)
@@ -298,7 +306,7 @@ class PackedData:
 
     def _add_example(self, example: Example) -> None:
         numel = min(len(example.ids), self.sequence_length)
-        if not any(example.learned[1:numel]):  # the first token follows nothing
+        if not any(example.learned[1:numel]):  # no token before the first one predicts it
             why = "declined" if example.declined else "late" if any(example.learned[1:]) else "unanswered"
             self._leave_out(why, example.where)
             return
@@ -307,7 +315,7 @@ class PackedData:
         self._store(example)
 
     def _store(self, example: Example) -> None:
-        """Add what fits into a sequence."""
+        """Add the part of an example that fits into a sequence."""
         self._write(example.ids[: self.sequence_length], example.learned[: self.sequence_length])
         self.has_chats |= example.is_chat
         self._end_document(is_example=True)
@@ -323,7 +331,7 @@ class PackedData:
         self.tokens += len(ids)
 
     def _return_to(self, tokens: int) -> None:
-        """Take back the tokens behind these."""
+        """Remove the tokens after the first `tokens`."""
         self._spill.seek(tokens * np.dtype(np.uint32).itemsize)
         self._spill.truncate()
         self.tokens = tokens
@@ -354,18 +362,18 @@ class PackedData:
         for end, is_example in zip(self._ends, self._of_example, strict=True):
             for at in range(begin, end, self.sequence_length):
                 numel = min(self.sequence_length, end - at)
-                if is_example or numel > 1:  # the last token of a text alone follows nothing
+                if is_example or numel > 1:  # a part of one token has no token to predict
                     yield _Span(at, numel)
             begin = end
 
     def _packed(self, packing: bool) -> list[list[int]]:
-        """For each sequence, which spans it has."""
+        """Return the spans of each sequence."""
         if packing:
             return pack([span.numel for span in self._spans], self.sequence_length)
         return [[index] for index in range(len(self._spans))]
 
     def _learned(self) -> int:
-        """How many tokens have a part in the loss."""
+        """Return the number of tokens that contribute to the loss."""
         stored = self._stored()
         return sum(
             int(np.count_nonzero(stored[span.begin + 1 : span.begin + span.numel] < NOT_LEARNED))
@@ -378,7 +386,7 @@ class PackedData:
     # -- sequences ----------------------------------------------------------------------------------------------------
 
     def rows(self, indices: Iterable[int]) -> Any:
-        """These sequences: a Batch."""
+        """Return the Batch of the sequences with these indices."""
         stored = self._stored()
         if not self.has_examples:
             rows = stored[: self.sequences * self.sequence_length].reshape(self.sequences, self.sequence_length)
@@ -389,7 +397,7 @@ class PackedData:
         return Batch(*(torch.from_numpy(np.stack(each)) for each in zip(*rows, strict=True)))
 
     def _examples_of(self, stored: Any, index: int, padding: int) -> tuple[Any, Any, Any]:
-        """Tokens, labels and positions of a sequence. Padding is one more example, of which nothing is learned."""
+        """Return tokens, labels and positions of a sequence. Padding is a further example without learned tokens."""
         ids = np.full(self.sequence_length, padding, dtype=np.int64)
         labels = np.full(self.sequence_length, Batch.NOTHING, dtype=np.int64)
         positions = np.empty(self.sequence_length, dtype=np.int64)
@@ -413,7 +421,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _around_text(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens that the tokenizer puts before a text, and the one that ends a document."""
+    """Return the tokens that the tokenizer puts before a text, and the token that ends a document."""
     alone = tokenizer("", verbose=False)["input_ids"]
     begin = tokenizer.bos_token_id
     end = tokenizer.eos_token_id

@@ -1,4 +1,4 @@
-"""The documents of --data: which files are read, refused or left out, and how a file is cut into documents."""
+"""The documents of --data: the selection of files, and the division of a file into documents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinity.cli.tables import TABLES, is_saved_dataset, rows_of
 from infinity.errors import ConfigError, printable
 
 Text = Iterator[str]
-"""A document in pieces of bounded size, which are cut where tokenizers cut as well."""
+"""A document in pieces of bounded size. The pieces end where tokenizers separate words."""
 Document = Text | Example | Pair
 
 PIECE_CHARS = 1 << 20
@@ -30,7 +30,7 @@ _LINE_BYTES_MAX = 16 << 20
 _BOM = b"\xef\xbb\xbf"
 _LINES = (".jsonl", ".ndjson")
 _LIST = ".json"
-"""A list of rows. It is read where it is named; in a directory such a file may be anything."""
+"""Ending of a list of rows. Such a file is read if it is named itself; in a directory it could be anything."""
 _LIST_BYTES_MAX = 1 << 30
 _PIECE_BYTES = 1 << 20
 _OTHER_FORMATS = {
@@ -40,14 +40,14 @@ _OTHER_FORMATS = {
 }
 """Endings of files whose format is not read, and what the user can do instead."""
 _PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""Endings of files that are unpacked while they are read, where the ending before says that text or rows are in it."""
+"""Endings of files that are unpacked while they are read, if the ending before names text or rows."""
 _UNPACKED = (*_LINES, _LIST, ".txt")
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
 
 @contextmanager
 def of_option(option: str) -> Iterator[None]:
-    """A ConfigError about the data that leaves this context says which option named them."""
+    """Make a ConfigError of the block name the option that named the data."""
     try:
         yield
     except ConfigError as error:
@@ -55,12 +55,12 @@ def of_option(option: str) -> Iterator[None]:
 
 
 class NotTextError(Exception):
-    """The file holds no UTF-8 text. Says why."""
+    """The file is not UTF-8 text. The message is the reason."""
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
-    """The files to read, in a fixed order: the files in `paths`, and all files below the directories in `paths`, except
-    hidden ones. Symbolic links are followed.
+    """Return the files to read, in a fixed order: the files in `paths`, and all files below the directories in `paths`
+    except hidden files. Symbolic links are followed.
 
     Returns:
         The files; and the entries of directories that cannot be read as text, each with the reason.
@@ -81,7 +81,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
                 raise ConfigError(f"{printable(path)}: the directory has no files")
             why = {file: _kind(file) or _other_format(file, in_directory=True) for file in found}
             readable = [file for file in found if not why[file]]
-            if not readable:  # a dataset in another format, then
+            if not readable:  # then the directory is probably a dataset in another format
                 for file in found:
                     _require_format(file)
                 raise ConfigError(f"{printable(found[0])}: {why[found[0]]}")
@@ -105,18 +105,21 @@ def documents(
     unread: Callable[[Iterable[str]], None],
     method: str = "sft",
 ) -> Iterator[Document]:
-    """The documents of a file: the whole file; or each row of a .jsonl file, a table or a saved dataset, as fields.py
-    and records.py have it.
+    """Yield the documents of a file: the whole file; or the rows of a .jsonl file, a table or a saved dataset, which
+    fields.py and records.py convert.
 
     Args:
-        columns: of --columns.
-        unread: is told of the fields of a row that nothing reads.
-        method: "dpo" and "reward" learn pairs of answers.
+        path: the file or the directory of a saved dataset.
+        tokenizer: tokenizer of the model.
+        loss_on: tokens of rows with prompts or messages that are learned.
+        columns: values of --columns, by name.
+        unread: function that is called with the fields of each row that are not read.
+        method: --method of the run; "dpo" and "reward" learn pairs of answers.
 
     Raises:
-        NotTextError: the file is not UTF-8 text; some of its documents may have been given already.
-        ConfigError: the file cannot be read, or has no rows where pairs are wanted; a row has another shape (names
-            file:line).
+        NotTextError: the file is not UTF-8 text; some of its documents may already have been yielded.
+        ConfigError: the file cannot be read, or has no rows although the method learns pairs; a row has another shape
+            (names file:line).
     """
 
     if _ending(path) not in (_LIST, *_LINES, *TABLES) and not path.is_dir():
@@ -140,7 +143,7 @@ def documents(
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, each with its place."""
+    """Yield the rows of a file, each with its place."""
     if _ending(path) in _LINES:
         yield from _json_lines(path)
         return
@@ -149,10 +152,11 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def pieces(read: Callable[[int], str]) -> Text:
-    """A text in pieces of PIECE_CHARS at most.
+    """Yield a text in pieces of at most PIECE_CHARS.
 
     Args:
-        read: gives the next characters, as many as asked for, fewer at the end of the text, and then ''.
+        read: function that returns the next characters: as many as asked for, fewer at the end of the text, and then
+            ''.
     """
     text = ""
     while more := read(PIECE_CHARS):
@@ -166,8 +170,11 @@ def pieces(read: Callable[[int], str]) -> Text:
 
 
 def _cut(text: str) -> int:
-    """The length of the first piece of a text. It ends where tokenizers part words: after a single line break, or
-    before a single space; else at any white space; in a text without white space, where the piece is full."""
+    """Return the length of the first piece of a text.
+
+    The piece ends where tokenizers separate words: after a single line break, or before a single space; else at any
+    white space. In a text without white space the piece ends where it is full.
+    """
     first = max(PIECE_CHARS - _CUT_WINDOW, 1)
     window = text[first - 1 : PIECE_CHARS + 1]
     for pattern in (r"(?<=\S\n)(?=\S)", r"(?<=\S)(?= \S)", r"(?=\s)"):
@@ -178,7 +185,7 @@ def _cut(text: str) -> int:
 
 
 def _kind(path: Path) -> str:
-    """'' for a regular file, 'directory', or why it cannot be read."""
+    """Return '' for a regular file, 'directory' for a directory, else the reason why the path cannot be read."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -191,8 +198,13 @@ def _kind(path: Path) -> str:
 
 
 def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
-    """All entries below a directory, except directories and hidden entries. A link back to a directory above is
-    skipped."""
+    """Yield all entries below a directory, except directories and hidden entries. A link to a directory above is
+    skipped.
+
+    Args:
+        directory: the directory.
+        above: device and inode of each directory above.
+    """
     try:
         at = directory.stat()
         entries = sorted(directory.iterdir())
@@ -215,14 +227,14 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 
 def _ending(path: Path) -> str:
-    """The ending that says what is in a file, in lower case; of `.jsonl.gz` the first."""
+    """Return the ending that names the format of a file, in lower case; of `.jsonl.gz` the first ending."""
     inside, last = Path(path.stem).suffix.lower(), path.suffix.lower()
     return inside if last in _PACKED and inside in _UNPACKED else last
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """What is in a file, unpacked where `_ending` looks into it. Raises one of _DAMAGED, as reading does."""
-    if not path.stat().st_size:  # such a file may be one of /proc, whose reader may wait for ever
+    """Open a file, unpacked if `_ending` returns the ending inside. Opening and reading raise one of _DAMAGED."""
+    if not path.stat().st_size:  # a file of /proc, which may block its reader for ever
         return io.BytesIO()
     last = path.suffix.lower()
     opened: IO[bytes] = path.open("rb") if _ending(path) == last else _PACKED[last](path, "rb")
@@ -230,7 +242,7 @@ def _opened(path: Path) -> IO[bytes]:
 
 
 def _other_format(path: Path, *, in_directory: bool = False) -> str:
-    """'' for text and rows, else why the file is not read."""
+    """Return '' for text and rows, else the reason why the file is not read."""
     if in_directory and _ending(path) == _LIST:
         return "a .json file is read only where it is named itself"
     known = any(_ending(path) in endings for endings in _OTHER_FORMATS)
@@ -257,7 +269,8 @@ def _text_pieces(path: Path) -> Text:
 
 
 def _at_most(nbytes: int, file: IO[bytes]) -> bytes | None:
-    """What is in a file; None where that is more. Piece by piece: read(nbytes) takes that much memory first."""
+    """Return the content of a file; None if it is larger. The file is read in pieces, because read(nbytes) allocates
+    nbytes first."""
     pieces: list[bytes] = []
     while piece := file.read(_PIECE_BYTES):
         nbytes -= len(piece)
@@ -268,7 +281,11 @@ def _at_most(nbytes: int, file: IO[bytes]) -> bytes | None:
 
 
 def _list(path: Path) -> list[Any]:
-    """The rows of a .json file. Raises ConfigError."""
+    """Return the rows of a .json file.
+
+    Raises:
+        ConfigError: the file cannot be read, is too large, or is not a list of rows.
+    """
     try:
         with _opened(path) as file:
             content = _at_most(_LIST_BYTES_MAX, file)
@@ -286,7 +303,7 @@ def _list(path: Path) -> list[Any]:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Its rows, each with its place."""
+    """Yield the rows of a .jsonl file, each with its place."""
     for number, line in enumerate(_lines(path), 1):
         where = f"{printable(path)}:{number}"
         if len(line) > _LINE_BYTES_MAX:
@@ -297,7 +314,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file; of a line that is too long, a part that is too long as well."""
+    """Yield the lines of a file. Of a line that is too long, the result is a part that is also too long."""
     try:
         with _opened(path) as file:
             while line := file.readline(_LINE_BYTES_MAX + 1):
@@ -307,7 +324,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _parse(line: bytes, where: str) -> Any:
-    """The value of a line; None for a blank line."""
+    """Return the value of a line; None for a blank line."""
     try:
         text = line.decode()
     except UnicodeDecodeError as error:

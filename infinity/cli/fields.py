@@ -1,4 +1,4 @@
-"""The layouts of rows of --data, each mapped once to one of TRL's formats by the table layouts.yaml.
+"""Conversion of the layouts of rows of --data to TRL's formats, by the table layouts.yaml.
 
 | columns of a row                                      | TRL's format                                               |
 |---|---|
@@ -10,8 +10,8 @@
 | a question, an answer and `history` (LLaMA-Factory)   | language modeling: `messages`                              |
 | `text`                                                | language modeling: `text`                                  |
 
-A field that changes what is to be learned is honoured, or refused by its name; the others are not read, and the run
-says which they are. With --columns only the columns are read that it names.
+A field that changes what should be learned is obeyed, or refused by name. Other fields are not read, and the run says
+which. With --columns only the named columns are read.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Row:
     """A row in one of TRL's formats.
 
     Attributes:
-        trl: what the format has; beside messages `tools` and `chat_template_kwargs`.
-        columns: by the names of the table, the columns that were read.
-        unread: fields that nothing reads, and that may be of account.
+        trl: values of the format; `tools` and `chat_template_kwargs` may be among them if there are messages.
+        columns: columns that were read, by the names of the table.
+        unread: fields that are not read and could matter.
     """
 
     trl: dict[str, Any]
@@ -57,7 +57,11 @@ class Row:
 
 
 def column(text: str) -> str:
-    """A value of --columns: NAME=COLUMN. Raises argparse.ArgumentTypeError."""
+    """Return a value of --columns, after a check that it is NAME=COLUMN.
+
+    Raises:
+        argparse.ArgumentTypeError: it is not.
+    """
     name, _, given = text.partition("=")
     if name not in _NAMES or not given:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not NAME=COLUMN, with a NAME of {', '.join(_NAMES)}")
@@ -65,7 +69,11 @@ def column(text: str) -> str:
 
 
 def by_name(given: Sequence[str]) -> dict[str, str]:
-    """The values of --columns. Raises ConfigError where two have one name."""
+    """Return the values of --columns by name.
+
+    Raises:
+        ConfigError: two values have the same name.
+    """
     named = dict(each.split("=", 1) for each in given)
     if len(named) < len(given):
         raise ConfigError(f"--columns: a name is given twice in {' '.join(given)}; leave one of them")
@@ -73,16 +81,17 @@ def by_name(given: Sequence[str]) -> dict[str, str]:
 
 
 def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: bool) -> Row:
-    """Map a row, with any fields beside those that are read.
+    """Convert a row to one of TRL's formats.
 
     Args:
-        where: names the row in messages.
-        columns: of --columns, by name; empty: all those of the table.
-        chat: whether the model has a chat template: questions and answers are messages then.
+        record: the row, which may have other fields.
+        where: place of the row, for messages.
+        columns: values of --columns, by name; empty: all columns of the table are read.
+        chat: whether the model has a chat template. If so, questions and answers become messages.
 
     Raises:
-        ConfigError: the row has another shape, two columns that could be meant, or a field that changes what is to be
-            learned in a way that nothing here does.
+        ConfigError: the row has another shape, two columns that could be meant, or a field that asks for something that
+            infinity does not do.
     """
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: a row needs {_SHAPES}")
@@ -105,7 +114,7 @@ def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: 
 
 
 def _format_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The first format of which the row has all columns; by name the columns that are read."""
+    """Return the first format whose columns the row has, and the columns to read, by name."""
     has = {name: [each for each in names if each in row] for name, names in _NAMES.items()}
     form = next((form for form in TABLE["formats"] if all(has[name] for name in form["of"])), None)
     if form is None:
@@ -141,7 +150,7 @@ def _require_learned_as_it_asks(
                     f"{where}: has {quoted(field)}, which is not learned as it asks: {refused['instead']}. To learn "
                     f"the row without it, name the columns to read: --columns {_chosen(found)}"
                 )
-    said_no = () if form == ["text"] else (0, "0", "false", "False", "no")  # of text alone a 0 may be a class
+    said_no = () if form == ["text"] else (0, "0", "false", "False", "no")  # beside text alone a 0 may be a class
     for field in TABLE["say_no"]:
         asked = row.get(field, True)
         if asked is False or asked in said_no or ("weight" in field and asked != 1):
@@ -152,7 +161,11 @@ def _require_learned_as_it_asks(
 
 
 def _value(row: Mapping[str, Any], column: str, where: str, kinds: Any = (str, list)) -> Any:
-    """A string, or messages. Raises ConfigError."""
+    """Return a string, or messages.
+
+    Raises:
+        ConfigError: the column has another type.
+    """
     given = row[column]
     if not isinstance(given, kinds):
         raise ConfigError(f"{where}: '{column}' is {kind(given)}; it must be {_KINDS[kinds]}")
@@ -168,7 +181,7 @@ def _mapped(
         if "input" in found:
             parts = [*found.get("instruction", [])[:1], *found["input"]]
             trl["prompt"] = "\n\n".join(_value(row, each, where, str) for each in parts)
-        if isinstance(trl.get("prompt"), str) and isinstance(trl.get("chosen"), list):  # UltraFeedback's
+        if isinstance(trl.get("prompt"), str) and isinstance(trl.get("chosen"), list):  # the form of UltraFeedback
             asked = [{"role": "user", "content": trl.pop("prompt")}]
             trl |= {} if trl["chosen"][:1] == asked else {"prompt": asked}
         if len({type(each) for each in trl.values()}) > 1:
@@ -191,7 +204,7 @@ def _mapped(
 
 
 def _repeats(value: Any, name: str, trl: Mapping[str, Any]) -> bool:
-    """Whether a column says what the row says without it, as published chats have it."""
+    """Return whether a column repeats other columns of the row, as in published chats."""
     said = [trl[each] for each in ("messages", "prompt", "completion") if each in trl]
     turns: list[Any] = [turn for part in said for turn in (part if isinstance(part, list) else [part])]
     texts = [turn if isinstance(turn, str) else turn.get("content", "") for turn in turns]
@@ -207,7 +220,7 @@ def _repeats(value: Any, name: str, trl: Mapping[str, Any]) -> bool:
 
 
 def _add_what_is_told(trl: dict[str, Any], row: dict[str, Any], where: str, found: Mapping[str, list[str]]) -> None:
-    """Put the message of the system first, and beside messages what a chat template is told."""
+    """Put the system's message first, and add the arguments of the chat template if there are messages."""
     head = next(name for name in ("text", "messages", "prompt", "chosen") if name in trl)
     chat = isinstance(trl[head], list)
     system = _value(row, found["system"][0], where, str) if "system" in found else ""

@@ -1,4 +1,4 @@
-"""The options of `infinity finetune`: one table for the parser, the options file, and the runs that are resumed."""
+"""The table of the options of `infinity finetune`, for the parser, the options file, and resumed runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from infinity.cli.trainer_options import CONFIGS, OURS, take
 from infinity.sizes import THREADS_MAX
 
 SCHEDULES = ("constant", "linear", "cosine")
-"""Schedules of the learning rate that know a warm-up and --min-lr."""
+"""Schedules of the learning rate with a warm-up; linear and cosine fall to --min-lr."""
 _OTHER_SCHEDULES = (
     *("constant_with_warmup", "cosine_warmup_with_min_lr", "cosine_with_min_lr", "cosine_with_restarts", "greedy"),
     *("inverse_sqrt", "polynomial", "reduce_lr_on_plateau", "warmup_stable_decay"),
@@ -46,7 +46,7 @@ _STEPS, _TOKENS = whole(1, STEPS_MAX), whole(1, TOKENS_MAX)
 
 
 class Role(Enum):
-    """What becomes of an option in a run that is resumed. An option that names no role has the last one."""
+    """Treatment of an option when a run is resumed. An option without a role has the role TRAINING."""
 
     PROCESS = "belongs to one process; a run does not keep it"
     PLACE = "is kept; its files may have moved: text is compared by its tokens, a model by its layout"
@@ -277,7 +277,7 @@ OF_TRAINER: dict[str, Any] = {
     "its own name, such as --neftune_noise_alpha 5 or --beta 0.2; so are those that have a short name here, such as "
     "--learning_rate.",
 }
-"""Arguments of a Parser that takes the fields of TRL's configs, too."""
+"""Arguments of a Parser that also accepts the fields of TRL's configs."""
 
 
 def add_finetune_options(parser: argparse.ArgumentParser) -> None:
@@ -286,7 +286,7 @@ def add_finetune_options(parser: argparse.ArgumentParser) -> None:
 
 
 def build_finetune_parser() -> Parser:
-    """`infinity finetune` alone, whose arguments begin with its options."""
+    """Return a parser of `infinity finetune` alone, whose arguments begin with the options."""
     parser = Parser(prog="infinity finetune", **OF_TRAINER)
     add_finetune_options(parser)
     return parser
@@ -295,7 +295,7 @@ def build_finetune_parser() -> Parser:
 def defaults(*roles: Role) -> dict[str, Any]:
     """Return the options of these roles, with their defaults. The machine decides the default of `dtype`.
 
-    `trainer` are the fields of TRL's config that have no other option.
+    The option `trainer` holds the fields of TRL's config that have no option of their own.
     """
     return {
         **{

@@ -1,4 +1,4 @@
-"""The options of `infinity finetune`, given on the command line or taken from the run that is resumed."""
+"""The complete options of a run of `infinity finetune`, from the command line and from the run that is resumed."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _LENGTH = ("steps", "epochs")
 _PLACES, _MEANWHILE, _TRAINING = defaults(Role.PLACE), defaults(Role.MEANWHILE), defaults(Role.TRAINING)
 _KEPT = _PLACES | _TRAINING | _MEANWHILE
 _LR = {"sft": (1e-5, 1e-4), "dpo": (1e-6, 1e-5), "reward": (1e-5, 1e-4)}
-"""By --method, of all parameters and of adapters."""
+"""Default learning rates for all parameters and for adapters, by --method."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What stays of a run from its beginning, however often it goes on.
+    """Facts about a run's beginning. They stay the same however often the run is resumed.
 
     Attributes:
-        run: tells it from other runs.
-        model: that it was begun with, wherever its files are now.
-        extended: whether it was begun for another number of steps.
+        run: id of the run.
+        model: model that the run was begun with; its files may have moved.
+        extended: whether the run was begun for another number of steps.
     """
 
     run: str
@@ -56,7 +56,7 @@ class Origin:
 
 
 class Job:
-    """A run's options, as generations keep them."""
+    """A run's options in the form that generations keep."""
 
     def __init__(self, options: argparse.Namespace, config: SwapConfig, world: World, origin: Origin) -> None:
         self._values = values_of(options)
@@ -73,11 +73,11 @@ class Job:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing to do: resolve() took the options over, and compared them, before the model was made."""
+        """Do nothing: resolve() has compared and taken over the options before the model was made."""
 
 
 def values_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that a run keeps, as JSON has them."""
+    """Return the options that a run keeps, as values of JSON."""
     return {name: _plain(getattr(options, name)) for name in _KEPT}
 
 
@@ -86,8 +86,10 @@ class Resolved:
     """A job.
 
     Attributes:
-        options: all of them.
-        steps: the number of optimizer steps that the run has done; None: nothing is resumed.
+        options: all options.
+        config: swap config.
+        origin: origin of the run.
+        steps: number of optimizer steps that the run has done; None: nothing is resumed.
     """
 
     options: argparse.Namespace
@@ -97,11 +99,16 @@ class Resolved:
 
 
 def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
-    """All options of a job, its swap config, and the run it resumes, as rank 0 finds it.
+    """Return a job's options and swap config, and the run that it resumes. Rank 0 looks for this run.
 
     Options that are not given come from the run: with --resume from the generations in its directory, or in the first
     of nvme.paths; with --from-checkpoint from the copy. Of the options that decide the result, only --steps and
     --epochs may differ from the run's.
+
+    Args:
+        options: options of the command line.
+        world: this process among the ranks.
+        tell: function that sends a value to all ranks and returns the values of all.
 
     Raises:
         ConfigError: an option is missing, or differs from the run's; names the option.
@@ -146,7 +153,11 @@ def _fill(options: argparse.Namespace, defaults: dict[str, Any]) -> None:
 
 
 def _shared(saved: dict[str, Any], world: World) -> dict[str, Any]:
-    """The run's options for so many ranks, which share the batches of a step. Raises ConfigError where they cannot."""
+    """Return the run's options for the current number of ranks, which share the batches of a step.
+
+    Raises:
+        ConfigError: the ranks cannot share the batches evenly.
+    """
     values: dict[str, Any] = saved["options"]
     ranks = saved.get("ranks", 1)
     batches = values["gradient_accumulation"] * ranks
@@ -159,15 +170,25 @@ def _shared(saved: dict[str, Any], world: World) -> dict[str, Any]:
 
 
 def _with_form(values: dict[str, Any], saved: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Where --frozen is given, the run has the form that its swap config says if its own command line did not."""
+    """Return the run's options. If --frozen is given now and was not given then, the form comes from the run's swap
+    config."""
     if options.frozen is None or values["frozen"] is not None:
         return values
     return values | {"frozen": saved["config"].get("frozen", "auto")}
 
 
 def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, shared: str) -> bool:
-    """The run's options where none are given. Returns whether its end is another one now. Raises ConfigError for an
-    option that is given and would change the run."""
+    """Take over the run's options where none are given, and return whether the run now ends after another step.
+
+    Args:
+        values: options of the run.
+        options: options of the command line, which are completed.
+        done: number of steps that the run has done.
+        shared: how the run shared the batches of a step, for the message.
+
+    Raises:
+        ConfigError: a given option would change the run.
+    """
     length = {name: getattr(options, name) for name in _LENGTH}
     extended = length != dict.fromkeys(_LENGTH) and _end_of(length) != _end_of(values)
     if extended:
@@ -190,7 +211,11 @@ def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, s
 
 
 def _require_same_fields(given: Given, kept: Given) -> None:
-    """Raises ConfigError for a field of TRL's configs that would change the run."""
+    """Check the given fields of TRL's configs.
+
+    Raises:
+        ConfigError: a field would change the run.
+    """
     for name, value in given.items():
         if value != kept.get(name):
             raise ConfigError(
@@ -206,7 +231,11 @@ def _said(value: Any) -> str:
 
 
 def _extend(values: dict[str, Any], length: dict[str, Any], done: int) -> None:
-    """Another end of the run than it was begun with. Raises ConfigError where it is past that."""
+    """Announce that the run ends after another step than it was begun for.
+
+    Raises:
+        ConfigError: the run is already past that step.
+    """
     steps = length["steps"]
     if steps is not None and steps < done:
         raise ConfigError(f"--steps is {steps}, and the run that is resumed has done {done}: give as many, or more")
@@ -231,7 +260,7 @@ def _require(options: argparse.Namespace) -> None:
 
 
 def _make_absolute(options: argparse.Namespace) -> None:
-    """A run may be resumed from another working directory."""
+    """Make paths absolute, because a run may be resumed from another working directory."""
     if options.output is not None:
         options.output = options.output.expanduser().absolute()
     if options.data is not None:
@@ -259,7 +288,7 @@ def _plain(value: Any) -> Any:
 
 
 def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[str, Any], int] | None:
-    """What the newest generation that can be read says of its run (Job.state_dict), and its step; None when there is
+    """Return the record of the run (Job.state_dict) in the newest readable generation, and its step; None if there is
     nothing to resume."""
     if options.from_checkpoint is not None:
         copy = Portable(options.from_checkpoint.expanduser())
@@ -278,19 +307,23 @@ def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[
             problem = str(error)
             continue
         return checked(tracked, path)[NAME], manifest.step
-    if options.resume or (store / STATE_NAME).is_file():  # a copy has what a new beginning would leave
+    if options.resume or (store / STATE_NAME).is_file():  # a new run would not leave the files of a copy
         raise ResumeError(f"nothing to resume in {directory}: {problem}")
     print(f"nothing to resume in {directory}: {problem}; beginning anew", flush=True)
     return None
 
 
 def store_in(directory: Path) -> Path:
-    """Where in a run's directory the store of rank 0 is."""
+    """Return the place of rank 0's store in a run's directory."""
     return rank_path(directory, 0, furthest_in(directory))
 
 
 def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path | None:
-    """The directory that --resume means; None without --resume. Raises ConfigError where it is not known."""
+    """Return the directory that --resume means; None without --resume.
+
+    Raises:
+        ConfigError: the directory is not known.
+    """
     if options.resume is None:
         return None
     if options.resume:
@@ -308,7 +341,7 @@ def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path
 
 
 def _without_generations(directory: Path) -> str:
-    """Why there are none in a directory."""
+    """Return the reason why a directory has no generations."""
     if not directory.is_dir():
         return "there is no such directory"
     if (directory / STATE_NAME).is_file():
@@ -325,8 +358,11 @@ def _without_generations(directory: Path) -> str:
 
 
 def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
-    """What a run tracked, with its options. Raises ResumeError when it was not made by this version's `infinity
-    finetune`."""
+    """Return the tracked objects of a run, after a check.
+
+    Raises:
+        ResumeError: the run was not made by this version's `infinity finetune`.
+    """
     saved = tracked.get(NAME)
     known = isinstance(saved, dict) and isinstance(saved.get("options"), dict) and isinstance(saved.get("config"), dict)
     if not known or saved is None:
@@ -337,8 +373,7 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
 
 
 def model_of(tracked: dict[str, Any]) -> tuple[str, str | None] | None:
-    """The model that a run of `infinity finetune` was begun with, or continued with, and its revision; None for another
-    program's run."""
+    """Return the model of a run of `infinity finetune`, and its revision; None for the run of another program."""
     try:
         options: dict[str, Any] = checked(tracked, "the run")[NAME]["options"]
     except ResumeError:
@@ -347,10 +382,10 @@ def model_of(tracked: dict[str, Any]) -> tuple[str, str | None] | None:
 
 
 def _saved_config(saved: dict[str, Any], options: argparse.Namespace) -> SwapConfig:
-    """The run's config. A directory that was named and is not where it was then was moved.
+    """Return the run's swap config. If --resume names another directory than the run had, the store was moved.
 
     Raises:
-        ResumeError: it is one of several, so that nobody says where the others are now.
+        ResumeError: the store has several directories, and the places of the others are not known.
     """
     values = dict(saved["config"])
     if options.resume:

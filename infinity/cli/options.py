@@ -1,6 +1,7 @@
-"""Types of the options of `infinity` and `infinity-bench`: values are checked before anything slow is imported.
+"""Parser and types for the options of `infinity` and `infinity-bench`. Values are checked before anything slow is
+imported.
 
-The types raise argparse.ArgumentTypeError; the parser makes a ConfigError of every wrong command line.
+The types raise argparse.ArgumentTypeError. The parser raises ConfigError for every wrong command line.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ FROZEN_NAMES = ("bf16", "int8", "nf4")
 LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "clearml", "swanlab")
 
 STEPS_MAX = 10**12 - 1
-"""A generation's number has twelve digits."""
+"""Largest number of steps. A generation's number has twelve digits."""
 SEED_MAX = 2**64 - 1
 LORA_MAX = 1 << 16
 TOKENS_MAX = 1 << 24
-"""The most tokens in one backward pass, over all its sequences: more fit no memory."""
+"""Maximum number of tokens in the sequences of one backward pass. More would not fit into any memory."""
 
 OTHERS_NAMES = OURS | {
     "num_epochs": "epochs",
@@ -57,19 +58,19 @@ OTHERS_NAMES = OURS | {
     "max_new_tokens": "max_tokens",
     "resume_from_checkpoint": "resume",
 }
-"""What Trainer and axolotl call options that are called otherwise here: a message names ours."""
+"""Names of options in Trainer and axolotl, with the names here, for hints in messages."""
 _MESSAGE_MAX = 400
 _TEXT_MAX = 1 << 20
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser without abbreviations: a new option could change the meaning of a script that uses one.
+    """A parser without abbreviations, because a new option could change the meaning of an abbreviation in a script.
 
     Args:
-        take: takes of the arguments that are unknown here what it knows, and gives back the others; the namespace has
-            that as `trainer`.
-        renamed: other names of options, with underscores.
-        options: of ArgumentParser.
+        take: function that separates the arguments that it knows from the others. Its argument are the arguments that
+            this parser does not know; the namespace has its result as `trainer`.
+        renamed: other names of options, with underscores, and the names here.
+        options: arguments of ArgumentParser.
     """
 
     def __init__(
@@ -83,13 +84,17 @@ class Parser(argparse.ArgumentParser):
         self._renamed = renamed
 
     def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
+        """Raise ConfigError with the message in one line."""
         line = one_line(message)
         line = line if len(line) <= _MESSAGE_MAX else f"{line[:_MESSAGE_MAX]}…"
         raise ConfigError(f"{line} (see `{self.prog} --help`)")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses unknown arguments, and names the nearest known one; a sub-parser names those of its command."""
+        """Parse arguments. A sub-parser parses the arguments of its command.
+
+        Raises:
+            ConfigError: an argument is unknown; names the nearest known one.
+        """
         given = sys.argv[1:] if args is None else list(args)
         for text in given:
             if re.fullmatch(r"--[^=]+=--", text):  # argparse would read an empty list
@@ -109,7 +114,7 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _by_our_name(self, text: str) -> str:
-        """An option that has another name, or underscores in its name, as this parser has it."""
+        """Return an argument with this parser's name of the option."""
         if self._renamed is None or not text.startswith("--"):
             return text
         flag, sign, value = text.partition("=")
@@ -119,7 +124,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(low: int, high: int) -> Callable[[str], int]:
-    """Whole numbers between two, both included. One may be written as 3.0."""
+    """Return the type of whole numbers from `low` to `high`. The form 3.0 is accepted, too."""
 
     def parse(text: str) -> int:
         if re.fullmatch(r"[-+]?[0-9]{1,4000}(\.0+)?", text) is None:
@@ -135,12 +140,12 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def unless(unset: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Values of another type, and `unset`, which is as if the option was not given."""
+    """Return the type of the values that `read` accepts. The value `unset` means that the option is not given."""
     return lambda text: None if text == unset else read(text)
 
 
 def number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str], float]:
-    """Numbers between two, both included."""
+    """Return the type of numbers from `low` to `high`; with `or_zero` also 0."""
 
     def parse(text: str) -> float:
         try:
@@ -161,7 +166,7 @@ def number(low: float, high: float, *, or_zero: bool = False) -> Callable[[str],
 
 
 def size(low: int, high: int = SIZE_MAX) -> Callable[[str], int]:
-    """Sizes in bytes between two, both included."""
+    """Return the type of sizes from `low` to `high` bytes."""
 
     def parse(text: str) -> int:
         try:
@@ -177,7 +182,7 @@ def size(low: int, high: int = SIZE_MAX) -> Callable[[str], int]:
 
 
 def name(text: str) -> str:
-    """The name of a model: a path or a hub id."""
+    """Return the name of a model, a path or a hub id, after a check."""
     try:
         require_possible(text)
     except ValueError as error:
@@ -190,14 +195,14 @@ def path(text: str) -> Path:
 
 
 def word(text: str) -> str:
-    """A word that argparse may compare with the choices of its option."""
+    """Return a word that argparse compares with the choices of the option, after a check."""
     if not 0 < len(text) <= 80:
         raise argparse.ArgumentTypeError(f"invalid choice: {quoted(text)}")
     return text
 
 
 def text(given: str) -> str:
-    """Any text in UTF-8, such as a prompt."""
+    """Return a text in UTF-8, such as a prompt, after a check."""
     if not given.strip():
         raise argparse.ArgumentTypeError("is empty")
     if len(given) > _TEXT_MAX:
@@ -210,7 +215,7 @@ def text(given: str) -> str:
 
 
 def steps(text: str) -> tuple[int, int]:
-    """'A:B', both counted from 1 and included."""
+    """Return A and B of 'A:B', the first and the last step, counted from 1."""
     match = re.fullmatch(r"([0-9]{1,12}):([0-9]{1,12})", text)
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not A:B with 1 <= A <= B, such as 2:6")
@@ -218,13 +223,14 @@ def steps(text: str) -> tuple[int, int]:
 
 
 def argument(told: str, read: Callable[[str], Any] | None = None, default: Any = None, **more: Any) -> Any:
-    """A field of a dataclass of options.
+    """Return a field of a dataclass of options.
 
     Args:
-        told: what --help says.
-        read: a type of this module; None: a flag.
-        more: of argparse's add_argument, such as metavar, nargs, choices, required. Beside these `excludes`, the name
-            of another field: only one of both may be given; and `role`, which argparse is not told.
+        told: text of --help.
+        read: type of the value; None: the option is a flag.
+        default: default value.
+        more: arguments of argparse's add_argument, such as metavar, nargs, choices, required; also `excludes`, the name
+            of a later field that may not be given together with this one, and `role`, which the parser ignores.
     """
     kind = {"action": "store_true"} if read is None else {"type": read}
     return dataclasses.field(default=False if read is None else default, metadata={"help": told} | kind | more)
@@ -234,7 +240,9 @@ def add_arguments(parser: argparse._ActionsContainer, options: type, *, given_on
     """Give a parser, or one of its groups, an option for each field of a dataclass.
 
     Args:
-        given_only: an option that is not given is None; by default it has the default of its field.
+        parser: the parser or group.
+        options: the dataclass.
+        given_only: whether an option that is not given is None, in place of the default of its field.
     """
     exclusive: dict[str, argparse._ActionsContainer] = {}
     for each in dataclasses.fields(options):
@@ -246,13 +254,16 @@ def add_arguments(parser: argparse._ActionsContainer, options: type, *, given_on
 
 
 def options_of(kind: type[Options], found: argparse.Namespace) -> Options:
-    """What a parser found, as a dataclass of options."""
+    """Return the result of a parser as a dataclass of options."""
     return kind(**{each.name: getattr(found, each.name) for each in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
 def require_file_place(option: str, place: Path | None) -> None:
-    """Check before the work that a file can be written. Devices, and FIFOs that somebody reads, are written to as they
-    are. Raises ConfigError."""
+    """Check before the work that a file can be written. Devices and FIFOs with a reader are accepted.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     if place is None:
         return
     there = place.expanduser().absolute()
@@ -267,12 +278,16 @@ def require_file_place(option: str, place: Path | None) -> None:
 
 
 def option(name: str) -> str:
-    """As the command line has an option that a namespace calls `name`."""
+    """Return the option of the command line that a namespace calls `name`."""
     return f"--{name.replace('_', '-')}"
 
 
 def require_alone(given_as: str, given: object, needed: str, there: object) -> None:
-    """Raises ConfigError for an option that does nothing without another one, which is missing."""
+    """Check that an option is not given without an option that it needs.
+
+    Raises:
+        ConfigError: it is.
+    """
     if given is not None and not there:
         raise ConfigError(f"{given_as} does nothing without {needed}")
 

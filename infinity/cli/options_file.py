@@ -23,11 +23,12 @@ _ON_THE_COMMAND_LINE = ("options", "help", "resume", "from_checkpoint")
 
 
 def with_file(options: argparse.Namespace) -> argparse.Namespace:
-    """The options of the command line, and where they are not given those of the file that --options names. Of options
-    that exclude each other the command line's counts.
+    """Return the options of the command line, completed by the file that --options names.
+
+    If an option of the command line and an option of the file exclude each other, the one of the command line counts.
 
     Raises:
-        ConfigError: the file cannot be read, or has an unknown option or a wrong value; names them.
+        ConfigError: the file cannot be read, or has an unknown option or a wrong value; names the option.
     """
     if options.options is None:
         return options
@@ -66,7 +67,7 @@ def _read(path: Path, file: str) -> dict[str, Any]:
 
 
 def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any]:
-    """What the parser would have made of these values, by its names for them; what has no value is left out."""
+    """Return the values in the form of the parser's namespace. Options without a value are left out."""
     known = {action.dest: action for action in parser._actions}
     checked: dict[str, Any] = {}
     given: dict[str, str] = {}
@@ -79,7 +80,7 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
         if name in _ON_THE_COMMAND_LINE:
             raise ConfigError(f"{file}: {types.option(name)} belongs on the command line")
         if value is None or value == []:
-            continue  # as if it were not there
+            continue  # as if the option was missing
         if name in given:
             raise ConfigError(f"{file}: {given[name]} and {key} are one option; leave one of them")
         given[name] = str(key)
@@ -105,7 +106,7 @@ def _hint(name: str, known: dict[str, Any]) -> str:
 
 
 def _as_typed(value: Any) -> str:
-    """A value of YAML as a command line has it: a whole number may be written as 3.0."""
+    """Return a value of YAML in the form of the command line. A whole number may be written as 3.0."""
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return value if isinstance(value, str) else json.dumps(value)
@@ -116,7 +117,11 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _converted(value: Any, action: argparse.Action, key: str, file: str) -> Any:
-    """One value of an option. Raises ConfigError."""
+    """Return one value of an option.
+
+    Raises:
+        ConfigError: the value has another type, or is not accepted.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kind = "true or false" if isinstance(value, bool) else f"a {type(value).__name__}"
         raise ConfigError(f"{file}: {key} is {kind}; it takes a number or a text")

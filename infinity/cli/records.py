@@ -1,17 +1,17 @@
-"""A row in one of TRL's formats (fields.py) becomes text, or an example of which only answers are learned.
+"""Conversion of a row in one of TRL's formats (fields.py) to text, or to an example of which only answers are learned.
 
 | TRL's format             | what is learned                                                                      |
 |---|---|
-| `text`                   | all of it                                                                            |
-| `prompt`, `completion`   | the completion, and that it ends there. Strings, or lists of messages                |
-| `messages`               | what the model's chat template marks as the assistant's, calls of tools among it     |
-| `chosen`, `rejected`     | --method dpo: that the one answers the prompt better. Without a prompt: what both    |
-|                          | begin with is one. --method reward: that the one is the better text or conversation  |
+| `text`                   | the whole text                                                                       |
+| `prompt`, `completion`   | the completion and its end. Both are strings, or lists of messages                   |
+| `messages`               | the tokens that the model's chat template marks as the assistant's, with tool calls  |
+| `chosen`, `rejected`     | --method dpo: the chosen answer is better. Without a prompt, the common beginning is |
+|                          | the prompt. --method reward: the chosen text or conversation is better               |
 
 [Note: what the assistant said]
 Only a chat template knows which tokens of a conversation are the assistant's: it puts them between `{% generation %}`
-and `{% endgeneration %}`. transformers returns a mask of nothing for a template without these marks, which trains
-nothing at all and says so in one line of a log; here such a template is an error.
+and `{% endgeneration %}`. For a template without these marks transformers returns an empty mask and one line of log, so
+that nothing would be learned. Here such a template is an error.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from infinity.echo import quoted, raised
 from infinity.errors import ConfigError
 
 LossOn = Literal["answers", "all"]
-"""Of rows with prompts or messages: which tokens are learned."""
+"""Tokens of rows with prompts or messages that are learned."""
 
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A document of which not everything is learned.
+    """A document of which only some tokens are learned.
 
     Attributes:
-        ids: tokens, with those that begin and end it.
-        learned: for each token, whether it is.
+        ids: tokens, including those that begin and end the document.
+        learned: whether each token is learned.
         where: file and row.
-        is_chat: whether the chat template made it.
-        declined: whether its messages ask that no answer is learned.
+        is_chat: whether the chat template made the tokens.
+        declined: whether the messages ask that no answer is learned.
     """
 
     ids: list[int]
@@ -54,21 +54,24 @@ class Example:
 
 
 class Pair(NamedTuple):
-    """Two answers, of which the first is the better one. What is learned of both begins at the same token."""
+    """Two answers, of which the first is the better one. The learned tokens of both begin at the same position."""
 
     chosen: Example
     rejected: Example
 
 
 def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> str | Example:
-    """What a row says.
+    """Return the text or the example of a row.
 
     Args:
-        where: names the row in messages.
+        row: the row.
+        where: place of the row, for messages.
+        tokenizer: tokenizer of the model.
+        loss_on: tokens that are learned.
 
     Raises:
-        ConfigError: one of two answers is preferred; or the tokenizer's chat template refuses the row, leaves a part of
-            it out, or does not say what is the assistant's.
+        ConfigError: the row has two answers of which one is preferred; or the tokenizer's chat template refuses the
+            row, leaves a part of it out, or does not mark the assistant's tokens.
     """
     trl = row.trl
     if "chosen" in trl:
@@ -84,7 +87,17 @@ def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> st
 
 
 def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
-    """The two answers of a row. Args: method: "dpo" or "reward". Raises ConfigError, as text_or_example."""
+    """Return the two answers of a row.
+
+    Args:
+        row: the row.
+        where: place of the row, for messages.
+        tokenizer: tokenizer of the model.
+        method: "dpo" or "reward".
+
+    Raises:
+        ConfigError: the row does not have two answers that can be learned, or the chat template refuses them.
+    """
     trl = dict(row.trl)
     if "chosen" not in trl:
         raise ConfigError(
@@ -117,7 +130,11 @@ def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
 
 
 def _require_answer(trl: dict[str, Any], name: str, where: str, method: str) -> None:
-    """Raises ConfigError for an answer that cannot be learned as it asks."""
+    """Check that an answer can be learned.
+
+    Raises:
+        ConfigError: the answer is empty, does not end with the assistant, or asks for something that is not read.
+    """
     said = trl[name]
     if not said or (isinstance(said, str) and not said.strip()):
         raise ConfigError(f"{where}: there is nothing in '{name}' but the prompt: leave the row out")
@@ -156,7 +173,7 @@ def _chosen_alone(row: Row) -> str:
 
 
 def _continued(prompt: str, completion: str, where: str, tokenizer: Any, loss_on: LossOn) -> Example:
-    """A prompt and a completion that are strings."""
+    """Return the example of a prompt and a completion that are strings."""
     end = tokenizer.eos_token or ""
     said = completion if completion.endswith(end) else completion + end
     ids = _ids(tokenizer, prompt + said)
@@ -164,14 +181,15 @@ def _continued(prompt: str, completion: str, where: str, tokenizer: Any, loss_on
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    """With what the tokenizer puts before a text, and without a second token for its end."""
+    """Return the tokens of a text, with the tokens that the tokenizer puts before a text, and with at most one end
+    token."""
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
     end = tokenizer.eos_token_id
     return ids[:-1] if end is not None and ids[-2:] == [end, end] else ids
 
 
 def _behind(asked: list[int], ids: list[int], loss_on: LossOn) -> list[bool]:
-    """The tokens behind what a prompt and the whole have in common: a token may span the end of the prompt."""
+    """Mark the tokens after the common beginning of prompt and whole. A token may span the end of the prompt."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, ids, strict=False))
     common = sum(1 for _ in same)
     return [loss_on == "all" or index >= common for index in range(len(ids))]
@@ -210,7 +228,17 @@ def _chat(trl: dict[str, Any], where: str, template: _Template, loss_on: LossOn)
 def _without_some_answers(
     learned: list[bool], answers: Sequence[bool | None], where: str, *, marked: bool
 ) -> list[bool]:
-    """Without the tokens of the assistant's messages that are not to be learned. Args: learned: all of its tokens."""
+    """Return `learned` without the tokens of the assistant's messages that should not be learned.
+
+    Args:
+        learned: whether each token is one of the assistant's.
+        answers: whether each message of the assistant should be learned; None if the row does not say.
+        where: place of the row, for messages.
+        marked: whether the chat template has marked the assistant's tokens.
+
+    Raises:
+        ConfigError: the tokens of each message are not known.
+    """
     begun = itertools.accumulate(here > before for here, before in zip(learned, [False, *learned], strict=False))
     numbers = list(begun)
     if not marked or numbers[-1] != len(answers):
@@ -223,12 +251,14 @@ def _without_some_answers(
 
 @dataclass(frozen=True)
 class _Template:
-    """A model's chat template, for one row.
+    """A model's chat template, applied to one row.
 
     Attributes:
-        text: its source.
-        told: what it is told beside the messages: tools, and names of its own.
-        unread: gets the names of fields of messages that the template leaves out.
+        tokenizer: tokenizer of the model.
+        text: source of the template.
+        told: arguments of the template in addition to the messages: tools, and variables of its own.
+        where: place of the row, for messages.
+        unread: list to which the names of message fields are added that the template leaves out.
     """
 
     tokenizer: Any
@@ -255,8 +285,11 @@ class _Template:
         return f"'{role}'" in self.text or f'"{role}"' in self.text
 
     def role(self, role: str, index: int) -> str:
-        """The role as the template has it. Raises ConfigError for one that nobody knows: its messages would be trained
-        on as somebody else's."""
+        """Return the template's name of a role.
+
+        Raises:
+            ConfigError: the role is unknown, so its messages would be learned as messages of another role.
+        """
         meant = ROLES.get(role.lower(), role)
         if self.names(role) and not self.names(meant):
             return role
@@ -268,7 +301,11 @@ class _Template:
         return meant
 
     def require_marks(self) -> None:
-        """Raises ConfigError where the template does not say what is the assistant's."""
+        """Check that the template marks the assistant's tokens.
+
+        Raises:
+            ConfigError: it does not.
+        """
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.text):
             raise ConfigError(
                 f"{self.where}: the model's chat template does not say which tokens are the assistant's: it has no "
@@ -288,11 +325,15 @@ class _Template:
                 add_generation_prompt=add_generation_prompt,
                 **self.told,
             )
-        except Exception as error:  # a template is a program that came with the model
+        except Exception as error:  # a template is a program that comes with the model
             raise ConfigError(f"{self.where}: the model's chat template refuses it: {raised(error)}") from error
 
     def whole(self, messages: Messages, *, marked: bool) -> tuple[Any, Messages]:
-        """What the template makes of the first form of the messages of which it leaves nothing out, and that form."""
+        """Return the template's result for the first form of the messages that it writes completely, and this form.
+
+        Raises:
+            ConfigError: the template refuses all forms, or leaves something out of each.
+        """
         refused: ConfigError | None = None
         for form in _forms(messages):
             try:
@@ -307,7 +348,11 @@ class _Template:
         raise refused or AssertionError
 
     def _require_calls(self, form: Messages, ids: list[int]) -> None:
-        """Raises ConfigError where the template writes the same without the calls of a message."""
+        """Check that the template writes the calls of each message.
+
+        Raises:
+            ConfigError: the result is the same without the calls of a message.
+        """
         for index, message in enumerate(form):
             if not message.get("tool_calls"):
                 continue
@@ -332,7 +377,11 @@ class _Template:
             return False
 
     def _require_contents(self, messages: Messages, ids: list[int]) -> None:
-        """Raises ConfigError where the template leaves everything out that the user or the assistant said."""
+        """Check that the template writes something that the user said, and something that the assistant said.
+
+        Raises:
+            ConfigError: it does not.
+        """
         for role in ("user", "assistant"):
             said = " ".join(each.get("content", "").strip() for each in messages if each["role"] == role)
             bare = self.tokenizer(said, add_special_tokens=False, verbose=False)["input_ids"]
@@ -345,7 +394,8 @@ def _bare(message: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
-    """The same messages as templates want them: as they are; with a content where there are only calls; with lists."""
+    """Yield the forms of messages that templates accept: unchanged; with an empty content beside calls; with contents
+    that are lists."""
     yield messages
     messages = [{"content": ""} | each for each in messages]
     yield messages

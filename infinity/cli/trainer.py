@@ -128,7 +128,7 @@ class Running(TrainerMixin, _Recording):
             swap_config=swap_config,
             **others,
         )
-        rng.restore(drawn)  # a Trainer gives all ranks one seed, but each rank needs its own random numbers
+        rng.restore(drawn)  # a Trainer seeds all ranks alike, but each needs its own random numbers
         self.remove_callback(PrinterCallback)
         self.processing_class = None  # else train() writes its special tokens into the model's configs
         if scaler.is_enabled():
