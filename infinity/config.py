@@ -60,7 +60,7 @@ def _steps_or_auto(value: object) -> object:
     except ValueError:
         raise ValueError("write auto, or a whole number, such as 32") from None
     if not isinstance(steps, int) or not 0 <= steps < _STEPS_END:
-        raise ValueError("a number of steps is 0 or more, and has twelve digits at most")
+        raise ValueError("the number of steps must be 0 or more, with at most twelve digits")
     return steps
 
 
@@ -248,7 +248,7 @@ def _explain_one(item: Any) -> str:
         return f"unknown key '{key}'; {hint}"
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "model_type":
-        message = f"keys and values belong here: {', '.join(_known_keys(SwapConfig, under=key))}"
+        message = f"write keys and values here: {', '.join(_known_keys(SwapConfig, under=key))}"
     known = [] if item["type"] != "literal_error" else re.findall("'([^']+)'", item["ctx"]["expected"])
     if key in _NOT_YET and known:
         known = _usable(key)

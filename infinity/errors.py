@@ -262,8 +262,9 @@ class DeviceCopyError(SwapIOError, DeviceError):
     """
 
     advice = (
-        "Error 2 is out of memory: lower memory.device, or free what others have there. Others are in the "
-        "documentation of the device's runtime, and mostly end what the process does on the device."
+        "Error 2 is out of memory: lower memory.device, or free memory that other processes use there. The "
+        "documentation of the device's "
+        "runtime lists the other errors; after most of them the process cannot use the device any more."
     )
 
     def _where(self) -> str:

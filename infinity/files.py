@@ -52,7 +52,7 @@ def opened(path: Path, *, follow: bool = False) -> Iterator[tuple[int, int]]:
     try:
         descriptor = os.open(path, flags)
     except ValueError as error:  # the path has a NUL, or characters that no file name can have
-        raise UnusableFileError(path, f"has no name of a file: {error}") from error
+        raise UnusableFileError(path, f"is not a valid file name: {error}") from error
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise UnusableFileError(path, "is a socket or a device, not a regular file") from error
@@ -87,7 +87,9 @@ def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
     """Return all bytes of a regular file. Raises the errors of opened(); UnusableFileError above `bytes_max`."""
     with opened(path, follow=follow) as (descriptor, nbytes):
         if nbytes > bytes_max:
-            raise UnusableFileError(path, f"has {format_bytes(nbytes)}, and {format_bytes(bytes_max)} at most are read")
+            raise UnusableFileError(
+                path, f"has {format_bytes(nbytes)}, but at most {format_bytes(bytes_max)} can be read"
+            )
         return read(descriptor, nbytes)
 
 
@@ -111,17 +113,17 @@ def require_possible(name: str) -> None:
     Such a text is empty, too long or not UTF-8, has a NUL, or begins with the home (~) of a user who does not exist.
     """
     if not name.strip():
-        raise ValueError(f"{quoted(name)} is no name of a file or directory")
+        raise ValueError(f"{quoted(name)} is not a valid name of a file or directory")
     try:
         encoded = name.encode()
     except UnicodeEncodeError as error:  # undecodable bytes of the command line, or half of a surrogate pair
         raise ValueError(f"{quoted(name)} is not UTF-8") from error
     if b"\0" in encoded or len(encoded) > _PATH_BYTES_MAX or max(map(len, encoded.split(b"/"))) > _NAME_BYTES_MAX:
-        raise ValueError(f"no file or directory can be called {quoted(name)}")
+        raise ValueError(f"{quoted(name)} cannot be the name of a file or directory")
     try:
         Path(name).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"{quoted(name)}: there is no such user, or no home is known") from error
+        raise ValueError(f"{quoted(name)}: there is no such user, or the user has no known home directory") from error
 
 
 def require_different(paths: Iterable[Path]) -> None:

@@ -55,9 +55,9 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            self._refuse(event, "anchors (&) and aliases (*) are not used here: write the value out")
+            self._refuse(event, "anchors (&) and aliases (*) are not supported: write the value out")
         if getattr(event, "tag", None) is not None:
-            self._refuse(event, "tags (!) are not used here: write the value alone")
+            self._refuse(event, "tags (!) are not supported: write the value without a tag")
         self._depth += 1
         if self._depth > _DEPTH_MAX:
             self._refuse(event, f"it is nested more than {_DEPTH_MAX} deep")
@@ -69,7 +69,7 @@ class _Loader(yaml.SafeLoader):
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                self._refuse(key, "a key is one word")
+                self._refuse(key, "a key must be one word")
             line = key.start_mark.line + 1
             if key.value in lines:
                 self._refuse(key, f"the key {quoted(key.value)} is given twice, in lines {lines[key.value]} and {line}")
@@ -101,4 +101,4 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")

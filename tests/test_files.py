@@ -94,7 +94,7 @@ def test_a_link_is_followed_where_that_is_asked_for(tmp_path: Path) -> None:
     assert files.read_regular(tmp_path / "link", 7, follow=True) == b"content"
     with pytest.raises(OSError, match="it is a symbolic link"):
         files.read_regular(tmp_path / "link", 7)
-    with pytest.raises(files.UnusableFileError, match="6 B at most are read"):
+    with pytest.raises(files.UnusableFileError, match="at most 6 B can be read"):
         files.read_regular(tmp_path / "file", 6)
 
 

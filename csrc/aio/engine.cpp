@@ -182,7 +182,7 @@ void IoEngine::check(const IoRequest& request) {
       sums != nullptr ? sums->pages() * kPageBytes : static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   if (request.offset > end || request.nbytes > end - request.offset) {
     // Beyond that range a number may have another meaning: for the kernel, -1 is "the current position".
-    throw std::invalid_argument("no file reaches to offset " + std::to_string(request.offset) + " and " +
+    throw std::invalid_argument("a file cannot have offset " + std::to_string(request.offset) + " and " +
                                 std::to_string(request.nbytes) + " bytes on");
   }
 }

@@ -199,7 +199,7 @@ class Lane::Server {
     if (kept == 0 && ++block.retries > kRetriesMax) {
       // A read that never gets past part of a device's block is at the end of a file of an odd length.
       request.fail(reading ? block.failure(0, "the file ends before the data does; was it truncated?")
-                           : block.failure(EIO, "the device keeps moving nothing"));
+                           : block.failure(EIO, "the device repeatedly transferred 0 bytes"));
       return false;
     }
     count(request.io, kept);
@@ -249,7 +249,7 @@ std::unique_ptr<Backend> Lane::make_backend() {
   } else {
     try {
       backend = make_uring_backend(options_.queue_depth);
-      reason_ = options_.engine == "auto" ? "the kernel offers it" : "asked for";
+      reason_ = options_.engine == "auto" ? "the kernel supports it" : "asked for";
     } catch (const std::system_error& error) {
       if (options_.engine != "auto") throw;
       backend = make_thread_backend(options_.queue_depth, options_.threads);

@@ -37,7 +37,7 @@ SwapFile::SwapFile(std::vector<std::shared_ptr<File>> members, std::vector<unsig
           "a swap file needs 1 to 64 members, each with a share");
   constexpr unsigned kShareMax = 1024;
   require(std::all_of(shares_.begin(), shares_.end(), [](unsigned share) { return share > 0 && share <= kShareMax; }),
-          "a share lies between 1 and 1024");
+          "a share must be between 1 and 1024");
   require(stripe_bytes > 0 && stripe_bytes % kPageBytes == 0, "stripes must be a positive multiple of 4 KiB");
   direct_ = std::any_of(members_.begin(), members_.end(), [](const auto& file) { return file->direct(); });
   if (members_.size() == 1) return;
@@ -101,7 +101,7 @@ std::optional<Failure> SwapFile::check(std::uint64_t offset, const std::byte* da
   if (page == ChecksumTable::kNone) return std::nullopt;
   const Place place = locate(offset + page * kPageBytes);
   return composed({FailureKind::corruption, "read", members_[place.member]->path(), place.offset, kPageBytes, 0,
-                   "the data differ from what was written", ""});
+                   "the data read differ from the data written", ""});
 }
 
 }  // namespace infinity

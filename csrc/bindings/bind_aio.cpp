@@ -19,7 +19,8 @@ std::optional<OpKind> operation_from(const std::string& name) {
 Fault make_fault(std::uint64_t index, const std::string& kind, int error_number, std::uint64_t repeat,
                  const std::string& operation, std::uint64_t begin, std::uint64_t end, std::uint64_t seed) {
   const auto chosen_kind = chosen<FaultKind>("fault", kind, kFaultNames);
-  if ((kind == "error") != (error_number > 0)) throw py::value_error("an error has an errno, no other fault has one");
+  if ((kind == "error") != (error_number > 0))
+    throw py::value_error("a fault of kind 'error' needs an errno, and no other kind has one");
   return {index, chosen_kind, error_number, repeat, operation_from(operation), begin, end, seed};
 }
 

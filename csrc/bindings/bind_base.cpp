@@ -110,7 +110,7 @@ std::optional<Failure> PyFuture::failure() const {
 std::vector<Future> futures_of(const std::vector<const PyFuture*>& futures) {
   std::vector<Future> result;
   for (const PyFuture* future : futures) {
-    if (future == nullptr) throw py::value_error("a future is missing: None is not one");
+    if (future == nullptr) throw py::value_error("a future is None");
     result.push_back(future->get());
   }
   return result;

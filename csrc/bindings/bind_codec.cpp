@@ -104,7 +104,7 @@ std::unique_ptr<PyFuture> decode_later(const PyDecoder& self, const std::vector<
   std::vector<DecodePart> parts;
   std::vector<Memory> kept;
   for (const PyDecodePart* part : given) {
-    if (part == nullptr) throw py::value_error("a part is missing: None is not one");
+    if (part == nullptr) throw py::value_error("a part is None");
     parts.push_back(part->part);
     kept.insert(kept.end(), {part->data, part->out});
   }

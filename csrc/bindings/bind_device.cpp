@@ -88,7 +88,7 @@ std::unique_ptr<PyLanding> land(const PyLandings& self, std::uintptr_t event,
   std::vector<LandingPiece> pieces;
   std::vector<Memory> kept;
   for (const PyPiece* piece : given) {
-    if (piece == nullptr) throw py::value_error("a piece is missing: None is not one");
+    if (piece == nullptr) throw py::value_error("a piece is None");
     pieces.push_back(piece->piece);
     kept.insert(kept.end(), {piece->target, piece->source});
   }

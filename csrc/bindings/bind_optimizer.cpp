@@ -172,7 +172,7 @@ void bind_conversions(py::module_& module) {
   module.def(
       "widen_in_place",
       [](const py::object& data, const std::string& dtype, std::size_t numel) {
-        if (dtype_from(dtype) == DType::fp32) throw py::value_error("fp32 is as wide as it gets");
+        if (dtype_from(dtype) == DType::fp32) throw py::value_error("fp32 values cannot be widened");
         const Memory memory = values(data, numel, 4, true, "data");
         const py::gil_scoped_release unlocked;
         widen_in_place(memory.data, dtype_from(dtype), numel);

@@ -95,7 +95,7 @@ class PyUpdate : public PyFuture {
 
 void require_countable(std::uint64_t numel) {
   constexpr std::uint64_t kNumelMax = std::uint64_t{1} << 48;  // so that the number of bytes does not overflow
-  if (numel > kNumelMax) throw py::value_error("a job cannot have so many elements");
+  if (numel > kNumelMax) throw py::value_error("a job cannot have that many elements");
 }
 
 std::unique_ptr<PyUpdate> read_ahead(const PyPipeline& self, std::uint64_t numel, const std::string& weight_dtype,

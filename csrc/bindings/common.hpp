@@ -86,7 +86,7 @@ class PyFuture {
   int pid_;
 };
 
-// ValueError if a future is missing.
+// ValueError if a future is None.
 std::vector<Future> futures_of(const std::vector<const PyFuture*>& futures);
 
 // An object that Python may close before it is collected. Using it afterwards raises ValueError.

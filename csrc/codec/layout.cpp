@@ -13,7 +13,7 @@ std::uint64_t divide_up(std::uint64_t value, std::uint64_t by) { return (value +
 }  // namespace
 
 CodecLayout codec_layout(WeightCodec codec, std::uint64_t numel, std::uint64_t row_numel) {
-  require(numel <= kNumelMax, "no weight has so many elements");
+  require(numel <= kNumelMax, "a weight cannot have that many elements");
   CodecLayout layout{};
   const auto append = [&layout](std::uint64_t nbytes) {
     const CodecPart part{layout.nbytes, nbytes};

@@ -204,7 +204,7 @@ std::vector<double> sums_of_squares(const void* data, DType dtype, std::uint64_t
 std::vector<double> land_gradient(void* dst, DType dst_dtype, const void* src, DType src_dtype, std::uint64_t first,
                                   std::size_t numel, bool add, Isa isa, ThreadPool& pool) {
   require(dst_dtype == DType::fp32 || dst_dtype == src_dtype, "a gradient lands in its own dtype or in fp32");
-  require(!add || dst_dtype == DType::fp32, "gradients add up in fp32");
+  require(!add || dst_dtype == DType::fp32, "gradients are added up in fp32 only");
   const Kernels& kernels = kernels_for(isa);
   return partials_of(first, numel, pool, [&](std::size_t begin, std::size_t end) {
     return kernels.land(dst, dst_dtype, src, src_dtype, add, begin, end);

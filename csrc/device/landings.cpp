@@ -19,7 +19,7 @@ void check(const LandingPiece& piece) {
   if (piece.source == nullptr) return;
   require(piece.dtype == DType::fp32 || piece.dtype == piece.source_dtype,
           "a gradient lands in its own dtype or in fp32");
-  require(!piece.add || piece.dtype == DType::fp32, "gradients add up in fp32");
+  require(!piece.add || piece.dtype == DType::fp32, "gradients are added up in fp32 only");
 }
 
 }  // namespace

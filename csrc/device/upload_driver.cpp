@@ -31,7 +31,7 @@ bool may_go(UploadPhase from, UploadPhase to) {
 }  // namespace
 
 void UploadWork::go(UploadPhase to) {
-  if (!may_go(phase, to)) throw std::logic_error("an upload takes an impossible step");
+  if (!may_go(phase, to)) throw std::logic_error("an upload made an invalid transition");
   phase = to;
 }
 
@@ -69,7 +69,7 @@ void UploadDriver::cancel(const Future& future) {
   const auto found = std::find_if(jobs_.begin(), jobs_.end(), [&](const Job& job) { return job->future == future; });
   if (found == jobs_.end()) return;
   const Job job = *found;  // a copy, because the job leaves the list when it ends
-  fail(job, canceled("the upload was taken back"));
+  fail(job, canceled("the upload was canceled"));
 }
 
 UploadCounters UploadDriver::counters() const { return {read_bytes_, pieces_, without_a_piece_}; }

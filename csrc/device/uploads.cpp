@@ -44,7 +44,7 @@ struct Uploads::Impl {
   void check(const UploadPart& part) const {
     constexpr std::uint64_t kBytesMax = std::numeric_limits<std::int64_t>::max() - kPageBytes;
     require(part.file != nullptr && part.nbytes > 0, "a part of an upload needs a file and at least one byte");
-    require(part.nbytes <= kBytesMax && part.offset <= kBytesMax, "no file is so long");
+    require(part.nbytes <= kBytesMax && part.offset <= kBytesMax, "a file cannot be that long");
     require(part.offset % kPageBytes == 0, "a part of an upload must begin at a multiple of 4 KiB of its file");
     IoEngine::check({OpKind::read, IoClass::weights, part.file, part.offset, landing, round_up_to_page(part.nbytes)});
   }

@@ -139,7 +139,7 @@ bool Driver::withdraw_all(const std::vector<Future>& jobs) {
 
 bool Driver::withdraw(const Future& future) {
   if (const Held held = take_held(future); held.job != nullptr) {
-    drop_held(held, canceled("the update was taken back"));
+    drop_held(held, canceled("the update was canceled"));
     return true;
   }
   for (Queue* queue : queues()) {
@@ -149,7 +149,7 @@ bool Driver::withdraw(const Future& future) {
     const bool untouched = is_untouched(*job);
     if (untouched || queue == &jobs_ahead_) queue->erase(found);  // a job that has failed is removed anyway
     if (!untouched) return false;
-    if (!job->failure) job->failure = canceled("the update was taken back");
+    if (!job->failure) job->failure = canceled("the update was canceled");
     drop_ahead(*job);
     finish(*job);
     return true;
@@ -161,7 +161,7 @@ void Driver::cancel(const Future& future) {
   if (withdraw(future)) return;
   for (Queue* queue : {&jobs_, &in_memory_}) {
     const auto found = find(*queue, future);
-    if (found != queue->end()) fail(**found, canceled("the update was taken back"));
+    if (found != queue->end()) fail(**found, canceled("the update was canceled"));
   }
 }
 

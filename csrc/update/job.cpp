@@ -52,7 +52,7 @@ bool may_go(JobPhase from, JobPhase to) {
 }  // namespace
 
 void Job::go(JobPhase to) {
-  if (!may_go(phase, to)) throw std::logic_error("an update's job takes an impossible step");
+  if (!may_go(phase, to)) throw std::logic_error("an update's job made an invalid transition");
   phase = to;
 }
 
@@ -106,7 +106,7 @@ std::shared_ptr<Job> make_job(UpdateJob given, std::size_t tile_numel, std::size
   };
   check_stream(kept.weight, "weight");
   check_stream(kept.grad, "grad");
-  require(kept.grad.source == nullptr, "gradients are only read, and have no source");
+  require(kept.grad.source == nullptr, "gradients are read from memory only, and have no source");
   job->streams[State::weight] = &kept.weight;
   job->streams[State::grad] = &kept.grad;
   if (residual_itemsize(kept.format.master) > 0) {
@@ -117,7 +117,7 @@ std::shared_ptr<Job> make_job(UpdateJob given, std::size_t tile_numel, std::size
       check_moment(kept.exp_avg, kept.arithmetic, any(&Hyperparameters::uses_exp_avg), "exp_avg");
   job->streams[State::exp_avg_sq] =
       check_moment(kept.exp_avg_sq, kept.arithmetic, any(&Hyperparameters::uses_exp_avg_sq), "exp_avg_sq");
-  require(job->staged_bytes(tile_numel) <= tile_bytes, "a tile of this job does not fit the staging");
+  require(job->staged_bytes(tile_numel) <= tile_bytes, "a tile of this job does not fit into the staging");
   return job;
 }
 
@@ -130,15 +130,15 @@ std::shared_ptr<Job> make_job_ahead(UpdateJob given, std::size_t tile_numel, std
   job->phase = JobPhase::ahead;
   const auto read_ahead = [&](State state, const StateStream& stream) {
     if (!stream.given()) return;
-    check_stream(stream, "what is read ahead");
-    require(stream.memory == nullptr && stream.source == nullptr, "what is in memory is not read ahead");
+    check_stream(stream, "a state that is read ahead");
+    require(stream.memory == nullptr && stream.source == nullptr, "a state in memory cannot be read ahead");
     job->streams[state] = &stream;
   };
   read_ahead(State::weight, job->given.weight);
   read_ahead(State::residual, job->given.residual);
   read_ahead(State::exp_avg, job->given.exp_avg);
   read_ahead(State::exp_avg_sq, job->given.exp_avg_sq);
-  require(job->staged_bytes(tile_numel) <= tile_bytes, "a tile of this job does not fit the staging");
+  require(job->staged_bytes(tile_numel) <= tile_bytes, "a tile of this job does not fit into the staging");
   return job;
 }
 

@@ -49,7 +49,7 @@ void Staging::lend(std::byte* memory, std::size_t nbytes) {
 
 std::future<bool> Staging::reclaim(const std::byte* memory) {
   const auto loan = std::find_if(loans_.begin(), loans_.end(), [&](const Loan& each) { return each.begin == memory; });
-  require(loan != loans_.end() && !loan->ending, "what is reclaimed was not lent");
+  require(loan != loans_.end() && !loan->ending, "the memory to reclaim was not lent");
   loan->ending = true;
   loan->buffers -= std::erase_if(free_, [&](const std::byte* buffer) { return loan->has(buffer); });
   std::future<bool> answer = loan->reclaimed.get_future();

@@ -193,7 +193,7 @@ IoClass class_of(OpKind kind, State state) {
 }  // namespace
 
 void Tile::go(TilePhase to) {
-  if (!may_go(phase, to)) throw std::logic_error("a tile of an update takes an impossible step");
+  if (!may_go(phase, to)) throw std::logic_error("a tile of an update made an invalid transition");
   phase = to;
 }
 

@@ -65,7 +65,7 @@ UpdatePipeline::UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr
   require(tile_bytes > 0 && tile_bytes % kPageBytes == 0, "tile_bytes must be a positive multiple of 4096");
   const std::size_t buffers = staging_bytes / tile_bytes;
   require(buffers >= 2 && buffers - 2 >= ahead_tiles_max,
-          "staging must hold two tiles beside those that are read ahead");
+          "staging must hold two tiles besides those that are read ahead");
   impl_ = std::make_unique<Impl>(std::move(engine), std::move(pool),
                                  Staging(staging, buffers, tile_bytes, ahead_tiles_max), tile_numel, tile_bytes, isa);
 }
@@ -105,7 +105,7 @@ std::size_t UpdatePipeline::ahead_tiles_max() const {
 
 void UpdatePipeline::lend(std::byte* memory, std::size_t nbytes) {
   require(memory != nullptr && reinterpret_cast<std::uintptr_t>(memory) % kPageBytes == 0,
-          "what is lent must be aligned to 4 KiB");
+          "lent memory must be aligned to 4 KiB");
   impl_->post([driver = &impl_->driver, memory, nbytes] { driver->staging().lend(memory, nbytes); });
 }
 

@@ -243,13 +243,13 @@ class SwapDirectory(StoreDirectory):
             if pinned:
                 what += f", and generations that checkpoint folders pin: {pinned}"
                 remove = (
-                    f"`infinity checkpoint remove --pinned {parts}`, after which nothing can go on from these folders "
-                    f"(`infinity checkpoint unpin {shlex.quote(str(self.path))} --folder FOLDER` lets one of them go)"
+                    f"`infinity checkpoint remove --pinned {parts}`, after which no run can resume from these folders "
+                    f"(`infinity checkpoint unpin {shlex.quote(str(self.path))} --folder FOLDER` unpins one of them)"
                 )
             raise StoreNotEmptyError(
                 f"{self.path} holds {what}. {ways_on(self.path, folders=bool(pinned) or newest is None)} "
-                f"To begin anew: give this run another directory in nvme.paths, or remove the old one with {remove}. "
-                "A script whose runs need not go on after their end removes the store itself: "
+                f"To start over: give this run another directory in nvme.paths, or remove the old one with {remove}. "
+                "A script whose runs are never resumed can remove the store at its end: "
                 "infinity.close(model, discard=True)."
             )
 
@@ -406,8 +406,9 @@ def _require_parent(path: Path) -> None:
     """
     if not path.parent.exists():
         raise ConfigError(
-            f"nvme.paths: there is no directory {printable(path.parent)}, in which {printable(path)} is to be made. "
-            "Check the name, and that the disk is mounted; only the last directory of a path is made."
+            f"nvme.paths: there is no directory {printable(path.parent)}, in which {printable(path)} would be created. "
+            "Check "
+            "the name, and that the disk is mounted; infinity creates only the last directory of a path."
         )
 
 
@@ -417,8 +418,9 @@ def _unusable(path: Path, error: OSError) -> ConfigError:
 
 def _no_lock(path: Path) -> ConfigError:
     return ConfigError(
-        f"nvme.paths: {path} is no file of its own (a link, a FIFO, a device, or a directory), and infinity would "
-        "write its process id there. Remove it."
+        f"nvme.paths: {path} is not a regular file with one name (it is a link, a FIFO, a device or a directory), and "
+        "infinity "
+        "would write its process id there. Remove it."
     )
 
 
@@ -452,16 +454,20 @@ def ways_on(path: Path, *, folders: bool) -> str:
     """
     each = ", from one of the folders with folder=FOLDER or resume=FOLDER" if folders else ""
     ways = (
-        "To go on from it: a loop of your own with infinity.resume(model, config) or infinity.load_pretrained(..., "
-        f"resume=True){each}; `infinity finetune --resume` with a run of its own"
+        "To resume it: in a loop of your own, infinity.resume(model, config) or infinity.load_pretrained(..., "
+        f"resume=True){each}; for a run of infinity finetune, `infinity finetune --resume`"
     )
     if folders:
-        return f"{ways}; under infinity run `infinity run --resume FOLDER CONFIG SCRIPT`, or ckpt_path= of Lightning."
+        return (
+            f"{ways}; for a script under infinity run, `infinity run --resume FOLDER CONFIG SCRIPT`, or "
+            "Lightning's ckpt_path=."
+        )
     return (
-        f"{ways}. No checkpoint folder names its generations, so that no script under infinity run can go "
-        "on from it (a smaller save_steps of a Trainer makes folders sooner). "
+        f"{ways}. No checkpoint folder names its generations, so no script under infinity run can resume it "
+        "(with a smaller save_steps, a Trainer saves the first folder earlier). "
         f"`infinity checkpoint export {shlex.quote(str(path))} --output OUT` writes its weights and optimizer states: "
-        "OUT is a model that a script can begin with (of adapters it has PEFT's names, which no from_pretrained reads)."
+        "a script can start from OUT as a model (OUT has adapters under PEFT's names, which from_pretrained does not "
+        "read)."
     )
 
 

@@ -146,7 +146,7 @@ def _too_large(json_bytes: int, data_bytes: int) -> str:
     """Describe which part is too large; "" for a document that can be written and read."""
     for what, nbytes, most in (("JSON", json_bytes, _JSON_BYTES_MAX), ("data", data_bytes, _DATA_BYTES_MAX)):
         if nbytes > most:
-            return f"has {format_bytes(nbytes)} of {what}, and {format_bytes(most)} at most are read"
+            return f"has {format_bytes(nbytes)} of {what}, but at most {format_bytes(most)} can be read"
     return ""
 
 
@@ -155,7 +155,7 @@ def _too_many(data: bytes, begin: int, end: int) -> str:
     for what, sign, most in (("objects", b"{", _OBJECTS_MAX), ("lists", b"[", _LISTS_MAX)):
         found = data.count(sign, begin, end)
         if found > most:
-            return f"has {found} {what}, and {most} at most are read"
+            return f"has {found} {what}, but at most {most} can be read"
     return ""
 
 
@@ -175,8 +175,9 @@ def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int
     if written > version:
         raise NewerVersionError(
             path,
-            f"was written by a newer infinity: it has version {written}, and this infinity reads those up to "
-            f"{version}. Use that infinity.",
+            f"was written by a newer infinity: it has version {written}, and this infinity reads versions up to "
+            f"{version}. "
+            f"Use the newer infinity.",
         )
     problem = _too_many(data, end, end + json_bytes)
     if problem:
@@ -188,7 +189,7 @@ def _first_line(data: bytes, path: Path, kind: str) -> tuple[int, tuple[int, int
     """Return the length of the first line and its version, json_bytes and data_bytes. Raises DamagedFileError."""
     line = _HEADER.match(data)
     if line is None or line[1] != kind.encode():
-        raise DamagedFileError(path, f"is no {kind} of infinity, or its first line is damaged")
+        raise DamagedFileError(path, f"is not a {kind} of infinity, or its first line is damaged")
     return line.end(), (int(line[2]), int(line[3]), int(line[4]))
 
 
@@ -279,8 +280,8 @@ class _Packer:
         if isinstance(value, torch.device):
             return {"$": "device", "name": str(value)}
         raise TypeError(
-            f"{where.lstrip('.') or 'the value'} is a {type(value).__name__}, which a checkpoint cannot hold: numbers, "
-            "strings, lists, tuples, dicts, bytes, tensors and numpy arrays can"
+            f"{where.lstrip('.') or 'the value'} is a {type(value).__name__}, which a checkpoint cannot store: use "
+            "numbers, strings, lists, tuples, dicts, bytes, tensors and numpy arrays"
         )
 
     def _blob(self, data: bytes) -> dict[str, int]:
@@ -336,7 +337,7 @@ class _Unpacker:
     @staticmethod
     def _list(tagged: dict[str, Any], key: str) -> list[Any]:
         if not isinstance(tagged.get(key), list):
-            raise ValueError(f"{key} is no list")
+            raise ValueError(f"{key} is not a list")
         result: list[Any] = tagged[key]
         return result
 

@@ -263,7 +263,7 @@ class Generations:
         self._pinned = pinned
         stays = {pin.manifest_name for pin in staying}
         unpinned = (path for path in pinned_in(directory.path) if path.name not in stays)
-        self._given_up |= dict.fromkeys(unpinned, "is needed by no checkpoint folder")
+        self._given_up |= dict.fromkeys(unpinned, "is not needed by any checkpoint folder")
         self._unsettled = _Unsettled(staying, None if path == found.get(manifest.step) else manifest_bytes(path))
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         return manifest
@@ -286,17 +286,17 @@ class Generations:
                 pinned[pin.digest] = [record.slot for record in manifest.extents]
             except ManifestError as error:
                 require_readable(error)
-                logger.warning("nothing can go on from the checkpoint folder %s any more: %s", pin.folder, error)
+                logger.warning("no run can resume from the checkpoint folder %s any more: %s", pin.folder, error)
         if len(pinned) > self._pins_max:
             raise ResumeError(
                 f"{len(pinned)} generations in {self._directory.path} are pinned, and pins is {self._pins_max}: "
-                f"{said(staying)}. Set pins: {len(pinned)}, or let some go with `infinity checkpoint unpin "
+                f"{said(staying)}. Set pins: {len(pinned)}, or unpin some with `infinity checkpoint unpin "
                 f"{self._place} --folder FOLDER`."
             )
         gone = [pin for pin in staying if is_gone(pin)]
         if gone:
             logger.warning(
-                "checkpoint folders that are not there pin generations in %s: %s. `infinity checkpoint unpin %s "
+                "checkpoint folders that no longer exist pin generations in %s: %s. `infinity checkpoint unpin %s "
                 "--all-gone` frees their space.", self._directory.path, said(gone), self._place,
             )  # fmt: skip
         return staying, pinned
@@ -314,7 +314,7 @@ class Generations:
                     f"{mine[2]} of unit '{mine[0]}' (group {mine[1]}, {extent.nbytes} bytes)",
                 )
             if record.slot >= len(extent.offsets) or extent.offsets[record.slot] != record.offset:
-                problem = f"places {record.state} of unit '{record.unit}' at an offset that is not its own"
+                problem = f"places {record.state} of unit '{record.unit}' at an offset that does not belong to it"
                 raise ManifestError(path, problem)
 
     def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], eligible: Eligible, newer: str) -> None:
@@ -333,7 +333,7 @@ class Generations:
         self._given_up = {path: newer for number, path in found.items() if number > chosen.step}
         older = {number: path for number, path in found.items() if number < chosen.step}
         for number, path in older.items():
-            why = "is older than those that are kept"
+            why = "is older than the generations that are kept"
             try:
                 manifest = read_own(path, number, self._store.run)
                 self._require_fitting(manifest, path)
@@ -396,11 +396,11 @@ class Generations:
         """Check that `folder` can pin a generation. Raises PlanError if other folders use all of `pins`."""
         if self.has_free_pin(folder):
             return
-        taken = f"are taken by {said(self.pin_list)}" if self._pins_max else "(the default) are none"
+        taken = f"are taken by {said(self.pin_list)}" if self._pins_max else "(the default) allows none"
         raise PlanError(
             f"{folder} cannot pin a generation: pins: {self._pins_max} {taken}. Remove a folder that pins one, or "
-            f"begin a run with a larger `pins`; `infinity checkpoint unpin {self._place} --all-gone` lets go "
-            "of those whose folder is gone. Nothing was written."
+            f"begin a run with a larger `pins`; `infinity checkpoint unpin {self._place} --all-gone` unpins "
+            "those whose folder is gone. Nothing was written."
         )
 
     def hold(self, step: int, folder: Path) -> str:

@@ -65,9 +65,9 @@ def members_of(path: Path) -> list[Path]:
     if not is_there(header, path):
         raise ResumeError(
             f"{path} was {there} when the store was made: the directory was copied or moved, and its header names the "
-            f"other parts where they were. Name the directories of all {len(named)} parts, where "
-            f"{', '.join(header.members)} are now, in this order: one after the other for `infinity checkpoint`, as "
-            "nvme.paths of --config for a resume."
+            f"other parts where they were. Name the present directories of all {len(named)} parts, "
+            f"in the order of {', '.join(header.members)}: as arguments of `infinity checkpoint`, or as nvme.paths "
+            "of the --config of a resume."
         )
     return named
 
@@ -110,7 +110,7 @@ def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
     for index, (path, each) in enumerate(zip(paths, read, strict=True)):
         if isinstance(each, Header) and each.mode == "generations" and len(runs) == 1 and each.run not in runs:
             beside = "the generations beside it" if index == 0 else f"the generations in {paths[0]}"
-            problem = f"is of run {each.run[:8]}, and {beside} are of run {min(runs)[:8]}"
+            problem = f"belongs to run {each.run[:8]}, and {beside} belong to run {min(runs)[:8]}"
             read[index] = DamagedFileError(path / HEADER_NAME, problem)
     return read
 
@@ -155,7 +155,7 @@ def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header |
             return FoundHeader(header, f"{damage}; {_INSTEAD} generation {number}")
         old = f"generation {number} was written by an older infinity, whose manifests hold no header"
         reason = reason or (old if isinstance(manifest, Manifest) else str(manifest))
-    reason = reason or "no generation is beside it"
+    reason = reason or "its directory has no generation"
     raise DamagedFileError(path / HEADER_NAME, f"{damage.problem}; it cannot be rebuilt: {reason}")
 
 
@@ -163,7 +163,7 @@ def _require_one_store(paths: Sequence[Path], headers: Sequence[Header]) -> None
     first = headers[0]
     if any(header.mode == "in place" for header in headers):
         raise DirtyStoreError(
-            f"the store in {paths[0]} was updated in place, without commits: its states belong to no single step and "
+            f"the store in {paths[0]} was updated in place, without commits: its states do not belong to one step and "
             "cannot be resumed. Start again from a saved model; with commit_every: 1 a run can be resumed."
         )
     for index, (path, header) in enumerate(zip(paths, headers, strict=True)):

@@ -129,7 +129,7 @@ def _facts(value: Any) -> dict[str, Any]:
     """Check that all facts can be compared by `==`: strings, numbers, and lists of these. Raises ValueError."""
     plain = str | int | float | None
     if not isinstance(value, dict) or len(value) > _FACTS_MAX:
-        raise ValueError("no dict of a few facts")
+        raise ValueError("not a dict of a few facts")
     for key, fact in value.items():
         items = fact if isinstance(fact, list) else [fact]
         if not isinstance(key, str) or len(items) > _FACTS_MAX or not all(isinstance(item, plain) for item in items):
@@ -202,7 +202,7 @@ def read_header(path: Path) -> Header:
 
 def _require_sound(store: StoreRecord, path: Path) -> None:
     if len(store.shares) != len(store.members) or len(set(store.members)) != len(store.members):
-        raise ManifestError(path, "names a member twice, or has not one share for each member")
+        raise ManifestError(path, "names a member twice, or does not have one share for each member")
 
 
 def write_header(header: Header) -> list[bytes]:

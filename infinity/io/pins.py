@@ -224,8 +224,9 @@ def read_pins(directory: Path, run: str | None = None) -> list[Pin]:
     except ManifestError as error:
         raise ManifestError(
             path,
-            f"{error.problem}. It says which checkpoint folders pin which generations: put a whole copy back, or "
-            "remove it, which gives up all pinned generations",
+            f"{error.problem}. It lists which checkpoint folders pin which generations: put an undamaged copy back, or "
+            "remove "
+            "the file, which gives up all pinned generations",
         ) from error
     if run not in (None, found.run):
         raise ManifestError(path, f"belongs to run {found.run[:8]}, and the store to run {str(run)[:8]}")
@@ -358,10 +359,10 @@ def require_marker(folder: Path) -> Marker:
     """
     marker = read_marker(folder)
     if marker is None:
-        where = "has no" if folder.is_dir() else "is not there, nor is its"
+        where = "has no" if folder.is_dir() else "does not exist, nor does its"
         raise ResumeError(
-            f"{folder} {where} {MARKER_NAME}: no run can go on from it. It was written without infinity, or was not "
+            f"{folder} {where} {MARKER_NAME}: no run can resume from it. It was written without infinity, or was not "
             "finished when its run ended, or its generation was unpinned. Take another checkpoint folder (`infinity "
-            "checkpoint list` names those that pin a generation); or begin a new run from its weights, as a model."
+            "checkpoint list` names those that pin a generation); or start a new run that loads its weights as a model."
         )
     return marker

@@ -24,7 +24,7 @@ Name = Annotated[str, Field(max_length=4096)]
 
 def _absolute(name: str) -> str:
     if not os.path.isabs(name) or "\0" in name:
-        raise ValueError(f"{name!r} is no absolute path")
+        raise ValueError(f"{name!r} is not an absolute path")
     return name
 
 

@@ -175,14 +175,15 @@ class SwapStore:
         if self.record.nbytes != self.nbytes:
             raise ResumeError(
                 f"{self.directories[0].path} holds a store of {format_bytes(self.record.nbytes)}, and this model, "
-                f"optimizer and config need one of {format_bytes(self.nbytes)}. Resume with those it was made with, or "
-                "move the run with `infinity checkpoint export` and --from-checkpoint."
+                f"optimizer and config need one of {format_bytes(self.nbytes)}. Resume with the model, optimizer and "
+                "config that it was made with, "
+                "or move the run with `infinity checkpoint export` and --from-checkpoint."
             )
         for directory in self.directories:
             if not directory.swap_path.exists():
                 raise ResumeError(
                     f"{directory.swap_path} is missing: the run ended while it made its store, or the file was "
-                    "removed. Put the file back, or begin anew."
+                    "removed. Put the file back, or start over."
                 )
         self._members = [_open(directory, create=False) for directory in self.directories]
         self._stripe(self.record.shares, self.record.stripe_bytes)
@@ -190,7 +191,7 @@ class SwapStore:
             expected, size = self.file.member_bytes(index, self.nbytes), directory.swap_path.stat().st_size
             if size < expected:
                 raise ResumeError(
-                    f"{directory.swap_path} was cut: it has {size} of {expected} bytes. Put back a whole "
+                    f"{directory.swap_path} was truncated: it has {size} of {expected} bytes. Put back a complete "
                     "copy of the file."
                 )
 
@@ -219,8 +220,9 @@ class SwapStore:
                 unproven.discard(self.file.locate(at)[0])
         if unproven:
             raise ResumeError(
-                f"nothing of the generation lies in {' or '.join(sorted(unproven))}, whose header ({HEADER_NAME}) is "
-                "damaged or missing, so nothing shows that this file belongs to the run. Check that nvme.paths names "
+                f"the generation has no data in {' or '.join(sorted(unproven))}, whose header ({HEADER_NAME}) is "
+                "damaged or missing, so nothing proves that the swap file there belongs to the run. Check that "
+                "nvme.paths names "
                 "the run's own directories; if it does, move the run with `infinity checkpoint export` and "
                 "--from-checkpoint."
             )
@@ -384,7 +386,7 @@ class SwapStore:
         try:
             return bool(self.directories[0].generations())
         except SwapIOError as error:
-            logger.warning("%s The files stay.", error)
+            logger.warning("%s The files are kept.", error)
             return True
 
     def close(self, *, discard: bool = False) -> None:
@@ -432,7 +434,8 @@ def _open(directory: StoreDirectory, *, create: bool) -> _native.File:
         ) from error
     if not file.direct:
         logger.warning(
-            "%s has no direct I/O in blocks of 4 KiB: transfers go through the page cache, which takes RAM and time",
+            "%s does not support direct I/O in blocks of 4 KiB: transfers go through the page cache, which costs RAM "
+            "and time",
             directory.path,
         )
     return file

@@ -141,7 +141,7 @@ def newest_whole(
             require_readable(error)
             problems.append(f"generation {number} cannot be used: {error}")
             logger.warning("%s", problems[-1])
-    wrong = "; ".join(problems) or "no generation was committed before the run ended: start it anew"
+    wrong = "; ".join(problems) or "no generation was committed before the run ended: start it from the beginning"
     wrong = "; ".join([wrong, *store.rebuilt])
     raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
 
@@ -159,7 +159,7 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
         if digest not in pinned:
             raise ResumeError(
                 f"the generation of the checkpoint folder is not in {directory.path} any more: it was unpinned, or the "
-                f"run was removed. Pinned there are: {said(pins) or 'none'}."
+                f"run was removed. Generations pinned there: {said(pins) or 'none'}."
             )
         return [pinned[digest]]
     if step is None:
@@ -173,11 +173,12 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
     if not found:
         there = ", ".join(map(str, kept)) or "none"
         there += f"; pinned: {said(pins)}" if pins else ""
-        raise ResumeError(f"{directory.path} has no generation {step}; there are: {there}")
+        raise ResumeError(f"{directory.path} has no generation {step}; it has: {there}")
     if len(found) > 1:
         raise ResumeError(
-            f"{directory.path} has {len(found)} generations {step}, because a run went back and came to step {step} "
-            f"again: pinned are {said(pins)}. Say which with folder=, or unpin what is not needed."
+            f"{directory.path} has {len(found)} generations {step}, because a run was resumed from an earlier step and "
+            "reached "
+            f"step {step} again; pins: {said(pins)}. Choose one with folder=, or unpin those that are not needed."
         )
     return [(step, path) for path in found.values()]
 
@@ -242,8 +243,9 @@ def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
     """Raise ResumeError if a step was requested and the ranks have several generations of it."""
     if step is not None and len(names) > 1:
         raise ResumeError(
-            f"{place} has {len(names)} generations {step}, because a run went back and came to step {step} again. Say "
-            "which with folder=, or unpin what is not needed."
+            f"{place} has {len(names)} generations {step}, because a run was resumed from an earlier step and reached "
+            f"step {step} again. "
+            "Choose one with folder=, or unpin those that are not needed."
         )
 
 
@@ -256,7 +258,7 @@ def require_readable(error: ResumeError) -> None:
         if isinstance(error, DamagedFileError):
             return  # the file is gone
         raise ResumeError(
-            f"{error}. Try again; where that does not help, remove the file to go on without that generation."
+            f"{error}. Try again; if that does not help, remove the file to resume without that generation."
         ) from error
 
 
@@ -275,7 +277,7 @@ def _require_provable(store: SwapStore, manifest: Manifest) -> None:
     if store.proven or (manifest.sums is not None and store.checksums):
         return
     if manifest.sums is None:
-        todo = "the generation was made without (nvme.checksums: false). Put back a copy of the header, or begin anew"
+        todo = "the generation was made without checksums (nvme.checksums: false). Put back the header, or start over"
     else:
         todo = "the generation has checksums, and nvme.checksums is false: set nvme.checksums: true"
     raise ResumeError(f"a header is damaged, so only checksums can show that the swap files belong to the run; {todo}")
@@ -315,7 +317,7 @@ def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memo
                 start = at // SUM_BYTES * SUM_BLOCK_BYTES
                 nbytes = min(SUM_BLOCK_BYTES, extent.nbytes - start)
                 path, offset = store.file.locate(extent.offset + start)
-                cause = "does not have the checksum of what was written"
+                cause = "does not have the checksum of the data that was written"
                 yield Damage(extent, manifest.step, path, offset, nbytes, cause)
 
 

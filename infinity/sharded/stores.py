@@ -89,7 +89,7 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
                 folders = any(pinned_in(each) for each, _ in _stores_in(path))
                 raise StoreNotEmptyError(
                     f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. "
-                    f"{ways_on(path, folders=folders)} To begin anew: give this run another directory in nvme.paths, "
+                    f"{ways_on(path, folders=folders)} To start over: give this run another directory in nvme.paths, "
                     f"or remove the old one with `infinity checkpoint remove {parts_said(path)}`."
                 )
             if its != count:

@@ -109,5 +109,5 @@ def destination(home: Home, beside: Lease | None, copy: int | None, *, speculati
     if not home.in_memory:
         return Destination(home, source=beside, copy=copy)
     if beside is None:
-        raise AssertionError("a speculative update of what rests in RAM would overwrite it")
+        raise AssertionError("a speculative update of states in RAM would overwrite them")
     return Destination(home, beside, home.lease, copy)

@@ -102,9 +102,9 @@ def _slab(accelerator: Accelerator, plan: Plan) -> torch.Tensor:
     except torch.OutOfMemoryError as error:
         encoded = f", for encoded weights ({format_bytes(decoding)})" if decoding else ""
         raise PlanError(
-            f"{accelerator.device} has no {format_bytes(slots + ring + decoding)} in one piece, which the plan takes "
+            f"{accelerator.device} has no free block of {format_bytes(slots + ring + decoding)}, which the plan needs "
             f"for weights ({format_bytes(slots)}){encoded} and for gradients under way ({format_bytes(ring)}). Lower "
-            "memory.device, or free what other models and processes have there."
+            "memory.device, or free memory that other models and processes use there."
         ) from error
 
 

@@ -313,7 +313,7 @@ def _open_pool(threads: int, node: int, nice: int) -> _native.ThreadPool:
     except OSError as error:
         raise ConfigError(
             f"update.threads: {threads} threads cannot be started ({os.strerror(error.errno or 0)}): this process may "
-            "have no more. Lower update.threads, or raise the limit (ulimit -u, or pids.max of the control group)."
+            "not start more. Lower update.threads, or raise the limit (ulimit -u, or pids.max of the control group)."
         ) from error
 
 

@@ -48,7 +48,7 @@ def test_another_runs_part_is_not_taken_for_this_ones(disks: list[Path], tmp_pat
     trained(config(tmp_path / "c", tmp_path / "d"), seed=9)
     wrong = [disks[0], tmp_path / "d"]
     before = headers(wrong), (tmp_path / "d" / SWAP_NAME).read_bytes()
-    with pytest.raises(ResumeError, match=f"{tmp_path}/d.*is of run .*, and the generations in {disks[0]} are of run"):
+    with pytest.raises(ResumeError, match=f"{tmp_path}/d.*belongs to run .*, and the generations in {disks[0]} belong"):
         infinity.resume(build(), config(*wrong))
     assert main(["checkpoint", "verify", *map(str, wrong)]) == 1
     capsys.readouterr()

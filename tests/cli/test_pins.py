@@ -133,7 +133,7 @@ def test_damaged_pins_are_named_and_stop_whoever_would_lose_a_generation(run: Ru
     pins.write_bytes(pins.read_bytes()[:-1])
     assert act("list", run) == 1
     assert f"damaged: {pins}" in capsys.readouterr().out
-    with pytest.raises(infinity.ManifestError, match="put a whole copy back, or remove it"):
+    with pytest.raises(infinity.ManifestError, match="put an undamaged copy back, or remove"):
         Run(run.root, resumes=True)
     assert act("remove", run) == 2
     pins.unlink()

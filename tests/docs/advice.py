@@ -457,11 +457,11 @@ FOLLOWED: dict[str, dict[str, str]] = {
     },
     "io/directory.py": {
         "`infinity checkpoint remove --pinned ": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
-        "To begin anew: give this run": "integrations/test_stopped.py::"
+        "To start over: give this run": "integrations/test_stopped.py::"
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
-        "a loop of your own with infinity.resume": "runtime/test_pins.py::"
+        "in a loop of your own, infinity.resume": "runtime/test_pins.py::"
         "test_a_loop_in_a_directory_of_an_earlier_run_is_told_what_a_loop_does_and_it_works",
-        "under infinity run `infinity run --resume FOLDER": "integrations/test_trainer.py::"
+        "for a script under infinity run, `infinity run --resume FOLDER": "integrations/test_trainer.py::"
         "test_the_launchers_folder_is_where_the_first_train_of_a_script_goes_on",
         "No checkpoint folder names its generations": "integrations/test_stopped.py::"
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
@@ -476,7 +476,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "Remove a folder that pins one": "runtime/test_pins.py::test_without_a_free_pin_nothing_is_written",
     },
     "io/headers.py": {
-        "Name the directories of all": "io/test_headers.py::"
+        "Name the present directories of all": "io/test_headers.py::"
         "test_a_copied_part_is_not_joined_with_the_originals_other_parts",
     },
     "io/pins.py": {

@@ -49,7 +49,7 @@ def test_a_directory_made_for_the_run_goes_with_it(tmp_path: Path) -> None:
 
 def test_a_directory_whose_parent_is_missing_is_not_made(tmp_path: Path) -> None:
     """A name is misspelled, or a disk is not mounted: its swap file would lie on another disk."""
-    named = rf"there is no directory {tmp_path}/mtn/nvme, in which {tmp_path}/mtn/nvme/swap is to be made"
+    named = rf"there is no directory {tmp_path}/mtn/nvme, in which {tmp_path}/mtn/nvme/swap would be created"
     for refuse in (SwapDirectory, require_place):
         with pytest.raises(ConfigError, match=named):
             refuse(tmp_path / "mtn" / "nvme" / "swap")
@@ -147,7 +147,7 @@ def device(path: Path) -> None:
 def test_a_lock_that_is_no_regular_file_is_refused_and_stays(put: Any, tmp_path: Path) -> None:
     put(tmp_path / LOCK_NAME)
     for kind in (SwapDirectory, ReadDirectory):
-        with pytest.raises(ConfigError, match="infinity.lock is no file of its own.*Remove it"):
+        with pytest.raises(ConfigError, match="infinity.lock is not a regular file with one name.*Remove it"):
             kind(tmp_path)
     assert os.path.lexists(tmp_path / LOCK_NAME)
     assert not (tmp_path / "nothing").exists()

@@ -83,7 +83,7 @@ class Thing:
 
 @pytest.mark.parametrize("value", [Thing(), {1, 2}, np.array(["x"]), torch.empty(2, dtype=torch.complex64), lambda: 0])
 def test_what_has_no_form_is_named_with_its_place(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"a\.b\[1\] is a \w+, which a checkpoint cannot hold"):
+    with pytest.raises(TypeError, match=r"a\.b\[1\] is a \w+, which a checkpoint cannot store"):
         document.write("test", {"a": {"b": [0, value]}})
 
 
@@ -135,7 +135,7 @@ def test_forged_content_is_refused(text: bytes) -> None:
 
 def test_kind_and_version_are_checked() -> None:
     whole = b"".join(document.write("other", 1))
-    with pytest.raises(ManifestError, match="is no test of infinity"):
+    with pytest.raises(ManifestError, match="is not a test of infinity"):
         document.parse(whole, PATH, "test")
     newer = b"".join(document.write("test", 1, 3))
     assert document.parse(newer, PATH, "test", 3) == document.parse(newer, PATH, "test", 4) == 1

@@ -227,7 +227,7 @@ def test_the_header_of_another_runs_disk_is_never_rebuilt(member: int, disks: li
     shutil.copy(others[member] / SWAP_NAME, disks[member] / SWAP_NAME)
     flip(disks[member] / HEADER_NAME)
     before = headers(disks)
-    with pytest.raises(ResumeError, match="does not have the checksum of what was written"):
+    with pytest.raises(ResumeError, match="does not have the checksum of the data that was written"):
         infinity.resume(build(), config(*disks))
     assert headers(disks) == before
 
@@ -318,7 +318,7 @@ def test_disks_in_the_wrong_order_are_refused(disks: list[Path]) -> None:
     with pytest.raises(ResumeError, match="is part 1 of 2 of its store, and nvme.paths names it as part 2 of 2"):
         infinity.resume(build(), config(*reversed(disks)))
     flip(disks[0] / HEADER_NAME)
-    with pytest.raises(ManifestError, match="cannot be rebuilt: no generation is beside it"):
+    with pytest.raises(ManifestError, match="cannot be rebuilt: its directory has no generation"):
         infinity.resume(build(), config(*reversed(disks)))
     with pytest.raises(ResumeError, match="is part 1 of 2 of its store, and nvme.paths names it as part 1 of 1"):
         infinity.resume(build(), config(disks[0]))
@@ -326,7 +326,7 @@ def test_disks_in_the_wrong_order_are_refused(disks: list[Path]) -> None:
 
 @pytest.mark.parametrize(
     ("kept", "advice"),
-    [(False, "was made without.*Put back a copy"), (True, "has checksums.*set nvme.checksums: true")],
+    [(False, "was made without.*Put back the header"), (True, "has checksums.*set nvme.checksums: true")],
     ids=["not kept", "not checked"],
 )
 def test_without_checksums_nothing_proves_a_rebuilt_header(kept: bool, advice: str, tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_store_updated_in_place_is_never_resumed(tmp_path: Path, made: Run) ->
     with pytest.raises(DirtyStoreError):
         infinity.resume(build(), config(left))
     flip(left / HEADER_NAME)
-    with pytest.raises(ManifestError, match="cannot be rebuilt: no generation is beside it"):
+    with pytest.raises(ManifestError, match="cannot be rebuilt: its directory has no generation"):
         infinity.resume(build(), config(left))
     manifest = read_manifest(generations_in(made[0] / "a")[STEPS])
     alone = manifest.store.model_copy(update={"members": [str(left)], "shares": [1]}) if manifest.store else None
@@ -363,7 +363,7 @@ def test_a_store_updated_in_place_is_never_resumed(tmp_path: Path, made: Run) ->
         b"".join(write_manifest(manifest.model_copy(update={"store": alone})))
     )
     os.truncate(left / SWAP_NAME, manifest.store.nbytes if manifest.store else 0)
-    with pytest.raises(ResumeError, match="does not have the checksum of what was written"):
+    with pytest.raises(ResumeError, match="does not have the checksum of the data that was written"):
         infinity.resume(build(), config(left))
 
 
@@ -385,7 +385,7 @@ def test_the_command_line_works_beside_a_damaged_header(
     assert main(["checkpoint", "export", *paths, "--output", str(tmp_path / "copy")]) == 0
     assert headers(disks) == before, "what only reads writes nothing"
     assert main(["checkpoint", "list", paths[1]]) == 2
-    assert "cannot be rebuilt: no generation is beside it" in capsys.readouterr().err
+    assert "cannot be rebuilt: its directory has no generation" in capsys.readouterr().err
     assert main(["checkpoint", "remove", *paths]) == 0
     there = [disk for disk in disks if disk.exists()]
     assert not any(name.endswith("infinity") for disk in there for name in os.listdir(disk))
@@ -440,7 +440,7 @@ def test_a_copied_part_is_not_joined_with_the_originals_other_parts(made: Run, d
         for act in (["verify"], ["export", "--output", str(disk.parent / "out")]):
             assert main(["checkpoint", act[0], str(disk), *act[1:]]) == 2
             assert "the directory was copied or moved" in capsys.readouterr().err
-        with pytest.raises(ResumeError, match="Name the directories of all 2 parts"):
+        with pytest.raises(ResumeError, match="Name the present directories of all 2 parts"):
             _saved_config({"config": config(*original)}, Namespace(resume=str(disk)))
     assert main(["checkpoint", "verify", *map(str, disks)]) == 0
     assert main(["checkpoint", "verify", str(original[0])]) == 0
@@ -465,7 +465,7 @@ def test_a_header_of_another_run_beside_the_generations_is_a_damaged_one(
     before = headers(disks)
     assert main(["checkpoint", "list", str(disks[0])]) == 1
     out = capsys.readouterr().out
-    assert "and the generations beside it are of run" in out
+    assert "and the generations beside it belong to run" in out
     assert out.count("committed") == STEPS
     assert main(["checkpoint", "remove", str(disks[0])]) == 2
     assert "all its 2 parts" in capsys.readouterr().err

@@ -373,7 +373,7 @@ def test_a_pinned_generation_whose_manifest_is_damaged_is_named_and_holds_no_cop
     manifest.write_bytes(manifest.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING, "infinity"):
         kept.again()
-    assert f"nothing can go on from the checkpoint folder {folder}" in caplog.text
+    assert f"no run can resume from the checkpoint folder {folder}" in caplog.text
     kept.next(2)
     assert kept.kept.pins == {folder: 1}
     assert len(kept.kept._named(kept.extents[0])) == 1
@@ -410,7 +410,7 @@ def test_pins_of_another_run_are_refused(kept: Kept, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"folder": "relative"}, "no absolute path"),
+        ({"folder": "relative"}, "not an absolute path"),
         ({"step": -1}, "step"),
         ({"digest": "x"}, "digest"),
         ({"more": 1}, "more"),
@@ -424,7 +424,7 @@ def test_pins_that_make_no_sense_are_refused(change: dict[str, Any], problem: st
     path = kept.root / "swap" / PINS_NAME
     value = document.read(path, "pins")
     path.write_bytes(b"".join(document.write("pins", value | {"pins": [value["pins"][0] | change]})))
-    with pytest.raises(ManifestError, match=f"{PINS_NAME} has a wrong value: .*{problem}.*put a whole copy back"):
+    with pytest.raises(ManifestError, match=f"{PINS_NAME} has a wrong value: .*{problem}.*put an undamaged copy back"):
         read_pins(kept.root / "swap")
 
 

@@ -100,7 +100,7 @@ def test_damage_names_the_unit_and_the_path_it_is_on(tmp_path: Path, engine: _na
         raw.seek(STRIPE_BYTES + 4096)
         raw.write(b"x")
     back = _native.Arena(extent.nbytes).view(0, extent.nbytes)
-    with pytest.raises(SwapCorruptionError, match=r"exp_avg of unit 'model.layers.3'.*differ from what was") as caught:
+    with pytest.raises(SwapCorruptionError, match=r"exp_avg of unit 'model.layers.3'.*differ from the data") as caught:
         store.read(extent, back).result()
     assert (caught.value.path, caught.value.offset) == (str(paths[1] / SWAP_NAME), STRIPE_BYTES + 4096)
     store.close()

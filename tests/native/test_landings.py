@@ -164,7 +164,7 @@ def test_pieces_that_cannot_land_are_refused(runtime: Runtime, pool: _native.Thr
     with closing(_native.Landings(runtime.gate(), pool)) as landings:
         with pytest.raises(ValueError, match="own dtype or in fp32"):
             landings.land(0, [_native.LandingPiece(data, "bf16", source=other[:10], source_dtype="fp16")])
-        with pytest.raises(ValueError, match="add up in fp32"):
+        with pytest.raises(ValueError, match="added up in fp32"):
             landings.land(0, [_native.LandingPiece(data, "bf16", source=other[:10], add=True)])
 
 

@@ -449,7 +449,7 @@ def test_landing_takes_the_sum_of_squares_of_what_has_landed(src: str, dst: str,
     for isa, threads in itertools.product(ISAS, (1, 2, 7)):
         into, pool = there.clone(), _native.ThreadPool(threads)
         if add and dst != "fp32":
-            with pytest.raises(ValueError, match="add up in fp32"):
+            with pytest.raises(ValueError, match="added up in fp32"):
                 _native.land_gradient(raw(into), dst, raw(lands), src, add=True, pool=pool, isa=isa)
             continue
         sums = _native.land_gradient(raw(into), dst, raw(lands), src, add=add, pool=pool, isa=isa)

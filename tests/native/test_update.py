@@ -304,7 +304,7 @@ def test_a_job_whose_tiles_do_not_fit_the_staging_is_refused(tmp_path: Path) -> 
     streams = {name: bench.stream(name, "file") for name in STATES}
     bench.pipeline.close()
     bench.pipeline = _native.UpdatePipeline(bench.engine, bench.pool, bench.take(1 << 16), 4096, 8192)
-    with pytest.raises(ValueError, match="does not fit the staging"):
+    with pytest.raises(ValueError, match="does not fit into the staging"):
         bench.submit(streams, SEGMENTS)
     bench.close()
 

@@ -227,6 +227,6 @@ def test_gradients_have_no_source_and_a_source_overlaps_nothing(tmp_path: Path) 
     with pytest.raises(ValueError, match="residual"):
         submit(_native.StateStream(memory=job.grad))
     streams["residual"] = _native.StateStream(memory=job.values["residual"])
-    with pytest.raises(ValueError, match="gradients are only read"):
+    with pytest.raises(ValueError, match="gradients are read from memory only"):
         submit(_native.StateStream(memory=job.grad, source=job.others["exp_avg"]))
     job.close()

@@ -201,9 +201,9 @@ def test_a_job_that_waits_when_the_decoder_is_closed_is_canceled(tmp_path: Path)
 
 
 def test_nothing_but_parts_and_futures_is_taken(rig: Rig) -> None:
-    with pytest.raises(ValueError, match="a part is missing"):
+    with pytest.raises(ValueError, match="a part is None"):
         rig.decoder.decode([None])
-    with pytest.raises(ValueError, match="a future is missing"):
+    with pytest.raises(ValueError, match="a future is None"):
         rig.decoder.decode([], [None])
 
 

@@ -243,5 +243,5 @@ def test_a_swap_file_that_was_cut_is_named(store: Store, tmp_path: Path) -> None
     shutil.copytree(store.directory, directory)
     os.truncate(directory / SWAP_NAME, 8192)
     config = store.config | {"nvme": store.config["nvme"] | {"paths": [str(directory)]}}
-    with pytest.raises(ResumeError, match="was cut: it has 8192 of"):
+    with pytest.raises(ResumeError, match="was truncated: it has 8192 of"):
         infinity.resume(build(), config)

@@ -211,7 +211,7 @@ def test_a_run_is_not_resumed_with_another_form(other: str, swap_config: Callabl
     first = infinity.offload(begun(config), config)
     trained(first, llama()[1], optimizer_of(first))
     infinity.close(first)
-    with pytest.raises(ResumeError, match="Resume with those it was made with"):
+    with pytest.raises(ResumeError, match="Resume with the model, optimizer and config"):
         infinity.resume(begun(config), config | {"frozen": other})
     infinity.close(infinity.resume(begun(config), config))
 

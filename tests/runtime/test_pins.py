@@ -302,7 +302,7 @@ def test_a_marker_leads_to_its_generation_or_says_why_not(tmp_path: Path) -> Non
     (folder / MARKER_NAME).write_text(json.dumps(json.loads(marker) | {"step": "1"}))
     with pytest.raises(ResumeError, match="wrong value: step"):
         generation_of(folder)
-    with pytest.raises(ResumeError, match="is not there"):
+    with pytest.raises(ResumeError, match="does not exist"):
         generation_of(tmp_path / "nowhere")
     other.end()
 
@@ -327,8 +327,8 @@ def test_a_loop_in_a_directory_of_an_earlier_run_is_told_what_a_loop_does_and_it
     run.to(2).end()
     with pytest.raises(StoreNotEmptyError) as refused:
         Run(tmp_path)
-    said = str(refused.value).partition("To go on from it: ")[2]
-    assert said.startswith("a loop of your own with infinity.resume(model, config)")
+    said = str(refused.value).partition("To resume it: ")[2]
+    assert said.startswith("in a loop of your own, infinity.resume(model, config)")
     again = Run(tmp_path, resumes=True)
     assert again.done == 2
     again.end()

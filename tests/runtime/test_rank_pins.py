@@ -303,7 +303,7 @@ def test_what_no_rank_can_go_on_from_is_said_and_its_pin_goes_with_the_next_resu
     paths = rank_paths(tmp_path / "swap", RANKS)
     assert [len(read_pins(path)) for path in paths] == [1, 2]
     assert all(
-        "is not there, nor is its infinity.json" in str(each)
+        "does not exist, nor does its infinity.json" in str(each)
         for each in run(RANKS, outcome, str(tmp_path), "checkpoint-1")
     )
     told = run(3, outcome, str(tmp_path), "checkpoint-2")

@@ -135,7 +135,7 @@ def test_a_slab_that_does_not_fit_the_device_is_told_and_the_next_offload_succee
     simulate: Simulate, offload: Any
 ) -> None:
     sim = simulate(LAZY, out_of_memory_at=0)
-    with pytest.raises(PlanError, match=r"no 3\d.00 KiB in one piece, .* Lower memory.device"):
+    with pytest.raises(PlanError, match=r"no free block of 3\d.00 KiB, .* Lower memory.device"):
         offload(Blocks().bfloat16(), "nvme", memory=TIGHT)
     assert sim._pinned == {}
     train(offload(Blocks().bfloat16(), "nvme", memory=TIGHT))

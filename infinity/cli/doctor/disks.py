@@ -142,7 +142,7 @@ class Disk:
         if works:
             return Row("ok", "works in blocks of 4 KiB")
         said = "does not work here in blocks of 4 KiB"
-        return Row("slower", f"{said}: transfers go through the page cache, which takes RAM and time")
+        return Row("slower", f"{said}: transfers go through the page cache, which costs RAM and time")
 
     def measured(self) -> Row:
         """Return a row with the rates that the planner uses."""

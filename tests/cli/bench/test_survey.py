@@ -122,7 +122,7 @@ def test_settled_means_three_minutes_within_five_percent(rates: list[float], out
 def test_data_that_come_back_changed_are_an_error(kind: str, tmp_path: Path) -> None:
     with Scratch(tmp_path, 16 << 20) as scratch:
         fault = _native.Fault(3, kind)  # type: ignore[arg-type]
-        with pytest.raises(BenchError, match="WRONG DATA.*differ from what was written"):
+        with pytest.raises(BenchError, match="WRONG DATA.*differ from the data written"):
             verify(scratch, [fault])
 
 

@@ -101,7 +101,7 @@ def test_a_key_in_two_places_is_read_where_deepspeed_looks(tmp_path: Path) -> No
         ('{"weights": "nvme"}', "looks like a swap config"),
         ('{"model_type": "llama", "hidden_size": 8}', "no key of one, such as zero_optimization. Found: 'model_type'"),
         ('{"bf16": {}, "bf16": {}}', "'bf16' is given twice"),
-        ('{"gradient_clipping": NaN}', "NaN is no number of JSON"),
+        ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
         ('{"fp16": true}', "fp16 is True; keys and values"),
         ('{"deepspeed": "ds.json", "output_dir": "x"}', "it names one: infinity convert ds.json"),
         ('{"distributed_type": "MULTI_GPU"}', "has no deepspeed_config; its distributed_type is 'MULTI_GPU'"),

@@ -71,7 +71,7 @@ def test_the_table_begins_with_the_verdict(
         (["--swap-dir"], "expected at least one argument"),
         (["--swap-dir", ".", "."], "are the same directory"),
         (["a", "b"], "unknown argument"),
-        (["--swap-dir", ""], "is no name of a file or directory"),
+        (["--swap-dir", ""], "is not a valid name of a file or directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -76,8 +76,8 @@ def test_a_core_that_cannot_be_imported_is_missing(monkeypatch: pytest.MonkeyPat
 
 
 def test_io_uring_with_registered_buffers_is_good(opened: Any) -> None:
-    opened(Engine("io_uring", "the kernel offers it"))
-    assert engine("auto") == Row("ok", "io_uring: the kernel offers it")
+    opened(Engine("io_uring", "the kernel supports it"))
+    assert engine("auto") == Row("ok", "io_uring: the kernel supports it")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_io_uring_that_is_asked_for_and_refused_is_missing(opened: Any, tmp_path
 
 
 def test_buffers_that_are_not_registered_are_slower(opened: Any) -> None:
-    opened(Engine("io_uring", "the kernel offers it", "raise the memlock limit (ulimit -l)"))
+    opened(Engine("io_uring", "the kernel supports it", "raise the memlock limit (ulimit -l)"))
     found = engine("auto")
     assert found.state == "slower"
     assert "memlock" in found.finding
