@@ -58,8 +58,8 @@ def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torc
     unit, spec = coordinator.units[place.unit.index], place.spec
     if not unit.shard.whole:
         raise NotAvailableError(
-            f"{moment} of '{spec.name}' lies in slices on several ranks. `infinity checkpoint export` writes it "
-            "whole, from a generation of the run."
+            f"{moment} of '{spec.name}' is split over several ranks. `infinity checkpoint export` writes the whole "
+            "state from a generation of the run."
         )
     states = unit.states_of(place.group_index)
     home = None if states is None else states.moment(moment)

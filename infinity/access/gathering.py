@@ -139,9 +139,9 @@ def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> di
         gathered = set(coordinator.units[index].gathered)
         if write and not gathered.isdisjoint(names):
             raise ModelError(
-                f"parameter '{min(gathered & set(names))}' is gathered already, by an outer infinity.gathered: what is "
-                "written here would not reach its copy. Give both to one context, as write=True, grads=True, or leave "
-                "the outer one first."
+                f"parameter '{min(gathered & set(names))}' is gathered already by an outer infinity.gathered, whose "
+                "copy would not see a change made here. Use one context with write=True, grads=True, or leave "
+                "the outer context first."
             )
         fresh[index] = [name for name in names if name not in gathered]
     return {index: names for index, names in fresh.items() if names}
@@ -166,8 +166,8 @@ def _require_memory(coordinator: Coordinator, wanted: Named, nbytes: int) -> Non
     if nbytes > free:
         raise PlanError(
             f"infinity.gathered needs {format_bytes(nbytes)} for copies on {device}, and "
-            f"{format_bytes(free)} are free. Gather one module after the other, or go through "
-            "infinity.state_dict(model), which has one tensor in memory at a time."
+            f"only {format_bytes(free)} are free. Gather one module at a time, or iterate over "
+            "infinity.state_dict(model), which keeps one tensor in memory at a time."
         )
 
 
@@ -180,8 +180,7 @@ def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int
     ]
     if changed:
         logger.warning(
-            "infinity.gathered: '%s'%s changed, and the change ends with the context; with write=True beside its other "
-            "arguments it is kept",
+            "infinity.gathered: '%s'%s changed, and the change is lost when the context ends; write=True keeps it",
             changed[0],
             f" and {len(changed) - 1} other parameters were" if len(changed) > 1 else " was",
         )
@@ -203,7 +202,7 @@ def _take_home(coordinator: Coordinator, wanted: Named) -> None:
                 with coordinator.taking([index]), torch.inference_mode(False), torch.no_grad():
                     _write(coordinator, unit, _changed(unit, names))
         except BaseException as error:
-            coordinator.fail(InfinityError(f"weights were written in part: {error}"))
+            coordinator.fail(InfinityError(f"only a part of the weights was written: {error}"))
             raise
 
 
@@ -231,7 +230,8 @@ def _require_same_everywhere(coordinator: Coordinator, wanted: Named) -> None:
         )
         raise ModelError(
             f"parameter '{of_unit[at]}' has other values on rank {rank} than on rank 0 at the end of "
-            "infinity.gathered(..., write=True). Nothing was written; change it in the same way on all ranks."
+            "infinity.gathered(..., write=True). Nothing was written; change the parameter "
+            "in the same way on all ranks."
         )
 
 
@@ -275,7 +275,7 @@ def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: S
     changed = _first_changed(coordinator, unit, encoded)
     if changed is not None:
         raise ModelError(
-            f"parameter '{changed}' of unit '{unit.name}' rests as {unit.unit.find(changed)[0].codec}, and was "
+            f"parameter '{changed}' of unit '{unit.name}' is stored as {unit.unit.find(changed)[0].codec}, and was "
             "changed in infinity.gathered(..., write=True). Change it before infinity.offload, or set frozen: bf16. "
             "Nothing was written."
         )

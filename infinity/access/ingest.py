@@ -273,7 +273,8 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
                 ]
                 if given and home is None:
                     raise ModelError(
-                        f"there is {state} of '{given[0].spec.name}', and this model was offloaded without room for "
+                        f"the copy has {state} of '{given[0].spec.name}', but this model was "
+                        "offloaded without room for "
                         "it. Give the optimizer of the run as optimizer=."
                     )
                 if given and home is not None:

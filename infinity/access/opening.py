@@ -168,7 +168,7 @@ def pins_in_store(model: nn.Module, terms: Terms) -> int:
         more = header_in(store).header.nbytes - swap.kept
         pins, rest = divmod(more, copy_bytes) if copy_bytes else (0, more)
         mine = pins if not rest and 0 <= pins <= PINS_MAX else config.pins
-        told: list[int] = tell("looking for the room for pins", mine)
+        told: list[int] = tell("reading how many pins the store has room for", mine)
     return max(told)  # a rank without slices cannot derive the number
 
 

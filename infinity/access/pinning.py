@@ -54,7 +54,7 @@ def _pin(coordinator: Coordinator, kept: Generations, folder: Path, into: Path |
         raise
     except Exception:  # some ranks may have the new pin, others the old one: neither is valid
         with suppress(InfinityError):  # a pin left here is removed when the ranks compare their pins
-            world.each(f"letting go of {folder}", lambda: kept.unpin(folder))
+            world.each(f"unpinning {folder}", lambda: kept.unpin(folder))
         raise
     world.once(f"finishing {folder}", lambda: kept.mark(folder, into, digests))
     if into is None:
@@ -71,7 +71,7 @@ def agree(coordinator: Coordinator) -> None:
     with coordinator.locked():
         kept = generations_of(coordinator)
         told = coordinator.world.tell("comparing the pins", [pin.folder for pin in kept.pin_list])
-        coordinator.world.each("letting pins go", lambda: kept.keep_pins(set.intersection(*map(set, told))))
+        coordinator.world.each("removing pins", lambda: kept.keep_pins(set.intersection(*map(set, told))))
 
 
 @whole
@@ -91,7 +91,7 @@ def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
     with coordinator.locked():
         kept = generations_of(coordinator)
         coordinator.world.once(f"marking {folder}", lambda: kept.mark_portable(folder, name))
-        coordinator.world.each(f"letting go of {folder}", lambda: coordinator.world.leads or kept.unpin(folder))
+        coordinator.world.each(f"unpinning {folder}", lambda: coordinator.world.leads or kept.unpin(folder))
 
 
 def pinned(coordinator: Coordinator) -> dict[Path, int]:
@@ -129,7 +129,10 @@ def generations_of(coordinator: Coordinator) -> Generations:
     coordinator.require_open()
     kept = coordinator.generations
     if kept is None:
-        raise ConfigError("commit_every: 0 keeps no generations; set commit_every: 1, or how many steps apart")
+        raise ConfigError(
+            "commit_every: 0 keeps no generations; set commit_every to 1, or to the number of "
+            "steps between two generations"
+        )
     return kept
 
 
@@ -149,8 +152,9 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
     rank, ranks = rank_and_world()
     if marker.ranks != ranks:
         raise ResumeError(
-            f"{place} was written by a run of {ranks_said(marker.ranks)}, and this one has {ranks_said(ranks)}. Go on "
-            f"from it with {ranks_said(marker.ranks)}; or begin a new run from its weights, as a model."
+            f"{place} was written by a run of {ranks_said(marker.ranks)}, and this run has "
+            f"{ranks_said(ranks)}. Resume from "
+            f"it with {ranks_said(marker.ranks)}; or start a new run that loads its weights as a model."
         )
     directory = rank_path((paths[0] if paths else Path(marker.directories[0])).expanduser().absolute(), rank, ranks)
     header = header_in(directory).header
@@ -163,8 +167,10 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
     digest = marker.digest_of(rank, ranks)
     if not any(pin.digest == digest and (directory / pin.manifest_name).exists() for pin in pins):
         raise ResumeError(
-            f"generation {marker.step}, which {place} names, is not in {directory} any more: it was unpinned. Pinned "
-            f"there are: {said(pins) or 'none'}. The folder's weights are whole: load them as a model, or take another "
+            f"generation {marker.step}, which {place} names, is not in {directory} any more: "
+            "it was unpinned. Generations "
+            f"pinned there: {said(pins) or 'none'}. The folder's weights are complete: load them as a "
+            "model, or resume from another "
             "folder."
         )
     return marker

@@ -53,7 +53,7 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
     expected = coordinator.facts()
     if manifest.facts != expected:
         differ = ", ".join(
-            f"{key} is {manifest.facts.get(key)!r} there and {expected.get(key)!r} here"
+            f"{key} is {manifest.facts.get(key)!r} in the store and {expected.get(key)!r} in this run"
             for key in dict.fromkeys((*expected, *manifest.facts))
             if manifest.facts.get(key) != expected.get(key)
         )

@@ -232,7 +232,7 @@ class TorchAccelerator:
         if found is None:
             raise ConfigError(
                 f"the runtime of {self.device} is linked into torch's own libraries, where infinity cannot find its "
-                "functions. Install torch with pip, whose runtime is a library of its own."
+                "functions. Install torch with pip: that build has the runtime in a separate library."
             )
         enter, copy, record, wait, synchronize = found
         return GateTable(enter, copy, record, wait, synchronize)
@@ -278,8 +278,9 @@ def resolve(device: torch.device | str | None) -> torch.device:
     resolved = current if device is None else torch.device(device)
     if resolved.type != current.type:
         raise ConfigError(
-            f"device {resolved}: this torch ({torch.__version__}) finds no such device that infinity can use. Leave "
-            "device= out, which takes the GPU where there is one, or install a torch for it."
+            f"device {resolved}: this torch ({torch.__version__}) does not find this device, or "
+            "infinity cannot use it. Leave "
+            "device= out to use the GPU if there is one, or install a torch that supports the device."
         )
     return current if resolved.index is None else resolved
 

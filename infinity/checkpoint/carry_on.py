@@ -105,9 +105,9 @@ def _require_same_model(model: nn.Module, copy: Copy) -> None:
     for name in [*mine, *saved]:
         if saved.get(name) != mine.get(name):
             raise ResumeError(
-                f"{copy.directory} is of a {copy.body.model.class_name} whose '{name}' is "
+                f"{copy.directory} is a copy of a {copy.body.model.class_name} whose '{name}' is "
                 f"{saved.get(name, 'missing')}; in this {type(model).__name__} it is {mine.get(name, 'missing')}. "
-                "Build the model the run was made with."
+                "Build the model that the run trained."
             )
 
 

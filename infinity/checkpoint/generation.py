@@ -187,12 +187,13 @@ class StoredPart:
             fact = facts.get(name)
             forms = {getattr(group, name) for group in self.body.model.groups if group.trainable}
             if isinstance(fact, list) and self._cut.whole and set(fact) != forms:
-                raise ManifestError(self.source, f"says that {name} is {fact}, and its groups have {sorted(forms)}")
+                raise ManifestError(self.source, f"says that {name} is {fact}, but its groups have {sorted(forms)}")
         mine = [facts.get("rank", 0), facts.get("ranks", 1), facts.get("slice_numel", self._cut.numel)]
         if mine != [self._cut.index, self._cut.count, self._cut.numel]:
             raise ManifestError(
                 self.source,
-                f"is of rank {mine[0]} of {mine[1]}, where that of rank {self._cut.index} of {self._cut.count} belongs",
+                f"belongs to rank {mine[0]} of {mine[1]}, but its place is that of rank "
+                f"{self._cut.index} of {self._cut.count}",
             )
 
     @property
@@ -256,7 +257,7 @@ class StoredGeneration:
             its, mine = part.manifest, parts[0].manifest
             same = (its.run, its.step, its.life) == (mine.run, mine.step, mine.life)
             if part.body.model != parts[0].body.model or not same:
-                raise ManifestError(part.source, f"is of another model, run or step than {self.source}")
+                raise ManifestError(part.source, f"belongs to another model, run or step than {self.source}")
 
     def shapes(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the weights of each unit on the meta device, by parameter name, in the order of the store."""

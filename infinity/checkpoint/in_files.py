@@ -64,7 +64,7 @@ class InFiles:
         found = self._revert({place.whole: torch.empty(place.shape, dtype=dtype, device="meta")})
         if [tuple(value.shape) for value in found.values()] != [place.shape]:
             raise ModelError(
-                f"transformers writes '{place.whole}' in another form than the model has, which cannot be done tile by "
+                f"transformers saves '{place.whole}' in another form than the model's, and cannot convert it tile by "
                 "tile; use infinity.state_dict(model)"
             )
         return found

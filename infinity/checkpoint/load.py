@@ -184,7 +184,7 @@ def _has_generations(config: SwapConfig) -> bool:
     with meeting(config.nvme.deadline_s) as tell:
         mine = sorted(generations_in(rank_path(path, rank, world)))
         others = any(steps_of(path, count) for count in counts_in(path) if count != world)
-        told = tell("looking for generations to go on from", [mine, others])
+        told = tell("looking for generations to resume from", [mine, others])
     return any(others for _, others in told) or bool(set.intersection(*(set(steps) for steps, _ in told)))
 
 
@@ -239,7 +239,9 @@ def require_directory_or_id(path: str) -> bool:
     try:
         validate_repo_id(path)
     except HFValidationError:
-        raise ModelError(f"there is no directory '{path}', and the Hugging Face hub has no such names") from None
+        raise ModelError(
+            f"there is no directory '{path}', and a model on the Hugging Face hub cannot have such a name"
+        ) from None
     return False
 
 
@@ -347,8 +349,9 @@ def on_meta(
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(
-            f"'{path}' has no tensor for parameter '{missing[0]}'{more}; is the checkpoint complete, and is the "
-            "config.json its own?"
+            f"'{path}' has no tensor for parameter '{missing[0]}'{more}; is the checkpoint "
+            "complete, and does the config.json "
+            "belong to it?"
         )
     remove_hook_from_submodules(model)  # the hook would look for missing parameters in the files
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):

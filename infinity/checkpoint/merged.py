@@ -79,8 +79,8 @@ def require_mergeable(model: Any) -> None:
             continue
         if any(users[id(each)] > 1 for each in changed.parameters()):
             raise _not_available(
-                f"adapters of '{name}', whose weight another module has, too (tied weights), and which would get "
-                "another weight by merging,"
+                f"adapters of '{name}', whose weight is tied to that of another module, which merging "
+                "would change as well,"
             )
 
 
@@ -96,13 +96,13 @@ def _require_plain(name: str, layer: Any, adapter: str) -> None:
     if layer.lora_bias.get(adapter):
         raise _not_available("adapters with lora_bias")
     if any(isinstance(module, Tile) for module in layer.get_base_layer().modules()):
-        raise _not_available(f"adapters of '{name}', which runs in tiles as memory.device has no room for it,")
+        raise _not_available(f"adapters of '{name}', which runs in tiles because memory.device has no room for it,")
 
 
 def _not_available(what: str) -> NotAvailableError:
     return NotAvailableError(
         f"merging {what} is not available yet: save the adapters, and merge them with PEFT's "
-        "merge_and_unload, which has the whole model in memory"
+        "merge_and_unload, which needs the whole model in memory"
     )
 
 

@@ -179,10 +179,10 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
     require_none_pinned(rank_path(paths[0], 0, count))
     stores = held.enter_context(opened(paths, config.nvme, count=count))
     source = _Source(count, paths, newest_whole(stores, step, rank=rank))
-    told = tell("looking for what to go on from", str(source))
+    told = tell("looking for a generation to resume from", str(source))
     if len(set(told)) > 1:
         raise ResumeError(
-            f"the ranks would go on from different generations in {paths[0]}: {', '.join(sorted(set(told)))}"
+            f"the ranks would resume from different generations in {paths[0]}: {', '.join(sorted(set(told)))}"
         )
     logger.info("resuming %s", source)
     return source
@@ -210,8 +210,8 @@ def _make_generation(model: nn.Module, source: _Source) -> None:
     rank, _ = rank_and_world()
     if not registry.coordinator_of(model).plan.placement.commit_every:
         raise PlanError(
-            f"the run cannot go on in {source.paths[0]}: beside the generation that it goes on from ({source}) there "
-            "is no room for those that it would make. Free space there."
+            f"the run cannot resume in {source.paths[0]}: besides the generation that it resumes from ({source}) "
+            "there is no room for new generations. Free space there."
         )
     commit(model)
     if rank == 0:

@@ -70,7 +70,7 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
         oldest = kept.pin_of(Path(coordinator.world.tell("looking for the oldest pin", others)[0][0]))
         if any(coordinator.world.each(f"looking at {oldest.folder}", partial(kept.is_over, oldest))):
             # the folder's contents belong to another generation now and must not be touched
-            coordinator.world.each(f"letting go of {oldest.folder}", partial(kept.unpin, Path(oldest.folder)))
+            coordinator.world.each(f"unpinning {oldest.folder}", partial(kept.unpin, Path(oldest.folder)))
             continue
         _make_portable(coordinator, oldest, max_shard_size)
         freed.append(Path(oldest.folder))
@@ -100,9 +100,10 @@ def _require_there(pin: Pin, directory: Path) -> None:
     if not Path(pin.folder).is_dir():
         unpin = f"infinity checkpoint unpin {place_of(directory)}"
         raise PlanError(
-            f"all pins are taken, and the oldest is of {pin}, which is gone: it cannot become a portable copy there. "
-            f"Put the folder back; or, when no process holds the store, `{unpin} --all-gone`; or "
-            "infinity.runtime.pins.unpin in this one. Nothing was written."
+            "all pins are in use, and the folder of the oldest pin is gone, so that its generation "
+            f"cannot be copied to it: {pin}. "
+            f"Put the folder back, or unpin it: with `{unpin} --all-gone` while no process uses the store, or "
+            "with infinity.runtime.pins.unpin in this process. Nothing was written."
         )
 
 
@@ -123,11 +124,14 @@ def _write(generation: StoredGeneration, pin: Pin, folder: Path, max_shard_size:
     free = info.f_bavail * info.f_frsize
     if needed > free:
         raise PlanError(
-            f"all pins are taken, and the oldest, of {pin}, cannot become a portable copy there: the copy takes "
-            f"{format_bytes(needed)}, and {format_bytes(free)} are free on its disk. Free space there, remove or unpin "
+            f"all pins are in use, and the generation of the oldest pin, {pin}, cannot be copied to its folder: the "
+            f"copy takes {format_bytes(needed)}, and the disk has {format_bytes(free)} free. Free "
+            "space there, remove or unpin "
             "a checkpoint folder, or begin a run with a larger `pins`. Nothing was written."
         )
-    logger.info("all pins are taken: %s becomes a portable copy of %s", pin, format_bytes(needed))
+    logger.info(
+        "all pins are in use: the generation of %s is copied to its folder and unpinned (%s)", pin, format_bytes(needed)
+    )
     _remove_unfinished(folder)
     write_copy(generation, folder / COPY_NAME, max_shard_size)
 

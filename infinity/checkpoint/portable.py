@@ -117,8 +117,8 @@ class Portable:
         path = directory / STATE_NAME
         if not os.path.lexists(path):
             raise ResumeError(
-                f"{directory} is no portable copy of a run (there is no {STATE_NAME}); make one with `infinity "
-                "checkpoint export`, or load it as a model, without its training state"
+                f"{directory} is not a portable copy of a run (there is no {STATE_NAME}); make a copy with `infinity "
+                "checkpoint export`, or load the directory as a model, without the training state"
             )
         self.manifest = validated(Manifest, document.read(path, _KIND, follow=True), path)
         self.body = parse_body(self.manifest.body, path)
@@ -144,7 +144,7 @@ class Portable:
         path = self.directory / SUMS_NAME
         if not os.path.lexists(path):
             logger.warning(
-                "%s has no %s, because an older infinity exported it: whether its files are damaged is not checked",
+                "%s has no %s, because an older infinity exported it: its files are not checked for damage",
                 self.directory, SUMS_NAME,
             )  # fmt: skip
             return
@@ -154,14 +154,16 @@ class Portable:
                 raise ResumeError(f"{self.directory / name} is missing: {SUMS_NAME} names it. Export the run again.")
         for name in self._used():
             if name not in sums:
-                raise ResumeError(f"{path} has no checksum of {name}: it was changed, or cut. Export the run again.")
+                raise ResumeError(
+                    f"{path} has no checksum of {name}: it was changed or truncated. Export the run again."
+                )
         there = [self.directory / name for name in sums]
         try:
             for file, digest in _digests(there):
                 if digest != sums[file.relative_to(self.directory).as_posix()]:
                     raise ResumeError(
-                        f"{file} is damaged: it does not have its checksum in {SUMS_NAME}. Copy the file again, or "
-                        f"export the run again. If you changed the file on purpose, take its line out of {SUMS_NAME}."
+                        f"{file} is damaged: its checksum is not the one in {SUMS_NAME}. Copy the file again, or "
+                        f"export the run again. If you changed the file on purpose, remove its line from {SUMS_NAME}."
                     )
         except OSError as error:
             raise ResumeError(
@@ -284,7 +286,7 @@ def _read_sums(path: Path) -> dict[str, str]:
     except UnicodeDecodeError as error:
         raise ManifestError(path, f"is damaged: {error}") from error
     if not lines or rest:
-        raise ManifestError(path, "is damaged: it was cut")
+        raise ManifestError(path, "is damaged: it was truncated")
     sums: dict[str, str] = {}
     for line in lines:
         match = _SUM.fullmatch(line)

@@ -40,7 +40,8 @@ _STATE = ".quant_state.bitsandbytes__"
 _WEIGHT_FORMATS = ("row", "col32", "col_turing", "col_ampere")
 _ONLY_NF4 = "infinity reads only nf4 of bitsandbytes' 4-bit types."
 _IN_16_BITS = (
-    "Give the model in bf16, fp16 or fp32; with frozen: nf4 or int8 in the swap config its frozen weights rest in 4 or "
+    "Give the model in bf16, fp16 or fp32; with frozen: nf4 or int8 in the swap config its "
+    "frozen weights are stored in 4 or "
     "8 bits."
 )
 
@@ -150,7 +151,7 @@ def floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
     """Return `tensor` if its dtype can be that of a parameter's values. Raises ModelError otherwise."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise ModelError(
-            f"'{path}' has '{name}' as {tensor.dtype}, and none of the tensors beside it that bitsandbytes writes for "
+            f"'{path}' has '{name}' as {tensor.dtype}, but none of the tensors that bitsandbytes writes with "
             f"a quantized weight. {_IN_16_BITS}"
         )
     return tensor
@@ -199,7 +200,11 @@ class QuantizedFiles:
             raise ModelError(f"{file}: '{weight}' is quantized as {kind}; {_ONLY_NF4} {_IN_16_BITS}")
         state = _State.of(file, weight, self._tensor(state_name))
         if state.shape != tuple(shape):
-            turned = " A layer whose weight is stored [in, out], as GPT-2's, was turned." if len(shape) == 2 else ""
+            turned = (
+                " A weight that the model stores as [in, out], as GPT-2 does, was transposed when it was quantized."
+                if len(shape) == 2
+                else ""
+            )
             raise ModelError(
                 f"{file}: '{weight}' is quantized with shape {state.shape}, and is {tuple(shape)} in the model."
                 f"{turned if state.shape == tuple(shape)[::-1] else ''} {_IN_16_BITS}"
@@ -226,8 +231,8 @@ class QuantizedFiles:
         scales = self._tensor(f"{weight}.absmax")
         if not scales.is_floating_point():
             raise ModelError(
-                f"{file}: the scales of '{weight}' are codes, and {weight}.nested_absmax, which says what these stand "
-                "for, is missing: the checkpoint is damaged. Get it again."
+                f"{file}: the scales of '{weight}' are quantized, and {weight}.nested_absmax, which decodes them, is "
+                "missing: the checkpoint is damaged. Download it again."
             )
         return scales
 
@@ -287,7 +292,7 @@ class QuantizedFiles:
         if name not in self._files:
             beside = next(iter(self._files.values()), "the checkpoint")
             raise ModelError(
-                f"{beside}: there is no '{name}', which a quantized weight needs; is the checkpoint whole?"
+                f"{beside}: there is no '{name}', which a quantized weight needs; is the checkpoint complete?"
             )
         return tensor_of(self._files[name], name)
 
@@ -297,14 +302,15 @@ class QuantizedFiles:
     def _require_nf4_map(self, weight: str) -> None:
         if not self._is_map(f"{weight}.quant_map", _native.NF4_MAP):
             raise ModelError(
-                f"{self._files[weight]}: the 4-bit codes of '{weight}' stand for other numbers (quant_map) than NF4's. "
+                f"{self._files[weight]}: the 4-bit codes of '{weight}' have other values "
+                "(quant_map) than those of NF4. "
                 f"{_IN_16_BITS}"
             )
 
     def _misfit(self, weight: str, part: str) -> ModelError:
         return ModelError(
-            f"{self._files[weight]}: '{weight}' is quantized, and its {part.removeprefix(f'{weight}.')} has not the "
-            "size that goes with its shape; is the file damaged?"
+            f"{self._files[weight]}: '{weight}' is quantized, and its {part.removeprefix(f'{weight}.')} does not have "
+            "the size that its shape needs; is the file damaged?"
         )
 
 
@@ -329,7 +335,9 @@ class _State:
                 float(values.get("nested_offset", 0.0)),
             )
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ModelError(f"{file}: what bitsandbytes says of '{weight}' cannot be read: {error!r}") from None
+            raise ModelError(
+                f"{file}: the quantization state that bitsandbytes wrote for '{weight}' cannot be read: {error!r}"
+            ) from None
         if state.blocksize <= 0 or state.blocksize % BLOCK_NUMEL or state.nested_blocksize <= 0:
             raise ModelError(
                 f"{file}: '{weight}' is quantized in blocks of {state.blocksize}; infinity reads blocks of "
@@ -357,8 +365,8 @@ def require_unmerged(left: Sequence[str], converts: bool, path: str) -> None:
     """
     if left and converts:
         raise ModelError(
-            f"'{path}' has '{left[0]}' quantized, of which transformers makes a part of a larger parameter (as of the "
-            f"experts of a layer); infinity cannot do that with quantized weights. {_IN_16_BITS}"
+            f"'{path}' has '{left[0]}' quantized, and transformers makes it a part of a larger parameter (such as "
+            f"the experts of a layer); infinity cannot join quantized weights. {_IN_16_BITS}"
         )
 
 

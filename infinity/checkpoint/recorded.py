@@ -59,7 +59,7 @@ class RecordedModel:
 
     def revert(self, part: Tensors) -> Tensors:
         """Return the tensors of a unit with their names and shapes in files. Raises ManifestError."""
-        with self._blamed("weights that transformers cannot convert back to the form of files"):
+        with self._blamed("weights that transformers cannot convert back to their form in files"):
             return self._revert(part)
 
     def write_configs(self, directory: Path) -> None:
@@ -94,7 +94,7 @@ class RecordedModel:
             return None
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        with self._blamed(f"a config of which transformers cannot build a {self._record.class_name}"):
+        with self._blamed(f"a config from which transformers cannot build a {self._record.class_name}"):
             values = json.loads(self._record.config)
             if values.get("model_type") not in CONFIG_MAPPING:
                 return None

@@ -227,7 +227,7 @@ def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None =
         try:
             generation.save_pretrained(directory)
         except ValueError as error:  # transformers refuses to write some configs that it can read
-            logger.warning("generation_config.json is written as it is; transformers says: %s", printable(error))
+            logger.warning("generation_config.json is written unchanged; transformers says: %s", printable(error))
             (directory / "generation_config.json").write_text(generation.to_json_string(), encoding="utf-8")
 
 

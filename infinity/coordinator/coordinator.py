@@ -226,9 +226,9 @@ class Coordinator(Lender):
             if not self.readers.nobody:
                 return "its weights are being read: leave infinity.gathered, or let the forward end, first"
             if self.steps or self.copied_from is not None or self.commits.newest is not None:
-                return "it was trained, or goes on with a run"
+                return "it was trained, or resumed from a run"
             if len(self.optimizers):
-                return "an optimizer of it was made"
+                return "an optimizer was made for it"
             if any(self.gradients.has(place) for _, place in self.places() if place.group.trainable):
                 return "it has gradients: step, or call zero_grad(), first"
             return ""
@@ -602,7 +602,7 @@ class Coordinator(Lender):
             self._undo_speculation("a gradient was set, changed or cleared by hand")
 
     def _undo_speculation(self, cause: str) -> None:
-        self._speculator.undo(cause, "Set overlap: before_forward if that is usual.")
+        self._speculator.undo(cause, "Set overlap: before_forward if this happens often.")
 
     @transition
     def arrive(
@@ -995,7 +995,7 @@ class Coordinator(Lender):
         self.readers.forget_dead()
         alone = self._who_is_missing() if discard else None
         if alone is not None:
-            logger.warning("the generations stay in the swap directory, as not all ranks remove theirs: %s", alone)
+            logger.warning("the generations stay in the swap directory, because not all ranks remove theirs: %s", alone)
         failed = self.health.failure is not None
         with self._lock:
             self.health.close()

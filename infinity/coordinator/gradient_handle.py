@@ -152,7 +152,7 @@ class GradientHandle(torch.Tensor):
     def _held(self) -> Holder:
         holder = self._holder()
         if holder is None:
-            raise ReleasedParameterError("this gradient is gone, with the offloaded model it was of")
+            raise ReleasedParameterError("this gradient is gone: its offloaded model no longer exists")
         return holder
 
     @classmethod
@@ -194,9 +194,11 @@ def _refusal(what: object) -> ReleasedParameterError:
     said = "a conversion (.float(), .double(), .to(), .cpu())" if converts else str(what)
     instead = " For its norm leave the conversion out: p.grad.norm()." if converts else ""
     return ReleasedParameterError(
-        f"{said} on the gradient of an offloaded parameter: it is in host memory, not in .grad. Between backward and "
-        "step, `with infinity.gathered(model, module, grads=True):` has its values, to read and to change; where "
-        "weights change there too, as in FGM, it takes write=True, grads=True. What works without it is p.grad.norm() "
+        f"{said} on the gradient of an offloaded parameter: the gradient is in host memory, not "
+        "in .grad. Between backward and "
+        "step, read or change its values in `with infinity.gathered(model, module, grads=True):`; to change weights "
+        "in the same context, as FGM does, give write=True, grads=True. Outside that context "
+        "only these work: p.grad.norm() "
         "and other reductions, torch.nn.utils.clip_grad_norm_, a multiplication by a number, and torch.amp.GradScaler. "
         "To clip use clip_grad_norm_ or max_grad_norm= of the optimizer, whose "
         f"last_grad_norm has the norm.{instead}"

@@ -103,7 +103,7 @@ class Masters:
         fresh[was.at[back]] = was.rest[back]
         if self._not_kept.get(name) == sum_of_bits(new):
             logger.warning(
-                "the weights of '%s' were put back, and their fp32 masters were not: they were too many to keep",
+                "the weights of '%s' were restored, but not their fp32 masters: there were too many to keep",
                 name,
             )
         changed = ~same

@@ -79,8 +79,8 @@ class Readers:
         """
         if self._lending:
             raise ModelError(
-                "a backward pass inside `with infinity.gathered(..., grads=True)`: the gradients that were gathered "
-                "would be those of before the pass. Leave the context first."
+                "a backward pass inside `with infinity.gathered(..., grads=True)`: the gathered gradients would "
+                "be those from before the pass. Leave the context first."
             )
         self._in_backward = True
 
@@ -113,14 +113,14 @@ class Readers:
         self.forget_dead()
         if in_backward():
             raise ModelError(
-                "optimizer.step() in a backward pass, as of hooks that step an optimizer for each parameter "
+                "optimizer.step() in a backward pass, as in hooks that step one optimizer for each parameter "
                 "(optimizer_in_bwd): the rest of the pass needs the weights. Make one optimizer for "
-                "model.parameters(), and call its step() after backward(): gradients go to RAM during the pass, and "
-                "updates begin during it, by themselves."
+                "model.parameters(), and call its step() after backward(): infinity moves gradients to RAM and begins "
+                "updates during the pass by itself."
             )
         if self._gathering:
             raise ModelError(
-                "optimizer.step() inside `with infinity.gathered(...)`: the weights that were gathered would be those "
-                "of before the step. Leave the context first."
+                "optimizer.step() inside `with infinity.gathered(...)`: the gathered weights would be those from "
+                "before the step. Leave the context first."
             )
         self._in_forward = self._in_backward = False

@@ -49,7 +49,8 @@ class Structure:
         raise ModelError(
             f"'{name}' was replaced after infinity.offload (by get_peft_model, merge_and_unload, a parametrization, or "
             "an assignment), so its weights are not in the store. Change the model before infinity.offload (after "
-            "infinity.load_pretrained(defer=True)), or make the optimizer before the first forward: it offloads the "
-            "model anew. To save a merged PEFT model, call merged.save_pretrained(directory) in the `with "
-            "infinity.gathered(model):` in which it was merged."
+            "infinity.load_pretrained(defer=True)), or make the optimizer before the first "
+            "forward: the optimizer offloads the "
+            "model again. To save a merged PEFT model, call merged.save_pretrained(directory) in the "
+            "same `with infinity.gathered(model):` as the merge."
         )

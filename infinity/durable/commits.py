@@ -167,8 +167,9 @@ class Commits:
             self._several_steps_an_item = True
             logger.warning(
                 "the loop makes several optimizer steps for one item of the loader that it tracks: a run that resumes "
-                "a generation from between them is not exact. Set commit_every to a multiple of the steps for an item, "
-                "or to a large number and call infinity.commit(model) where an iteration ends"
+                "from a generation between these steps is not exact. Set commit_every to a "
+                "multiple of the steps per item, or "
+                "to a large number and call infinity.commit(model) at the end of an iteration"
             )
         self._waited = False
 
@@ -298,7 +299,7 @@ class Commits:
             yield
         except SwapIOError as error:
             raise InfinityError(
-                f"generation {step} could not be made durable: {error.message} The newest that can be resumed is "
+                f"generation {step} could not be made durable: {error.message} The newest resumable generation is "
                 f"{self.newest if self.newest is not None else 'none'}."
             ) from error
         except TypeError as error:
@@ -357,16 +358,16 @@ class Commits:
         exactly.
         """
         if noted.gradients:
-            return "gradients had come that no step had used"
+            return "there were gradients that no step had used"
         if noted.graphs:
-            return "its loader was asked while an earlier forward pass still had its backward before it"
+            return "its loader was asked for an item between an earlier forward pass and the backward of that pass"
         if self.tracking.moved():
-            return "what is tracked had changed between its loader's item and the forward pass"
+            return "a tracked object had changed between the loader's item and the forward pass"
         if self._closing:
-            return "the model was closed, and where its loop was is not known"
+            return "the model was closed, and the position of its loop is not known"
         if noted.is_top:
             return ""
-        return "its tracked loader was not asked since the step" if self.tracking.has_data else "it tracked no loader"
+        return "its tracked loader gave no item after the step" if self.tracking.has_data else "it tracked no loader"
 
     @staticmethod
     def _with_what_was_resumed(body: dict[str, Any], resumed: Resumed) -> dict[str, Any]:
@@ -406,11 +407,14 @@ class Commits:
         """
         if self._resources.generations is None:
             why = self._resources.plan.placement.commits.reason or "commit_every: 0"
-            raise ConfigError(f"this run keeps no generations ({why}); set commit_every: 1, or how many steps apart")
+            raise ConfigError(
+                f"this run keeps no generations ({why}); set commit_every to 1, or to the number of "
+                "steps between two generations"
+            )
         if self._made_before_writes and step == self.newest:
             raise NotAvailableError(
                 f"generation {step} was made before weights were written (infinity.gathered with write=True, or "
-                "load_state_dict), and several ranks cannot make it again: take a step first"
+                "load_state_dict), and a run of several ranks cannot make it again: take a step first"
             )
 
     def commit(self, step: int, *, closing: bool = False) -> None:
@@ -440,8 +444,9 @@ class Commits:
             return
         if self._made_before_writes and step == self.newest:
             logger.warning(
-                "weights were written after generation %d was made: it has those of before, and several ranks cannot "
-                "make it again",
+                "weights were written after generation %d was made: the generation has the weights from "
+                "before, and a run of several ranks "
+                "cannot make it again",
                 step,
             )
             return

@@ -62,7 +62,8 @@ class Optimizers(Generic[T]):
         """Raise ModelError if another optimizer has replaced this one."""
         if not any(other is optimizer for other in self._entered):
             raise ModelError(
-                "another optimizer was made on parameters of this one and took its place: it would not be in the "
+                "another optimizer was made for parameters of this one and replaced it: the states of "
+                "this one would not be in the "
                 "commits. Use one optimizer for each parameter."
             )
 

@@ -156,7 +156,7 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """
     params = group.get("params")
     if not isinstance(params, list) or not all(isinstance(name, str) for name in params):
-        raise ValueError("params is no list of names")
+        raise ValueError("params is not a list of names")
     if "lr" not in group:
         raise ValueError("lr is missing")
     for name in _NUMBERS:
@@ -165,22 +165,22 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     if "betas" in group:
         betas = group["betas"]
         if not isinstance(betas, list | tuple) or len(betas) != 2:
-            raise ValueError(f"betas is {_short(betas)}, and no pair of numbers")
+            raise ValueError(f"betas is {_short(betas)}, not a pair of numbers")
         for index, beta in enumerate(betas):
             _require_finite(f"betas[{index}]", beta)
     for name in _SWITCHES:
         if not isinstance(group.get(name, False), bool | np.bool_ | int):
-            raise ValueError(f"{name} is {_short(group[name])}, and neither true nor false")
+            raise ValueError(f"{name} is {_short(group[name])}, not true or false")
     seed = group.get("seed", 0)
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < _SEED_END:
-        raise ValueError(f"seed is {_short(seed)}, and no integer between 0 and 2^64 - 1")
+        raise ValueError(f"seed is {_short(seed)}, not an integer between 0 and 2^64 - 1")
     return group
 
 
 def _require_finite(name: str, value: Any) -> None:
     one = value.item() if isinstance(value, torch.Tensor | np.ndarray | np.generic) and _size(value) == 1 else value
     if isinstance(one, bool) or not isinstance(one, int | float) or not abs(one) <= sys.float_info.max:
-        raise ValueError(f"{name} is {_short(value)}, and no finite number")
+        raise ValueError(f"{name} is {_short(value)}, not a finite number")
 
 
 def _size(value: Any) -> int:
@@ -241,7 +241,7 @@ def _random_numbers(value: Any) -> dict[str, Any]:
         ValueError: the snapshot is malformed.
     """
     if not isinstance(value, dict) or value.keys() != {"python", "numpy", "torch", "cuda"}:
-        raise ValueError("no states of the generators of Python, numpy, torch and CUDA")
+        raise ValueError("states of the generators of Python, numpy, torch and CUDA are missing")
     python, mine, cuda = value["python"], value["numpy"], value["cuda"]
     if not isinstance(python, tuple) or len(python) != 3 or not _is_words(python[1], 625) or python[1][-1] > 624:
         raise ValueError("no state of Python's generator")
@@ -266,10 +266,10 @@ _RandomNumbers = Annotated[dict[str, Any], PlainValidator(_random_numbers)]
 
 def _buffers(value: Any) -> dict[str, torch.Tensor]:
     if not isinstance(value, dict) or not all(isinstance(each, torch.Tensor) for each in value.values()):
-        raise ValueError("no tensors by their names")
+        raise ValueError("not a dict of tensors by name")
     for name in value:
         if not isinstance(name, str):
-            raise ValueError("no tensors by their names")
+            raise ValueError("not a dict of tensors by name")
         _tensor_name(name)
     return value
 
@@ -304,10 +304,10 @@ class Body(Record):
         for optimizer in self.optimizers:
             for name in (name for group in optimizer.param_groups for name in group["params"]):
                 if name not in known:
-                    raise ValueError(f"{optimizer.class_name} has '{name}', which is no parameter of the model")
+                    raise ValueError(f"{optimizer.class_name} has '{name}', which is not a parameter of the model")
             for name in optimizer.state:
                 if not known.get(name, False):
-                    raise ValueError(f"{optimizer.class_name} trained '{name}', which is no trained parameter")
+                    raise ValueError(f"{optimizer.class_name} trained '{name}', which is not a trained parameter")
         for name in self.buffers.keys() & set(self.model.names()):
             raise ValueError(f"'{name}' is a parameter and a buffer")
         return self

@@ -53,9 +53,10 @@ class Resumed:
         self._rewound = True
         if self.body.unsure:
             logger.warning(
-                "the run goes on from step %d, and its loop may have been at another place: %s. What a loop does "
-                "between a step and the next forward may be done again, or left out. Give infinity.track a loader with "
-                "a state_dict, or call infinity.commit(model) where an iteration ends",
+                "the run resumes from step %d, but its loop may have been elsewhere: %s. Work that a loop does between "
+                "a step and the next forward may be repeated or skipped. Give infinity.track a "
+                "loader with a state_dict, "
+                "or call infinity.commit(model) at the end of an iteration",
                 self.step,
                 printable(self.body.unsure),
             )
@@ -63,4 +64,4 @@ class Resumed:
             rng.restore(self.body.rng_before_forward)
         if self.unclaimed:
             unclaimed = ", ".join(sorted(self.unclaimed))
-            logger.warning("the run that is resumed tracked %s, and nothing has taken their state back", unclaimed)
+            logger.warning("the run that is resumed tracked %s, and nothing has restored their state", unclaimed)

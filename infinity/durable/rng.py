@@ -48,7 +48,8 @@ def _restore(states: dict[str, Any]) -> None:
     here = set_random_states(states["cuda"])
     if len(states["cuda"]) > here:
         logger.warning(
-            "the run drew random numbers on %d GPUs, and %d are here: what it draws on others begins anew",
+            "the run drew random numbers on %d GPUs, and this machine has %d: the random states "
+            "of the other GPUs are not used",
             len(states["cuda"]),
             here,
         )

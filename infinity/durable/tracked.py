@@ -90,7 +90,7 @@ class Tracking:
             added[f"{kind}#{number}"] = item
         for name, item in (added | dict(named)).items():
             if name in self.items:
-                raise ConfigError(f"infinity.track: there is a '{name}' already")
+                raise ConfigError(f"infinity.track: the name '{name}' is in use already")
             _require_stateful(name, item)
             give_back(name, item)
             self.add(name, item)

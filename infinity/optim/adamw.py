@@ -61,7 +61,7 @@ class Adam(OffloadedOptimizer):
         decoupled = self.rule == "adamw"
         if bool(group.get("decoupled_weight_decay", decoupled)) != decoupled:
             other = "Adam" if decoupled else "AdamW"
-            raise ConfigError(f"decoupled_weight_decay={not decoupled} is infinity.{other}: use that")
+            raise ConfigError(f"decoupled_weight_decay={not decoupled} is the rule of infinity.{other}: use that class")
 
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]

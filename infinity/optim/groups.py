@@ -27,9 +27,10 @@ from infinity.state.request import require_accumulation_steps
 from infinity.state.unit import Place
 
 NO_STATES = (
-    "was frozen when the model was offloaded or its optimizer was made, so there is no room for its optimizer states, "
-    "and none can be made later. Freeze what is to be unfrozen during the run after that: leave requires_grad=True "
-    "until the optimizer of the other parameters is made, then set it to False, and add_param_group takes the "
+    "was frozen when the model was offloaded or its optimizer was made, so the store has no room for its "
+    "optimizer states, and cannot get room later. To unfreeze a parameter during the run, "
+    "leave requires_grad=True until "
+    "the optimizer of the other parameters is made, then set it to False; add_param_group takes the "
     "parameter once it is unfrozen."
 )
 _FIXED = (bool, int, float, str, type(None))  # immutable types of hyperparameters
@@ -125,13 +126,13 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             if not isinstance(parameter, nn.Parameter) or (found := registry.find(parameter)) is None:
                 raise ModelError(
                     f"a parameter of shape {tuple(parameter.shape)} is not offloaded: call infinity.offload(model, "
-                    f"config) before infinity.{type(self).__name__}(model.parameters()). What is put around a model "
-                    "that is offloaded already, such as a head or a prompt encoder, is put there before: give "
-                    "defer=True to infinity.load_pretrained, add it, then call infinity.offload(whole, config)."
+                    f"config) before infinity.{type(self).__name__}(model.parameters()). Add modules around a model, "
+                    "such as a head or a prompt encoder, before the model is offloaded: give defer=True to "
+                    "infinity.load_pretrained, add the modules, then call infinity.offload(whole, config)."
                 )
             of_model, place = found
             if coordinator is not None and of_model is not coordinator:
-                raise ModelError(f"one infinity.{type(self).__name__} works on the parameters of one model")
+                raise ModelError(f"one infinity.{type(self).__name__} updates the parameters of one model only")
             if parameter.requires_grad and not place.group.trainable:
                 raise ModelError(f"parameter '{place.spec.name}' {NO_STATES}")
             if parameter in places:
@@ -280,7 +281,7 @@ def _parameter_of(given: Any) -> torch.Tensor:
         given = given[1]
     if not isinstance(given, torch.Tensor):
         raise ConfigError(
-            f"params holds {reprlib.repr(given)} ({type(given).__name__}), which is no parameter: give "
+            f"params holds {reprlib.repr(given)} ({type(given).__name__}), which is not a parameter: give "
             "model.parameters() or model.named_parameters()"
         )
     return given

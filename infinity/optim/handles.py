@@ -56,17 +56,18 @@ def parts_of(state_dict: Any, sizes: Sequence[int]) -> tuple[list[Mapping[str, A
         ConfigError: it is no state_dict of an optimizer, or its param groups are others.
     """
     if not isinstance(state_dict, Mapping):
-        raise ConfigError(f"{reprlib.repr(state_dict)} is no state_dict of an optimizer")
+        raise ConfigError(f"{reprlib.repr(state_dict)} is not a state_dict of an optimizer")
     groups, states = state_dict.get("param_groups"), state_dict.get("state")
     if not isinstance(groups, list | tuple) or not all(_is_group(group) for group in groups):
-        raise ConfigError("this is no state_dict of an optimizer: its 'param_groups' are not a list of param groups")
+        raise ConfigError("this is not a state_dict of an optimizer: its 'param_groups' are not a list of param groups")
     if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
-        raise ConfigError("this is no state_dict of an optimizer: its 'state' is not one dict for each parameter")
+        raise ConfigError("this is not a state_dict of an optimizer: its 'state' is not one dict for each parameter")
     found = [len(group["params"]) for group in groups]
     if found != list(sizes):
         raise ConfigError(
-            f"the state_dict is of an optimizer whose param groups have {_counts(found)} parameters; those of this one "
-            f"have {_counts(sizes)}. Make the same groups."
+            f"the state_dict is of an optimizer whose param groups have {_counts(found)} "
+            "parameters; the groups of this "
+            f"optimizer have {_counts(sizes)}. Make the same groups."
         )
     return list(groups), states
 

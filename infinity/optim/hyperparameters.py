@@ -72,7 +72,7 @@ def number(name: str, value: Any) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ConfigError(f"{name} = {reprlib.repr(value)} is out of range: no float is as large") from None
+        raise ConfigError(f"{name} = {reprlib.repr(value)} is out of range: a float cannot be that large") from None
 
 
 def require_range(group: Mapping[str, Any], **limits: tuple[float, float]) -> None:
@@ -118,7 +118,7 @@ def require_seed(group: Mapping[str, Any]) -> None:
     except TypeError:
         known = False
     if not known:
-        raise ConfigError(f"seed must be between 0 and 2^64 - 1, and whole, not {reprlib.repr(value)}")
+        raise ConfigError(f"seed must be a whole number between 0 and 2^64 - 1, not {reprlib.repr(value)}")
 
 
 def max_grad_norm_of(value: Any) -> float | None:

@@ -51,14 +51,16 @@ class _State(dict[str, Any]):
             raise KeyError(key)
         raise ReleasedParameterError(
             f"optimizer.state[parameter]['{key}'] is in the store: optimizer.read_state(parameter, '{key}') reads a "
-            "copy of it, and a change of the copy changes nothing. optimizer.state_dict() names it."
+            "copy; a change of the copy does not change the state. optimizer.state_dict() names the state."
         )
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key in STORED_AS:
             raise ReleasedParameterError(
-                f"optimizer.state[parameter]['{key}'] is in the store and cannot be set. To begin a parameter's "
-                "moments and its step anew, call optimizer.state[parameter].clear(); for all, optimizer.state.clear()."
+                f"optimizer.state[parameter]['{key}'] is in the store and cannot be set. To "
+                "reset a parameter's moments "
+                "and step, call optimizer.state[parameter].clear(); to reset those of all "
+                "parameters, optimizer.state.clear()."
             )
         super().__setitem__(key, value)
 
@@ -336,7 +338,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         """
         name = type(self).__name__
         if saved.class_name != name:
-            raise ResumeError(f"the run was trained with infinity.{saved.class_name}; it cannot go on with {name}")
+            raise ResumeError(f"the run was trained with infinity.{saved.class_name}; it cannot be resumed with {name}")
         self._unclaimed = {key: progress.model_dump() for key, progress in saved.state.items()}
         self._claim(self._places)
         self.last_grad_norm, self.skipped_steps = saved.last_grad_norm, saved.skipped_steps
@@ -366,7 +368,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             for index, group in enumerate(groups):
                 self._check(index, group)
         except ConfigError as error:
-            raise ResumeError(f"the run that is resumed cannot go on: {error}") from error
+            raise ResumeError(f"the run cannot be resumed: {error}") from error
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update(values)
 
@@ -449,8 +451,9 @@ class OffloadedOptimizer(GroupedOptimizer):
                 theirs = replace(theirs, run=mine.run)  # the run that this one was copied from
             if key != "step" and theirs != mine:
                 raise ModelError(
-                    f"cannot load {key} of '{name}': {_difference(theirs, mine)}. A state_dict names states, which are "
-                    "in the store of the run that saved it. States come back from a checkpoint folder (Trainer's "
+                    f"cannot load {key} of '{name}': {_difference(theirs, mine)}. A state_dict "
+                    "only names states, which "
+                    "are in the store of the run that saved it. Restore the states from a checkpoint folder (Trainer's "
                     "resume_from_checkpoint, for a model of InfinityConfig(..., resume=FOLDER) or under "
                     "infinity run --resume FOLDER), with infinity.resume, or from a copy with "
                     "infinity.offload_from_checkpoint."
@@ -468,7 +471,7 @@ def _difference(saved: Any, mine: StateHandle) -> str:
     if not isinstance(saved, StateHandle):
         return "it is a tensor of another optimizer" if isinstance(saved, torch.Tensor) else "it was not saved"
     if saved.run != mine.run:
-        return f"it is of run {saved.run[:8] or 'in RAM'}, and this is run {mine.run[:8] or 'in RAM'}"
+        return f"it belongs to run {saved.run[:8] or 'in RAM'}, and this is run {mine.run[:8] or 'in RAM'}"
     if saved.step != mine.step:
         return f"it was saved after step {saved.step}, and the store is at step {mine.step}"
     return f"it is {saved.state} of '{saved.parameter}'"

@@ -310,7 +310,7 @@ class SharedGradients:
 
     def value(self, place: Place) -> torch.Tensor:
         raise NotAvailableError(
-            f"the gradient of '{place.spec.name}' lies in slices on several ranks, and its values are not "
+            f"the gradient of '{place.spec.name}' is split over several ranks, and its values are not "
             "available yet. What works is p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2 and a "
             "multiplication by a number. A hook of the parameter (register_hook, before the backward) is given the "
             "gradient of this rank's own batch."

@@ -202,7 +202,9 @@ def test_a_model_merged_and_saved_in_gathered_has_the_logits_of_the_adapters(
         merged = model.merge_and_unload()
         merged.save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), expected)
-    with pytest.raises(ModelError, match=r"call merged\.save_pretrained\(directory\) in the `with infinity\.gathered"):
+    with pytest.raises(
+        ModelError, match=r"call merged\.save_pretrained\(directory\) in the same `with infinity\.gathered"
+    ):
         logits(merged)
 
 

@@ -86,7 +86,7 @@ def test_the_optimizers_state_dict_of_the_run_is_taken_until_the_next_step(
     assert optim.param_groups[0]["lr"] == 1e-3
     again(**batch).loss.backward()
     optim.step()
-    with pytest.raises(infinity.ModelError, match=r"it is of run \w+, and this is run"):
+    with pytest.raises(infinity.ModelError, match=r"it belongs to run \w+, and this is run"):
         optim.load_state_dict(saved)
 
 
@@ -259,7 +259,7 @@ def test_what_is_not_trained_or_not_begun_is_no_obstacle(config: Config, tmp_pat
 
 def test_what_is_no_copy_is_refused(copy: Path, config: Config, tmp_path: Path) -> None:
     (copy / "training-state.infinity").unlink()
-    with pytest.raises(infinity.ResumeError, match="no portable copy of a run .*infinity checkpoint export"):
+    with pytest.raises(infinity.ResumeError, match="not a portable copy of a run .*infinity checkpoint export"):
         infinity.load_pretrained(copy, config("other"), from_checkpoint=True)
     assert not (tmp_path / "other").exists()
 
@@ -282,7 +282,7 @@ def test_a_damaged_training_state_is_refused(copy: Path, config: Config) -> None
 
 def test_another_model_is_refused(copy: Path, config: Config, tmp_path: Path) -> None:
     with pytest.raises(
-        infinity.ResumeError, match="is of a LlamaForCausalLM whose 'transformer.wte.weight' is missing"
+        infinity.ResumeError, match="is a copy of a LlamaForCausalLM whose 'transformer.wte.weight' is missing"
     ):
         infinity.offload_from_checkpoint(gpt2()[0], copy, config("other"))
     assert not (tmp_path / "other").exists()
@@ -456,7 +456,7 @@ def test_a_list_that_was_cut_does_not_pass_for_a_shorter_one(copy: Path, config:
 def test_what_was_changed_on_purpose_is_taken_out_of_the_list(copy: Path, config: Config) -> None:
     (copy / "config.json").write_text((copy / "config.json").read_text() + "\n")
     (copy / "README.md").write_text("mine")
-    with pytest.raises(infinity.ResumeError, match="config.json is damaged.*take its line out of SHA256SUMS"):
+    with pytest.raises(infinity.ResumeError, match="config.json is damaged.*remove its line from SHA256SUMS"):
         infinity.load_pretrained(copy, config("other"), from_checkpoint=True)
     lines = (copy / "SHA256SUMS").read_text().splitlines(keepends=True)
     (copy / "SHA256SUMS").write_text("".join(line for line in lines if "  config.json" not in line))

@@ -147,7 +147,7 @@ def test_the_newest_that_is_whole_is_taken(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_that_is_not_there_is_named(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(infinity.ResumeError, match="no generation 99; there are: 2, 1"):
+    with pytest.raises(infinity.ResumeError, match="no generation 99; it has: 2, 1"):
         infinity.export_checkpoint(run, tmp_path / "out", step=99)
     with pytest.raises(infinity.ResumeError, match="holds no store"):
         infinity.export_checkpoint(tmp_path, tmp_path / "out")

@@ -117,8 +117,8 @@ def test_one_unit_is_in_memory_at_a_time(offload: Offload, tmp_path: Path, monke
     [
         (llama, {"use_dora": True}, "use_dora"),
         (gpt2, {"target_modules": ["c_attn"], "lora_bias": True}, "lora_bias"),
-        (tied_llama, {"target_modules": ["lm_head"]}, "adapters of 'lm_head', whose weight another module has"),
-        (tied_llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "tied weights"),
+        (tied_llama, {"target_modules": ["lm_head"]}, "adapters of 'lm_head', whose weight is tied"),
+        (tied_llama, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "weight is tied"),
         (llama, {"trainable_token_indices": [1]}, "TrainableTokensWrapper"),
         (llama, {"layer_replication": [(0, 2), (1, 3)]}, "layer_replication"),
     ],

@@ -117,7 +117,7 @@ def test_without_room_for_the_copy_saving_fails_before_anything_is_written(
     small = os.statvfs_result((4096, 4096, 100, 3, 3, 1, 1, 1, 0, 255))
     monkeypatch.setattr(pinned.os, "statvfs", lambda _: small)
     acts: list[str] = []
-    message = "checkpoint-2 .*takes 1.*MiB, and 12.00 KiB are free"
+    message = "checkpoint-2 .*takes 1.*MiB, and the disk has 12.00 KiB free"
     with durable.observed(lambda name, *_: acts.append(name)), pytest.raises(PlanError, match=message):
         make_room_for_pin(run.model, run.folder(5))
     assert acts == []
@@ -129,7 +129,7 @@ def test_without_room_for_the_copy_saving_fails_before_anything_is_written(
 def test_a_folder_that_is_gone_can_hold_no_copy_and_each_way_on_is_one(way: str, tmp_path: Path) -> None:
     run, _ = full(tmp_path)
     run.folder(2).rename(tmp_path / "moved")
-    with pytest.raises(PlanError, match="checkpoint-2.*which is gone.*--all-gone") as refused:
+    with pytest.raises(PlanError, match="oldest pin is gone.*checkpoint-2.*--all-gone") as refused:
         make_room_for_pin(run.model, run.folder(5))
     if way == "put back":
         (tmp_path / "moved").rename(run.folder(2))

@@ -18,8 +18,8 @@ LINE = "0" * 64 + "  model.safetensors\n"
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (b"", "was cut"),
-        (LINE[:-1].encode(), "was cut"),
+        (b"", "was truncated"),
+        (LINE[:-1].encode(), "was truncated"),
         (b"\xff\n", "is damaged: 'utf-8'"),
         (b"no checksum\n", "it has the line 'no checksum'"),
         (2 * LINE.encode(), "it has the line"),

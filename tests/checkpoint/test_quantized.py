@@ -364,14 +364,14 @@ def _without_a_state(tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_of_another_map, f"model.safetensors: the 4-bit codes of '{LAYER}' stand for other numbers .quant_map"),
+        (_of_another_map, f"model.safetensors: the 4-bit codes of '{LAYER}' have other values .quant_map"),
         (_without_scales, f"there is no '{LAYER}.absmax', which a quantized weight needs"),
-        (_with_few_scales, f"model.safetensors: '{LAYER}' is quantized, and its scales has not the size"),
-        (_with_few_codes, f"model.safetensors: '{LAYER}' is quantized, and its codes has not the size"),
+        (_with_few_scales, f"model.safetensors: '{LAYER}' is quantized, and its scales does not have the size"),
+        (_with_few_codes, f"model.safetensors: '{LAYER}' is quantized, and its codes does not have the size"),
         (_of_another_shape, f"'{LAYER}' is quantized with shape .64, 64., and is .128, 64. in the model"),
         (_of_small_blocks, f"'{LAYER}' is quantized in blocks of 32; infinity reads blocks of 64 and multiples"),
-        (_without_a_shape, f"what bitsandbytes says of '{LAYER}' cannot be read"),
-        (_without_a_state, f"has '{LAYER}' as torch.uint8, and none of the tensors beside it"),
+        (_without_a_shape, f"the quantization state that bitsandbytes wrote for '{LAYER}' cannot be read"),
+        (_without_a_state, f"has '{LAYER}' as torch.uint8, but none of the tensors"),
     ],
 )
 def test_a_damaged_checkpoint_is_named(
@@ -411,7 +411,7 @@ def test_other_methods_are_refused_by_name(method: str, base: Path, deferred: An
 
 def test_a_layer_that_bitsandbytes_turned_is_refused(deferred: Any, tmp_path: Path) -> None:
     gpt2()[0].bfloat16().save_pretrained(tmp_path / "base")
-    with pytest.raises(ModelError, match=r"is quantized with shape .192, 64., and is .64, 192.*was turned"):
+    with pytest.raises(ModelError, match=r"is quantized with shape .192, 64., and is .64, 192.*was transposed"):
         deferred(quantize(tmp_path / "base", tmp_path / "nf4", "nf4"))
 
 
@@ -428,5 +428,5 @@ def test_experts_that_transformers_merges_are_refused(
     for name in [name for name in tensors if "experts" in name and tensors[name].dim() == 2]:
         quantized_as(tensors, name, tensors[name], compress_statistics=True)
     save_file(tensors, tmp_path / "quantized/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="experts.*quantized, of which transformers makes a part of a larger"):
+    with pytest.raises(ModelError, match="experts.*quantized, and transformers makes it a part of a larger"):
         deferred(tmp_path / "quantized")

@@ -171,7 +171,7 @@ def test_a_copy_of_a_run_in_tiles_is_not_taken_for_other_tiles(config: Config, t
     infinity.export_checkpoint(tmp_path / "swap", tmp_path / "out")
     other, _ = llama()
     infinity.tile(other.lm_head, 2)
-    with pytest.raises(ResumeError, match="Build the model the run was made with"):
+    with pytest.raises(ResumeError, match="Build the model that the run trained"):
         infinity.offload_from_checkpoint(other, tmp_path / "out", config("other"))
 
 

@@ -225,7 +225,7 @@ def test_nothing_to_resume_says_why(job: dict[str, Any], tmp_path: Path, capsys:
     assert main(["finetune", "--resume", str(tmp_path / "nowhere")]) == 2
     assert "nothing to resume" in capsys.readouterr().err
     assert main(["finetune", "--from-checkpoint", str(tmp_path)]) == 2
-    assert "no portable copy" in capsys.readouterr().err
+    assert "not a portable copy" in capsys.readouterr().err
     assert main(["finetune"]) == 2
     assert "required: --model, --data, --config, --output" in capsys.readouterr().err
 
@@ -240,7 +240,7 @@ def test_where_a_run_goes_on_is_said_and_each_way_on_is_one(job: dict[str, Any],
     refused = capsys.readouterr().err
     assert f"is not the first of nvme.paths in --config, {tmp_path}/swap-b: " in refused
     assert main(["finetune", "--from-checkpoint", swap, *elsewhere]) == 2
-    assert "make one with `infinity checkpoint export`" in capsys.readouterr().err
+    assert "make a copy with `infinity checkpoint export`" in capsys.readouterr().err
     export = shlex.split(refused.partition("To move it, `")[2].partition("`")[0])
     assert main([*export[1:], swap, "--output", copy]) == 0
     (tmp_path / "out-a" / "report.json").rename(tmp_path / "out-a" / "mine.json")

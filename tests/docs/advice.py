@@ -57,15 +57,14 @@ def _outermost(tree: ast.AST) -> Iterator[str]:
 _COLUMNS = "cli/test_layouts.py::test_a_public_layout_that_is_refused_is_read_with_its_columns_named"
 FOLLOWED: dict[str, dict[str, str]] = {
     "access/exact.py": {
-        "`infinity checkpoint export` writes it whole": "runtime/test_ranks_together.py::"
+        "`infinity checkpoint export` writes the whole state": "runtime/test_ranks_together.py::"
         "test_moments_of_several_ranks_are_refused_by_name_and_written_whole_as_the_error_says",
     },
     "access/gathering.py": {
-        "Gather one module after the ": "runtime/test_gathered.py::"
+        "Gather one module at a ": "runtime/test_gathered.py::test_copies_that_do_not_fit_are_refused_with_the_number",
+        "or iterate over infinity.state_dict(model), which keeps": "runtime/test_gathered.py::"
         "test_copies_that_do_not_fit_are_refused_with_the_number",
-        "or go through infinity.state_dict(model), which has": "runtime/test_gathered.py::"
-        "test_copies_that_do_not_fit_are_refused_with_the_number",
-        "change it in the same way on all ranks": "runtime/test_rank_writes.py::"
+        "change the parameter in the same way on all ranks": "runtime/test_rank_writes.py::"
         "test_ranks_that_write_different_things_write_nothing_and_the_same_things_all",
         "model.resize_token_embeddings() needs no infinit": "runtime/test_errors.py::"
         "test_what_is_resized_in_vain_in_gathered_is_resized_without_it",
@@ -91,15 +90,15 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_what_peft_computes_of_weights_is_not_written_as_a_placeholder",
     },
     "checkpoint/in_files.py": {
-        "done tile by tile; use infinity.state_dict(model)": "checkpoint/test_tiles.py::"
+        "tile by tile; use infinity.state_dict(model)": "checkpoint/test_tiles.py::"
         "test_a_model_whose_tiles_cannot_be_written_gives_its_weights_as_the_error_says",
     },
     "checkpoint/pinned.py": {
-        "holds the store, `<> --all-gone`; or infinity.run": "checkpoint/test_pinned.py::"
+        "with `<> --all-gone` while no process uses the store, or with infinity.run": "checkpoint/test_pinned.py::"
         "test_a_folder_that_is_gone_can_hold_no_copy_and_each_way_on_is_one",
     },
     "checkpoint/portable.py": {
-        "no <>); make one with `infinity checkpoint export`, or load ": "cli/test_resume.py::"
+        "no <>); make a copy with `infinity checkpoint export`, or load ": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
     },
     "cli/documents.py": {
@@ -333,7 +332,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "coordinator/gradient_handle.py": {
         "To keep its values, copy them in": "runtime/test_gathered_gradients.py::"
         "test_a_handle_that_is_kept_says_that_its_gradient_is_gone",
-        "has its values, to read and to change; where weights": "runtime/test_gathered_gradients.py::"
+        "read or change its values in `with infinity.gathered": "runtime/test_gathered_gradients.py::"
         "test_what_needs_a_copy_that_stays_raises_and_works_as_the_message_says",
     },
     "coordinator/readers.py": {
@@ -363,11 +362,11 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_model_merged_and_saved_in_gathered_has_the_logits_of_the_adapters",
     },
     "durable/commits.py": {
-        "call infinity.commit(model) where an it": "runtime/test_loop_tops.py::"
+        "call infinity.commit(model) at the end of an it": "runtime/test_loop_tops.py::"
         "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
     },
     "durable/resumed.py": {
-        "or call infinity.commit(model) where an it": "runtime/test_loop_tops.py::"
+        "or call infinity.commit(model) at the end of an it": "runtime/test_loop_tops.py::"
         "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
     },
     "integrations/accelerate.py": {
@@ -493,7 +492,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "optim/groups.py": {
         "is not offloaded: call infinity.offload(model, config) bef": "optim/test_groups.py::"
         "test_tensors_that_are_refused_are_taken_when_they_are_offloaded",
-        "add it, then call infinity.offload(whole, config)": "runtime/test_anew.py::"
+        "add the modules, then call infinity.offload(whole, config)": "runtime/test_anew.py::"
         "test_a_head_around_an_offloaded_model_is_refused_and_trains_where_it_is_put_before",
         "are in the store. infinity.commit(model) and commit_": "optim/test_groups.py::"
         "test_instead_of_a_copy_of_the_optimizer_the_ways_that_its_error_names_have_its_states",
@@ -502,7 +501,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "give its parameters, model.parameters()": "optim/test_groups.py::"
         "test_what_is_no_list_of_parameters_is_refused",
         "or a list of param groups": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
-        "which is no parameter: give": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
+        "which is not a parameter: give": "optim/test_groups.py::test_what_is_no_list_of_parameters_is_refused",
     },
     "optim/offloaded.py": {
         "infinity run --resume FOLDER),": "integrations/test_accelerate.py::"
@@ -511,13 +510,13 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_later_process_goes_on_from_a_folder_to_the_same_bits",
         "with infinity.resume, or from a copy": "optim/test_groups.py::"
         "test_instead_of_a_copy_of_the_optimizer_the_ways_that_its_error_names_have_its_states",
-        "moments and its step anew, call optimizer": "optim/test_adamw.py::"
+        "moments and step, call optimizer": "optim/test_adamw.py::"
         "test_a_moment_that_is_set_is_refused_and_cleared_states_begin_anew_as_the_message_says",
-        "reads a copy of it, and a change": "optim/test_adamw.py::"
+        "reads a copy; a change": "optim/test_adamw.py::"
         "test_a_moment_that_is_asked_for_in_state_is_read_as_the_message_says",
     },
     "optim/scaling.py": {
-        "and leave scaler.unscale_() out": "runtime/test_loss_scaling.py::"
+        "and do not call scaler.unscale_()": "runtime/test_loss_scaling.py::"
         "test_a_gradient_set_by_hand_after_unscaling_is_refused_and_one_that_is_scaled_is_taken",
     },
     "runtime/anew.py": {

@@ -238,7 +238,9 @@ def test_a_sync_that_failed_fails_the_generation_and_is_not_tried_again() -> Non
     run.begin().forward_begins()
     run.commits.write_rest()
     run.store.syncs[0].end(Failure(operation="sync"))
-    with pytest.raises(InfinityError, match="generation 2 could not be made durable: sync .* resumed is none"):
+    with pytest.raises(
+        InfinityError, match="generation 2 could not be made durable: sync .* resumable generation is none"
+    ):
         run.commits.finish()
     assert not run.commits.under_way
     run.commits.finish()

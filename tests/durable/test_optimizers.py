@@ -47,7 +47,7 @@ def test_an_optimizer_takes_the_place_of_those_that_had_its_parameters() -> None
     assert len(optimizers) == 2
     for optimizer in (first, third):
         optimizers.require_entered(optimizer)
-    with pytest.raises(ModelError, match="took its place"):
+    with pytest.raises(ModelError, match="replaced it"):
         optimizers.require_entered(second)
     last = Optimizer("a", "b", "c")
     optimizers.enter(last, None)

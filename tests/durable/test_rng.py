@@ -57,4 +57,4 @@ def test_gpus_that_are_not_here_are_told(caplog: pytest.LogCaptureFixture, monke
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING, logger="infinity"):
         rng.restore(rng.snapshot() | {"cuda": [torch.zeros(1), torch.zeros(1)]})
-    assert "drew random numbers on 2 GPUs, and 0 are here" in caplog.text
+    assert "drew random numbers on 2 GPUs, and this machine has 0" in caplog.text

@@ -5,7 +5,7 @@ is killed (SIGKILL), and a run that resumes from its store, each in a process of
 
 * if each iteration first takes one item of a tracked loader and makes one step, or calls `infinity.commit` at its end:
   the losses, weights and states of the undisturbed run, and no warning;
-* in any other order: the same results, or a warning at the resume that the loop may have been at another place.
+* in any other order: the same results, or a warning at the resume that the loop may have been elsewhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ with warnings.catch_warnings():
 WITHOUT_WRITES = ("evaluate", "look", "draw")
 """Operations that may be between a forward and its backward."""
 WIDTH, ITERATIONS = 8, 4
-DOUBT = "its loop may have been at another place"
+DOUBT = "its loop may have been elsewhere"
 
 BETWEEN = ("write", "put back", "evaluate", "look", "fail", "draw")
 """Operations that may be anywhere.

@@ -191,7 +191,7 @@ def test_a_moment_that_is_set_is_refused_and_cleared_states_begin_anew_as_the_me
             if step == 1:
                 each.state[net[0].weight].clear()
     with pytest.raises(
-        infinity.ReleasedParameterError, match=r"cannot be set. To begin.*optimizer.state\[parameter\].clear"
+        infinity.ReleasedParameterError, match=r"cannot be set. To reset.*optimizer.state\[parameter\].clear"
     ):
         optim.state[model[0].weight]["exp_avg"] = torch.zeros(16, 8)
     assert losses["ours"] == pytest.approx(losses["torch's"], rel=1e-5)
@@ -204,7 +204,7 @@ def test_loading_states_that_are_not_in_the_store_raises(trained: Any) -> None:
     packed = optim.state_dict()
     state = packed["state"][0]
     foreign = packed | {"state": {0: state | {"exp_avg": replace(state["exp_avg"], run="abcdef0123456789")}}}
-    with pytest.raises(infinity.ModelError, match=r"it is of run abcdef01, and this is run .*infinity\.resume"):
+    with pytest.raises(infinity.ModelError, match=r"it belongs to run abcdef01, and this is run .*infinity\.resume"):
         optim.load_state_dict(foreign)
     with pytest.raises(infinity.ModelError, match="it is a tensor of another optimizer"):
         optim.load_state_dict(packed | {"state": {0: state | {"exp_avg": torch.zeros(2)}}})

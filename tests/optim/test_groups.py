@@ -38,9 +38,9 @@ def used_up(model: nn.Module) -> Any:
         (lambda model: None, "params is None: give model.parameters"),
         (lambda model: 3, "params is 3: give model.parameters"),
         (lambda model: "weights", "params is 'weights': give model.parameters"),
-        (lambda model: [None], r"params holds None \(NoneType\), which is no parameter"),
-        (lambda model: ["0.weight"], r"params holds '0.weight' \(str\), which is no parameter"),
-        (lambda model: list(model), r"params holds Linear.*, which is no parameter"),
+        (lambda model: [None], r"params holds None \(NoneType\), which is not a parameter"),
+        (lambda model: ["0.weight"], r"params holds '0.weight' \(str\), which is not a parameter"),
+        (lambda model: list(model), r"params holds Linear.*, which is not a parameter"),
         (lambda model: [{"lr": 1e-3}], "a param group is a dict with 'params', not {'lr': 0.001}"),
         (lambda model: [{"params": {"a": 1}}], "params is {'a': 1}: give model.parameters"),
         (lambda model: [{"params": model[0].parameters()}, model[1].weight], "a param group is a dict with 'params'"),
@@ -112,7 +112,7 @@ def test_tensors_that_are_not_offloaded_are_refused_among_others(tensor: torch.T
 def test_parameters_of_another_model_or_a_closed_one_are_refused(small: nn.Module, offload: Any) -> None:
     other = infinity.offload(nn.Sequential(nn.Linear(8, 8)), {"weights": "host", "optimizer": "host"})
     optim = infinity.AdamW(small[0].parameters())
-    with pytest.raises(infinity.ModelError, match="works on the parameters of one model"):
+    with pytest.raises(infinity.ModelError, match="updates the parameters of one model only"):
         optim.add_param_group({"params": other.parameters()})
     of_other = infinity.AdamW(other.parameters())
     infinity.close(other)
@@ -128,7 +128,7 @@ def test_an_optimizer_with_several_groups_takes_the_place_of_an_earlier_one(smal
     first = infinity.AdamW(small.parameters())
     second = infinity.AdamW([{"params": module.parameters()} for module in small])
     backward(small)
-    with pytest.raises(infinity.ModelError, match="another optimizer was made .* and took its place"):
+    with pytest.raises(infinity.ModelError, match="another optimizer was made .* and replaced it"):
         first.step()
     second.step()
 
@@ -224,7 +224,7 @@ def test_groups_that_are_made_anew_train(offload: Any) -> None:
 @pytest.mark.parametrize(
     ("broken", "error", "message"),
     [
-        (lambda packed: None, infinity.ConfigError, "None is no state_dict of an optimizer"),
+        (lambda packed: None, infinity.ConfigError, "None is not a state_dict of an optimizer"),
         (lambda packed: {}, infinity.ConfigError, "its 'param_groups' are not a list"),
         (lambda packed: packed | {"param_groups": 3}, infinity.ConfigError, "its 'param_groups' are not a list"),
         (lambda packed: packed | {"param_groups": [{}]}, infinity.ConfigError, "its 'param_groups' are not a list"),
@@ -236,9 +236,9 @@ def test_groups_that_are_made_anew_train(offload: Any) -> None:
         (
             lambda packed: packed | {"param_groups": [{"params": [0]}, {"params": [1]}]},
             infinity.ConfigError,
-            "whose param groups have 1, 1 parameters; those of this one have 4",
+            "whose param groups have 1, 1 parameters; the groups of this optimizer have 4",
         ),
-        (lambda packed: packed | {"param_groups": []}, infinity.ConfigError, "have no parameters; those of"),
+        (lambda packed: packed | {"param_groups": []}, infinity.ConfigError, "have no parameters; the groups of"),
         (lambda packed: packed | {"state": [1]}, infinity.ConfigError, "its 'state' is not one dict"),
         (lambda packed: packed | {"state": {0: 1}}, infinity.ConfigError, "its 'state' is not one dict"),
         (

@@ -27,7 +27,7 @@ NAN, INFINITE = float("nan"), float("inf")
         ({"lr": 1e-3j}, r"lr must be a number, not 0.001j"),
         ({"lr": NAN}, "lr = nan is out of range: 0 <= lr < inf"),
         ({"lr": INFINITE}, "lr = inf is out of range"),
-        ({"lr": 10**400}, r"lr = 1000\d*\.\.\.0*000 is out of range: no float is as large"),
+        ({"lr": 10**400}, r"lr = 1000\d*\.\.\.0*000 is out of range: a float cannot be that large"),
         ({"lr": torch.ones(2)}, r"lr is a tensor \(torch.float32, shape \(2,\), cpu\): give a number"),
         ({"lr": torch.tensor(-1.0)}, r"lr = tensor\(-1.\) is out of range"),
         ({"lr": torch.empty((), device="meta")}, "lr is a tensor .* meta"),
@@ -39,9 +39,9 @@ NAN, INFINITE = float("nan"), float("inf")
         ({"betas": (NAN, 0.99)}, r"betas\[0\] = nan is out of range"),
         ({"weight_decay": None}, "weight_decay must be a number, not None"),
         ({"eps": [1e-8]}, r"eps must be a number, not \[1e-08\] \(list\)"),
-        ({"seed": None}, "seed must be between .* and whole, not None"),
-        ({"seed": 1.5}, "seed must be between .* and whole, not 1.5"),
-        ({"seed": 2**64}, "seed must be between"),
+        ({"seed": None}, "seed must be a whole number between .*, not None"),
+        ({"seed": 1.5}, "seed must be a whole number between .*, not 1.5"),
+        ({"seed": 2**64}, "seed must be a whole number between"),
         ({"maximize": "no"}, "maximize must be True or False, not 'no'"),
         ({"amsgrad": None}, "amsgrad must be True or False, not None"),
         ({"max_grad_norm": "1"}, r"max_grad_norm must be a number, not '1' \(str\)"),
@@ -53,7 +53,7 @@ NAN, INFINITE = float("nan"), float("inf")
             "capturable=True: the update .* cannot be captured in a CUDA graph. Leave capturable= out",
         ),
         ({"differentiable": True}, "differentiable=True: autograd does not record the update"),
-        ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False is infinity.Adam: use that"),
+        ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False is the rule of infinity.Adam: use that"),
     ],
 )
 def test_what_is_no_hyperparameter_is_refused(options: dict[str, Any], message: str, small: nn.Module) -> None:
@@ -71,7 +71,7 @@ def test_what_is_no_hyperparameter_is_refused(options: dict[str, Any], message: 
         (infinity.Lion, {"betas": ()}, "betas must be two numbers"),
         (infinity.Adagrad, {"lr_decay": None}, "lr_decay must be a number"),
         (infinity.Adagrad, {"initial_accumulator_value": [0.0]}, "initial_accumulator_value must be a number"),
-        (infinity.Adam, {"decoupled_weight_decay": True}, "decoupled_weight_decay=True is infinity.AdamW"),
+        (infinity.Adam, {"decoupled_weight_decay": True}, "decoupled_weight_decay=True is the rule of infinity.AdamW"),
     ],
 )
 def test_every_optimizer_refuses_what_is_no_number(make: Any, options: Any, message: str, small: nn.Module) -> None:
@@ -91,7 +91,7 @@ def test_every_optimizer_refuses_what_is_no_number(make: Any, options: Any, mess
         ("betas", (0.9, 1.0), r"param group 1: betas\[1\] = 1.0 is out of range"),
         ("weight_decay", None, "param group 1: weight_decay must be a number"),
         ("eps", -1.0, "param group 1: eps = -1.0 is out of range"),
-        ("seed", -1, "param group 1: seed must be between"),
+        ("seed", -1, "param group 1: seed must be a whole number between"),
         ("amsgrad", True, "param group 1: amsgrad is not available"),
         ("maximize", None, "param group 1: maximize must be True or False"),
         ("capturable", True, "param group 1: capturable=True"),
@@ -204,7 +204,7 @@ def test_torchs_own_state_dict_of_adamw_is_taken_and_that_of_adam_is_not(small: 
     assert optim.param_groups[0]["lr"] == 0.5
     theirs = torch.optim.Adam(parameters).state_dict()
     if "decoupled_weight_decay" in theirs["param_groups"][0]:
-        with pytest.raises(infinity.ConfigError, match="decoupled_weight_decay=False is infinity.Adam"):
+        with pytest.raises(infinity.ConfigError, match="decoupled_weight_decay=False is the rule of infinity.Adam"):
             optim.load_state_dict(theirs)
     require_next_step_is_good(small, optim)
 
@@ -229,7 +229,7 @@ def test_a_generation_with_absurd_hyperparameters_is_refused_and_changes_nothing
     run_that_ends_with({"lr": -1.0}, swap_config(commit_every=1))
     model = infinity.resume(build(), swap_config(commit_every=1))
     optim = infinity.AdamW(model.parameters(), lr=0.5)
-    with pytest.raises(infinity.ResumeError, match="the run that is resumed cannot go on: param group 0: "):
+    with pytest.raises(infinity.ResumeError, match="the run cannot be resumed: param group 0: "):
         backward(model)
     assert optim.param_groups[0]["lr"] == 0.5
     infinity.close(model)

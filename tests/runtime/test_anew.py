@@ -136,7 +136,9 @@ def test_following_the_advice_a_weight_is_computed_from_now_on(
     torch.manual_seed(1)
     with infinity.gathered(model, layer):
         compute(layer)
-    with pytest.raises(ModelError, match=r"make the optimizer before the first forward: it offloads the model anew"):
+    with pytest.raises(
+        ModelError, match=r"make the optimizer before the first forward: the optimizer " r"offloads the model again"
+    ):
         model(**batch)
     torch.manual_seed(1)
     compute(reference.model.layers[1].self_attn.q_proj)
@@ -250,7 +252,7 @@ def test_a_head_around_an_offloaded_model_is_refused_and_trains_where_it_is_put_
 ) -> None:
     """As the error says."""
     with pytest.raises(
-        ModelError, match=r"is not offloaded: call infinity\.offload.*put there before: give defer=True"
+        ModelError, match=r"is not offloaded: call infinity\.offload.*before the model is offloaded: give defer=True"
     ):
         infinity.AdamW(WithHead(load("after")[0]).parameters(), lr=LR)
     model, config = load("before", defer=True)

@@ -316,7 +316,7 @@ def test_a_module_that_replaced_another_is_noticed(trained: Any) -> None:
 
 
 def test_resizing_the_embeddings_after_a_step_is_refused(trained: Any) -> None:
-    with pytest.raises(infinity.ModelError, match="is not possible: an optimizer of it was made"):
+    with pytest.raises(infinity.ModelError, match="is not possible: an optimizer was made for it"):
         trained[0].resize_token_embeddings(200)
     assert_next_step_is_good(*trained)
 

@@ -261,7 +261,7 @@ def test_encoded_weights_are_read_and_written_as_the_error_says_only(offload: Of
     name = "base_model.model.model.layers.1.self_attn.k_proj.weight"
     with infinity.gathered(model):
         assert torch.equal(model.get_parameter(name), before[name])
-    with pytest.raises(ModelError, match=r"k_proj\.weight.*rests as nf4.*Nothing was written"):  # noqa: SIM117
+    with pytest.raises(ModelError, match=r"k_proj\.weight.*is stored as nf4.*Nothing was written"):  # noqa: SIM117
         with infinity.gathered(model, write=True), torch.no_grad():
             model.get_parameter(name).zero_()
     with infinity.gathered(model, write=True), torch.no_grad():

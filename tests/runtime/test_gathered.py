@@ -105,7 +105,7 @@ def test_without_write_a_change_ends_with_the_context_and_is_told(
     assert not caplog.records
     with infinity.gathered(model, model.lm_head):
         model.lm_head.weight.data.zero_()
-    assert "'lm_head.weight' was changed, and the change ends with the context" in caplog.text
+    assert "'lm_head.weight' was changed, and the change is lost when the context ends" in caplog.text
     assert_same(weights(model), expected)
     with infinity.gathered(model, model.lm_head, write=True):
         model.lm_head.weight.data.zero_()
@@ -310,7 +310,7 @@ def test_frozen_weights_that_generations_share_are_not_written(offload: Any) -> 
 def test_copies_that_do_not_fit_are_refused_with_the_number(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.access.gathering.available_device_bytes", lambda device: 1000)
     context = infinity.gathered(trained[0])
-    with pytest.raises(infinity.PlanError, match="1000 B.* are free. Gather one module after the other"):
+    with pytest.raises(infinity.PlanError, match="1000 B.* are free. Gather one module at a time"):
         context.__enter__()
     with pytest.raises(infinity.ReleasedParameterError):
         trained[0].lm_head.weight.norm()

@@ -158,7 +158,7 @@ def test_a_change_undoes_the_updates_that_have_begun_and_says_so_once(offload: A
         optim.zero_grad()
     assert [each.getMessage() for each in caplog.records if "by hand" in each.getMessage()] == [
         "updates that were begun during backward are done again, to the same result: a gradient was set, changed or "
-        "cleared by hand. Set overlap: before_forward if that is usual."
+        "cleared by hand. Set overlap: before_forward if this happens often."
     ]
 
 

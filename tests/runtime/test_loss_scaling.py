@@ -399,7 +399,7 @@ def test_a_gradient_set_by_hand_after_unscaling_is_refused_and_one_that_is_scale
     scaler.unscale_(optim)
     norm = model.model.norm.weight
     norm.grad = torch.ones_like(norm)
-    with pytest.raises(infinity.ModelError, match=r"times scaler\.get_scale\(\), and leave scaler\.unscale_\(\) out"):
+    with pytest.raises(infinity.ModelError, match=r"by scaler\.get_scale\(\), and do not call scaler\.unscale_\(\)"):
         scaler.step(optim)
     optim.zero_grad()
     scaler.update()

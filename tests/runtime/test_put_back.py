@@ -128,5 +128,5 @@ def test_masters_that_are_too_many_to_keep_are_named_when_their_weights_are_put_
     write(model, lambda weight: weight.add_(0.25))
     assert not caplog.records
     write(model, lambda weight: weight.copy_(kept))
-    assert "the weights of 'embed.weight' were put back, and their fp32 masters were not" in caplog.text
+    assert "the weights of 'embed.weight' were restored, but not their fp32 masters" in caplog.text
     assert torch.equal(masters(model)["embed.weight"], kept.float())

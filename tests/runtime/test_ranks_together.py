@@ -181,7 +181,7 @@ def values_of_gradients(folder: str) -> None:
     parameter.register_hook(own.append)
     for step in range(2):
         model(batch(step, dist.get_rank(), torch.float32)).backward()
-        refused = pytest.raises(NotAvailableError, match=r"'blocks.*' lies in slices .*register_hook, before the backw")
+        refused = pytest.raises(NotAvailableError, match=r"'blocks.*' is split over .*register_hook, before the backw")
         with refused, infinity.gathered(model, grads=True):
             pass
         with pytest.raises(NotAvailableError, match=r"What works is p\.grad\.norm\(\)"):
@@ -204,9 +204,7 @@ def values_of_moments(folder: str) -> None:
     optim = infinity.AdamW(model.parameters())
     model(batch(0, dist.get_rank(), torch.float32)).backward()
     optim.step()
-    with pytest.raises(
-        NotAvailableError, match="in slices on several ranks. `infinity checkpoint export` writes it wh"
-    ):
+    with pytest.raises(NotAvailableError, match="split over several ranks. `infinity checkpoint export` writes the wh"):
         optim.read_state(model.head.weight, "exp_avg")
     infinity.close(model)
 

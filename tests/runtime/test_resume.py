@@ -331,10 +331,10 @@ def test_what_does_not_fit_the_run_is_named(config: Any, tmp_path: Path) -> None
         infinity.resume(llama()[0], swap)
     with pytest.raises(ResumeError, match="keep|need one of"):
         infinity.resume(model(), swap | {"keep": 3})
-    with pytest.raises(ResumeError, match="no generation 9; there are: 1"):
+    with pytest.raises(ResumeError, match="no generation 9; it has: 1"):
         infinity.resume(model(), swap, step=9)
     net = infinity.resume(model(), swap)
-    with pytest.raises(ResumeError, match="trained with infinity.AdamW; it cannot go on with Adam"):
+    with pytest.raises(ResumeError, match="trained with infinity.AdamW; it cannot be resumed with Adam"):
         infinity.Adam(net.parameters())
     infinity.close(net)
     net = infinity.resume(model(), swap)
@@ -369,7 +369,7 @@ def test_tracking_says_what_cannot_be_kept(config: Any) -> None:
     with pytest.raises(ConfigError, match=r"deep\[0\].thing is a object"):
         infinity.track(Odd(), model=net)
     infinity.track(x=nn.Linear(1, 1), model=net)
-    with pytest.raises(ConfigError, match="there is a 'x' already"):
+    with pytest.raises(ConfigError, match="the name 'x' is in use already"):
         infinity.track(x=nn.Linear(1, 1), model=net)
     infinity.close(net)
     with pytest.raises(ModelError, match="no model is offloaded: call infinity.offload"):
