@@ -203,13 +203,14 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
 
     if limits.shares and weights.tier == "device":
         raise PlanError(
-            "weights: device keeps all weights on every device, and with several ranks each keeps a slice. Set "
+            "weights: device keeps all weights on every device, but with several ranks each "
+            "rank keeps only a slice. Set "
             "weights: host or auto."
         )
     if weights.tier == "device" and limits.in_place and problem.decoded:
         raise PlanError(
-            f"weights: device keeps weights where they are computed with, and frozen: {problem.config.frozen} has them "
-            "decoded each time. On the CPU set weights: host or auto, or frozen: bf16."
+            f"weights: device keeps weights decoded on the device, but frozen: {problem.config.frozen} decodes them "
+            "at each use. On the CPU set weights: host or auto, or frozen: bf16."
         )
     if weights.tier == "device" or (limits.used_at_home and weights.tier == "host" and not problem.decoded):
         ring = ring_beside(problem.slots)
@@ -234,8 +235,8 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         each = limits.for_each if limits.in_place else ""
         raise DeviceRoomError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
-            f"{format_bytes(largest.weight_bytes)}, and those of the other units that are there at the same time "
-            f"(together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring.nbytes)}; memory.device is "
+            f"{format_bytes(largest.weight_bytes)}, and those of the other units that are on the device at the "
+            f"same time (together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring.nbytes)}; memory.device is "
             f"{format_bytes(limits.device)}{each}. Raise memory.device to "
             f"{_config_bytes(limits, nbytes + ring.nbytes + decoding)} plus what activations need.",
             limits.device,

@@ -47,7 +47,7 @@ class Frequency:
             return f"none{why or ' (commit_every: 0)'}"
         if self.every == 1:
             return f"every step{why}"
-        sooner = " at the latest, sooner as far as that takes 5 % of the time" if self.at_most else ""
+        sooner = " or more often, as long as commits take at most 5 % of the time" if self.at_most else ""
         return f"every {self.every} steps{sooner}{why}"
 
 
@@ -83,9 +83,9 @@ def frequency_of(commit_bytes: int, step_bytes: int) -> Frequency:
         step_bytes: bytes that a step reads and writes without a commit.
     """
     if not commit_bytes:
-        return Frequency(1, "all states rest on NVMe")
+        return Frequency(1, "all states are on NVMe")
     every = affordable_every(commit_bytes, step_bytes)
-    written = f"a commit writes {format_bytes(commit_bytes)} that rest in RAM"
+    written = f"a commit writes {format_bytes(commit_bytes)} of states in RAM"
     if step_bytes:
         written += f": {100 * commit_bytes / (every * step_bytes):.1f} % of the I/O"
     return Frequency(every, written, at_most=every > 1)

@@ -16,9 +16,9 @@ from infinity.state.discover import HookSite
 from infinity.state.shard import Cut
 
 _OVERLAP = {
-    "auto": "during backward as long as that turns out right, else before the next forward",
-    "during_backward": "during backward, redone where the step decides otherwise",
-    "before_forward": "from the step on, before each unit's next use",
+    "auto": "during backward while that works out, otherwise before the next forward",
+    "during_backward": "during backward, redone if the step decides otherwise",
+    "before_forward": "after the step, before each unit's next use",
     "off": "in the step",
 }
 
@@ -179,7 +179,7 @@ def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
     if peers.near is None:
         return [f"  ranks        weights come from all {peers.cut.count} (ZeRO-3)"]
     near = 1 if peers.near is None else peers.near.count
-    said = f"then from {near} of them (hpZ)" if near > 1 else "then from here (ZeRO-2)"
+    said = f"then from {near} of them (hpZ)" if near > 1 else "then from the rank itself (ZeRO-2)"
     kept = format_bytes(layout.arena.secondary)
     return [f"  ranks        weights come from all {peers.cut.count} once a step, {said}: {kept} of copies in RAM"]
 
@@ -233,7 +233,7 @@ def _swap(swap: SwapBytes, placement: Placement) -> str:
 
 def _commits(placement: Placement) -> str:
     if not placement.commit_every:
-        return f"{placement.commits}: a run that dies starts again from a saved model"
+        return f"{placement.commits}: a run that is killed must start again from a saved model"
     pins = f" and {placement.pins} pinned at most" if placement.pins else ""
     copies = placement.keep + placement.pins + 1
     kept = f"{placement.keep} kept{pins}"

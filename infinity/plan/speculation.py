@@ -58,10 +58,10 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
         return Reserved(UpdateTiming(config.overlap))
     moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
     if not moved:
-        return _none("the gradients spill" if _moved(problem, placed) else "the states are in RAM")
+        return _none("the gradients spill to NVMe" if _moved(problem, placed) else "the states are in RAM")
     moved = [unit for unit in moved if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
     if not moved:
-        return _none("weights rest in RAM beside frozen ones")
+        return _none("weights are in RAM together with frozen weights")
     reason, spare, checksums = "", frozenset[int](), 0
     if problem.commit_every == 0:
         copies = {unit.index: _copy_bytes(unit, placed) for unit in reversed(moved)}
@@ -72,7 +72,7 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
         if len(spare) < len(moved):
             reason = f"speculative updates of all units would need {format_bytes(sum(copies.values()))} more on disk"
     elif problem.commit_every > 1:
-        reason = f"commit_every: {problem.commit_every} leaves a free copy in the step after each commit only"
+        reason = f"commit_every: {problem.commit_every} leaves a free copy only in the step after each commit"
     able = [unit for unit in moved if problem.commit_every or unit.index in spare]
     in_ram = [unit.weight for unit in able if unit.index in placed.weights.in_ram]
     shadow = min(sum(in_ram), room // PAGE_BYTES * PAGE_BYTES)

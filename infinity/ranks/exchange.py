@@ -297,14 +297,14 @@ class Exchange:
     def _carry_out(self, begun: _Begun) -> None:
         operation, watch, index = begun.operation, self._ranks.watch, begun.index
         for each in operation.after:
-            watch.note(index, _BEFORE, f"what comes before {begun.what}")
+            watch.note(index, _BEFORE, f"the work before {begun.what}")
             each()
         self.raise_if_broken()
         watch.note(index, _AGREEING, begun.what)
         told = self._move(begun) if self._ranks.world > 1 else self._alone(begun)
         if operation.arrived is not None:
             operation.arrived()
-        watch.note(index + 1, _ELSEWHERE, f"work of its own, after {begun.what}")
+        watch.note(index + 1, _ELSEWHERE, f"its own work after {begun.what}")
         begun.ticket._finish(told, None)
 
     def _alone(self, begun: _Begun) -> list[bytes]:
@@ -375,7 +375,7 @@ class Exchange:
                 now = time.monotonic()
                 left_at = left_at or (now if watch.left else 0.0)
                 if left_at and now > left_at + _LAST_BYTES_S:
-                    raise self._inquire("connection", what, "its connections are still open")
+                    raise self._inquire("connection", what, "but its connections are still open")
                 if now > began + deadline_s:
                     raise self._inquire("deadline", what, f"within {deadline_s:g} s")
 

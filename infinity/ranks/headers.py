@@ -20,7 +20,8 @@ from infinity.ranks.watch import listed
 _FORM = struct.Struct("<qqqQQqq")
 NBYTES = 128
 _ADVICE = (
-    "Every rank must run the same modules in the same order; all ranks have to end. Look for what depends on the rank "
+    "Every rank must run the same modules in the same order. Stop all ranks, and look for "
+    "code that depends on the rank "
     "or on its data."
 )
 _GATHERS, _EXCHANGES, _IS_AT, _GATHERS_AGAIN = range(4)

@@ -52,7 +52,8 @@ def require_ranks_met() -> None:
     count = os.environ.get("WORLD_SIZE", "1")
     if count != "1" and rank_and_world() == (0, 1):
         raise ConfigError(
-            f"{count} processes run this script, and they have not met before its model is offloaded. Make the "
+            f"{count} processes run this script, but torch.distributed is not initialized when the "
+            "model is offloaded. Make the "
             "Accelerator or the TrainingArguments first, or call torch.distributed.init_process_group; or start the "
             "script without torchrun"
         )
@@ -157,8 +158,8 @@ class Ranks:
         for rank, other in all_.items():
             if other["gather"] != gather:
                 raise PeerError(
-                    f"rank {rank} gathers over '{other['gather']}', rank {self.rank} over '{gather}': "
-                    "ranks.gather must be the same on all ranks",
+                    f"rank {rank} gathers over '{other['gather']}', but rank {self.rank} over "
+                    f"'{gather}': ranks.gather must be the same on all ranks",
                     (rank,),
                 )
         same = {"boot": mine["boot"], "pids": mine["pids"]}
@@ -187,7 +188,7 @@ class Ranks:
         try:
             return cast(ProcessGroup, dist.new_group(list(members), timeout=timeout, backend="gloo"))
         except Exception as error:
-            what = "the making of a process group"
+            what = "making a process group"
             raise self.watch.inquire("connection", what, str(error)).again() from error
 
     def group_of(self, group: Group) -> ProcessGroup:

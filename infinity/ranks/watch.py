@@ -147,7 +147,7 @@ class Watch:
             raise self._no_store()
         if missing:
             where = "; ".join(f"rank {rank} was last seen at {self._last(rank)}" for rank in missing)
-            raise PeerError(f"{listed(missing)} did not come to '{name}' within {timeout_s:g} s ({where})", missing)
+            raise PeerError(f"{listed(missing)} did not reach '{name}' within {timeout_s:g} s ({where})", missing)
         others = {rank: what for rank, (what, _) in came.items() if what != name}
         if others:
             rank, what = min(others.items())
@@ -215,14 +215,15 @@ class Watch:
         behind = tuple(rank for rank, (i, p, _) in sorted(self._alive.items()) if (i, p) < (index, phase))
         where = "; ".join(f"rank {rank} is at {self._alive[rank][2]}" for rank in sorted(self._alive))
         if behind and trouble == "deadline":
-            return PeerError(f"{listed(behind)} did not come to {what} {detail} ({where})", behind)
+            return PeerError(f"{listed(behind)} did not reach {what} {detail} ({where})", behind)
         return PeerError(f"{what} did not end, though all ranks are alive: {detail} ({where})")
 
     def _died(self, ranks: Collection[int], detail: str = "") -> PeerError:
         _, _, what = self._position
         return PeerError(
-            f"{listed(ranks)} died while rank {self._rank} was at {what}: gone without a word{detail}. Look at what "
-            "was printed there last, and at dmesg for a kill for want of memory",
+            f"{listed(ranks)} died while rank {self._rank} was at {what}: the process ended without an "
+            f"error message{detail}. Look at the "
+            "last output of that rank, and look in dmesg whether the kernel killed it because memory ran out",
             tuple(ranks),
         )
 

@@ -88,7 +88,7 @@ def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: N
         _require_untrained(model, coordinator)
         require_possible()
         values = _values(model, coordinator)
-        logger.info("the model is changed after it was offloaded: it is offloaded anew")
+        logger.info("the model was changed after it was offloaded: it is offloaded again")
         with interrupts_deferred():
             _let_go(model, coordinator, values)
 
@@ -121,7 +121,7 @@ class Resize(Guard):
 
 
 _WAY_OUT = (
-    "Adapters are attached, parameters frozen or unfrozen and embeddings resized before the first optimizer is made, "
+    "Attach adapters, freeze or unfreeze parameters and resize embeddings before the first optimizer is made, "
     "or before infinity.offload: give defer=True to infinity.load_pretrained, change the model, then call "
     "infinity.offload(model, config)."
 )
@@ -131,8 +131,8 @@ def _require_untrained(model: nn.Module, coordinator: Coordinator) -> None:
     why = coordinator.why_not_anew()
     if why:
         raise TooLateError(
-            f"this {type(model).__name__} was changed after it was offloaded, so it is to be offloaded anew, and that "
-            f"is not possible: {why}. {_WAY_OUT}"
+            f"this {type(model).__name__} was changed after it was offloaded, and cannot be "
+            f"offloaded again: {why}. {_WAY_OUT}"
         )
 
 
@@ -148,8 +148,9 @@ def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
     if nbytes > limit:
         raise TooLateError(
             f"this {type(model).__name__} was changed after it was offloaded, and its values cannot be read again from "
-            f"files. To offload it anew takes {format_bytes(nbytes)} of RAM, and memory.host is {format_bytes(limit)}: "
-            f"raise it to that. Or: {_WAY_OUT}"
+            f"files. To offload it again takes {format_bytes(nbytes)} of RAM, and memory.host is "
+            f"{format_bytes(limit)}: raise "
+            f"memory.host to the former. Or: {_WAY_OUT}"
         )
     return values | {place.spec.name: exact_value(coordinator, place) for place in nowhere}
 

@@ -136,13 +136,13 @@ class Recorder(Forward):
         edges = list(self.tape.edges(loss))
         chain, why = self._chain(edges), ""
         if self._changed_flag:
-            why = f"{self._changed_flag} is set for a part of the forward, and is the same for all micro-batches"
+            why = f"{self._changed_flag} is set during a part of the forward, and all micro-batches share it"
         elif any(number_of(lower) < self._begins for lower, _, _ in edges):
-            why = "the micro-batch, or what the loss function adds to it, comes with a graph of its own"
+            why = "the micro-batch, or a tensor that the loss function adds to it, has a graph already"
         elif not chain.worth_it:
             why = (
-                "the units of the model form no chain: what a unit computes is used past the units behind it, as the "
-                "routers of a mixture of experts are by the loss"
+                "the units of the model do not form a chain: a result of a unit is used again after later units, as "
+                "the loss uses the routers of a mixture of experts"
             )
         return chain, why
 

@@ -242,7 +242,7 @@ class RowsReader(Reader):
 def _rows(read: Read, begin: int, end: int) -> Read:
     """Return the reader of rows [begin, end) of a value that is in memory or in a source."""
     if isinstance(read, RowsReader):
-        raise AssertionError("a tile is not cut again")
+        raise AssertionError("a tile cannot be cut again")
     if isinstance(read, Reader):
         return RowsReader(read.source, read.name, begin, end)
     return _Constant(read()[begin:end].clone())

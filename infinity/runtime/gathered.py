@@ -67,12 +67,13 @@ def gathered(
     coordinator.require_untouched()
     if write and coordinator.passing:
         raise ModelError(
-            "infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights. Write them "
-            "before the pass, or after it."
+            "infinity.gathered(..., write=True) in a forward or backward pass, which reads the weights. Write "
+            "weights before or after the pass."
         )
     if grads and coordinator.passing:
         raise ModelError(
-            "infinity.gathered(..., grads=True) in a forward or backward pass, in which gradients may come. Enter it "
+            "infinity.gathered(..., grads=True) in a forward or backward pass, which may add "
+            "gradients. Enter the context "
             "between backward() and optim.step()."
         )
     wanted: dict[int, list[str]] = {}

@@ -31,8 +31,8 @@ def _refuse(what: str, why: str = "would see placeholders: its weights are in th
     raise ReleasedParameterError(
         f"{what} of an offloaded model {why}. To write it, use "
         "infinity.save_pretrained(model, directory); to read or change weights use infinity.state_dict(model) or "
-        "`with infinity.gathered(model, module):`. A copy of the model is made before infinity.offload; or it is "
-        "another plain model that loads the weights: other.load_state_dict(model.state_dict())."
+        "`with infinity.gathered(model, module):`. Copy the model before infinity.offload, or load the "
+        "weights into another plain model: other.load_state_dict(model.state_dict())."
     )
 
 
@@ -106,7 +106,7 @@ class _Gathers:
     def _require_this_thread(self, what: str) -> None:
         """Raise ModelError if another thread has a gathering open: two threads would end each other's gatherings."""
         if not all(call.of_this_thread for call, _ in self._open.values()):
-            raise ModelError(f"{what} of this model is under way in another thread; let it end first")
+            raise ModelError(f"{what} of this model is running in another thread; wait until it ends")
 
     def _leave(self, module: nn.Module) -> None:
         found = self._open.pop(id(module), None)

@@ -140,7 +140,8 @@ class Scope:
         if self._call is None or self._call.of_this_thread or not self._call.runs:
             return
         raise ModelError(
-            "a forward of this model is under way in another thread, and two at a time would take each other's "
+            "a forward of this model is running in another thread, and two forwards at a time "
+            "would release each other's "
             "weights. Call the model in one thread at a time: put one threading.Lock around all its forward passes."
         )
 
@@ -188,8 +189,9 @@ class Scope:
         if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
             raise ModelError(
                 "a transform of torch.func (grad, vmap, jacrev, jvp) calls an offloaded model, and hides which weights "
-                "its backward needs. For gradients of inputs use torch.autograd.grad(outputs, inputs) or "
-                "torch.autograd.functional (jacobian, hvp); for those of single examples a backward pass for each."
+                "the backward needs. For gradients of inputs use torch.autograd.grad(outputs, inputs) "
+                "or torch.autograd.functional "
+                "(jacobian, hvp); for gradients of single examples run one backward pass for each example."
             )
         if self._own.depth:
             self.abandon()
@@ -270,10 +272,11 @@ class SiteEnter(Guard):
         if self._would_copy and torch.is_autocast_enabled(self._device_kind):
             raise ModelError(
                 "autocast with fp32 weights keeps a second, 16-bit copy of every weight on the device until backward, "
-                f"which offloading is to avoid; it is on in the forward of {type(module).__name__}. Load the model "
+                "which would undo the offloading; autocast is on in the forward of "
+                f"{type(module).__name__}. Load the model "
                 "with dtype=torch.bfloat16, or call model.to(torch.bfloat16) before infinity.offload (under infinity "
-                "run: before its optimizer is made): the fp32 master is kept by infinity, losslessly, and autocast "
-                "does nothing then."
+                "run: before its optimizer is made): infinity keeps an exact fp32 master, and autocast "
+                "then does nothing."
             )
         for position, index in enumerate(self._units):
             try:

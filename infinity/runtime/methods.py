@@ -45,7 +45,7 @@ class _Method(Guard):
     def _coordinator(self) -> Coordinator:
         coordinator = self._of()
         if coordinator is None:
-            raise InfinityError("the model that this method was of is gone")
+            raise InfinityError("the model of this method no longer exists")
         return coordinator
 
 

@@ -92,12 +92,10 @@ def backward(
     """
     coordinator = registry.coordinator_of(model)
     if isinstance(micro_batches, Mapping | torch.Tensor) or not isinstance(micro_batches, Iterable):
-        raise ConfigError(
-            f"infinity.backward takes a list of micro-batches, and was given a {type(micro_batches).__name__}"
-        )
+        raise ConfigError(f"infinity.backward needs a list of micro-batches, not a {type(micro_batches).__name__}")
     micro_batches = list(micro_batches)
     if not micro_batches:
-        raise ConfigError("infinity.backward was given no micro-batch")
+        raise ConfigError("infinity.backward needs at least one micro-batch, and the list is empty")
     offloaded = registry.model_of(coordinator)
     assert offloaded is not None  # a part of `model`
     return _known[offloaded].backward(loss_fn, micro_batches, vertical=vertical)
@@ -173,9 +171,9 @@ class MicroBatches:
         if groups > 1 and self._said < count:
             self._said = count
             logger.warning(
-                "%d micro-batches go through the units in %d groups, each of which fetches the weights once per "
-                "direction: one of them keeps %s between forward and backward, and beside the weights memory has room "
-                "for %s, which is enough for %d. Recompute activations, or raise memory.device by %s.",
+                "%d micro-batches go through the units in %d groups, and each group fetches the weights once per "
+                "direction: one micro-batch keeps %s between forward and backward, and memory has room for %s besides "
+                "the weights, which is enough for %d. Recompute activations, or raise memory.device by %s.",
                 count,
                 groups,
                 format_bytes(chain.kept_bytes),
@@ -260,7 +258,7 @@ class MicroBatches:
         if forwards != 1:
             return None, f"the loss function calls the model {forwards} times for one micro-batch"
         if changed:
-            return None, f"the forward changes '{changed}' of the model, so that the order of micro-batches matters"
+            return None, f"the forward changes '{changed}' of the model, so the order of micro-batches matters"
         return recorder.found(loss)
 
     def _agree(self, chain: Chain | None, why: str) -> None:
@@ -282,6 +280,7 @@ def _scalar(loss: object) -> torch.Tensor:
         return loss
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     raise ConfigError(
-        f"the loss function of infinity.backward returned {found}: it must return the scalar tensor that one would "
-        "call .backward() on, such as model(**batch).loss"
+        f"the loss function of infinity.backward returned {found}: it must return the "
+        "scalar tensor whose .backward() a "
+        "loop would call, such as model(**batch).loss"
     )

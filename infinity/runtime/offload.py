@@ -159,11 +159,11 @@ def _digest(folder: str | Path, config: SwapConfig, step: int | None) -> str:
     """Return the digest of the generation that a checkpoint folder pins. Raises ResumeError."""
     marker = generation_of(folder, config)
     if step not in (None, marker.step):
-        raise ResumeError(f"{folder} holds step {marker.step}, and step {step} is asked for: leave step= out")
+        raise ResumeError(f"{folder} holds step {marker.step}, but step={step} is given: leave step= out")
     digest = digest_here(marker)
     if digest is None:
         raise ResumeError(
-            f"{folder} holds a portable copy of its generation, in {marker.portable}: go on from it, in other "
+            f"{folder} holds a portable copy of its generation, in {marker.portable}: resume from the copy, in other "
             f"nvme.paths, with infinity.offload_from_checkpoint(model, '{Path(folder) / str(marker.portable)}', config)"
         )
     return digest
@@ -219,8 +219,9 @@ def _resizing(model: nn.Module) -> list[Given]:
 def _require_offloadable(model: nn.Module, terms: Terms) -> None:
     if registry.is_offloaded(model):
         raise ModelError(
-            "this model is offloaded already, or was until infinity.close(model): its values are not in it any more. "
-            "Make or load the model anew, and offload that."
+            "this model is offloaded already, or was until infinity.close(model), and does not "
+            "contain its values any more. Make "
+            "or load the model again, and offload the new one."
         )
     if terms.optimizer not in STORED:
         raise ConfigError(f"optimizer '{terms.optimizer}' is not known; use one of {', '.join(STORED)}")
@@ -228,12 +229,14 @@ def _require_offloadable(model: nn.Module, terms: Terms) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ModelError(
-                f"'{printable(name)}' has max_norm, with which every forward writes to its weight; the change would be "
+                f"'{printable(name)}' has max_norm, so every forward writes to its weight, and the change would be "
                 "lost. Leave max_norm out, and before the forward do `with infinity.gathered(model, embedding, "
                 "write=True), torch.no_grad(): torch.embedding_renorm_(embedding.weight, ids, max_norm, 2.0)`."
             )
     if terms.resumes and terms.config.commit_every == 0:
-        raise ConfigError("commit_every: 0 updates states in place, so a run cannot go on with it; set commit_every: 1")
+        raise ConfigError(
+            "commit_every: 0 updates states in place, so a run cannot resume with it; set commit_every: 1"
+        )
 
 
 def close(model: nn.Module, *, discard: bool = False) -> None:
@@ -259,7 +262,7 @@ def close(model: nn.Module, *, discard: bool = False) -> None:
     try:
         coordinator.require_untouched()
     except ModelError as error:
-        logger.warning("the model is closed, and a change is lost with it: %s", error)
+        logger.warning("the model is closed, and a change to it is lost: %s", error)
     try:
         coordinator.close(discard=discard)
     finally:

@@ -38,7 +38,8 @@ def number_of(node: Any) -> int:
 
 
 _ADVICE = (
-    "which must not happen: a micro-batch has another graph than the first one had. Call infinity.backward with "
+    "which must not happen: the graph of a micro-batch differs from that of the first "
+    "micro-batch. Call infinity.backward with "
     "vertical=False."
 )
 
@@ -61,7 +62,7 @@ class _Gradient:
     def add(self, gradient: torch.Tensor) -> None:
         """Add the contribution of a unit that was given the tensor. Raises ModelError if its piece has already run."""
         if self.closed:
-            raise ModelError(f"a gradient came too late for what made its tensor, {_ADVICE}")
+            raise ModelError(f"a gradient came after the backward of the piece that made its tensor, {_ADVICE}")
         if self.total is None:
             self.total = gradient
         else:

@@ -80,5 +80,5 @@ def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | S
     resolved = load_config(config)
     with meeting(resolved.nvme.deadline_s) as tell:
         marker = pinning.generation_of(folder_path(folder), resolved.nvme.paths)
-        tell(f"looking for what {folder} names", None)
+        tell(f"looking for the generation that {folder} names", None)
         return marker

@@ -127,7 +127,7 @@ class SavedTensors:
             return self._graph, unit.index, unit.version, tensor.dtype, tensor.size(), tensor.stride(), offset
         if storage in self._placeholders:
             raise ReleasedParameterError(
-                f"parameter '{self._placeholders[storage]}' is used by code that does not see that its values are "
+                f"parameter '{self._placeholders[storage]}' is used by code that cannot see that its values are "
                 f"in the store. {USE_GATHERED}"
             )
         return None

@@ -108,8 +108,9 @@ class _Cut(nn.Parameter):
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
         raise ModelError(
-            f"this was {_cut[self][0]}, which is in tiles since the model was offloaded, as memory.device has no room "
-            "for it: the tiles have the gradient. Take model.parameters() again, after the optimizer is made."
+            f"this was {_cut[self][0]}, which is in tiles since the model was offloaded, because "
+            "memory.device has no room for "
+            "it: the gradient is in the tiles. Take model.parameters() again, after the optimizer is made."
         )
 
 
@@ -124,7 +125,7 @@ def why_not(module: nn.Module) -> str:
     if isinstance(module, TiledLinear):
         return "this layer is in tiles already"
     if type(module) is not nn.Linear:
-        return f"infinity.tile takes a torch.nn.Linear, such as model.lm_head, and not a {type(module).__name__}"
+        return f"infinity.tile takes a torch.nn.Linear, such as model.lm_head, not a {type(module).__name__}"
     if any(registry.find(parameter) for parameter in module.parameters()):
         return (
             "this layer is offloaded already: tile it before infinity.offload (after infinity.load_pretrained(path, "
@@ -132,11 +133,14 @@ def why_not(module: nn.Module) -> str:
         )
     others = module._parameters.keys() - set(_KEYS)
     if others:
-        return f"this layer has a parameter '{min(others)}': tile it before it is changed"
+        return f"this layer has an added parameter '{min(others)}': tile the layer before it is added"
     # accelerate, which loads models to the meta device, leaves a layer's own forward as an attribute of the layer.
     forward = vars(module).get("forward", module.forward)
     if getattr(forward, "__func__", None) is not nn.Linear.forward:
-        return "this layer has another forward (as of infinity.use_chunked_loss): tile it before it is changed"
+        return (
+            "the forward of this layer was replaced (for example by "
+            "infinity.use_chunked_loss): tile the layer before that"
+        )
     return ""
 
 
@@ -185,7 +189,7 @@ def require_untied(model: nn.Module) -> None:
         if parameter in _cut:
             raise ModelError(
                 f"'{name}' is tied to {_cut[parameter][0]} that infinity.tile has cut: a tied weight cannot be tiled. "
-                "Build the model again and leave that layer whole, or untie it first (its own copy of the weight, and "
+                "Build the model again without tiling that layer, or untie it first (its own copy of the weight, and "
                 "tie_word_embeddings=False in the config)"
             )
 
@@ -304,7 +308,8 @@ class _Whole(torch.Tensor):
         first = args[0] if args else None
         if isinstance(first, _Whole) and _changes(name):
             raise ModelError(
-                f"`{name}` of a parameter of a layer in tiles, which is put together to be read: change those of the "
+                f"`{name}` of a parameter of a layer in tiles, which is a temporary copy for reading: "
+                "change the parameters of the "
                 "tiles (`for tile in layer.tiles: tile.weight…`), or freeze the layer with layer.requires_grad_(False)"
             )
         with torch._C.DisableTorchFunctionSubclass():

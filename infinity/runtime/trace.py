@@ -99,7 +99,7 @@ def _write(
         "tiles": 0 if tiles is None else tiles.dropped,
     }
     if any(dropped.values()):
-        logger.warning("%s is not whole: it was full, and %s were dropped; trace fewer steps", target, dropped)
+        logger.warning("%s is incomplete: the trace was full, and %s were dropped; trace fewer steps", target, dropped)
     events = _Events(coordinator, recording)
     about = {"producer": "infinity", "dropped": dropped, "missing": missing}
     parts = document(events.all(requests, tiles), recording.begin_ns, recording.end_ns, about)

@@ -74,7 +74,7 @@ def _coordinator(model: nn.Module | None) -> Coordinator:
         if not usable:
             raise ModelError("no model is offloaded: call infinity.offload(model, config) before infinity.track(...)")
         if len(usable) > 1:
-            raise ModelError(f"there are {len(usable)} offloaded models; say which: infinity.track(..., model=model)")
+            raise ModelError(f"there are {len(usable)} offloaded models; name one: infinity.track(..., model=model)")
         coordinator = usable[0]
     coordinator.require_usable()
     return coordinator

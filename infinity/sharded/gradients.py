@@ -312,14 +312,16 @@ class SharedGradients:
         raise NotAvailableError(
             f"the gradient of '{place.spec.name}' is split over several ranks, and its values are not "
             "available yet. What works is p.grad.norm(), torch.nn.utils.clip_grad_norm_ with norm_type=2 and a "
-            "multiplication by a number. A hook of the parameter (register_hook, before the backward) is given the "
-            "gradient of this rank's own batch."
+            "multiplication by a number. A hook of the parameter (register_hook, before the "
+            "backward) receives the gradient "
+            "of this rank's own batch."
         )
 
     def require_settable(self, place: Place) -> None:
         raise NotAvailableError(
-            f"the gradient of '{place.spec.name}' was set by hand, which is not available yet with several ranks: "
-            "let backward bring it, or use one process"
+            f"the gradient of '{place.spec.name}' was set by hand, which is not available yet "
+            "with several ranks: compute "
+            "it by a backward pass, or use one process"
         )
 
     def begin_pass(self) -> None:

@@ -69,7 +69,7 @@ def recover(
         for rank, (found, _) in enumerate(told)
     )
     which = "" if step is None else f" of step {step}"
-    missing = f"there is no generation{which} that every rank has a part of ({have})"
+    missing = f"there is no generation{which} of which every rank has its part ({have})"
     raise ResumeError(f"nothing to resume in {place}: {'; '.join(problems) or missing}")
 
 

@@ -69,7 +69,8 @@ class SameOnAllRanks:
         for name, rank in self._differing(f"loading unit '{unit.name}'", marks).items():
             if not in_memory(name):
                 raise PeerError(
-                    f"parameter '{name}' has other values in the files that rank {rank} loads than in those of rank 0",
+                    f"parameter '{name}' has different values in the files that rank {rank} "
+                    "loads and in those of rank 0",
                     (rank,),
                     "Give all ranks the same checkpoint.",
                 )
@@ -88,7 +89,7 @@ class SameOnAllRanks:
         for rank, each in enumerate(told):
             if each.keys() != first.keys():
                 raise PeerError(
-                    f"rank {rank} has other tensors than rank 0 while {what}: "
+                    f"rank {rank} and rank 0 have different tensors while {what}: "
                     f"'{min(each.keys() ^ first.keys())}' is not on both",
                     (rank,),
                     "Give all ranks the same model.",
@@ -113,7 +114,8 @@ class SameOnAllRanks:
         if self._taken and self._world.leads:
             more = f" and {len(self._taken) - 1} more" if len(self._taken) > 1 else ""
             logger.warning(
-                "the ranks had made '%s'%s with other values: all of them begin with those of rank 0, as with "
+                "the ranks initialized '%s'%s with different values: all ranks start with the "
+                "values of rank 0, as with "
                 "DistributedDataParallel",
                 self._taken[0],
                 more,

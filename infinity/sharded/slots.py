@@ -124,8 +124,9 @@ class GatheredSlots:
         if not self._told:
             self._told = True
             logger.warning(
-                "views of weights that were used before keep their memory, so unit '%s' takes %s beyond memory.device; "
-                "this is said once",
+                "views of weights that were used before keep their memory, so unit '%s' takes "
+                "%s more than memory.device; "
+                "this warning appears once",
                 shard.unit.name,
                 format_bytes(nbytes),
             )

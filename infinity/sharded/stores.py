@@ -248,8 +248,9 @@ def require_none_pinned(path: Path) -> None:
     pins = read_pins(path)
     if pins:
         raise ResumeError(
-            f"checkpoint folders pin generations in {path}, and another number of ranks cannot keep them: {said(pins)}."
-            f" Let them go with `infinity checkpoint unpin {place_of(path)} --folder FOLDER`, or go on with as many "
+            f"checkpoint folders pin generations in {path}, and another number of ranks cannot keep them:"
+            f" {said(pins)}. Unpin them with `infinity checkpoint unpin {place_of(path)} --folder "
+            "FOLDER`, or resume with as many "
             "ranks as before."
         )
 

@@ -124,7 +124,7 @@ class Together:
         facts = {
             "the model": _digest(units),
             "the optimizer to make room for": terms.optimizer,
-            "what the run goes on from": terms.goes_on_from,
+            "the generation that the run resumes from": terms.goes_on_from,
             **{key: getattr(terms.config, key) for key in _SAME},
         }
         limits = limits_of(terms.config, terms.device, peers)
@@ -178,7 +178,7 @@ class Together:
         elif any((path / HEADER_NAME).exists() for path in mine):
             require_none_pinned(mine[0])
             remove_rank_stores([[path for path in mine if path.exists()]])
-        self.world.tell("removing what is left in the stores", None)
+        self.world.tell("removing the rest of the stores", None)
         if not replaces and self.is_first:
             clear_others([path.expanduser().absolute() for path in config.paths], self.peers.cut.count)
         self.world.tell("opening the stores", None)

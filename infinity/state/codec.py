@@ -66,7 +66,7 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
         ModelError: the parameter has Inf or NaN, which no code represents; or only checkpoints have the codec's form.
     """
     if codec not in ("nf4", "int8"):
-        raise ModelError(f"'{name}': {codec} is a form that only checkpoints have; set frozen: nf4 or int8")
+        raise ModelError(f"'{name}': {codec} is a form of checkpoints only; set frozen: nf4 or int8")
     into[:] = bytes(len(into))
     parts = {part: into[begin : begin + nbytes] for part, (begin, nbytes) in parts_of(codec, value.shape).items()}
     count = len(parts["scales"])  # nf4 has one byte for each scale
@@ -82,7 +82,7 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
         )
     except ValueError as error:
         raise ModelError(
-            f"parameter '{name}' cannot be kept as {codec}: {error}. Set frozen: bf16, or mend the checkpoint."
+            f"parameter '{name}' cannot be kept as {codec}: {error}. Set frozen: bf16, or repair the checkpoint."
         ) from None
     if scales is not None:
         offset = scales.mean()  # computed like in bitsandbytes, for the same bits

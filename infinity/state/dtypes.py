@@ -22,9 +22,9 @@ def require_supported(name: str, dtype: torch.dtype) -> None:
     """Raise ModelError for a dtype that infinity cannot train or move."""
     if dtype.is_complex:
         raise ModelError(
-            f"parameter '{name}' is {dtype}, and infinity moves real weights. Keep the same numbers as a real "
-            "parameter, nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in the "
-            "forward. The optimizers of torch do the same within."
+            f"parameter '{name}' is {dtype}, and infinity moves real weights only. Store the same numbers in a "
+            "real parameter, nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) "
+            "in the forward. torch's optimizers do the same internally."
         )
     if dtype not in _NAMES:
         raise ModelError(f"parameter '{name}' is {dtype}; infinity moves float32, bfloat16 and float16 weights")

@@ -61,4 +61,4 @@ def is_clipped(requests: Mapping[int, Mapping[int, GroupUpdate]], scale: float) 
 def require_accumulation_steps(passes: int | None) -> None:
     """Raise ConfigError if `passes` is not a valid number of backward passes per step."""
     if passes is not None and not (isinstance(passes, int) and passes >= 1):
-        raise ConfigError(f"accumulation_steps must be a whole number from 1 on, or None, not {passes!r}")
+        raise ConfigError(f"accumulation_steps must be a whole number of at least 1, or None, not {passes!r}")

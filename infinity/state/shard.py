@@ -65,7 +65,7 @@ class Cut:
         if not 0 <= self.index < self.count:
             raise ValueError(f"rank {self.index} of {self.count}")
         if self.numel < 1 or self.numel % SHARD_NUMEL_MIN:
-            raise ValueError(f"slices begin at multiples of {SHARD_NUMEL_MIN} elements, not of {self.numel}")
+            raise ValueError(f"slices must begin at multiples of {SHARD_NUMEL_MIN} elements, not of {self.numel}")
 
     @property
     def whole(self) -> bool:

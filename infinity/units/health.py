@@ -22,7 +22,7 @@ class Health:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._why_closed = "was closed (infinity.close); load it again to go on"
+        self._why_closed = "was closed (infinity.close); load it again to continue"
         self.failure: InfinityError | None = None
         self.closed = False
 
@@ -33,7 +33,7 @@ class Health:
 
     def supersede(self) -> None:
         """Note that the model is being offloaded anew, which closes this instance."""
-        self._why_closed = "was offloaded anew since this forward pass: make the optimizer first, then run the forward"
+        self._why_closed = "was offloaded again after this forward pass: make the optimizer first, then run the forward"
 
     def close(self) -> None:
         """Note that the model is closed."""

@@ -170,7 +170,7 @@ class ParameterViews:
                 if not as_left and name not in self.gathered:
                     raise ModelError(
                         f"parameter '{name}' of unit '{self._unit.name}' was changed outside infinity (.to(), "
-                        ".half(), .data, load_state_dict or an in-place operation); the change would be lost. Do "
+                        ".half(), .data, load_state_dict or an in-place operation), and the change would be lost. Make "
                         "it in `with infinity.gathered(model, module, write=True):`, before infinity.offload, or "
                         "on the saved model."
                     )

@@ -44,8 +44,8 @@ from torch.utils._pytree import tree_leaves
 from infinity.errors import ModelError, ReleasedParameterError
 
 USE_GATHERED = (
-    "Read it inside the model's forward, or in `with infinity.gathered(model, module):`, where the weights of a module "
-    "have their values; infinity.state_dict(model) goes through all of them one by one, and "
+    "Read it inside the model's forward, or in `with infinity.gathered(model, module):`, which loads the weights "
+    "of a module; infinity.state_dict(model) reads all weights one by one, and "
     "infinity.save_pretrained(model, directory) writes them."
 )
 _CONVERSIONS = ("to", "type", "float", "half", "bfloat16", "cpu", "cuda")
@@ -58,7 +58,7 @@ def way_out(use: str) -> str:
     """
     if use in _CONVERSIONS:
         return (
-            "A model is converted before infinity.offload, or loaded with infinity.load_pretrained(path, dtype=...). "
+            "Convert the model before infinity.offload, or load it with infinity.load_pretrained(path, dtype=...). "
             f"{USE_GATHERED}"
         )
     if use.endswith("_") and not use.endswith("__"):
@@ -108,8 +108,9 @@ class Lender(ABC):
             ReleasedParameterError: the parameter cannot keep its values.
         """
         raise ReleasedParameterError(
-            f"`.data` of parameter '{self.name_of(parameter)}' is not there: its values are in the store, and writes "
-            "through `.data` would go unnoticed. Inside the forward use the parameter itself (or `.detach()`); "
+            f"`.data` of parameter '{self.name_of(parameter)}' cannot be used: its values are in "
+            "the store, and infinity would "
+            "not notice writes through `.data`. Inside the forward use the parameter itself (or `.detach()`); "
             "elsewhere use `with infinity.gathered(model, module):`, with write=True to change it."
         )
 
@@ -132,7 +133,8 @@ class Lender(ABC):
         """
         raise ModelError(
             f"{use} writes to parameter '{self.name_of(parameter)}' in a forward or backward pass; the change would be "
-            "lost, as the values are in the store. Change it in `with infinity.gathered(model, module, write=True):` "
+            "lost, because the values are in the store. Change it in `with "
+            "infinity.gathered(model, module, write=True):` "
             "or before infinity.offload."
         )
 
@@ -148,7 +150,7 @@ class Lender(ABC):
         """
         raise ReleasedParameterError(
             f"{what} of parameter '{self.name_of(parameter)}' would copy a placeholder: its values are in the store. "
-            f"Another plain model gets them by other.load_state_dict(model.state_dict()). {USE_GATHERED}"
+            f"Copy them into another plain model with other.load_state_dict(model.state_dict()). {USE_GATHERED}"
         )
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:

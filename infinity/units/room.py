@@ -277,7 +277,8 @@ class Room:
         raise PlanError(
             f"no device memory for unit '{unit.name}' ({format_bytes(unit.unit.weight_bytes)}): the units in use "
             f"({', '.join(other.name for other in busy)}) take the "
-            f"{format_bytes(budgets.slot_bytes)} planned for weights, or views of them are held. Let the views go, or "
+            f"{format_bytes(budgets.slot_bytes)} planned for weights, or the program holds views "
+            "of them. Drop the views, or "
             f"raise memory.device to {budgets.device_for(needed)}, or to {budgets.device_for(every)} for all units."
         )
 

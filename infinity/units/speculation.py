@@ -91,7 +91,7 @@ class Timed:
         if self._steps == _LEARNING + _TURN * _TURNS:
             self._chosen = not self._seconds[False] < _GAIN * self._seconds[True]
             logger.info(
-                "a step takes %.3f s where updates begin during backward, and %.3f s where they begin after it: from "
+                "a step takes %.3f s if updates begin during backward, and %.3f s if they begin after it: from "
                 "now on they begin %s backward",
                 self._seconds[True],
                 self._seconds[False],
@@ -157,7 +157,7 @@ class Speculation:
         self.counts.clipped += clipped and self.mode in ("auto", "during_backward")
         if wrong and not clipped:
             self.warn(
-                "the hyperparameters at step() were not those of the backward pass",
+                "the hyperparameters changed between the backward pass and step()",
                 "Change them after step(), as torch's schedulers do, or set overlap: before_forward.",
             )
 
@@ -166,6 +166,4 @@ class Speculation:
         if cause in self._warned:
             return
         self._warned.add(cause)
-        logger.warning(
-            "updates that were begun during backward are done again, to the same result: %s. %s", cause, advice
-        )
+        logger.warning("updates that began during backward are repeated, with the same result: %s. %s", cause, advice)

@@ -168,7 +168,7 @@ class OffloadedUnit:
 
     def begin_update(self, update: UnitUpdate) -> None:
         if self.update is not None:
-            raise AssertionError(f"unit '{self.name}' has an update under way already")
+            raise AssertionError(f"unit '{self.name}' has an unfinished update already")
         self.update = update
 
     def apply_update(self) -> None:

@@ -291,7 +291,7 @@ class Updates:
         del self._under_way[unit.index]
         if not all(transfer.finite for transfer in update.transfers.values()):
             logger.warning(
-                "step %d: a weight or a moment of unit '%s' is not finite any more; the learning rate may be too high",
+                "step %d: a weight or a moment of unit '%s' is no longer finite; the learning rate may be too high",
                 next(iter(update.transfers.values())).step,
                 unit.name,
             )

@@ -48,7 +48,7 @@ def files(directory: Path) -> set[str]:
 def test_a_finished_run_removes_its_store_and_says_so(short: Job, tmp_path: Path, capsys: Any) -> None:
     assert run(short, "--verify-output") == 0
     out = capsys.readouterr().out
-    assert "commits: every step (all states rest on NVMe)\n" in out
+    assert "commits: every step (all states are on NVMe)\n" in out
     assert f"the store in {tmp_path / 'swap'} is removed" in out
     assert complete(short["--output"])
     assert files(tmp_path / "swap") == {FINISHED_NAME}

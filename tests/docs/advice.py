@@ -76,7 +76,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "access/lent_gradients.py": {
         "grads=True) before scaler.unscale_()": "runtime/test_gathered_gradients.py::"
         "test_unscaled_gradients_in_float16_are_refused_with_the_order",
-        "Enter it between backward() and zero_grad().": "runtime/test_gathered_gradients.py::"
+        "Enter the context between backward() and zero_grad().": "runtime/test_gathered_gradients.py::"
         "test_without_gradients_it_is_refused_by_name",
     },
     "access/resuming.py": {
@@ -345,7 +345,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "sharded/stores.py": {
         "the old one with `infinity checkpoint remove <>`.": "sharded/test_stores.py::"
         "test_what_is_in_the_way_goes_with_the_command_that_is_named",
-        "<>. Let them go with `infinity checkpoint unpin <> --folder": "runtime/test_rank_pins.py::"
+        "<>. Unpin them with `infinity checkpoint unpin <> --folder": "runtime/test_rank_pins.py::"
         "test_the_commands_know_what_ranks_pin",
     },
     "units/speculator.py": {
@@ -524,11 +524,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_after_a_step_the_error_names_the_order",
     },
     "runtime/gathered.py": {
-        "before the pass, or after it": "runtime/test_gathered.py::"
-        "test_writing_in_a_forward_is_refused_and_after_it_works",
+        "before or after the pass": "runtime/test_gathered.py::test_writing_in_a_forward_is_refused_and_after_it_works",
         "write infinity.gathered(model, *several)": "runtime/test_gathered.py::"
         "test_a_list_of_modules_is_refused_and_its_items_are_taken",
-        "Enter it between backward() and optim.step().": "runtime/test_gathered_gradients.py::"
+        "Enter the context between backward() and optim.step().": "runtime/test_gathered_gradients.py::"
         "test_in_a_pass_it_is_refused_and_a_pass_in_it_too",
     },
     "runtime/guards.py": {
@@ -543,7 +542,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "runtime/offload.py": {
         "with infinity.offload_from_checkpoint(model, '<>', confi": "checkpoint/test_pinned.py::"
         "test_the_oldest_pin_becomes_a_portable_copy_of_its_bits",
-        "load the model anew, and offload that": "runtime/test_errors.py::test_offloading_twice_is_refused",
+        "load the model again, and offload the new one": "runtime/test_errors.py::test_offloading_twice_is_refused",
         "Leave max_norm out, and before the forward": "runtime/test_gathered_writes.py::"
         "test_an_embedding_with_max_norm_is_refused_and_what_the_error_says_does_the_same",
     },
@@ -560,7 +559,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_the_whole_weight_is_read_and_never_changed_in_vain",
     },
     "runtime/track.py": {
-        "say which: infinity.track(..., model=model)": "runtime/test_loops.py::"
+        "name one: infinity.track(..., model=model)": "runtime/test_loops.py::"
         "test_where_there_are_no_models_or_several_track_says_what_to_give",
         "call infinity.offload(model, config) before infinity.track(...)": "runtime/test_loops.py::"
         "test_where_there_are_no_models_or_several_track_says_what_to_give",
@@ -570,7 +569,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_where_the_error_says_that_values_are_they_are",
         "infinity.save_pretrained(model, directory) writes them": "runtime/test_released.py::"
         "test_where_the_error_says_that_values_are_they_are",
-        "or loaded with infinity.load_pretrained(path, dtype=...). ": "runtime/test_errors.py::"
+        "or load it with infinity.load_pretrained(path, dtype=...). ": "runtime/test_errors.py::"
         "test_a_conversion_is_done_before_the_model_is_offloaded_or_as_it_is_loaded",
         "of infinity, such as infinity.AdamW(model.parameters()": "runtime/test_released.py::"
         "test_a_weight_that_an_optimizer_of_torch_cannot_change_is_changed_by_one_of_infinity",
@@ -581,7 +580,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "other.load_state_dict(model.state_dict()). <>": "runtime/test_errors.py::test_nothing_passes_placeholders_on",
     },
     "units/parameters.py": {
-        "lost. Do it in `with infinity.gathered(model, module, wri": "runtime/test_errors.py::"
+        "lost. Make it in `with infinity.gathered(model, module, wri": "runtime/test_errors.py::"
         "test_changing_a_weight_in_place_in_a_forward_is_noticed",
     },
 }

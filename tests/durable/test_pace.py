@@ -36,7 +36,7 @@ def loop(commits: Frequency) -> Loop:
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_number_of_steps_is_kept_whatever_a_commit_costs(every: int) -> None:
-    for frequency in (Frequency(every), Frequency(every, "all states rest on NVMe")):
+    for frequency in (Frequency(every), Frequency(every, "all states are on NVMe")):
         assert loop(frequency).run(12, 1.0, 100.0) == [step for step in range(1, 13) if step % every == 0]
 
 

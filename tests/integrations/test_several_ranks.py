@@ -173,7 +173,7 @@ def test_ranks_that_have_not_met_are_told(checkpoint: Path, launch: Launch, monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with launch():
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
-        with pytest.raises(ConfigError, match="2 processes run this script, and they have not met"):
+        with pytest.raises(ConfigError, match="2 processes run this script, but torch.distributed is not initialized"):
             torch.optim.AdamW(model.parameters())
 
 

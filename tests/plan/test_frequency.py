@@ -61,7 +61,7 @@ def said(made: Plan) -> str:
 def test_states_on_nvme_are_committed_every_step(room: Any) -> None:
     made = plan(**NVME)
     assert made.placement.commit_every == 1
-    assert said(made).startswith("every step (all states rest on NVMe), 1 kept, each state in 2 copies")
+    assert said(made).startswith("every step (all states are on NVMe), 1 kept, each state in 2 copies")
     assert made.layout.swap.nbytes == 2 * STATES
 
 
@@ -70,7 +70,8 @@ def test_auto_is_the_default_and_a_number_is_taken_as_it_is(room: Any) -> None:
     room(0)
     assert plan(**NVME, commit_every=3).placement.commits == Frequency(3)
     assert (
-        said(plan(**NVME, commit_every=0)) == "none (commit_every: 0): a run that dies starts again from a saved model"
+        said(plan(**NVME, commit_every=0)) == "none (commit_every: 0): a run that is killed must start "
+        "again from a saved model"
     )
 
 
@@ -96,7 +97,7 @@ def test_commits_need_room_for_a_copy_more_than_are_kept(keep: int, room: Any) -
     made = plan(**NVME, keep=keep)
     assert made.placement.commit_every == 0
     copies = "a second copy needs" if keep == 1 else "4 copies need"
-    assert said(made).startswith(f"none ({copies} 3.00 MiB more on /tmp/never-made): a run that dies")
+    assert said(made).startswith(f"none ({copies} 3.00 MiB more on /tmp/never-made): a run that is killed")
     assert made.layout.swap.nbytes == STATES, "one copy of each state"
 
 
@@ -105,14 +106,15 @@ def test_states_in_ram_are_committed_as_often_as_the_io_allows(room: Any) -> Non
     # 2 of 20 bytes per parameter: 5 % of two steps.
     assert (made.forecast.commit_bytes * 10, made.placement.commit_every) == (20 * 4 * 1024 * 1024, 2)
     assert said(made).startswith(
-        "every 2 steps at the latest, sooner as far as that takes 5 % of the time (a commit writes 8.00 MiB that rest "
+        "every 2 steps or more often, as long as commits take at most 5 % of the time (a "
+        "commit writes 8.00 MiB of states "
         "in RAM: 5.0 % of the I/O), 1 kept"
     )
 
 
 def test_where_a_step_moves_nothing_only_measured_times_tell(room: Any) -> None:
     made = plan(**HOST)
-    assert made.placement.commits == Frequency(EVERY_MAX, "a commit writes 48.00 MiB that rest in RAM", at_most=True)
+    assert made.placement.commits == Frequency(EVERY_MAX, "a commit writes 48.00 MiB of states in RAM", at_most=True)
     assert made.forecast.written_bytes == STATES // EVERY_MAX
 
 
@@ -154,7 +156,7 @@ def test_the_number_of_steps_is_the_smallest_that_keeps_within_the_share(commit:
 
 
 def test_a_small_rest_in_ram_is_written_every_step() -> None:
-    assert str(frequency_of(5, 100)) == "every step (a commit writes 5 B that rest in RAM: 5.0 % of the I/O)"
+    assert str(frequency_of(5, 100)) == "every step (a commit writes 5 B of states in RAM: 5.0 % of the I/O)"
     assert frequency_of(6, 100).every == 2
 
 

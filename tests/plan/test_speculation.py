@@ -89,7 +89,7 @@ def test_a_unit_in_ram_with_a_frozen_part_gets_no_shadow_because_it_never_specul
     made = adapted(weights="host", **config)
     assert (made.budgets.shadow_bytes, made.placement.updates.in_ram) == (0, frozenset())
     if optimizer == "nvme":
-        assert made.placement.updates.reason == "weights rest in RAM beside frozen ones"
+        assert made.placement.updates.reason == "weights are in RAM together with frozen weights"
         assert adapted(weights="nvme", **config).placement.updates.overlap == overlap
 
 

@@ -148,7 +148,7 @@ def never_comes(deadline_s: float) -> Any:
 def test_a_rank_that_never_comes_is_named_after_the_deadline() -> None:
     for ranks, told in run(N, never_comes, 1.0):
         assert ranks == (1,)
-        assert told.startswith("rank 1 did not come to the exchange of unit 'layers.1' within 1 s"), told
+        assert told.startswith("rank 1 did not reach the exchange of unit 'layers.1' within 1 s"), told
         assert "rank 1 is at work of its own, after the gather of unit 'layers.0'" in told
 
 
@@ -202,7 +202,7 @@ def test_assemble_names_who_is_missing() -> None:
     values = run(N, is_missed, "late")
     for ranks, told in (values[0], values[2]):
         assert ranks == (1,)
-        assert told.startswith("rank 1 did not come to 'step 1' within 1 s (rank 1 was last seen at 'offload')")
+        assert told.startswith("rank 1 did not reach 'step 1' within 1 s (rank 1 was last seen at 'offload')")
 
 
 def test_assemble_names_who_is_elsewhere() -> None:

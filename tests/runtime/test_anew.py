@@ -401,7 +401,7 @@ def test_ctrl_c_comes_when_the_model_is_deferred_or_offloaded(
 def test_a_closed_model_is_not_changed(load: Load) -> None:
     model, _ = load("swap")
     infinity.close(model)
-    with pytest.raises(ModelError, match="is not possible: it was closed"):
+    with pytest.raises(ModelError, match="cannot be offloaded again: it was closed"):
         model.resize_token_embeddings(160)
 
 
@@ -415,7 +415,7 @@ def test_the_backward_of_an_earlier_forward_says_what_to_do(load: Load, plain: t
     model, _ = load("swap")
     loss = model(**plain[1]).loss
     infinity.AdamW(frozen(model).lm_head.parameters(), lr=LR)
-    with pytest.raises(infinity.InfinityError, match="was offloaded anew since this forward"):
+    with pytest.raises(infinity.InfinityError, match="was offloaded again after this forward"):
         loss.backward()
 
 

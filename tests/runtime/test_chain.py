@@ -192,8 +192,8 @@ def test_a_loss_with_a_part_for_each_router_keeps_the_ordinary_order(
         infinity.backward(model, lambda batch: model(**batch, output_router_logits=True).loss, batches)
     assert not is_vertical(model)
     assert warnings() == [
-        "micro-batches are computed one after the other: the units of the model form no chain: what a unit computes is "
-        "used past the units behind it, as the routers of a mixture of experts are by the loss"
+        "micro-batches are computed one after the other: the units of the model do not form a chain: a result of "
+        "a unit is used again after later units, as the loss uses the routers of a mixture of experts"
     ]
 
 
@@ -215,7 +215,7 @@ def test_blocks_that_add_to_a_list_are_no_chain(offload: Any, tmp_path: Path, ca
                 x = block(x, notes)
             return x.square().mean() + sum(notes)
 
-    ordinary(Noted, offload, tmp_path, "form no chain", caplog)
+    ordinary(Noted, offload, tmp_path, "do not form a chain", caplog)
 
 
 def test_modules_that_are_told_something_by_a_forward_are_no_chain(
@@ -257,7 +257,7 @@ def test_a_setting_of_torch_for_the_time_of_a_forward_keeps_the_ordinary_order(
     for _ in range(2):
         infinity.backward(model, loss_fn, inputs())
     assert torch.backends.cuda.flash_sdp_enabled()
-    assert "flash_sdp_enabled is set for a part of the forward" in warnings()[0]
+    assert "flash_sdp_enabled is set during a part of the forward" in warnings()[0]
 
 
 def test_the_loss_function_may_call_the_model_twice(

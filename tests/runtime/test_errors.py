@@ -287,7 +287,7 @@ def test_a_conversion_is_done_before_the_model_is_offloaded_or_as_it_is_loaded(
 ) -> None:
     """As the error says."""
     model, batch, _ = trained
-    with pytest.raises(infinity.ReleasedParameterError, match=r"before infinity\.offload, or loaded with infinity"):
+    with pytest.raises(infinity.ReleasedParameterError, match=r"before infinity\.offload, or load it with infinity"):
         getattr(model, convert)()
     infinity.save_pretrained(model, tmp_path / "saved")
     infinity.close(model)
@@ -316,7 +316,7 @@ def test_a_module_that_replaced_another_is_noticed(trained: Any) -> None:
 
 
 def test_resizing_the_embeddings_after_a_step_is_refused(trained: Any) -> None:
-    with pytest.raises(infinity.ModelError, match="is not possible: an optimizer was made for it"):
+    with pytest.raises(infinity.ModelError, match="cannot be offloaded again: an optimizer was made for it"):
         trained[0].resize_token_embeddings(200)
     assert_next_step_is_good(*trained)
 
@@ -538,7 +538,9 @@ def test_offloading_twice_is_refused(trained: Any, swap_config: Any) -> None:
     """Closed or not, it has no values to offload again; a model that is made anew has."""
     for close in (lambda: None, lambda: infinity.close(trained[0])):
         close()
-        with pytest.raises(infinity.ModelError, match="is offloaded already.*load the model anew, and offload that"):
+        with pytest.raises(
+            infinity.ModelError, match="is offloaded already.*load the model again, and offload the new one"
+        ):
             infinity.offload(trained[0], swap_config())
     again = infinity.offload(llama()[0].bfloat16(), swap_config(memory=TIGHT))
     assert step(again, trained[1], infinity.AdamW(again.parameters())) > 0

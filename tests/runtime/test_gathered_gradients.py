@@ -157,7 +157,7 @@ def test_a_change_undoes_the_updates_that_have_begun_and_says_so_once(offload: A
         optim.step()
         optim.zero_grad()
     assert [each.getMessage() for each in caplog.records if "by hand" in each.getMessage()] == [
-        "updates that were begun during backward are done again, to the same result: a gradient was set, changed or "
+        "updates that began during backward are repeated, with the same result: a gradient was set, changed or "
         "cleared by hand. Set overlap: before_forward if this happens often."
     ]
 
@@ -317,7 +317,7 @@ def test_without_gradients_it_is_refused_by_name(offload: Any) -> None:
     optim = infinity.SGD(model.parameters(), lr=0.125)
     model(IDS).backward()
     optim.zero_grad()
-    refused = r"no parameter of the model has a gradient. Enter it between backward\(\) and zero_grad\(\)"
+    refused = r"no parameter of the model has a gradient. Enter the context between backward\(\) and zero_grad\(\)"
     with pytest.raises(infinity.ModelError, match=refused):
         enter(model, model.blocks[0])
 

@@ -390,7 +390,7 @@ def test_where_there_are_no_models_or_several_track_says_what_to_give(tmp_path: 
         infinity.track()
     models = [infinity.offload(fresh(), config(tmp_path / name)) for name in ("one", "two")]
     with pytest.raises(
-        ModelError, match=r"there are 2 offloaded models; say which: infinity\.track\(\.\.\., model=model"
+        ModelError, match=r"there are 2 offloaded models; name one: infinity\.track\(\.\.\., model=model"
     ):
         infinity.track(counter=Counter())
     for model in models:

@@ -273,7 +273,7 @@ def test_more_micro_batches_than_the_device_has_room_for_go_in_groups(
     assert 3 * weights < infinity.statistics(model).read_bytes - fetched <= 6 * weights
     model.zero_grad()
     require_same(trained(model, batches, 1.0, vertical=True, steps=2), wanted)
-    assert [text[:61] for text in warnings()] == ["5 micro-batches go through the units in 3 groups, each of whi"]
+    assert [text[:61] for text in warnings()] == ["5 micro-batches go through the units in 3 groups, and each gr"]
 
 
 def test_how_many_fit_is_what_the_plan_leaves_by_what_one_keeps(small: Small) -> None:
@@ -424,14 +424,14 @@ def test_a_transfer_that_fails_is_an_error_and_nothing_hangs(small: Small) -> No
 
 def test_no_micro_batch_is_refused(small: Small) -> None:
     model, _ = small()
-    with pytest.raises(infinity.ConfigError, match="no micro-batch"):
+    with pytest.raises(infinity.ConfigError, match="at least one micro-batch"):
         infinity.backward(model, loss_of(model, 1), [])
 
 
 @pytest.mark.parametrize("given", [{"input_ids": torch.zeros(2)}, torch.zeros(2), None])
 def test_what_is_no_list_of_micro_batches_is_refused(given: Any, offload: Any, tmp_path: Path) -> None:
     model = offload(Blocks().train(), nvme={"paths": [str(tmp_path / "swap")]})
-    with pytest.raises(infinity.ConfigError, match="takes a list of micro-batches"):
+    with pytest.raises(infinity.ConfigError, match="needs a list of micro-batches"):
         infinity.backward(model, model, given)
 
 

@@ -303,7 +303,7 @@ def test_following_the_advice_about_views_that_are_held_works(offload: Any) -> N
 
     model = made(around)
     model = offload(model, memory=tight(model))
-    with pytest.raises(infinity.PlanError, match=r"views of them are held.* raise memory.device to ") as caught:
+    with pytest.raises(infinity.PlanError, match=r"holds views of them.* raise memory.device to ") as caught:
         model(given())
     held.clear()
     infinity.close(model, discard=True)

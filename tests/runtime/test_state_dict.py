@@ -178,7 +178,7 @@ def test_while_a_thread_reads_another_one_is_refused(trained: Trained) -> None:
 
     def read_beside(*args: Any) -> None:
         def read() -> None:
-            with pytest.raises(infinity.ModelError, match="under way in another thread") as error:
+            with pytest.raises(infinity.ModelError, match="running in another thread") as error:
                 model.state_dict()
             refused.append(error)
 

@@ -204,7 +204,7 @@ def test_what_was_dropped_is_said(
     about = json.loads(path.read_text())["otherData"]
     assert about["dropped"]["spans"] > 0
     assert about["dropped"]["transfers"] == about["dropped"]["tiles"] == 0
-    assert "is not whole" in caplog.text
+    assert "is incomplete" in caplog.text
 
 
 def test_what_cannot_be_written_is_refused_before_anything_runs(offload: Any, tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ def test_a_second_gradient_without_room_for_fp32_says_what_to_do() -> None:
     group = group_of(home=1)
     group.land(SPECS[0], gradient(1.0), accumulate=True)
     group.land(SPECS[0], gradient(2.0), accumulate=False)
-    with pytest.raises(PlanError, match=r"unit '0' \(8.00 KiB\), and memory.host has room for 4.00 KiB"):
+    with pytest.raises(PlanError, match=r"unit '0' \(8\.00 KiB\), but memory\.host has room for only 4\.00 KiB"):
         group.land(SPECS[0], gradient(1.0), accumulate=True)
 
 

@@ -179,7 +179,7 @@ class UnitMachine(RuleBasedStateMachine):
     @rule()
     def a_second_update_is_refused(self) -> None:
         before = self.update
-        with pytest.raises(AssertionError, match="has an update under way already"):
+        with pytest.raises(AssertionError, match="has an unfinished update already"):
             self.unit.begin_update(before)
         assert self.unit.update is before
 

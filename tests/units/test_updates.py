@@ -405,7 +405,7 @@ def test_weights_that_are_not_finite_are_told_when_their_update_is_finished(
     machine.pipeline.jobs[1].finite = False
     with caplog.at_level(logging.WARNING, logger="infinity"):
         machine.updates.finish_all()
-    assert [record.message.split(" is not")[0] for record in caplog.records] == [
+    assert [record.message.split(" is no")[0] for record in caplog.records] == [
         "step 1: a weight or a moment of unit '0'"
     ]
 
