@@ -161,10 +161,10 @@ def _require_there(model: nn.Module, folder: Path, run: Run) -> None:
     how = f"infinity run --resume {folder} CONFIG SCRIPT"
     raise ResumeError(
         f"accelerator.load_state({str(folder)!r}): the model was "
-        + (f"offloaded from {resumed}" if resumed is not None else "offloaded anew")
-        + f" when its optimizer was made, and its states are those after step {registry.coordinator_of(model).steps}. "
-        f"The folder names generation {marker.step} of run {marker.run[:8]}. Begin the script with `{how}`: then the "
-        "model is offloaded from that generation, and load_state reads everything else."
+        + (f"offloaded from {resumed}" if resumed is not None else "offloaded without a checkpoint")
+        + f" when its optimizer was made, and its states are from step {registry.coordinator_of(model).steps}. "
+        f"The folder names generation {marker.step} of run {marker.run[:8]}. Start the script with `{how}`: the model "
+        "is then offloaded from that generation, and load_state reads everything else."
     )
 
 

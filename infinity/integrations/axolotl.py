@@ -34,7 +34,8 @@ _OTHERS = {
     "fsdp_config": "shards the model over processes",
     "load_in_4bit": "needs the quantized weights in memory, which `frozen: nf4` in the swap config does not",
     "load_in_8bit": "needs the quantized weights in memory, which `frozen: int8` in the swap config does not",
-    "auto_resume_from_checkpoints": "finds a folder after the model is loaded: name it in `resume_from_checkpoint` and",
+    "auto_resume_from_checkpoints": "finds a folder only after the model is loaded: name the folder in "
+    "`resume_from_checkpoint` and",
 }
 
 
@@ -72,7 +73,7 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
         folder = cfg.get("resume_from_checkpoint")
         if folder is True:
             raise ConfigError(
-                "InfinityPlugin: `resume_from_checkpoint: true` names no folder, and axolotl takes the name of one: "
+                "InfinityPlugin: `resume_from_checkpoint: true` names no folder, but axolotl needs the name of one: "
                 f"write `resume_from_checkpoint: {_newest(cfg)}`"
             )
         self._config = InfinityConfig(_plain(cfg["infinity"]), resume=folder)

@@ -63,14 +63,14 @@ def use_chunked_loss(model: nn.Module, use: bool = True) -> str:
 def _use(model: nn.Module) -> str:
     found = _language_model(model)
     if found is None:
-        return f"{type(model).__name__} has no language model of transformers in it"
+        return f"{type(model).__name__} contains no language model of transformers"
     language, head = found
     if isinstance(language.loss_function, _ChunkedLoss):
         return ""
     if isinstance(head, TiledLinear):
         return "its head runs in tiles of its rows (infinity.tile)"
     if type(head) is not nn.Linear:
-        return f"its head is a {type(head).__name__}, and not a linear layer"
+        return f"its head is a {type(head).__name__}, not a linear layer"
     if language.loss_function is not ForCausalLMLoss:
         return (
             f"its loss is {getattr(language.loss_function, '__name__', 'one of its own')}, not that of a causal model"
@@ -173,11 +173,11 @@ class _ChunkedLoss(Guard):
         except Exception as error:
             return f"{type(self._language).__name__} could not be tried ({type(error).__name__}: {error})"
         if self._tried is None:
-            return f"{type(self._language).__name__} does not compute its loss from what its head gives"
+            return f"{type(self._language).__name__} does not compute its loss from the output of its head"
         ordinary, ours = self._tried
         if not math.isclose(ordinary, ours, rel_tol=_TOLERANCE):
             self.steps = None
-            return f"its loss is {ordinary}, and from its head alone it would be {ours}"
+            return f"its loss is {ordinary}, but {ours} when computed from its head alone"
         return ""
 
     # -- a call -------------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class _ChunkedLoss(Guard):
         if not isinstance(logits, _Logits):
             return ForCausalLMLoss(logits, labels, *args, **kwargs)
         if call is None or labels is not call.labels or kwargs.get("ignore_index", _IGNORED) != _IGNORED:
-            raise _UnreadableError("its loss has other labels than those that the model was called with")
+            raise _UnreadableError("its loss uses other labels than those that the model was called with")
         if self.steps is None:
             assert call.raw is not None
             ordinary = ForCausalLMLoss(logits.whole, labels, *args, **kwargs)
@@ -230,8 +230,9 @@ class _ChunkedLoss(Guard):
             return ordinary
         if call.loss is None or logits.steps != self.steps:
             raise ModelError(
-                f"{type(self._language).__name__} did something else with its logits ({logits.steps}) than when it was "
-                f"tried ({self.steps}), so its loss cannot be computed without them"
+                f"{type(self._language).__name__} used its logits in another way "
+                f"({logits.steps}) than when it was tried "
+                f"({self.steps}), so its loss cannot be computed without whole logits"
             )
         return call.loss
 
@@ -246,7 +247,7 @@ def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> Loss:
         cap, rest = rest[-1][1], rest[:-3]
     for kind, number in rest:
         if kind == "tanh":
-            raise _UnreadableError("it does more with its logits than to scale and to cap them")
+            raise _UnreadableError("it does more with its logits than scaling and capping")
         scale *= number if kind == "times" else 1.0 / number
     return Loss(scale, cap, divisor)
 
@@ -293,8 +294,9 @@ class _Logits(torch.Tensor):
             if name in ("float", "contiguous") or (name == "to" and not logits.steps):
                 return logits.after(func, others, kwargs)
         raise _UnreadableError(
-            f"`{name}` of logits, which are not computed as a whole with infinity.use_chunked_loss. To have them call "
-            "the model without labels, or infinity.use_chunked_loss(model, False)"
+            f"`{name}` of logits, which are not computed as a whole with "
+            "infinity.use_chunked_loss. To get whole logits, call "
+            "the model without labels, or call infinity.use_chunked_loss(model, False)"
         )
 
 

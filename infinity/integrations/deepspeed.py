@@ -30,7 +30,7 @@ def _arguments(original: Callable[..., None], arguments: Any, *args: Any) -> Non
     given = arguments.deepspeed
     if arguments.fsdp and not given:
         config = arguments.fsdp_config
-        both = "--fsdp and --fsdp_config, or fsdp= and fsdp_config=,"
+        both = "--fsdp and --fsdp_config, or fsdp= and fsdp_config="
         raise _refusal("fsdp of TrainingArguments", both, config if isinstance(config, str) else None, "an FSDP")
     if not given:
         original(arguments, *args)
@@ -55,13 +55,14 @@ def _plugin(original: Callable[..., None], plugin: Any, *args: Any) -> None:
 
 
 def _fsdp_plugin(original: Callable[..., None], plugin: Any, *args: Any) -> None:
-    out = "--use_fsdp, or distributed_type: FSDP, of accelerate; or fsdp_plugin= of the Accelerator, and the plugin,"
+    out = "--use_fsdp, or distributed_type: FSDP, of accelerate; or fsdp_plugin= of the Accelerator, and the plugin"
     raise _refusal("FSDP of accelerate", out, None, "an FSDP")
 
 
 def _refusal(what: str, out: str, file: str | None, whose: str = "a DeepSpeed") -> ConfigError:
     name = "FILE" if file is None else shlex.quote(file)
     return ConfigError(
-        f"{what}: under `infinity run` the model is offloaded by infinity, and {whose.split()[1]} has no part "
-        f"in it. Take {out} out; `infinity convert {name} -o swap.yaml` makes a swap config of {whose} config."
+        f"{what}: under `infinity run` infinity offloads the model, without "
+        f"{whose.split()[1]}. Remove {out}; `infinity convert {name} -o swap.yaml` converts "
+        f"{whose} config to a swap config."
     )

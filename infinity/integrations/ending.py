@@ -88,7 +88,10 @@ def _say_what_is_waited_for(error: BaseException, there: Collection[threading.Th
     names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]
     if names:
         said = "".join(traceback.format_exception_only(error)).strip()
-        print(f"infinity: the script failed ({said}), and waits for its threads: {', '.join(names)}", file=sys.stderr)
+        print(
+            f"infinity: the script failed ({said}), and the process waits for the script's threads: {', '.join(names)}",
+            file=sys.stderr,
+        )
 
 
 def _join(there: Collection[threading.Thread]) -> None:

@@ -83,8 +83,9 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
         offload_from_checkpoint(model, folder / marker.portable, config, **how)
     except StoreNotEmptyError as error:
         raise ResumeError(
-            f"{folder} holds a copy of its optimizer states, because newer checkpoint folders took its place in the "
-            f"store. The swap directory still has theirs ({error}) To go on from {folder} and keep the newer ones, "
+            f"{folder} holds a copy of its optimizer states, because newer checkpoint folders use the pins of the "
+            f"store. The swap directory still has the newer states ({error}) To resume from "
+            f"{folder} and keep the newer states, "
             "name another directory in nvme.paths."
         ) from error
 
@@ -93,9 +94,10 @@ def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> Swa
     tile_as_run(model, config)
     pins = pins_in_store(model, Terms.of(config, **how))
     if pins != config.pins:
-        fewer = "; where more checkpoint folders stay, the older ones get a portable copy of their states"
+        fewer = "; if more checkpoint folders are kept, the older folders get a portable copy of their states"
         logger.warning(
-            "infinity: the store in %s was made with room for %d pinned generations and keeps it, not %d as now%s",
+            "infinity: the store in %s was made with room for %d pinned generations and keeps this number, "
+            "although the config now says %d%s",
             config.nvme.paths[0],
             pins,
             config.pins,
@@ -123,11 +125,11 @@ class Saving:
             name_vanished(model)
             for freed in make_room_for_pin(model, folder):
                 if registry.coordinator_of(model).world.leads:
-                    logger.warning("infinity: %s holds a portable copy of its optimizer states now", freed)
+                    logger.warning("infinity: %s now contains a portable copy of its optimizer states", freed)
         else:
             logger.warning(
                 "infinity: %s will hold weights and no optimizer states: commit_every is 0, so there are no "
-                "generations. Nothing can be resumed from it",
+                "generations. No run can resume from this folder",
                 folder,
             )
 
@@ -156,8 +158,9 @@ def require_pins(model: nn.Module) -> None:
     """Raise PlanError if generations are kept but no checkpoint folder can pin one."""
     if keeps_generations(model) and not registry.coordinator_of(model).plan.placement.pins:
         raise PlanError(
-            "this model was offloaded when nothing said that checkpoint folders are saved, so its store has no room "
-            "for their states. Set `pins: 2` in the swap config (as many as there are folders at a time, and one more) "
+            "this model was offloaded before infinity knew that checkpoint folders are saved, so its store has no room "
+            "for their states. Set `pins: 2` in the swap config (one more than the number of "
+            "folders that exist at a time), "
             "or let the first Trainer of the model be one that saves."
         )
 
@@ -171,8 +174,8 @@ def name_vanished(model: nn.Module) -> None:
     if vanished:
         store = place_of(registry.coordinator_of(model).directories[0])
         logger.warning(
-            "infinity: %s pin generations and are not there. If they were removed, `infinity checkpoint unpin %s "
-            "--all-gone` lets the generations go once this process has ended",
+            "infinity: %s pin generations and do not exist. If they were removed, `infinity checkpoint unpin %s "
+            "--all-gone` unpins the generations after this process has ended",
             ", ".join(vanished),
             shlex.quote(str(store)),
         )

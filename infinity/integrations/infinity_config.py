@@ -82,7 +82,7 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
         if self.swap.vertical:
             raise NotAvailableError(
                 "InfinityConfig: vertical is for `infinity run` and for infinity.integrations.transformers.Trainer: "
-                "another Trainer takes one micro-batch after the other. Leave vertical out of the swap config."
+                "another Trainer computes one micro-batch after the other. Leave vertical out of the swap config."
             )
         self.resume = None if resume is None else folder_path(Path(resume))
         if self.resume is not None:
@@ -138,8 +138,9 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
             raise NotAvailableError(
-                "InfinityConfig: several ranks are not available yet, as libraries wrap the model for each of them. "
-                "Leave the quantization_config and what the Trainer has of infinity.hf out, and start the script with "
+                "InfinityConfig: several ranks are not available yet, because libraries wrap the model for each "
+                "rank. Remove the quantization_config and the Trainer's arguments from "
+                "infinity.hf, and start the script with "
                 "`torchrun --nproc-per-node N -m infinity.run swap.yaml SCRIPT`."
             )
 
@@ -172,7 +173,7 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
         if not files or not all(file.endswith(".safetensors") for file in files):
             raise NotAvailableError(
                 f"InfinityConfig: {Path(files[0]).name if files else 'a state_dict'}: weights stay in their files "
-                "until they are offloaded, which only safetensors files allow. Load the model without "
+                "until they are offloaded, which works with safetensors files only. Load the model without "
                 "quantization_config, and save it with save_pretrained once."
             )
         self._keep = _Keep(files, self._run.config)

@@ -29,9 +29,9 @@ def say_what_is_left(places: Sequence[Path], *, stopped: bool) -> None:
     found = {place: steps for place, steps in found.items() if steps}
     if rank != 0 or not (found or stopped):
         return
-    how = "stopped" if stopped else "the script did not end well"
+    how = "stopped" if stopped else "the script failed"
     if not found:
-        logger.warning("infinity: %s; nothing of it is durable, so that it begins anew", how)
+        logger.warning("infinity: %s; no step of it is durable, so the script must start from the beginning", how)
     for place, steps in found.items():
         logger.warning(
             "infinity: %s; its states after step %d are durable in %s. %s",
@@ -45,20 +45,24 @@ def say_what_is_left(places: Sequence[Path], *, stopped: bool) -> None:
 def _ways_on(first: Path, ranks: int) -> str:
     place = shlex.quote(str(first))
     out = (
-        f"`infinity checkpoint export {place} --output OUT` writes them, as a model (one of adapters has PEFT's "
-        "names, which no from_pretrained reads) and its optimizer states"
+        f"`infinity checkpoint export {place} --output OUT` writes them as a model (adapters under PEFT's names, "
+        "which from_pretrained does not read) and its optimizer states"
     )
-    gone = f"`infinity checkpoint remove {parts_said(first)}` lets them go, so that the script can begin anew"
+    gone = (
+        f"`infinity checkpoint remove {parts_said(first)}` removes them, so that the script "
+        "can start from the beginning"
+    )
     pin = _newest(rank_path(first, 0, ranks))
     if pin is not None:
         folder = shlex.quote(pin.folder)
         return (
-            f"Go on from the checkpoint folder {folder} (step {pin.step}): resume_from_checkpoint= of a Trainer, "
+            f"Resume from the checkpoint folder {folder} (step {pin.step}): with resume_from_checkpoint= of a Trainer, "
             f"ckpt_path= of Lightning, or `infinity run --resume {folder} CONFIG SCRIPT`. {out}"
         )
     return (
-        "No checkpoint folder names them, so that no script can go on from them (a smaller save_steps of a Trainer "
-        f"makes folders sooner). {out}; {gone}"
+        "No checkpoint folder names them, so no script can resume from them (with a smaller "
+        "save_steps, a Trainer saves the "
+        f"first folder earlier). {out}; {gone}"
     )
 
 

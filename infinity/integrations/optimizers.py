@@ -63,11 +63,12 @@ def _warning_of_names() -> Callable[..., Any]:
         if not Saving.open_now and handle.run not in runs:
             runs.add(handle.run)
             logger.warning(
-                "infinity: the script saves the state_dict of an optimizer itself. It holds the names of the states, "
-                "and these stay in the store, which is removed when the script ends well. To go on from step %d in a "
+                "infinity: the script saves the state_dict of an optimizer itself. It has only the names of the "
+                "states, and the states stay in the store, which is removed when the script "
+                "succeeds. To resume from step %d in a "
                 "later process, save with accelerator.save_state, with a Trainer's checkpoints, or, with `pins: 1` in "
                 "the swap config, with infinity.runtime.pins.pin(model, folder): such a folder keeps its states, and "
-                "`infinity run --resume folder` goes on from it",
+                "`infinity run --resume folder` resumes from it",
                 handle.step,
             )
         return original(handle)
@@ -186,7 +187,7 @@ def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer
     places = [each[1] for each in found if each is not None]
     if optimizer is not None and model in run.references and not any(place.group.trainable for place in places):
         raise ModelError(
-            "an optimizer is given parameters of a model that was offloaded to be evaluated only: it was prepared "
+            "an optimizer gets parameters of a model that was offloaded for evaluation only: the model was prepared "
             "with evaluation_mode=True, and used. Make the optimizer before the first forward pass."
         )
     return model is not None or bool(places)
@@ -212,7 +213,7 @@ def _require_all_in(model: nn.Module, parameters: list[Any]) -> None:
     others = _outside(model, parameters)
     if others:
         raise ModelError(
-            f"an optimizer is given the parameters of a {type(model).__name__}, which is to be offloaded, and "
+            f"an optimizer gets the parameters of a {type(model).__name__}, which infinity offloads, and "
             f"{len(others)} others, the first of shape {tuple(others[0].shape)}. Put both into one module, class "
             "Whole(nn.Module) with both as attributes, and give the optimizer its parameters(); or make an optimizer "
             "for each."

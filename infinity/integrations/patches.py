@@ -128,7 +128,8 @@ def require_there(owner: Any, name: str, place: str, point: Point) -> None:
         package = place.partition(".")[0]
         mend = f" Install {package}=={TESTED[package]}." if package in TESTED else ""
         raise NotAvailableError(
-            f"{place} is not there. infinity needs it: it {point.does}. Without it: {point.breaks}.{mend}"
+            f"{place} does not exist. infinity replaces it: the replacement {point.does}. "
+            f"Without it: {point.breaks}.{mend}"
         )
 
 

@@ -67,8 +67,9 @@ def optimizer_factory(
         return optimizer_factory
     if lr is None:
         raise ConfigError(
-            "infinity.hf.optimizer_factory: there is no learning rate, and that of the Trainer does not count. Give "
-            "it: optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {'lr': 1e-5}), or lr=1e-5 beside the model"
+            "infinity.hf.optimizer_factory: there is no learning rate, and the Trainer's "
+            "learning rate is not used. Give "
+            "one: optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {'lr': 1e-5}), or lr=1e-5 beside the model"
         )
     decayed = set(Trainer.get_decay_parameter_names(None, model))
     groups: list[dict[str, Any]] = [
@@ -124,7 +125,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if saves_states(args) and not registry.is_offloaded(model):
             raise ConfigError(
-                f"Checkpoints: the Trainer's {type(model).__name__} is not offloaded, as its optimizer is not "
+                f"Checkpoints: the Trainer's {type(model).__name__} is not offloaded, because its optimizer is not "
                 "infinity's, and its folders would pin nothing: give the Trainer "
                 "optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {'lr': 1e-5})"
             )
@@ -169,8 +170,8 @@ def _require_precision(model: nn.Module, precision: str) -> None:
     ]
     if precision != "no" and wide:
         raise ConfigError(
-            f"Checkpoints: the Trainer computes in {precision}, and its optimizer was made first, when that was not "
-            f"known: '{wide[0]}' was offloaded in fp32, and takes twice the memory. Give the factory the arguments of "
+            f"Checkpoints: the Trainer computes in {precision}, but its optimizer was made before that was known: "
+            f"'{wide[0]}' was offloaded in fp32, and takes twice the memory. Give the factory the arguments of "
             "the Trainer: optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)"
         )
 

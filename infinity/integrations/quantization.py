@@ -42,14 +42,14 @@ def form_of(quantization: Any) -> FrozenName | None:
         named = method if isinstance(quantization, dict) else type(quantization).__name__
         if str(method) == "infinity":
             raise NotAvailableError(
-                f"from_pretrained(quantization_config={named}): `infinity run` has a swap config already. Leave the "
-                "quantization_config and what a Trainer has of infinity.hf out, or start the script without "
+                f"from_pretrained(quantization_config={named}): `infinity run` has a swap config already. Remove the "
+                "quantization_config and a Trainer's arguments from infinity.hf, or start the script without "
                 "`infinity run`."
             )
         raise NotAvailableError(
             f"from_pretrained(quantization_config={named}): infinity quantizes weights to NF4 or int8. Leave the "
-            "quantization_config out, and set frozen: nf4 or int8 in the swap config: weights that are not trained "
-            "then rest in 4 or 8 bits."
+            "quantization_config out, and set frozen: nf4 or int8 in the swap config: weights that are not trained are "
+            "then stored in 4 or 8 bits."
         )
     if _value(quantization, "load_in_4bit"):
         return "nf4"
@@ -72,13 +72,13 @@ class Forms:
             return
         asked = "load_in_4bit=True" if form == "nf4" else "load_in_8bit=True"
         if config.frozen != "auto":
-            done = f"the swap config says `frozen: {config.frozen}`, and that is done instead"
+            done = f"the swap config says `frozen: {config.frozen}`, which is used instead"
         elif any(given(parameter) is not None for parameter in model.parameters()):
-            done = "the checkpoint is quantized already, and its frozen weights rest as they are in it"
+            done = "the checkpoint is quantized already, and its frozen weights keep the checkpoint's form"
         else:
             self._of[model] = form
             done = f"{_RESTS[form]} (`frozen: {form}`), and are decoded when they are used{_others(quantization)}"
-        logger.warning("infinity: BitsAndBytesConfig(%s): %s. bitsandbytes has no part in it.", asked, done)
+        logger.warning("infinity: BitsAndBytesConfig(%s): %s. bitsandbytes is not used.", asked, done)
 
     def copied(self, model: nn.Module, another: nn.Module) -> None:
         """Apply the facts about a model to its copy."""
@@ -92,8 +92,8 @@ class Forms:
 
 
 _RESTS: dict[str, str] = {
-    "nf4": "frozen weights of this model rest in 4 bits, as NF4 with nested scales",
-    "int8": "frozen weights of this model rest in 8 bits, in infinity's own linear form",
+    "nf4": "frozen weights of this model are stored in 4 bits, as NF4 with nested scales",
+    "int8": "frozen weights of this model are stored in 8 bits, in infinity's own linear form",
 }
 
 
@@ -101,10 +101,10 @@ def _others(quantization: Any) -> str:
     """Return a text about other requests of the script that are not met."""
     said = ""
     if _value(quantization, "load_in_4bit") and _value(quantization, "bnb_4bit_quant_type") != "nf4":
-        said += "; there is no fp4, and NF4 takes the same space"
+        said += "; fp4 is not available, and NF4 takes the same space"
     skipped = [name for name in _value(quantization, "llm_int8_skip_modules") or () if _HEAD not in name]
     if skipped:
-        said += f"; llm_int8_skip_modules={skipped} is not heeded"
+        said += f"; llm_int8_skip_modules={skipped} is ignored"
     return said
 
 

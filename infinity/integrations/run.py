@@ -226,9 +226,11 @@ class Run:
         inner = [each for each in model.modules() if registry.is_offloaded(each)]
         if inner:
             raise ModelError(
-                f"{type(model).__name__} was put around a model that was offloaded already, because it was used or has "
+                f"{type(model).__name__} was put around a model that was offloaded already, "
+                "because the model was used or has "
                 f"an optimizer. Make the {type(model).__name__} before the first forward pass, and one optimizer for "
-                "all of its parameters: one for each, which a hook steps in the backward, would save no memory here."
+                "all of its parameters: one optimizer for each parameter, stepped by a hook in the "
+                "backward, would save no memory here."
             )
         trained = optimizer is not None or model in self.trained or model not in self.references
         converted = self._convert(model)
@@ -313,7 +315,7 @@ class Run:
                 if self.reads_random_states:
                     rng.restore(drawn)
                 logger.warning(
-                    "infinity: the model goes on from %s, after step %d",
+                    "infinity: the model resumes from %s, after step %d",
                     folder,
                     registry.coordinator_of(model).steps,
                 )
@@ -348,8 +350,8 @@ class Run:
             return []
         named = "bf16" if dtype == torch.bfloat16 else "fp16"
         logger.warning(
-            "infinity: the weights are %s with an fp32 master, instead of fp32 with a %s copy by autocast; "
-            "save_pretrained writes the masters, in fp32, and state_dict() has the %s weights",
+            "infinity: the weights are %s with an fp32 master, instead of fp32 with a %s copy made by autocast; "
+            "save_pretrained writes the masters in fp32, and state_dict() returns the %s weights",
             named,
             named,
             named,
@@ -507,8 +509,8 @@ def _close_what_ended_well(model: nn.Module) -> None:
         store = coordinator.resources.require_store()
         place = place_of(store.directories[0].path)
         logger.warning(
-            "infinity: the store in %s, %s, stays for the checkpoint folders that go on from it: %s. "
-            "`infinity checkpoint remove --pinned %s` removes it when none of them is to be resumed",
+            "infinity: the store in %s, %s, is kept for the checkpoint folders that need it: %s. `infinity "
+            "checkpoint remove --pinned %s` removes the store when no run will resume from these folders",
             place,
             format_bytes(coordinator.world.size * store.nbytes),
             ", ".join(map(str, folders)),

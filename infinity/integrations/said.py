@@ -27,10 +27,10 @@ def say(model: nn.Module, *, trained: bool) -> None:
     part = sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs)
     states = f", optimizer states on {plan.placement.optimizer.tier}" if trained else ", and it has no optimizer states"
     logger.warning(
-        "infinity: %s, %s%s: weights rest on %s%s; it takes %s of device and %s of host memory",
+        "infinity: %s, %s%s: weights on %s%s; it takes %s of device memory and %s of host memory",
         printable(type(model).__name__),
         f"trained: {trained_of(part, numel)}" if trained else f"only evaluated: {numel:,} parameters",
-        "" if plan.peers.cut.whole else f", cut over {plan.peers.cut.count} ranks",
+        "" if plan.peers.cut.whole else f", sharded over {plan.peers.cut.count} ranks",
         plan.placement.weights.tier,
         states,
         format_bytes(plan.device_bytes),
@@ -45,9 +45,10 @@ def say_that_nothing_was_offloaded(*, failed: bool) -> None:
     """
     if rank_and_world()[0] == 0:
         logger.warning(
-            "infinity: NOTHING WAS OFFLOADED, the script ran as python runs it%s. A model is offloaded that "
-            "from_pretrained loads and that is used, and a module of %s parameters or more when one of torch.optim's "
-            "AdamW, Adam, SGD or Adagrad is made for them. For another loop: infinity.offload(model, config) in the "
+            "infinity: NOTHING WAS OFFLOADED, the script ran as without infinity%s. infinity "
+            "offloads a model that from_pretrained "
+            "loads when the model is used, and a module of %s parameters or more when torch.optim's AdamW, Adam, "
+            "SGD or Adagrad is made for its parameters. For another loop, call infinity.offload(model, config) in the "
             "script",
             ", until it failed" if failed else "",
             f"{WORTH_NUMEL:,}",
@@ -61,8 +62,9 @@ def say_that_it_stays(optimizer: object, model: nn.Module) -> None:
     """
     if rank_and_world()[0] == 0:
         logger.warning(
-            "infinity: %s.%s is not offloaded, nor is the %s that it was made for: it stays in memory. Offloaded are "
-            "torch.optim's AdamW, Adam, SGD and Adagrad, and infinity.Lion",
+            "infinity: %s.%s is not offloaded, nor is the %s that it was made for: both stay in memory. "
+            "infinity offloads the states of "
+            "torch.optim's AdamW, Adam, SGD and Adagrad, and of infinity.Lion",
             type(optimizer).__module__,
             type(optimizer).__name__,
             printable(type(model).__name__),

@@ -94,11 +94,12 @@ def naming_the_shares(memory: MemoryConfig, waiting: Sequence[Claim], offloaded:
         given = f"{format_bytes(memory.device or 0)} and {format_bytes(memory.host or 0)}"
         count = f"The script has {len(waiting) + len(offloaded) + 1} models; of memory.device and memory.host"
         if not offloaded:
-            raise PlanError(f"{error} ({count} this one was given {given}, by its share of the weights.)") from error
+            raise PlanError(f"{error} ({count} this model got {given}, by its share of the weights.)") from error
         taken = ", ".join(f"{_name(each)} has {_taken_by(_plan_of(each))}" for each in offloaded)
         raise PlanError(
-            f"{error} ({count} {taken}, and {given} are left for this one. Load every model before the first of them "
-            "is used or gets its optimizer: then they share the memory by their weights.)"
+            f"{error} ({count} {taken}, and {given} are left for this model. Load every "
+            "model before the first model is "
+            "used or gets its optimizer: the models then share the memory by their weights.)"
         ) from error
 
 

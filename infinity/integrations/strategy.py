@@ -39,15 +39,15 @@ from infinity.state.tiles import tile_of
 logger = logging.getLogger(__name__)
 
 _AVERAGE = (
-    "it copies the model, and writes to weights in memory. Average them in a callback of your own: "
-    "infinity.state_dict(model) goes through them one by one, after any step"
+    "it copies the model, and writes to weights in memory. Average the weights in a callback of your "
+    "own: infinity.state_dict(model) reads them one by one, after any step"
 )
 _REFUSED = {
-    "LearningRateFinder": "Tuner.lr_find goes back to the weights of before. Make a run of its own whose learning rate "
+    "LearningRateFinder": "Tuner.lr_find restores the earlier weights. Make a separate run whose learning rate "
     "grows with each step, lr=1e-8 and torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 10 ** (0.08 * step)) "
-    "for 100 steps, and take the rate at which its loss falls fastest",
-    "BatchSizeFinder": "Tuner.scale_batch_size goes back to the weights of before. Try each batch size in a run of its "
-    "own, after `infinity plan --batch-size N` says that it fits",
+    "for 100 steps, and take the learning rate at which the loss falls fastest",
+    "BatchSizeFinder": "Tuner.scale_batch_size restores the earlier weights. Try each batch size in a separate "
+    "run, after `infinity plan --batch-size N` says that it fits",
     "StochasticWeightAveraging": f"StochasticWeightAveraging: {_AVERAGE}",
     "WeightAveraging": f"WeightAveraging: {_AVERAGE}",
     "ModelPruning": "ModelPruning replaces weights in memory. Prune the saved model after training",
@@ -150,7 +150,7 @@ class Offloading:
         _require_possible(trainer, self.precision_plugin.precision)
         if fits and self._run.wishes.folder != self._resumes_from:
             raise ConfigError(
-                f"--resume {self._run.wishes.folder}: a Lightning script says itself where it goes on: leave --resume "
+                f"--resume {self._run.wishes.folder}: a Lightning script names its checkpoint itself: leave --resume "
                 "out, and call trainer.fit(..., ckpt_path=...) with the checkpoint file"
             )
         self._expect(trainer)
@@ -225,8 +225,10 @@ class Offloading:
         root = next((child for child in parts if all(_holds_all(module, [child]))), module)
         if by_hand and root is module:
             raise ConfigError(
-                f"{type(module).__name__} optimizes by hand, so its training_step has forward and backward passes in "
-                "it: put all layers into one module that it calls (self.net = Net(), whose forward is self.net(...)), "
+                f"{type(module).__name__} uses manual optimization, so its training_step contains "
+                "forward and backward passes: "
+                "put all layers into one module that training_step calls (self.net = Net(), whose "
+                "forward is self.net(...)), "
                 "or use automatic optimization"
             )
         for model in known:
@@ -318,10 +320,10 @@ class Offloading:
         if not resumable:
             raise PlanError(
                 f"{filepath}: {why}, so the file cannot hold them. Use save_pretrained or infinity.save_pretrained, "
-                "which hold one unit in memory at a time, or set commit_every: 1 and save the states, too."
+                "which keep one unit in memory at a time, or set commit_every: 1 and save the states, too."
             )
         logger.warning(
-            "infinity: %s holds no weights: %s. They are in the generation that %s pins",
+            "infinity: %s has no weights: %s. The weights are in the generation that %s pins",
             filepath,
             why,
             folder_beside(filepath),
@@ -350,8 +352,9 @@ class Offloading:
             marker = generation_of(folder, self._run.config)
             if any(registry.is_offloaded(root) and not is_at(root, marker) for root in self._enter()):
                 raise ModelError(
-                    f"ckpt_path={checkpoint_path}: the model was used already in this process, so it is offloaded and "
-                    "cannot become the one of a checkpoint. Resume in a new process, before anything else."
+                    f"ckpt_path={checkpoint_path}: the model was used already in this process, so it "
+                    "is offloaded and cannot get "
+                    "the states of a checkpoint. Resume in a new process, before any other use of the model."
                 )
             self._run.wish(folder=folder)
             self._resumes_from = folder
@@ -366,8 +369,8 @@ class Offloading:
             return
         if strict and not state.keys() >= _tensors(module).keys() and self._outside(state) == dict(state):
             raise ResumeError(
-                "this checkpoint holds no weights, because they did not fit memory.host when it was written. Go on "
-                "from it with fit(ckpt_path=...), or take a model that save_pretrained wrote."
+                "this checkpoint has no weights, because they did not fit in memory.host when it was written. Resume "
+                "from it with fit(ckpt_path=...), or load a model that save_pretrained wrote."
             )
         module.load_state_dict(state, strict=strict)
 
@@ -410,8 +413,9 @@ def _choose(kind: type[Offloading], connector: ModuleType, patches: Patches) -> 
         original(self)
         if not isinstance(self.strategy, kind):
             raise ConfigError(
-                f"under `infinity run` a Lightning Trainer has strategy='infinity', not {type(self.strategy).__name__}"
-                ": leave strategy= out, and devices=1"
+                "under `infinity run` a Lightning Trainer needs strategy='infinity', not "
+                f"{type(self.strategy).__name__}"
+                ": leave strategy= out, and set devices=1"
             )
 
     patches.wrap(connector._AcceleratorConnector, "_choose_strategy", choose)
@@ -431,9 +435,11 @@ def _require_possible(trainer: Any, precision: str) -> None:
     clips, how = bool(trainer.gradient_clip_val), str(getattr(trainer.gradient_clip_algorithm, "value", "norm"))
     if clips and how == "value":
         raise ConfigError(
-            "gradient_clip_algorithm='value' needs every gradient in memory, and those of an offloaded model are "
-            "where the swap config says. Use gradient_clip_algorithm='norm', which clips by the exact global norm. Or "
-            "leave both options out, and let the module's configure_gradient_clipping call "
+            "gradient_clip_algorithm='value' needs every gradient in memory, but the gradients "
+            "of an offloaded model are in "
+            "the tier that the swap config names. Use gradient_clip_algorithm='norm', which clips "
+            "by the exact global norm. Or "
+            "leave both options out, and call from the module's configure_gradient_clipping "
             "torch.nn.utils.clip_grad_value_ in `with infinity.gathered(self.model, grads=True):`."
         )
     if clips and precision == "16-mixed":

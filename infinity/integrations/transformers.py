@@ -67,8 +67,8 @@ class _OfTrainer:
         self._tell(trainer)
         if trainer.args.push_to_hub and trainer.args.world_size > 1:
             raise NotAvailableError(
-                "push_to_hub with several ranks is not available yet: leave it out, and upload the folder that "
-                "save_model or a checkpoint wrote when the run is over"
+                "push_to_hub with several ranks is not available yet: leave it out, and upload the folder "
+                "of save_model or of a checkpoint after the run"
             )
         trainer.args._n_gpu = min(trainer.args._n_gpu, 1)
 
@@ -92,8 +92,8 @@ class _OfTrainer:
         folder = self._run.began_from(model)
         if folder is not None and folder != self._resumes_from:
             raise ConfigError(
-                f"--resume {folder}: the first trainer.train() goes on from there, and this Trainer makes its "
-                "optimizer before that, for a loop that would begin at step 0. Leave the optimizer to trainer.train()."
+                f"--resume {folder}: the first trainer.train() resumes from there, but this Trainer makes its "
+                "optimizer earlier, for a loop that would start at step 0. Let trainer.train() make the optimizer."
             )
 
     def get_optimizer(self, original: Callable[..., Any], args: Any, *others: Any, **options: Any) -> Any:
@@ -131,8 +131,9 @@ class _OfTrainer:
             return
         if used:
             raise ModelError(
-                f"resume_from_checkpoint={folder}: the model was used already in this process, so it is offloaded and "
-                "cannot become the one of a checkpoint. Resume in a new process, before anything else."
+                f"resume_from_checkpoint={folder}: the model was used already in this process, so it "
+                "is offloaded and cannot get "
+                "the states of a checkpoint. Resume in a new process, before any other use of the model."
             )
         self._resumes_from = place
         self._run.wish(folder=place)
@@ -194,8 +195,9 @@ def _agreed(told: Path, named: str | bool | None, output: str) -> str:
     folder = get_last_checkpoint(output) if named is True else named
     if folder and os.path.realpath(os.path.expanduser(folder)) != os.path.realpath(told):
         raise ConfigError(
-            f"--resume {told}: the script goes on from {folder}, as its resume_from_checkpoint={named!r} says. Leave "
-            "--resume out, or take resume_from_checkpoint out of the script's arguments."
+            f"--resume {told}: the script resumes from {folder}, because of its "
+            f"resume_from_checkpoint={named!r}. Leave "
+            "--resume out, or remove resume_from_checkpoint from the script's arguments."
         )
     return str(told)
 

@@ -40,7 +40,8 @@ class TrainingSteps:
         if trainer not in self._warned:
             self._warned.add(trainer)
             logger.warning(
-                "vertical: true does nothing for %s, which prepares its inputs step by step: its micro-batches go one "
+                "vertical: true does nothing for %s, which prepares its inputs step by step: "
+                "micro-batches are computed one "
                 "after the other",
                 type(trainer).__name__,
             )
@@ -76,8 +77,8 @@ class TrainingSteps:
                 del here.withheld
             if len(found) != 1:
                 raise ModelError(
-                    f"{type(trainer).__name__}.training_step ran {len(found)} backward passes for a micro-batch; with "
-                    "vertical: true it must run one. Set vertical: false."
+                    f"{type(trainer).__name__}.training_step ran {len(found)} backward passes for a micro-batch, but "
+                    "with vertical: true it must run one. Set vertical: false."
                 )
             return found[0]
 

@@ -236,8 +236,8 @@ def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) 
         raise DeviceRoomError(
             f"unit '{largest.name}' needs {format_bytes(nbytes)} of device memory: its weights, "
             f"{format_bytes(largest.weight_bytes)}, and those of the other units that are on the device at the "
-            f"same time (together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring.nbytes)}; memory.device is "
-            f"{format_bytes(limits.device)}{each}. Raise memory.device to "
+            f"same time (together {names}{more}){_and_for_encoded(decoding)}{_and_for_gradients(ring.nbytes)}; "
+            f"memory.device is {format_bytes(limits.device)}{each}. Raise memory.device to "
             f"{_config_bytes(limits, nbytes + ring.nbytes + decoding)} plus what activations need.",
             limits.device,
         )

@@ -211,8 +211,8 @@ class GroupGradients:
             raise PlanError(
                 f"a second backward pass before the step needs fp32 gradients for unit '{self._unit.name}' "
                 f"({format_bytes(self._fp32_bytes)}), but memory.host has room for only "
-                f"{format_bytes(self._room_bytes)}. Raise memory.host until the plan says 'any number of micro-batches', "
-                "set gradients: nvme, or step after every backward pass."
+                f"{format_bytes(self._room_bytes)}. Raise memory.host until the plan says 'any number of "
+                "micro-batches', set gradients: nvme, or step after every backward pass."
             )
         self.settle()
         if not self._spilled and self._home is not None and self._home.nbytes < self._fp32_bytes:

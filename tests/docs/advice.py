@@ -372,17 +372,17 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "integrations/accelerate.py": {
         "infinity run --resume": "integrations/test_accelerate.py::"
         "test_resume_and_load_state_go_on_to_the_bits_of_the_uninterrupted_loop",
-        "Begin the script with": "integrations/test_accelerate.py::"
+        "Start the script with": "integrations/test_accelerate.py::"
         "test_resume_and_load_state_go_on_to_the_bits_of_the_uninterrupted_loop",
     },
     "integrations/chunked_loss.py": {
-        "without labels, or infinity.use_chunked_loss(model, False)": "integrations/test_chunked_loss.py::"
+        "without labels, or call infinity.use_chunked_loss(model, False)": "integrations/test_chunked_loss.py::"
         "test_a_model_that_uses_its_logits_otherwise_keeps_its_loss",
     },
     "integrations/deepspeed.py": {
         "--fsdp and --fsdp_config, or": "integrations/test_deepspeed.py::"
         "test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted",
-        "-o swap.yaml` makes a swap config": "integrations/test_deepspeed.py::"
+        "-o swap.yaml` converts": "integrations/test_deepspeed.py::"
         "test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted",
     },
     "integrations/folders.py": {
@@ -408,7 +408,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
         "`infinity checkpoint remove ": "integrations/test_stopped.py::"
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
-        "Go on from the checkpoint folder": "integrations/test_trainer.py::"
+        "Resume from the checkpoint folder": "integrations/test_trainer.py::"
         "test_the_launchers_folder_is_where_the_first_train_of_a_script_goes_on",
     },
     "integrations/optimizers.py": {
@@ -426,11 +426,11 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_config_of_infinity_is_left_out_under_infinity_run",
     },
     "integrations/run.py": {
-        "go on from it: <>. `infinity checkpoint remove --pinned <": "cli/test_pins.py::"
+        "need it: <>. `infinity checkpoint remove --pinned <": "cli/test_pins.py::"
         "test_remove_is_refused_while_folders_pin_and_leaves_none_that_looks_resumable",
     },
     "integrations/said.py": {
-        "For another loop: infinity.offload(model, config)": "integrations/test_own_modules.py::"
+        "For another loop, call infinity.offload(model, config)": "integrations/test_own_modules.py::"
         "test_a_script_that_offloads_its_module_itself_is_not_told_that_nothing_was",
     },
     "integrations/strategy.py": {
@@ -440,18 +440,18 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_what_clips_in_fp16_or_after_it_trains_as_the_refusal_says",
         "after `infinity plan --batch-size N` says that it fits": "integrations/test_lightning.py::"
         "test_finding_a_batch_size_is_done_by_runs_of_their_own_as_the_error_says",
-        "call torch.nn.utils.clip_grad_value_ in": "integrations/test_lightning.py::"
+        "torch.nn.utils.clip_grad_value_ in": "integrations/test_lightning.py::"
         "test_clipping_by_value_works_as_its_refusal_says",
-        "infinity.state_dict(model) goes through them one by one, after any": "integrations/test_lightning.py::"
+        "infinity.state_dict(model) reads them one by one, after any": "integrations/test_lightning.py::"
         "test_a_callback_of_ones_own_averages_weights",
         "`infinity run` has a swap confi": "integrations/test_lightning.py::test_two_swap_configs_are_refused",
-        "it goes on: leave --resume out, and call tra": "integrations/test_lightning.py::"
+        "names its checkpoint itself: leave --resume out, and call tra": "integrations/test_lightning.py::"
         "test_the_launchers_resume_names_ckpt_path",
     },
     "integrations/transformers.py": {
-        "Leave the optimizer to trainer.train()": "integrations/test_trainer.py::"
+        "Let trainer.train() make the optimizer": "integrations/test_trainer.py::"
         "test_an_optimizer_that_a_script_makes_before_train_is_refused_where_the_model_goes_on",
-        "or take resume_from_checkpoint out": "integrations/test_trainer.py::"
+        "or remove resume_from_checkpoint": "integrations/test_trainer.py::"
         "test_a_script_that_names_another_folder_than_the_launcher_is_refused_and_both_ways_on_work",
     },
     "io/directory.py": {

@@ -163,7 +163,7 @@ def test_load_state_without_resume_names_the_option(
         with pytest.raises(infinity.ResumeError, match=r"infinity run --resume \S+/out CONFIG SCRIPT"):
             loop.accelerator.load_state(tmp_path / "out")
     other = launch(nvme={"paths": [str(tmp_path / "other")]})
-    with other, pytest.raises(infinity.ResumeError, match=r"offloaded anew.*generation 2"):
+    with other, pytest.raises(infinity.ResumeError, match=r"offloaded without a checkpoint.*generation 2"):
         Loop(checkpoint, rows).accelerator.load_state(tmp_path / "out")
 
 
@@ -182,7 +182,7 @@ def test_an_optimizers_state_dict_that_the_script_saves_itself_is_warned_of_and_
         loop.optimizer.load_state_dict(torch.load(tmp_path / "by-hand.pt")["optimizer"])
         unpin(loop.model, tmp_path / "out")
     assert caplog.text.count("names of the states") == 1
-    assert "go on from step 2 in a later process, save with accelerator.save_state" in caplog.text
+    assert "resume from step 2 in a later process, save with accelerator.save_state" in caplog.text
     with launch(), pytest.raises(infinity.ModelError, match=r"run \w+, and this is .*infinity run --resume FOLDER"):
         Loop(checkpoint, rows).optimizer.load_state_dict(torch.load(tmp_path / "by-hand.pt")["optimizer"])
 

@@ -31,16 +31,16 @@ def test_a_script_with_deepspeed_on_its_command_line_ends_in_one_line(
     script = ["--output_dir", str(tmp_path / "out"), "--deepspeed", "ds config.json"]
     assert main(["run", str(tmp_path / "swap.yaml"), str(tmp_path / "train.py"), *script]) == 2
     assert capsys.readouterr().err == (
-        "error: --deepspeed 'ds config.json' of TrainingArguments: under `infinity run` the model is offloaded by "
-        "infinity, and DeepSpeed has no part in it. Take --deepspeed out; `infinity convert 'ds config.json' -o "
-        "swap.yaml` makes a swap config of a DeepSpeed config.\n"
+        "error: --deepspeed 'ds config.json' of TrainingArguments: under `infinity run` infinity offloads "
+        "the model, without DeepSpeed. Remove --deepspeed; `infinity convert 'ds config.json' -o "
+        "swap.yaml` converts a DeepSpeed config to a swap config.\n"
     )
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("ds_config.json", "^deepspeed='ds_config.json' .*Take deepspeed= out; `infinity convert ds_config.json -o"),
+        ("ds_config.json", "^deepspeed='ds_config.json' .*Remove deepspeed=; `infinity convert ds_config.json -o"),
         ({"zero_optimization": {"stage": 3}}, r"^deepspeed=\{...\} .*`infinity convert FILE -o swap.yaml`"),
         ('{"zero_optimization": {"stage": 3}}', r"^deepspeed=\{...\} .*`infinity convert FILE -o swap.yaml`"),
     ],
@@ -59,9 +59,7 @@ def test_the_deepspeed_plugin_of_accelerate_is_refused(launch: Launch, monkeypat
         with pytest.raises(ConfigError, match="deepspeed_plugin= of the Accelerator.*`infinity convert ds.json -o"):
             DeepSpeedPlugin(hf_ds_config="ds.json")
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-        with pytest.raises(
-            ConfigError, match="Take --use_deepspeed, or distributed_type: DEEPSPEED, of accelerate out"
-        ):
+        with pytest.raises(ConfigError, match="Remove --use_deepspeed, or distributed_type: DEEPSPEED, of accelerate;"):
             HfArgumentParser(TrainingArguments).parse_args_into_dataclasses([])
 
 
@@ -70,10 +68,10 @@ def test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted(launch: Lau
     file.write_text('{"cpu_offload": true}')
     with launch():
         with pytest.raises(
-            ConfigError, match=rf"Take --fsdp and --fsdp_config, .*`infinity convert {file} -o"
+            ConfigError, match=rf"Remove --fsdp and --fsdp_config, .*`infinity convert {file} -o"
         ) as refused:
             TrainingArguments(str(tmp_path / "out"), fsdp="full_shard auto_wrap", fsdp_config=str(file))
-        with pytest.raises(ConfigError, match=r"Take --use_fsdp, .*`infinity convert FILE -o"):
+        with pytest.raises(ConfigError, match=r"Remove --use_fsdp, .*`infinity convert FILE -o"):
             FullyShardedDataParallelPlugin()
         TrainingArguments(str(tmp_path / "out"))
     command = str(refused.value).partition("`infinity convert ")[2].partition("`")[0]

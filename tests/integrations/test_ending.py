@@ -80,7 +80,7 @@ def test_a_model_is_open_until_a_scripts_threads_and_atexit_functions_are_done(
     assert ended.returncode == code, ended.stderr
     assert "ArithmeticError: amid the others" in ended.stderr
     assert "the last is the first" not in ended.stdout
-    waits = "infinity: the script failed (ValueError), and waits for its threads: Thread-"
+    waits = "infinity: the script failed (ValueError), and the process waits for the script's threads: Thread-"
     assert (waits in ended.stderr) == (last == "raise ValueError")
     saved = [torch.load(tmp_path / name) for name in ("thread", "pool", "atexit")]
     assert all(torch.equal(each["blocks.0.weight"], saved[0]["blocks.0.weight"]) for each in saved)

@@ -343,7 +343,7 @@ def test_weights_that_do_not_fit_in_memory_stay_in_the_generation(
             ends.append(module.losses[-2:])
         assert not torch.load(tmp_path / "step=6.ckpt", weights_only=False)["state_dict"]
     assert ends[1] == ends[0]
-    with pytest.raises(infinity.ResumeError, match="holds no weights"), launch(nvme={"paths": [str(tmp_path / "b")]}):
+    with pytest.raises(infinity.ResumeError, match="has no weights"), launch(nvme={"paths": [str(tmp_path / "b")]}):
         trainer(tmp_path).validate(language(checkpoint), loader(rows[:16]), ckpt_path=ckpt_path)
 
 
@@ -480,7 +480,7 @@ def test_finding_a_batch_size_is_done_by_runs_of_their_own_as_the_error_says(
 
 
 def test_a_trainer_without_the_strategy_that_is_refused_trains(rows: Rows, launch: Launch, tmp_path: Path) -> None:
-    with launch(), pytest.raises(infinity.ConfigError, match="leave strategy= out, and devices=1"):
+    with launch(), pytest.raises(infinity.ConfigError, match="leave strategy= out, and set devices=1"):
         trainer(tmp_path, strategy="ddp", devices=2)
     with launch():
         module = made("Small")

@@ -154,7 +154,7 @@ def test_a_model_for_which_nothing_is_left_names_the_other_and_the_fix(checkpoin
         first = AutoModelForCausalLM.from_pretrained(checkpoint)
         torch.optim.AdamW(first.parameters())
         second = AutoModelForCausalLM.from_pretrained(checkpoint)
-        named = r"LlamaForCausalLM has 0 B and 3\.\d+ MiB, and .* are left for this one\. Load every model before"
+        named = r"LlamaForCausalLM has 0 B and 3\.\d+ MiB, and .* are left for this model\. Load every model before"
         with pytest.raises(infinity.PlanError, match=named):
             torch.optim.AdamW(second.parameters())
 
@@ -472,7 +472,7 @@ def test_weights_that_the_script_has_in_fp32_are_saved_in_fp32_as_their_masters(
         coordinator.fence()
         masters = {place.spec.name: exact_value(coordinator, place) for _, place in coordinator.places()}
         assert {value.dtype for value in model.state_dict().values()} == {torch.bfloat16}
-    assert "save_pretrained writes the masters, in fp32, and state_dict() has the bf16" in caplog.text
+    assert "save_pretrained writes the masters in fp32, and state_dict() returns the bf16" in caplog.text
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert {value.dtype for value in saved.values()} == {torch.float32}
     differs = [name for name, value in saved.items() if not torch.equal(value, masters[name])]

@@ -228,7 +228,7 @@ def test_what_is_small_or_in_no_module_stays_and_the_run_says_that_nothing_was_o
         one, other = nn.Linear(64, 64), nn.Linear(64, 64)
         torch.optim.AdamW([*one.parameters(), *other.parameters()])
         assert not registry.is_offloaded(one)
-    assert caplog.text.count("NOTHING WAS OFFLOADED, the script ran as python runs it") == 1
+    assert caplog.text.count("NOTHING WAS OFFLOADED, the script ran as without infinity") == 1
 
 
 @pytest.mark.parametrize("made", [torch.optim.RMSprop, type("Mine", (torch.optim.AdamW,), {})])
@@ -267,7 +267,7 @@ def test_a_script_that_fails_is_told_too_that_nothing_was_offloaded_unless_infin
     with pytest.raises(type(error)) as ended, launch():
         raise error
     assert ended.value is error
-    assert ("NOTHING WAS OFFLOADED, the script ran as python runs it, until it failed." in caplog.text) is says
+    assert ("NOTHING WAS OFFLOADED, the script ran as without infinity, until it failed." in caplog.text) is says
 
 
 def test_a_model_in_a_module_gets_all_of_the_memory(checkpoint: Path, launch: Launch) -> None:

@@ -222,6 +222,6 @@ def test_the_line_of_a_model_says_how_much_of_it_is_trained_and_where_it_rests(
     trained, numel = sum(size for size, grad in every if grad), sum(size for size, _ in every)
     assert trained < numel
     assert (
-        f"infinity: PeftModelForCausalLM, trained: {trained:,} of {numel:,} parameters: weights rest on nvme, "
+        f"infinity: PeftModelForCausalLM, trained: {trained:,} of {numel:,} parameters: weights on nvme, "
         "optimizer states on nvme; it takes "
     ) in caplog.text

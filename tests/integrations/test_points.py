@@ -55,7 +55,7 @@ def test_a_point_is_there_and_takes_what_it_is_given(where: str) -> None:
 def test_a_point_that_is_gone_is_named(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, name = found(where)
     monkeypatch.delattr(owner, name)
-    with pytest.raises(infinity.NotAvailableError, match=f"^{where} is not there"), Patches() as patches:
+    with pytest.raises(infinity.NotAvailableError, match=f"^{where} does not exist"), Patches() as patches:
         patches.wrap(owner, name, ours)
     assert active() == []
 
@@ -65,7 +65,7 @@ def test_the_launcher_names_a_point_that_is_gone_and_replaces_nothing(
 ) -> None:
     owner, name = found("transformers.trainer.Trainer._load_from_checkpoint")
     monkeypatch.delattr(owner, name)
-    with pytest.raises(infinity.NotAvailableError, match=f"Trainer.{name} is not there.*==5"), launch():
+    with pytest.raises(infinity.NotAvailableError, match=f"Trainer.{name} does not exist.*==5"), launch():
         pass
     assert active() == []
 

@@ -131,14 +131,14 @@ def test_the_model_learns(checkpoint: Path, rows: Rows, launch: Launch, tmp_path
 def test_fp4_is_said_to_be_nf4(checkpoint: Path, launch: Launch, caplog: Any) -> None:
     with launch():
         AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
-    assert "there is no fp4, and NF4 takes the same space" in caplog.text
+    assert "fp4 is not available, and NF4 takes the same space" in caplog.text
 
 
 def test_modules_that_are_not_skipped_are_named(checkpoint: Path, launch: Launch, caplog: Any) -> None:
     config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["lm_head", "down_proj"])
     with launch():
         AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config)
-    assert "llm_int8_skip_modules=['down_proj'] is not heeded" in caplog.text
+    assert "llm_int8_skip_modules=['down_proj'] is ignored" in caplog.text
 
 
 @pytest.mark.parametrize(("frozen", "codec"), [("bf16", None), ("int8", "int8")])
@@ -149,7 +149,7 @@ def test_the_swap_config_goes_before_the_script(
         one = trainer(qlora(checkpoint, NF4), rows, tmp_path / "out")
         one.train()
         assert codecs_in(one.model) == {None, codec}
-    assert f"the swap config says `frozen: {frozen}`, and that is done instead" in caplog.text
+    assert f"the swap config says `frozen: {frozen}`, which is used instead" in caplog.text
 
 
 @pytest.mark.parametrize("quantization", [None, NF4], ids=["as it is", "asked for again"])
@@ -280,7 +280,7 @@ def test_sft_of_trl_with_adapters(named: bool, launch: Launch, tmp_path: Path) -
 def test_a_config_of_infinity_is_left_out_under_infinity_run(checkpoint: Path, launch: Launch, tmp_path: Path) -> None:
     swap = {"nvme": {"paths": [str(tmp_path / "other")]}}
     with launch():
-        with pytest.raises(infinity.NotAvailableError, match="Leave the quantization_config"):
+        with pytest.raises(infinity.NotAvailableError, match="Remove the quantization_config"):
             AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=infinity.InfinityConfig(swap))
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -62,7 +62,7 @@ def test_ctrl_c_ends_in_one_line_that_names_the_folder_to_go_on_from(checkpoint:
     assert "Traceback" not in ended.stderr
     folder = tmp_path / "out" / "checkpoint-2"
     assert re.fullmatch(
-        rf"infinity: stopped; its states after step \d are durable in {tmp_path}/swap\. Go on from the checkpoint "
+        rf"infinity: stopped; its states after step \d are durable in {tmp_path}/swap\. Resume from the checkpoint "
         rf"folder {folder} \(step 2\): .*`infinity run --resume {folder} CONFIG SCRIPT`\..*",
         ended.stderr.splitlines()[-1],
     )
@@ -86,7 +86,10 @@ def test_a_script_that_is_stopped_before_it_has_a_model_leaves_nothing(tmp_path:
     (tmp_path / "train.py").write_text("raise KeyboardInterrupt")
     ended = processes.run(launch_in, str(tmp_path))
     assert ended.returncode == 130
-    assert ended.stderr.splitlines()[-1] == "infinity: stopped; nothing of it is durable, so that it begins anew"
+    assert (
+        ended.stderr.splitlines()[-1] == "infinity: stopped; no step of it is durable, so the script must "
+        "start from the beginning"
+    )
 
 
 class _Stop(TrainerCallback):  # type: ignore[misc]

@@ -278,7 +278,9 @@ def test_a_script_that_names_another_folder_than_the_launcher_is_refused_and_bot
     for named, said in ((str(last), str(last)), (True, str(last))):
         with launch(resume=earlier):
             one = trainer(checkpoint, rows, tmp_path / "out", **ways)
-            with pytest.raises(infinity.ConfigError, match=rf"^--resume {earlier}: .* from {said}, .*{named!r} says"):
+            with pytest.raises(
+                infinity.ConfigError, match=rf"^--resume {earlier}: .* from {said}, because .*{named!r}"
+            ):
                 one.train(resume_from_checkpoint=named)
     for told, named in ((None, last), (earlier, None)):  # each leaves one of them out
         with launch(resume=told):
@@ -293,7 +295,7 @@ def test_an_optimizer_that_a_script_makes_before_train_is_refused_where_the_mode
     saved(checkpoint, rows, launch, tmp_path / "out")
     with launch(resume=tmp_path / "out" / "checkpoint-4"):
         one = trainer(checkpoint, rows, tmp_path / "out", **SAVING)
-        with pytest.raises(infinity.ConfigError, match=r"begin at step 0\. Leave the optimizer to trainer\.train\(\)"):
+        with pytest.raises(infinity.ConfigError, match=r"start at step 0\. Let trainer\.train\(\) make the optimizer"):
             one.create_optimizer()
         one.train()
         assert one.state.global_step == 6

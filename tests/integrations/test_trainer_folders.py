@@ -83,8 +83,11 @@ def test_a_run_goes_on_with_another_limit_in_the_room_that_its_store_has(
         )
         assert list(pinned(again.model)) == there[with_a_copy:]
     had, wished = ({None: 2, 1: 2, 2: 3, 3: 4}[limit] for limit in (before, after))
-    assert f"was made with room for {had} pinned generations and keeps it, not {wished} as now" in caplog.text
-    assert ("the older ones get a portable copy" in caplog.text) == (had < wished)
+    assert (
+        f"was made with room for {had} pinned generations and keeps this number, although "
+        f"the config now says {wished}" in caplog.text
+    )
+    assert ("the older folders get a portable copy" in caplog.text) == (had < wished)
 
 
 def test_room_is_made_for_as_many_pins_as_a_store_can_have(
@@ -226,7 +229,7 @@ def test_a_folder_that_vanished_otherwise_stays_pinned_and_is_named(
     assert folders[-1] == "checkpoint-6"
     assert len(folders) == 3
     for folder in folders[:-1]:
-        assert f"{folder} pin generations and are not there" in caplog.text or f"{folder}, " in caplog.text
+        assert f"{folder} pin generations and do not exist" in caplog.text or f"{folder}, " in caplog.text
     assert f"infinity checkpoint unpin {tmp_path / 'swap'} --all-gone" in caplog.text
 
 

@@ -149,7 +149,7 @@ def test_a_rank_that_never_comes_is_named_after_the_deadline() -> None:
     for ranks, told in run(N, never_comes, 1.0):
         assert ranks == (1,)
         assert told.startswith("rank 1 did not reach the exchange of unit 'layers.1' within 1 s"), told
-        assert "rank 1 is at work of its own, after the gather of unit 'layers.0'" in told
+        assert "rank 1 is at its own work after the gather of unit 'layers.0'" in told
 
 
 def stopped(victim: int, apart: bool) -> Any:
