@@ -32,7 +32,7 @@ NEWEST_PIP = PIP_DISABLE_PIP_VERSION_CHECK=1 $(NEWEST)/bin/pip install -q -c $(N
 # lie in a folder that comes before those of $(VENV), which has everything else.
 SETS      := $(sort $(basename $(notdir $(wildcard constraints/*.txt))))
 SET       ?= $(and $(SETS),$(word $(shell echo $$(( $(SEED) % $(words $(SETS)) + 1 ))),$(SETS)))
-CONTRACTS := $(addprefix tests/integrations/,test_points.py test_plug_points.py test_without_patches.py \
+CONTRACTS := $(addprefix tests/integrations/,test_patch_table.py test_plug_points.py test_without_patches.py \
                test_models.py::test_a_loaded_model_is_offloaded_by_its_first_forward \
                test_trl.py::test_dpo_takes_an_optimizer_that_is_made_first)
 

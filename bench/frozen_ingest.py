@@ -27,7 +27,7 @@ from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import infinity
-from infinity.base.mapped import read_ahead
+from infinity.base.mapped_files import read_ahead
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 

@@ -196,7 +196,7 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
 def _rates(config: Any, plain: Any, length: int, directory: Path) -> Any:
     import torch
 
-    from infinity.cli.planning.here import machine_here
+    from infinity.cli.planning.local_rates import machine_here
     from infinity.cli.planning.model import widths
 
     width, inner = widths(plain)

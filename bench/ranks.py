@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from infinity.config import load_config
 from infinity.errors import PlanError
 from infinity.plan.plan import Plan
+from infinity.plan.plan_input import Peers
 from infinity.plan.planner import make_plan
-from infinity.plan.problem import Peers
 from infinity.state.discover import discover
 from infinity.state.shard import Cut, slices_of
 from infinity.state.terms import Terms

@@ -106,7 +106,7 @@ def count(workload: Workload, job: Job) -> dict[str, Any]:
     from peers import worker_infinity
 
     from infinity.units.parameters import ParameterViews
-    from infinity.units.released import ReleasedParameter, _name
+    from infinity.units.released_parameters import ReleasedParameter, _name
 
     contender, meter = worker_infinity.setup(job), Meter()
     original, opening, closing = (

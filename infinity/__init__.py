@@ -40,10 +40,10 @@ from infinity.errors import (
 )
 
 if TYPE_CHECKING:
-    from infinity.checkpoint.carry_on import offload_from_checkpoint
     from infinity.checkpoint.export import export_checkpoint
+    from infinity.checkpoint.from_portable import offload_from_checkpoint
     from infinity.checkpoint.load import load_pretrained
-    from infinity.checkpoint.other_ranks import resume
+    from infinity.checkpoint.reshard import resume
     from infinity.checkpoint.save import save_pretrained
     from infinity.config import SwapConfig, load_config
     from infinity.integrations.chunked_loss import use_chunked_loss
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from infinity.optim.sgd import SGD
     from infinity.runtime.cross_entropy import chunked_cross_entropy
     from infinity.runtime.gathered import gathered, state_dict
-    from infinity.runtime.methods import no_sync
     from infinity.runtime.micro_batches import backward
+    from infinity.runtime.model_methods import no_sync
     from infinity.runtime.offload import close, offload, synchronize
     from infinity.runtime.statistics import Statistics, statistics
     from infinity.runtime.tiles import tile
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from infinity.runtime.track import commit, track
 
 _HOMES = {
-    "checkpoint.carry_on": ("offload_from_checkpoint",),
+    "checkpoint.from_portable": ("offload_from_checkpoint",),
     "checkpoint.export": ("export_checkpoint",),
     "checkpoint.load": ("load_pretrained",),
     "checkpoint.save": ("save_pretrained",),
@@ -76,9 +76,9 @@ _HOMES = {
     "optim.sgd": ("SGD",),
     "runtime.cross_entropy": ("chunked_cross_entropy",),
     "runtime.gathered": ("gathered", "state_dict"),
-    "runtime.methods": ("no_sync",),
+    "runtime.model_methods": ("no_sync",),
     "runtime.micro_batches": ("backward",),
-    "checkpoint.other_ranks": ("resume",),
+    "checkpoint.reshard": ("resume",),
     "runtime.offload": ("close", "offload", "synchronize"),
     "runtime.statistics": ("Statistics", "statistics"),
     "runtime.tiles": ("tile",),

@@ -66,7 +66,7 @@ class DeviceRoomError(PlanError):
 
     Attributes:
         limit_bytes: memory.device of this process, in bytes.
-        peers: the other ranks, as the plan knew them (plan/problem.py: Peers).
+        peers: the other ranks, as the plan knew them (plan/plan_input.py: Peers).
     """
 
     def __init__(self, message: str, limit_bytes: int) -> None:

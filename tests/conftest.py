@@ -26,7 +26,7 @@ import infinity
 from infinity import _native
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.plan.machine import usable_cores
+from infinity.plan.device_memory import usable_cores
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import residual_itemsize
 from infinity.tiers.home import Home

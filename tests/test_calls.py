@@ -41,7 +41,8 @@ ROOMS = (
 HEIGHT = {name: len(ROOMS) - max(at, 1) for at, name in enumerate(ROOMS)}
 
 PROTOCOLS = {
-    # What the optimizer that entered is asked (units/speculation.py: Predictable; durable/optimizers.py: Checkpointed).
+    # What the optimizer that entered is asked (units/speculation_choice.py: Predictable; durable/optimizers.py:
+    # Checkpointed).
     "OffloadedOptimizer.accumulation_steps",
     "OffloadedOptimizer.checkpoint",
     "OffloadedOptimizer.expected_scale",
@@ -49,7 +50,7 @@ PROTOCOLS = {
     "OffloadedOptimizer.names",
     "OffloadedOptimizer.take_up",
     "OffloadedOptimizer.take_up_hyperparameters",
-    # A transfer that failed, or an update that was canceled, is named by who began it (units/jobs.py).
+    # A transfer that failed, or an update that was canceled, is named by who began it (units/update_jobs.py).
     "_naming.<locals>.name",
     # What the guards opened for a call of state_dict is theirs to end, when the call died.
     "_Gathers.end_if_dead",

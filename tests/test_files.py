@@ -15,7 +15,7 @@ from infinity import files
 from infinity.errors import DamagedFileError, ManifestError, NewerVersionError
 from infinity.files import require_possible
 from infinity.io import document
-from infinity.io.profile import load_profiles, save_profile
+from infinity.io.disk_profile import load_profiles, save_profile
 from infinity.runtime.trace import require_writable
 from tests.io.test_store import measured
 

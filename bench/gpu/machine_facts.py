@@ -25,7 +25,7 @@ from infinity.base.small_files import fields
 from infinity.cli.disk_kinds import kind_of
 from infinity.cli.machine_facts import processor
 from infinity.io.disks import disk_under
-from infinity.plan.machine import available_host_bytes, usable_cores
+from infinity.plan.device_memory import available_host_bytes, usable_cores
 
 GIB = 1 << 30
 _TOUCH_BYTES = 32 * GIB

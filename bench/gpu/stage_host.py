@@ -16,8 +16,8 @@ from gpu.record import Options, Record, run
 from infinity import _native
 from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.workload import Kind, Rig, Workload
-from infinity.io.profile import DiskProfile, save_profile
-from infinity.plan.machine import usable_cores
+from infinity.io.disk_profile import DiskProfile, save_profile
+from infinity.plan.device_memory import usable_cores
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _BLOCK_BYTES, _DEPTH = 1 * _MIB, 32

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from peers.workload import Workload
 
+from infinity.checkpoint.safetensors_writer import Piece
 from infinity.checkpoint.save import Tensors, write_configs, write_weights
-from infinity.checkpoint.shards import Piece
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

@@ -12,16 +12,16 @@ from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit
 from infinity.tiers.slots import open_slots
 from infinity.units.arrivals import Passes
-from infinity.units.fetch_policy import LocalFetches
+from infinity.units.fetch_rules import LocalFetches
+from infinity.units.fetcher import Room
 from infinity.units.gradients import LocalGradients, UnitGradients, groups_of
 from infinity.units.health import Health
-from infinity.units.progress import Progress
-from infinity.units.room import Room
+from infinity.units.pump import Progress
 from infinity.units.shadows import Shadows
-from infinity.units.speculation import Speculation
+from infinity.units.speculation_choice import Speculation
 from infinity.units.speculator import Speculator
 from infinity.units.unit import OffloadedUnit
-from infinity.units.updates import Updates
+from infinity.units.update_queue import Updates
 from simulation.clock import Clock
 from simulation.disk import Disk
 from simulation.fluid import Fluid
@@ -79,7 +79,7 @@ class Views:
 
 
 class Optimizer:
-    """Counterpart of units.speculation.Predictable: AdamW, whose gradients a step multiplies by `scale`."""
+    """Counterpart of units.speculation_choice.Predictable: AdamW, whose gradients a step multiplies by `scale`."""
 
     accumulation_steps = None
     expected_scale = 1.0

@@ -19,12 +19,12 @@ import torch
 from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.main import on_machine
 from infinity.cli.planning.model import Batch, adapt, build
+from infinity.cli.planning.plan_report import duration
 from infinity.cli.planning.presets import PRESETS
-from infinity.cli.planning.report import duration
 from infinity.cli.planning.scenario import Scenario
 from infinity.config import SwapConfig, load_config
 from infinity.errors import PlanError
-from infinity.integrations.folders import pins_for
+from infinity.integrations.checkpoint_folders import pins_for
 from infinity.plan.disk import Disks
 from infinity.sizes import format_bytes
 

@@ -1,7 +1,7 @@
 """Writer of the reference pages config.md, commands.md and trainers.md, from the code; `make docs` runs it.
 
 The text of a swap config key is its docstring in infinity/config.py. The text of an option is its help in the parsers.
-The functions that infinity replaces in other libraries are listed in infinity/integrations/points.py.
+The functions that infinity replaces in other libraries are listed in infinity/integrations/patch_table.py.
 tests/docs/test_reference.py compares the pages with the output of this script.
 """
 
@@ -25,7 +25,7 @@ from infinity.cli import arguments
 from infinity.cli.bench import main as bench
 from infinity.config import SwapConfig, load_config
 from infinity.errors import NotAvailableError
-from infinity.integrations.points import POINTS
+from infinity.integrations.patch_table import POINTS
 from infinity.sizes import parse_bytes
 
 PLACE = Path(__file__).parents[1] / "reference"

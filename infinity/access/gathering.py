@@ -5,7 +5,7 @@ A gathered parameter is a copy beside the unit's slot. So the unit may be evicte
 than the planned memory for weights can be gathered as far as the machine has memory. A change of a copy reaches the
 states only if that was requested. Then only parameters whose bits changed are written: their weights, and for each
 changed weight a master of exactly its value. Weights that are restored before the next step get their old masters back
-(coordinator/put_back.py). Moments do not change. The write goes to copies in the store that no generation names
+(coordinator/written_masters.py). Moments do not change. The write goes to copies in the store that no generation names
 (`destination`). So existing generations stay complete, and the next commit has the new values.
 
 Several ranks enter and leave the context together, with the same values on all of them. Each rank puts all new values
@@ -25,7 +25,7 @@ from infinity.access.lent_gradients import LentGradients
 from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import InfinityError, ModelError, PlanError
-from infinity.plan.machine import available_device_bytes
+from infinity.plan.device_memory import available_device_bytes
 from infinity.sizes import format_bytes
 from infinity.state.dtypes import residual_itemsize
 from infinity.state.values import sum_of_bits

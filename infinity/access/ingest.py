@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from infinity import _native
-from infinity.base.mapped import read_ahead
+from infinity.base.mapped_files import read_ahead
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, SwapIOError, SwapTimeoutError
 from infinity.io.arena import Lease, PinnedArena
@@ -23,7 +23,7 @@ from infinity.io.store import wait_all
 from infinity.sharded.opening import open_comparison
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import native_name, residual_itemsize
-from infinity.state.frozen import given
+from infinity.state.frozen_codecs import given
 from infinity.state.int8 import blocks_of, put_scales_back
 from infinity.state.moments import Moment
 from infinity.state.unit import Group, ParameterSpec

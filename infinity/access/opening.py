@@ -20,13 +20,13 @@ from infinity.durable.description import describe
 from infinity.durable.optimizers import Optimizers
 from infinity.errors import DeviceRoomError, ModelError
 from infinity.io.headers import header_in
-from infinity.plan.frequency import Frequency
+from infinity.plan.commit_frequency import Frequency
 from infinity.plan.plan import Plan
+from infinity.plan.plan_input import ALONE, Peers
 from infinity.plan.planner import make_plan
-from infinity.plan.problem import ALONE, Peers
 from infinity.ranks.paths import rank_path
 from infinity.sharded.opening import open_maker
-from infinity.sharded.together import Together, come_together, meeting, peers_here
+from infinity.sharded.rank_agreement import Together, come_together, meeting, peers_here
 from infinity.state.discover import Discovery, discover
 from infinity.state.terms import Terms
 from infinity.state.values import Source

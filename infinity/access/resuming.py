@@ -10,8 +10,8 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers, rng
 from infinity.durable.records import Body, parse_body
 from infinity.errors import ResumeError
+from infinity.io.generation_scan import Eligible
 from infinity.io.manifest import Manifest
-from infinity.io.whole import Eligible
 from infinity.sharded.recovery import recover
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any, Literal, NamedTuple, get_args
 
-from infinity.base.ranges import profiled
+from infinity.base.profiler_ranges import profiled
 from infinity.errors import InfinityError
 
 Cause = Literal["fetch", "update", "gradient", "room", "commit", "step"]

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from infinity.access.exact import exact_value
-from infinity.checkpoint.aside import put, written_aside
+from infinity.checkpoint.atomic_directory import put, written_aside
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from infinity.checkpoint import portable
-from infinity.checkpoint.aside import is_free, put_in_place, written_aside
+from infinity.checkpoint.atomic_directory import is_free, put_in_place, written_aside
 from infinity.checkpoint.generation import StoredGeneration, StoredState, dtype_of, newest_whole, opened
-from infinity.checkpoint.in_files import InFiles, Tensors
-from infinity.checkpoint.recorded import RecordedModel
+from infinity.checkpoint.recorded_model import RecordedModel
+from infinity.checkpoint.safetensors_writer import Piece, write_index, write_shards
 from infinity.checkpoint.save import write_weights
-from infinity.checkpoint.shards import Piece, write_index, write_shards
+from infinity.checkpoint.tensor_names import InFiles, Tensors
 from infinity.config import SwapConfig, load_config
 from infinity.durable.records import OptimizerRecord
 from infinity.errors import InfinityError, ManifestError

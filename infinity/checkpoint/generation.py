@@ -18,13 +18,13 @@ from infinity.access.ingest import GivenMoment
 from infinity.config import NvmeConfig
 from infinity.durable.records import GroupRecord, ModelRecord, ParameterRecord, parse_body
 from infinity.errors import ManifestError, ResumeError
-from infinity.io import whole
+from infinity.io import generation_scan
 from infinity.io.engine import open_engine
+from infinity.io.extent_reading import read_part
+from infinity.io.generation_scan import extents_of
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Manifest
-from infinity.io.reading import read_part
 from infinity.io.store import Extent, SwapStore
-from infinity.io.whole import extents_of
 from infinity.sharded.stores import stores_in
 from infinity.sizes import round_up
 from infinity.state.codec import decode, encoded_ranges
@@ -101,13 +101,13 @@ def newest_whole(
     memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
 
     def part_of(
-        store: SwapStore, step: int | None, digest: str | None = None, only: whole.Way | None = None
+        store: SwapStore, step: int | None, digest: str | None = None, only: generation_scan.Way | None = None
     ) -> StoredPart:
         def use(manifest: Manifest, path: Path) -> tuple[StoredPart, list[Extent]]:
             part = StoredPart(store, manifest, path, Cut(len(stores), stores.index(store)))
             return part, part.extents
 
-        return whole.newest_whole(store, memory, step, use, "export", digest, only)
+        return generation_scan.newest_whole(store, memory, step, use, "export", digest, only)
 
     path = stores[0].directories[0].path
     place = path if len(stores) == 1 else path.parent
@@ -116,9 +116,9 @@ def newest_whole(
         return StoredGeneration(parts, place, rank)
     if len(stores) == 1:
         return StoredGeneration([part_of(stores[0], step)], place, rank)
-    found = [{way.name: way for way in whole.ways(each.directories[0], each.run, step)} for each in stores]
-    names = whole.common([[(way.name, way.kept) for way in each.values()] for each in found])
-    whole.require_one(names, step, place)
+    found = [{way.name: way for way in generation_scan.ways(each.directories[0], each.run, step)} for each in stores]
+    names = generation_scan.common([[(way.name, way.kept) for way in each.values()] for each in found])
+    generation_scan.require_one(names, step, place)
     problems = []
     for name in names:
         try:
@@ -233,7 +233,7 @@ class StoredState(NamedTuple):
 
 
 class StoredGeneration:
-    """The states of a generation, as named by its manifests. A run can continue from it (carry_on.py: Copy).
+    """The states of a generation, as named by its manifests. A run can continue from it (from_portable.py: Copy).
 
     Args:
         parts: the part of one process, or of each rank.

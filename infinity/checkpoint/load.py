@@ -22,18 +22,18 @@ from torch import nn
 
 from infinity.base.accelerator import resolve
 from infinity.base.fork import in_this_process
-from infinity.checkpoint.carry_on import carry_on
-from infinity.checkpoint.initialized import Kept, keeping, of_another_size, put_back, reporting_later
-from infinity.checkpoint.other_ranks import resume_on
+from infinity.checkpoint.from_portable import carry_on
+from infinity.checkpoint.missing_tensors import Kept, keeping, of_another_size, put_back, reporting_later
 from infinity.checkpoint.portable import Portable
-from infinity.checkpoint.quantized import (
+from infinity.checkpoint.quantized_files import (
     QuantizedFiles,
     decoding,
     floating,
     require_unmerged,
     unquantized,
 )
-from infinity.checkpoint.tensor_files import is_readable, tensor_of
+from infinity.checkpoint.reshard import resume_on
+from infinity.checkpoint.safetensors_reader import is_readable, tensor_of
 from infinity.config import SwapConfig, load_config
 from infinity.durable import rng
 from infinity.durable.description import names_of
@@ -42,14 +42,14 @@ from infinity.files import nearest
 from infinity.io.directory import generations_in
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
-from infinity.runtime.anew import remember_readers
-from infinity.runtime.deferred import defer as defer_values
+from infinity.runtime.deferred_parameters import defer as defer_values
 from infinity.runtime.offload import move_buffers, offload_on
 from infinity.runtime.pins import generation_of
+from infinity.runtime.reoffload import remember_readers
 from infinity.runtime.tiles import readers
+from infinity.sharded.rank_agreement import meeting
 from infinity.sharded.stores import counts_in, steps_of
-from infinity.sharded.together import meeting
-from infinity.state.frozen import remember
+from infinity.state.frozen_codecs import remember
 from infinity.state.moments import OptimizerName
 from infinity.state.terms import Terms
 from infinity.state.values import Source
@@ -96,7 +96,7 @@ def load_pretrained(
             (infinity.offload_from_checkpoint), unless `resume` finds a later generation.
         defer: do not offload the model yet. Attach adapters, freeze parameters, resize the embeddings; then call
             infinity.offload(model, config), or infinity.resume. Until then weights are read from the files where they
-            are needed (runtime/deferred.py).
+            are needed (runtime/deferred_parameters.py).
         kwargs: passed to `from_pretrained`.
 
     Returns:
@@ -318,7 +318,7 @@ def on_meta(
     """Return the model, the source of each parameter's values, and transformers' loading info.
 
     The model's buffers have their values. Parameters are on the meta device, except those that transformers initialized
-    (checkpoint/initialized.py). The loading info is empty unless `kwargs` ask for it.
+    (checkpoint/missing_tensors.py). The loading info is empty unless `kwargs` ask for it.
 
     Args:
         model_class: a class with `from_pretrained`.
@@ -438,7 +438,7 @@ def _weights_loader(model: nn.Module) -> Any:
 
 
 class Files:
-    """The tensors of a checkpoint. The encoded form of quantized tensors is remembered (state/frozen.py).
+    """The tensors of a checkpoint. The encoded form of quantized tensors is remembered (state/frozen_codecs.py).
 
     Args:
         model: the model whose parameters are read.

@@ -30,8 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from infinity import files
 from infinity.access.ingest import GivenMoment
 from infinity.checkpoint.generation import MASTER
-from infinity.checkpoint.shards import index_name
-from infinity.checkpoint.tensor_files import tensor_of
+from infinity.checkpoint.safetensors_reader import tensor_of
+from infinity.checkpoint.safetensors_writer import index_name
 from infinity.durable.records import parse_body
 from infinity.errors import ManifestError, ResumeError
 from infinity.io import document

@@ -1,6 +1,6 @@
 """save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it.
 
-adapters.py saves the adapters of a PEFT model; merged.py saves one model of its base and its adapters.
+adapters.py saves the adapters of a PEFT model; merged_adapters.py saves one model of its base and its adapters.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 
 from infinity.access.exact import exact_value
 from infinity.checkpoint.adapters import is_peft_model, save_adapters, to_save
-from infinity.checkpoint.aside import failing, put, written_aside
-from infinity.checkpoint.in_files import InFiles, Tensors
-from infinity.checkpoint.shards import Piece, index_name, write_index, write_shards
+from infinity.checkpoint.atomic_directory import failing, put, written_aside
+from infinity.checkpoint.safetensors_writer import Piece, index_name, write_index, write_shards
+from infinity.checkpoint.tensor_names import InFiles, Tensors
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers
 from infinity.errors import ModelError, printable
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.units.unit import OffloadedUnit
 
 logger = logging.getLogger(__name__)
@@ -237,4 +237,4 @@ def _remove_superseded(target: Path, written: set[str]) -> None:
         for path in target.glob(pattern):
             if path.name not in written:
                 path.unlink()
-    durable.fsync(target)
+    atomic_file.fsync(target)

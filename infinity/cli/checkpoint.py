@@ -23,14 +23,14 @@ from infinity.errors import (
     ResumeError,
     printable,
 )
-from infinity.integrations.folders import remove_empty
+from infinity.integrations.checkpoint_folders import remove_empty
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, SwapDirectory, generations_in, pinned_in, remove_store
+from infinity.io.generation_scan import Damage, extents_of, verify
 from infinity.io.headers import header_in, is_there
 from infinity.io.manifest import Header, Manifest, read_kept
 from infinity.io.pins import Pin, read_pins
 from infinity.io.rank_paths import is_rank_path
 from infinity.io.store import SwapStore
-from infinity.io.whole import Damage, extents_of, verify
 from infinity.ranks.paths import rank_paths
 from infinity.sharded.stores import counts_in, parts_of, remove_rank_stores, steps_of
 from infinity.sizes import format_bytes

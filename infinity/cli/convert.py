@@ -7,9 +7,9 @@ import os
 import sys
 from pathlib import Path
 
+from infinity.cli.deepspeed.config_reader import read
 from infinity.cli.deepspeed.conversion import convert as converted
-from infinity.cli.deepspeed.reading import read
-from infinity.cli.deepspeed.report import report, swap_text, values_of
+from infinity.cli.deepspeed.conversion_report import report, swap_text, values_of
 from infinity.cli.options import require_alone
 from infinity.config import load_config
 from infinity.errors import ConfigError, printable

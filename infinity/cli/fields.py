@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infinity.cli.messages import TABLE, kind, listed, messages_of, unicode
+from infinity.cli.chat_messages import TABLE, kind, listed, messages_of, unicode
 from infinity.echo import quoted
 from infinity.errors import ConfigError
 

@@ -12,24 +12,24 @@ import torch
 
 from infinity.base.accelerator import current_device
 from infinity.cli import job, limits, models, run_directory, tracing, trainer_arguments, verifying
-from infinity.cli.again import write_again
 from infinity.cli.batches import Batch
 from infinity.cli.command import command
+from infinity.cli.config_checks import require_ready
 from infinity.cli.default_dtype import Source, dtype_line
 from infinity.cli.documents import find_files, of_option
-from infinity.cli.finished import finish, nothing_to_go_on_with
-from infinity.cli.marked import Owner
+from infinity.cli.finished_run import finish, nothing_to_go_on_with
 from infinity.cli.optimizers import moments_of
 from infinity.cli.options import option, require_alone
 from infinity.cli.order import Order
 from infinity.cli.output import Output, require_apart
-from infinity.cli.reading import Data, read
-from infinity.cli.ready import require_ready
-from infinity.cli.report import Report, write_report
+from infinity.cli.ownership_mark import Owner
+from infinity.cli.rerun_command import write_again
+from infinity.cli.run_data import Data, read
+from infinity.cli.run_ranks import World, follow, joined, lead, meeting, told
+from infinity.cli.run_report import Report, write_report
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.tokenizer import load_tokenizer
 from infinity.cli.training import Training
-from infinity.cli.world import World, follow, joined, lead, meeting, told
 from infinity.config import SwapConfig, load_config
 from infinity.errors import (
     ConfigError,
@@ -46,7 +46,7 @@ from infinity.ranks.paths import rank_path
 from infinity.runtime.offload import close
 from infinity.runtime.statistics import statistics
 from infinity.runtime.track import commit
-from infinity.sharded.together import Tell
+from infinity.sharded.rank_agreement import Tell
 
 
 def finetune(options: argparse.Namespace) -> int:

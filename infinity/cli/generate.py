@@ -16,15 +16,15 @@ import torch
 from infinity.base.accelerator import current_device
 from infinity.checkpoint.load import load_config_of, load_pretrained
 from infinity.cli import models
-from infinity.cli.again import form_of
+from infinity.cli.config_checks import require_ready
 from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.limits import positions_of
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import option, require_alone
-from infinity.cli.ready import require_ready
+from infinity.cli.rerun_command import form_of
 from infinity.cli.streams import Outlet
+from infinity.cli.text_generation import Drawing, prompt_ids, write
 from infinity.cli.tokenizer import has_tokenizer, load_tokenizer
-from infinity.cli.writing import Drawing, prompt_ids, write
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, printable
 from infinity.runtime.offload import close, offload

@@ -15,9 +15,9 @@ from infinity.cli.command import command
 from infinity.cli.default_dtype import default_dtype
 from infinity.cli.finetune_options import Role, defaults
 from infinity.cli.options import option
+from infinity.cli.run_ranks import World
 from infinity.cli.tokenizer import has_tokenizer
 from infinity.cli.trainer_options import Given
-from infinity.cli.world import World
 from infinity.config import SwapConfig, load_config
 from infinity.durable.records import parse_body
 from infinity.errors import ConfigError, ManifestError, ResumeError
@@ -25,8 +25,8 @@ from infinity.io.directory import generations_in
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_manifest
 from infinity.ranks.paths import rank_path
+from infinity.sharded.rank_agreement import Tell
 from infinity.sharded.stores import furthest_in, ranks_said, steps_of
-from infinity.sharded.together import Tell
 
 NAME = "finetune"
 """The name under which a run's options are tracked."""

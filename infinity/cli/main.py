@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["run"]:  # the output and the exceptions of a script are passed on unchanged
         with interruptible_imports():
-            from infinity.cli.run import run
+            from infinity.cli.run_command import run
 
         try:
             options = build_parser().parse_args(given)

@@ -21,10 +21,10 @@ from torch import nn
 
 from infinity.checkpoint.adapters import CONFIG_NAME as ADAPTERS_NAME
 from infinity.checkpoint.adapters import is_peft_model
-from infinity.checkpoint.carry_on import offload_from_checkpoint
+from infinity.checkpoint.from_portable import offload_from_checkpoint
 from infinity.checkpoint.load import load_pretrained, require_directory_or_id
-from infinity.checkpoint.merged import require_mergeable, save_merged
-from infinity.checkpoint.other_ranks import resume
+from infinity.checkpoint.merged_adapters import require_mergeable, save_merged
+from infinity.checkpoint.reshard import resume
 from infinity.checkpoint.save import save_pretrained
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import option, require_alone

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from infinity.checkpoint.aside import move_into, put_in_place
+from infinity.checkpoint.atomic_directory import move_into, put_in_place
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, SwapIOError, printable
 from infinity.sizes import format_bytes

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from infinity.cli.chat_messages import ROLES, TABLE, answers_learned, kind
 from infinity.cli.fields import Row
-from infinity.cli.messages import ROLES, TABLE, answers_learned, kind
 from infinity.echo import quoted, raised
 from infinity.errors import ConfigError
 

@@ -13,8 +13,8 @@ from torch import nn
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.errors import ConfigError
-from infinity.integrations.folders import remove_empty
-from infinity.integrations.run import Run
+from infinity.integrations.checkpoint_folders import remove_empty
+from infinity.integrations.script_run import Run
 from infinity.io.rank_paths import is_rank_path
 from infinity.runtime.offload import close
 

@@ -18,8 +18,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from infinity.cli.history import Evaluated, best_of
-from infinity.cli.marked import Owner
 from infinity.cli.options import require_alone
+from infinity.cli.ownership_mark import Owner
 from infinity.errors import ConfigError, printable
 from infinity.sizes import format_bytes
 

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from infinity.cli.history import Evaluated, History, Sample
 from infinity.cli.limits import positions_of
 from infinity.cli.progress import PlainProgress, RichProgress
-from infinity.cli.writing import WritingError, prompt_ids, write
+from infinity.cli.text_generation import WritingError, prompt_ids, write
 from infinity.errors import ConfigError
 
 _TOKENS = 64

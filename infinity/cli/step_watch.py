@@ -15,11 +15,11 @@ from transformers import TrainerCallback
 from infinity.cli import run_directory
 from infinity.cli.history import History, best_of
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts
-from infinity.cli.report import without
+from infinity.cli.run_ranks import told
+from infinity.cli.run_report import without
 from infinity.cli.stopping import Stop
 from infinity.cli.tracing import TracedSteps
 from infinity.cli.trainer import Running
-from infinity.cli.world import told
 from infinity.echo import raised
 from infinity.errors import printable
 from infinity.optim.offloaded import OffloadedOptimizer

@@ -21,13 +21,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from infinity.cli.data import Sequences
 from infinity.cli.order import DataIdentity, Order
 from infinity.cli.run_directory import folder_of
-from infinity.cli.world import told
+from infinity.cli.run_ranks import told
 from infinity.config import SwapConfig
 from infinity.durable import rng
 from infinity.echo import raised
 from infinity.errors import InfinityError, ModelError, PeerError, SwapIOError
+from infinity.integrations.patch_table import FINETUNE, POINTS
 from infinity.integrations.patches import require_there
-from infinity.integrations.points import FINETUNE, POINTS
 from infinity.integrations.transformers import TrainerMixin
 from infinity.ranks.exchange import is_peer_error, peer_errors
 

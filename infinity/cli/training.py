@@ -12,24 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli import job, limits, tracing, trackers
-from infinity.cli.again import again
 from infinity.cli.history import History
 from infinity.cli.models import save_model
 from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of
 from infinity.cli.order import DataIdentity, Order
+from infinity.cli.packing_support import require_separates
 from infinity.cli.progress import open_progress
-from infinity.cli.reading import Data
 from infinity.cli.references import Reference
-from infinity.cli.report import Report, make_report
+from infinity.cli.rerun_command import again
+from infinity.cli.run_data import Data
 from infinity.cli.run_directory import is_whole
+from infinity.cli.run_ranks import World, told
+from infinity.cli.run_report import Report, make_report
 from infinity.cli.samples import Samples, prompts_of
-from infinity.cli.separate import require_separates
 from infinity.cli.step_watch import StepWatch
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.trainer import Running
 from infinity.cli.trainer_arguments import arguments_of, schedule_of, take_up_rates
 from infinity.cli.trainers import TRAINERS
-from infinity.cli.world import World, told
 from infinity.config import SwapConfig
 from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError

@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity import _native
 from infinity.checkpoint.load import load_config_of
-from infinity.checkpoint.merged import computing_merged
+from infinity.checkpoint.merged_adapters import computing_merged
 from infinity.cli.models import class_of, named, with_saved_adapters
 from infinity.cli.optimizers import DTYPES
 from infinity.coordinator import registry

@@ -26,14 +26,14 @@ from infinity.base.interrupt import interrupts_deferred, whole
 from infinity.base.timeline import Timeline
 from infinity.coordinator.counters import Counters
 from infinity.coordinator.gradient_handle import GradientHandle
-from infinity.coordinator.put_back import Masters
 from infinity.coordinator.readers import Readers
 from infinity.coordinator.transition import transition
+from infinity.coordinator.written_masters import Masters
 from infinity.durable import rng
 from infinity.durable.commits import Commits, facts_of
 from infinity.durable.optimizers import Checkpointed, Optimizers
 from infinity.durable.records import Body
-from infinity.durable.tracked import Stateful
+from infinity.durable.tracked_objects import Stateful
 from infinity.errors import (
     InfinityError,
     PeerError,
@@ -51,21 +51,21 @@ from infinity.state.codec import Codec, encode
 from infinity.state.request import GroupUpdate
 from infinity.state.shard import Shard
 from infinity.state.unit import Place, Unit
-from infinity.tiers import parts
+from infinity.tiers import state_parts
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
 from infinity.units.arrivals import Passes
+from infinity.units.fetcher import Room
 from infinity.units.gradients import UnitGradients, groups_of
 from infinity.units.health import Health
 from infinity.units.parameters import ParameterViews
-from infinity.units.progress import Progress
-from infinity.units.released import Lender, released_class, way_out
-from infinity.units.room import Room
+from infinity.units.pump import Progress
+from infinity.units.released_parameters import Lender, released_class, way_out
 from infinity.units.shadows import Shadows
-from infinity.units.speculation import Predictable, Speculation, Timed
+from infinity.units.speculation_choice import Predictable, Speculation, Timed
 from infinity.units.speculator import Speculator
 from infinity.units.unit import OffloadedUnit
-from infinity.units.updates import Updates
+from infinity.units.update_queue import Updates
 from infinity.units.weights import Residency
 
 logger = logging.getLogger(__name__)
@@ -879,7 +879,7 @@ class Coordinator(Lender):
 
     @contextmanager
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Iterator[None]:
-        """Return a context in which released parameters have their values (units/released.py: Lender)."""
+        """Return a context in which released parameters have their values (units/released_parameters.py: Lender)."""
         indices = list(dict.fromkeys(self._owners[id(parameter)][0] for parameter in parameters))
         if not self.readers.may_read:
             raise ReleasedParameterError(
@@ -937,11 +937,11 @@ class Coordinator(Lender):
 
     def read_part(self, home: Home, begin: int, nbytes: int) -> torch.Tensor:
         """See parts.read_part."""
-        return parts.read_part(self.resources, home, begin, nbytes)
+        return state_parts.read_part(self.resources, home, begin, nbytes)
 
     def write_parts(self, home: Home, new: Mapping[int, torch.Tensor]) -> None:
         """See parts.write_parts."""
-        parts.write_parts(self.resources, home, new)
+        state_parts.write_parts(self.resources, home, new)
 
     def write_home(
         self, home: Home, data: memoryview, *, at: int = 0, io_class: _native.IOClassName = "weights"

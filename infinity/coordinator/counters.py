@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from infinity.base.timeline import Cause
-from infinity.units.speculation import Counts
+from infinity.units.speculation_choice import Counts
 
 
 @dataclass(frozen=True)

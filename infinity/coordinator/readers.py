@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from infinity.errors import ModelError
-from infinity.units.released import in_backward
+from infinity.units.released_parameters import in_backward
 
 
 class Readers:

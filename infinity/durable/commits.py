@@ -2,10 +2,10 @@
 
 [Note: when a commit is begun and when it is finished]
 A commit is begun when the step is decided. Its body is frozen when the next training forward begins: the body then has
-the tracked objects as they were at the top of the loop (see tracked.py). Meanwhile the updates continue. After the last
-update has finished, the commit writes the states in RAM that no update wrote to the store, and starts the fdatasync.
-When the fdatasync is done, the manifest is written and the commit is finished. This happens at the latest before the
-next step writes anything. An explicit infinity.commit and the end of a run also finish the commit.
+the tracked objects as they were at the top of the loop (see tracked_objects.py). Meanwhile the updates continue. After
+the last update has finished, the commit writes the states in RAM that no update wrote to the store, and starts the
+fdatasync. When the fdatasync is done, the manifest is written and the commit is finished. This happens at the latest
+before the next step writes anything. An explicit infinity.commit and the end of a run also finish the commit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from infinity.base.interrupt import interrupts_deferred
 from infinity.durable import rng
-from infinity.durable.maker import Maker
+from infinity.durable.commit_pace import Pace
+from infinity.durable.generation_maker import Maker
 from infinity.durable.optimizers import Optimizers
-from infinity.durable.pace import Pace
 from infinity.durable.records import Body, ModelRecord
-from infinity.durable.resumed import Resumed
-from infinity.durable.tracked import Noted, Stateful, Tracking
+from infinity.durable.resumed_generation import Resumed
+from infinity.durable.tracked_objects import Noted, Stateful, Tracking
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, SwapIOError
 from infinity.io import document
 from infinity.io.engine import Transfer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Generic, Protocol, TypeVar
 
 from infinity.durable.records import OptimizerRecord
-from infinity.durable.resumed import Resumed
+from infinity.durable.resumed_generation import Resumed
 from infinity.errors import ModelError
 
 

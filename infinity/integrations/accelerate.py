@@ -22,12 +22,12 @@ from torch import nn
 from infinity.checkpoint.save import save_pretrained
 from infinity.coordinator import registry
 from infinity.errors import ResumeError
-from infinity.integrations.folders import Saving, is_at, letting_go, pins_for
+from infinity.integrations.checkpoint_folders import Saving, is_at, letting_go, pins_for
 from infinity.integrations.patches import Patches, patched
-from infinity.integrations.run import Run
+from infinity.integrations.script_run import Run
 from infinity.io.pins import folder_path, require_marker
-from infinity.runtime.deferred import is_deferred
-from infinity.runtime.whole import fits_memory
+from infinity.runtime.deferred_parameters import is_deferred
+from infinity.runtime.memory_fit import fits_memory
 
 
 def replace_preparing(run: Run, patches: Patches, accelerator: ModuleType) -> None:

@@ -23,7 +23,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from infinity.errors import ConfigError
 from infinity.integrations.infinity_config import InfinityConfig
-from infinity.integrations.names import class_and_options
+from infinity.integrations.optimizer_names import class_and_options
 from infinity.integrations.optimizers import ours_for
 from infinity.integrations.plug_points import Checkpoints, optimizer_factory
 from infinity.optim.groups import GroupedOptimizer

@@ -5,8 +5,9 @@ infinity as a quantizer in transformers' sense.
 transformers asks a quantizer about each parameter of the checkpoint, one at a time, and assigns the quantizer's result
 to the model. infinity's quantizer returns a parameter on the meta device, and records the file of the values. Tensors
 that transformers converts on loading (such as fused experts) are written to a scratch directory on the swap disk. After
-loading, the quantizer is removed from the model and its config. The parameters are deferred (runtime/deferred.py), as
-under `infinity run`. The model is offloaded when an optimizer is made for it or when it is first used.
+loading, the quantizer is removed from the model and its config. The parameters are deferred
+(runtime/deferred_parameters.py), as under `infinity run`. The model is offloaded when an optimizer is made for it or
+when it is first used.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from infinity.base.fork import in_this_process
 from infinity.checkpoint.load import Files, scratch_directory
-from infinity.checkpoint.tensor_files import names_in
+from infinity.checkpoint.safetensors_reader import names_in
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, NotAvailableError, ResumeError
-from infinity.integrations.folders import is_at
-from infinity.integrations.run import Run
+from infinity.integrations.checkpoint_folders import is_at
+from infinity.integrations.script_run import Run
 from infinity.io.pins import folder_path, require_marker
-from infinity.runtime.deferred import defer, is_deferred
+from infinity.runtime.deferred_parameters import defer, is_deferred
 from infinity.runtime.offload import move_buffers
 
 try:

@@ -14,10 +14,10 @@ from types import ModuleType
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, cause_of
-from infinity.integrations import accelerate, deepspeed, folders, models, optimizers, ranks, strategy
-from infinity.integrations.ending import to_the_end
+from infinity.integrations import accelerate, checkpoint_folders, deepspeed, models, optimizers, ranks, strategy
 from infinity.integrations.patches import Patches
-from infinity.integrations.run import Run
+from infinity.integrations.script_end import to_the_end
+from infinity.integrations.script_run import Run
 
 
 def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None = None) -> None:
@@ -58,7 +58,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
             ranks.replace_ddp(patches)
             strategy.replace_strategies(run, patches)
             strategy.replace_fabric(run, patches)
-            patches.wrap(shutil, "rmtree", folders.removing(run.alive))
+            patches.wrap(shutil, "rmtree", checkpoint_folders.removing(run.alive))
             _patch_what_is_imported(run, patches)
             yield run
         failed = False

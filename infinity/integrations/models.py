@@ -15,8 +15,8 @@ from infinity.checkpoint.load import on_meta
 from infinity.errors import ModelError
 from infinity.integrations.patches import Patches
 from infinity.integrations.quantization import form_of, is_left_to_transformers
-from infinity.integrations.run import Run
-from infinity.runtime.deferred import defer
+from infinity.integrations.script_run import Run
+from infinity.runtime.deferred_parameters import defer
 from infinity.runtime.offload import move_buffers
 
 logger = logging.getLogger(__name__)

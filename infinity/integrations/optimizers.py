@@ -12,12 +12,12 @@ from torch import nn
 
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError
-from infinity.integrations.folders import Saving
+from infinity.integrations.checkpoint_folders import Saving
 from infinity.integrations.own_modules import holder_of
 from infinity.integrations.patches import Patches
-from infinity.integrations.run import Run, parameters_in
-from infinity.integrations.said import say_that_it_stays
 from infinity.integrations.saving import give_saving
+from infinity.integrations.script_messages import say_that_it_stays
+from infinity.integrations.script_run import Run, parameters_in
 from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
 from infinity.optim.groups import GroupedOptimizer

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from infinity.errors import NotAvailableError
-from infinity.integrations.points import TABLE, TESTED, Point
+from infinity.integrations.patch_table import TABLE, TESTED, Point
 
 _active: list[str] = []
 
@@ -113,7 +113,7 @@ def place_of(owner: Any, name: str) -> str:
     """
     place = _place(owner, name)
     point = TABLE.get(place)
-    assert point is not None, f"{place} is replaced, and has no row in infinity/integrations/points.py"
+    assert point is not None, f"{place} is replaced, and has no row in infinity/integrations/patch_table.py"
     require_there(owner, name, place, point)
     return place
 

@@ -21,10 +21,10 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from infinity.checkpoint.adapters import is_peft_model
 from infinity.coordinator import registry
 from infinity.errors import ConfigError
-from infinity.integrations.folders import Saving, folders_of, require_pins
+from infinity.integrations.checkpoint_folders import Saving, folders_of, require_pins
 from infinity.integrations.infinity_config import run_of
 from infinity.integrations.optimizers import optimizer_for
-from infinity.integrations.run import Run
+from infinity.integrations.script_run import Run
 from infinity.integrations.transformers import saves_states, tell
 from infinity.io.pins import folder_path
 from infinity.optim.adamw import AdamW

@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.errors import NotAvailableError
-from infinity.state.frozen import FrozenName, given
+from infinity.state.frozen_codecs import FrozenName, given
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from infinity.coordinator import registry
 from infinity.integrations.patches import Patches
 from infinity.ranks.ranks import has_others
-from infinity.runtime.deferred import is_deferred
+from infinity.runtime.deferred_parameters import is_deferred
 
 
 def replace_ddp(patches: Patches) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from infinity.checkpoint.save import save_pretrained
 from infinity.coordinator import registry
 from infinity.integrations.ranks import ranks_of
-from infinity.runtime.deferred import is_deferred
+from infinity.runtime.deferred_parameters import is_deferred
 from infinity.runtime.guards import Guard
 
 _ONLY_THEIRS = (

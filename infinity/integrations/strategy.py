@@ -24,16 +24,16 @@ from torch import nn
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, PlanError, ResumeError
-from infinity.integrations.folders import Saving, is_at, keeps_generations, pins_for
+from infinity.integrations.checkpoint_folders import Saving, is_at, keeps_generations, pins_for
 from infinity.integrations.optimizers import replace_optimizers
 from infinity.integrations.patches import Patches
-from infinity.integrations.run import Run
+from infinity.integrations.script_run import Run
 from infinity.ranks.ranks import require_one_process
-from infinity.runtime.deferred import defer_in_memory
+from infinity.runtime.deferred_parameters import defer_in_memory
+from infinity.runtime.memory_fit import fits_memory, host_bytes_of, nbytes_of
 from infinity.runtime.pins import generation_of, unpin
-from infinity.runtime.whole import fits_memory, host_bytes_of, nbytes_of
 from infinity.sizes import format_bytes
-from infinity.state.frozen import given
+from infinity.state.frozen_codecs import given
 from infinity.state.tiles import tile_of
 
 logger = logging.getLogger(__name__)

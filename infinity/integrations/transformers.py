@@ -26,13 +26,13 @@ from transformers.trainer_utils import get_last_checkpoint
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, NotAvailableError
-from infinity.integrations.folders import Saving, is_at, letting_go, pins_for, require_pins
-from infinity.integrations.names import class_and_options, wish_for
+from infinity.integrations.checkpoint_folders import Saving, is_at, letting_go, pins_for, require_pins
+from infinity.integrations.optimizer_names import class_and_options, wish_for
 from infinity.integrations.optimizers import ours_for
 from infinity.integrations.patches import Patches, patched
 from infinity.integrations.ranks import ranks_of
-from infinity.integrations.run import Run
 from infinity.integrations.saving import give_saving
+from infinity.integrations.script_run import Run
 from infinity.integrations.vertical import TrainingSteps
 from infinity.io.pins import require_marker
 

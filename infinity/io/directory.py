@@ -24,7 +24,7 @@ from infinity.errors import (
     SwapIOError,
     printable,
 )
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.disks import MEMORY_FILESYSTEMS, disk_under
 from infinity.io.manifest import read_header
 from infinity.io.pins import PINNED, PINS_NAME, read_pins, said
@@ -37,7 +37,7 @@ _MADE = "made"
 SWAP_NAME = "states.infinity-swap"
 HEADER_NAME = "store.infinity"
 FINISHED_NAME = "finished.infinity"
-"""Name of the note about a finished run whose store was removed (cli/finished.py); the next run removes it."""
+"""Name of the note about a finished run whose store was removed (cli/finished_run.py); the next run removes it."""
 _GENERATION = re.compile(r"generation-([0-9]{12})\.infinity")
 
 
@@ -225,7 +225,7 @@ class SwapDirectory(StoreDirectory):
     def take_over(self) -> None:
         """Treat the files in the directory as this run's own from now on."""
         self._ours = True
-        durable.remove(self.path / FINISHED_NAME)
+        atomic_file.remove(self.path / FINISHED_NAME)
 
     def require_replaceable(self) -> None:
         """Check that no generation would be lost. Call this for all directories of a store before any make_room().
@@ -259,10 +259,10 @@ class SwapDirectory(StoreDirectory):
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
         self._ours = True
         left = os.path.lexists(self.header_path)
-        durable.remove(self.path / FINISHED_NAME)
+        atomic_file.remove(self.path / FINISHED_NAME)
         self.remove_all()
         if left:
-            durable.sync_directory(self.path)
+            atomic_file.sync_directory(self.path)
 
     def _kept_by(self) -> dict[int, Path] | None:
         """Return the generations that need this directory's files: {} if they cannot be listed, None if none exist."""
@@ -293,22 +293,22 @@ class SwapDirectory(StoreDirectory):
         if os.path.lexists(self.path / PINS_NAME):
             found.append(self.path / PINS_NAME)
         for path in found:
-            durable.remove(path)
+            atomic_file.remove(path)
         if found:
-            durable.sync_directory(self.path)
+            atomic_file.sync_directory(self.path)
         for path in (self.swap_path, self.header_path):
-            durable.remove(path)
+            atomic_file.remove(path)
         self.remove_asides()
 
     def remove_asides(self) -> None:
         """Remove partially written files that a crash left."""
         for entry in entries_of(self.path):
-            name = entry.name.removesuffix(durable.ASIDE)
+            name = entry.name.removesuffix(atomic_file.ASIDE)
             ours = (
                 name in (HEADER_NAME, FINISHED_NAME, PINS_NAME) or _GENERATION.fullmatch(name) or PINNED.fullmatch(name)
             )
             if name != entry.name and ours:
-                durable.remove(entry)
+                atomic_file.remove(entry)
 
     def _warn_if_memory(self) -> None:
         if disk_under(self.path).filesystem in MEMORY_FILESYSTEMS:
@@ -337,7 +337,7 @@ def remove_store(directories: Sequence[SwapDirectory]) -> dict[Path, int]:
     freed = {}
     for directory in directories:  # before the manifests, because these show which run a header belongs to
         freed[directory.path] = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
-        durable.remove(directory.swap_path)
+        atomic_file.remove(directory.swap_path)
     for directory in reversed(directories):  # the first one has the manifests, so it is the last
         directory.remove_all()
     return freed

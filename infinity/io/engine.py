@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from infinity import _native
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError, DeviceCopyError, SwapCorruptionError, SwapIOError, SwapTimeoutError
-from infinity.io.profile import profile_of
+from infinity.io.disk_profile import profile_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """Generations of a store. A generation is all states after the same step; its manifest names the copy of each state.
 
-This module makes a generation durable, pins it for a checkpoint folder, and resumes from an undamaged one (whole.py).
+This module makes a generation durable, pins it for a checkpoint folder, and resumes from an undamaged one
+(generation_scan.py).
 
 [Note: why no crash loses a generation]
 1. A copy that a kept or pinned manifest names is never written (`Generations.destination`).
@@ -32,8 +33,9 @@ from pathlib import Path
 from typing import Any
 
 from infinity.errors import ManifestError, PlanError, ResumeError, SwapIOError
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.directory import StoreDirectory, pinned_in
+from infinity.io.generation_scan import ANY, Eligible, Way, name_of, newest_whole, require_readable, ways
 from infinity.io.manifest import (
     ExtentRecord,
     Manifest,
@@ -45,7 +47,6 @@ from infinity.io.manifest import (
 from infinity.io.pins import Pin, Pins, digest_of, is_gone, said
 from infinity.io.rank_paths import place_of
 from infinity.io.store import Extent, SwapStore, now
-from infinity.io.whole import ANY, Eligible, Way, name_of, newest_whole, require_readable, ways
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +142,7 @@ class Generations:
         return sorted(self._kept)
 
     def ways(self, step: int | None) -> list[Way]:
-        """Return the generations that recover() may resume from, like `ways` of whole.py."""
+        """Return the generations that recover() may resume from, like `ways` of generation_scan.py."""
         return ways(self._directory, self._store.run, step)
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
@@ -184,7 +185,7 @@ class Generations:
         )
         directory = self._directory
         path = directory.generation_path(step)
-        durable.write_file(path, write_manifest(manifest))
+        atomic_file.write_file(path, write_manifest(manifest))
         self._kept[step] = [extent.copy for extent in self._extents]
         self._retires = True
         return path
@@ -201,7 +202,7 @@ class Generations:
                 continue
             del self._kept[step]
             try:
-                durable.remove(self._directory.generation_path(step))
+                atomic_file.remove(self._directory.generation_path(step))
             except SwapIOError as error:  # the newest generation is durable, and an old manifest does no harm
                 logger.warning("%s", error)
         self._retires = False
@@ -236,7 +237,7 @@ class Generations:
         directory = self._directory
         self._store.require_sole_names()
         # A killed run may have left its last rename only in the page cache: make the rename durable before resuming.
-        durable.sync_directory(directory.path)
+        atomic_file.sync_directory(directory.path)
         found = directory.generations()
         # settle() would remove manifests that this run does not resume from
         require_known([*found.values(), *pinned_in(directory.path)])
@@ -359,7 +360,7 @@ class Generations:
         if self._unsettled is not None:
             if self._unsettled.manifest is not None and self.newest is not None:
                 # From now on the pinned generation is also the newest of the run, and must be found without its pin.
-                durable.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])
+                atomic_file.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])
             over = [pin for pin in self._pins.entries if pin not in self._unsettled.pins]
             if over:
                 logger.warning("no checkpoint folder needs these generations any more: %s", said(over))
@@ -370,8 +371,8 @@ class Generations:
                 step = int(path.name.partition(".")[0].split("-")[1])
                 gone = f"generation {step} {why} and is removed ({path})"
                 logger.warning("the run goes on from generation %s; %s", self.newest, gone)
-                durable.remove(path)
-            durable.sync_directory(self._directory.path)
+                atomic_file.remove(path)
+            atomic_file.sync_directory(self._directory.path)
             self._given_up = {}
         self.require_room()
 
@@ -421,7 +422,7 @@ class Generations:
         manifest = manifest_bytes(self._directory.generation_path(step))
         new = Pin(folder=str(folder), step=step, digest=digest_of(manifest), finished=False)
         if new.digest not in self._pinned:
-            durable.write_file(self._directory.path / new.manifest_name, [manifest])
+            atomic_file.write_file(self._directory.path / new.manifest_name, [manifest])
         self._pinned[new.digest] = self._kept[step]  # even if writing the pins fails: they may be on disk all the same
         self._write_pins([*(pin for pin in self._pins.entries if pin.folder != new.folder), new])
         return new.digest

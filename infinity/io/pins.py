@@ -41,7 +41,7 @@ from pydantic import AfterValidator, Field
 
 from infinity import files
 from infinity.errors import ConfigError, InfinityError, ManifestError, ResumeError, SwapIOError
-from infinity.io import document, durable
+from infinity.io import atomic_file, document
 from infinity.io.rank_paths import rank_name
 from infinity.io.schema import AbsolutePath, Count, Name, Record, require_unique, validated
 from infinity.strict import parse_json
@@ -172,14 +172,14 @@ def read_marker(folder: Path) -> Marker | None:
 def write_marker(folder: Path, marker: Marker) -> None:
     """Write the marker of a folder durably. Raises SwapIOError: the folder then has its old marker, or none."""
     text = json.dumps(marker.model_dump(exclude_none=True), indent=1)
-    durable.write_file(folder / MARKER_NAME, [text.encode()])
+    atomic_file.write_file(folder / MARKER_NAME, [text.encode()])
 
 
 def remove_marker(folder: Path) -> None:
     """Remove the marker of a folder durably, so that the folder no longer looks resumable. Raises SwapIOError."""
     if os.path.lexists(folder / MARKER_NAME):
-        durable.remove(folder / MARKER_NAME)
-        durable.sync_directory(folder)
+        atomic_file.remove(folder / MARKER_NAME)
+        atomic_file.sync_directory(folder)
 
 
 def begin_folder(folder: Path, into: Path | None = None) -> None:
@@ -198,7 +198,7 @@ def begin_folder(folder: Path, into: Path | None = None) -> None:
             made.mkdir(parents=True)
         except OSError as error:
             raise InfinityError(f"cannot make the checkpoint folder {made}: {error.strerror}") from error
-        durable.sync_directory(made.parent)
+        atomic_file.sync_directory(made.parent)
     remove_marker(folder)
 
 
@@ -272,12 +272,12 @@ class Pins:
         """
         entries = [self._seen(pin) for pin in entries]
         value = {"run": self._run, "pins": [pin.model_dump() for pin in entries]}
-        durable.write_file(self.directory / PINS_NAME, document.write(_KIND, value))
+        atomic_file.write_file(self.directory / PINS_NAME, document.write(_KIND, value))
         before, self.entries = self.entries, entries
         named = {pin.manifest_name for pin in entries}
         for name in {pin.manifest_name for pin in before} - named:
             try:
-                durable.remove(self.directory / name)
+                atomic_file.remove(self.directory / name)
             except SwapIOError as error:  # no pin names the manifest: it does no harm, and the next resume removes it
                 logger.warning("%s", error)
 

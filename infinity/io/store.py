@@ -17,12 +17,12 @@ from typing import Literal
 from infinity import _native
 from infinity.errors import ConfigError, ResumeError, SwapIOError, SwapTimeoutError
 from infinity.files import require_different
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.directory import HEADER_NAME, ReadDirectory, StoreDirectory, SwapDirectory, require_name
+from infinity.io.disk_profile import profile_of
 from infinity.io.engine import Transfer
 from infinity.io.headers import headers_of
 from infinity.io.manifest import Header, StoreRecord, write_header
-from infinity.io.profile import profile_of
 from infinity.sizes import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -160,9 +160,9 @@ class SwapStore:
         for index, directory in enumerate(held):
             header = Header(**dict(self.record), run=self.run, mode=mode, member=index)
             # This also syncs the directory: the swap file's name is durable before a manifest can refer to the file.
-            durable.write_file(directory.header_path, write_header(header))
+            atomic_file.write_file(directory.header_path, write_header(header))
             for parent in directory.new_in:
-                durable.sync_directory(parent)
+                atomic_file.sync_directory(parent)
 
     def _reopen(self) -> None:
         found = headers_of([directory.path for directory in self.directories])
@@ -229,7 +229,7 @@ class SwapStore:
         while self._unwritten:
             header = self._unwritten[0]
             path = self.directories[header.member].header_path
-            durable.write_file(path, write_header(header))
+            atomic_file.write_file(path, write_header(header))
             logger.info("wrote the rebuilt header %s", path)
             del self._unwritten[0]
 

@@ -11,9 +11,9 @@ import torch
 from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, DeviceRoomError, PlanError
-from infinity.plan.machine import usable_cores
+from infinity.plan.device_memory import usable_cores
 from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, Resting
-from infinity.plan.problem import Limits, Problem
+from infinity.plan.plan_input import Limits, Problem
 from infinity.plan.ring import Ring, rings_of
 from infinity.sizes import PAGE_BYTES, enough_bytes, format_bytes, round_up
 from infinity.state.discover import HookSite

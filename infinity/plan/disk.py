@@ -11,7 +11,7 @@ from pathlib import Path
 from infinity.config import SwapConfig
 from infinity.files import nearest
 from infinity.io.directory import SWAP_NAME, generations_in
-from infinity.io.profile import DiskProfile, profile_of
+from infinity.io.disk_profile import DiskProfile, profile_of
 
 _SHARE = 0.9  # of the free space; the rest is for other files that the run writes
 

@@ -16,7 +16,7 @@ from infinity import _native
 from infinity.io.manifest import sum_bytes
 from infinity.plan.budgets import Budgets
 from infinity.plan.placement import GradientPlacement, Placement, Resting
-from infinity.plan.problem import Problem, UnitBytes
+from infinity.plan.plan_input import Problem, UnitBytes
 from infinity.state.dtypes import master_format
 from infinity.state.unit import Group, Unit
 

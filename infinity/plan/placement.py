@@ -29,8 +29,8 @@ from typing import Literal
 import torch
 
 from infinity import _native
-from infinity.plan.frequency import Frequency
-from infinity.plan.problem import GroupBytes, Problem, UnitBytes, as_far_as
+from infinity.plan.commit_frequency import Frequency
+from infinity.plan.plan_input import GroupBytes, Problem, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.moments import Moment
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from infinity.plan.budgets import Budgets
-from infinity.plan.expected import Moved, expected
 from infinity.plan.layout import Layout, SwapBytes
+from infinity.plan.link_traffic import Moved, expected
+from infinity.plan.nvme_traffic import traffic
 from infinity.plan.placement import Placement
-from infinity.plan.problem import ALONE, Peers, Problem
-from infinity.plan.traffic import traffic
+from infinity.plan.plan_input import ALONE, Peers, Problem
 from infinity.sizes import format_bytes
 from infinity.state.discover import HookSite
 from infinity.state.shard import Cut

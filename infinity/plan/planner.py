@@ -11,10 +11,11 @@ import torch
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
 from infinity.plan.budgets import Budgets, Staging, copies_bytes, device_bytes, fits_slots, plan_staging
+from infinity.plan.commit_frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
+from infinity.plan.device_memory import available_device_bytes, available_host_bytes
 from infinity.plan.disk import Disks, disks_of
-from infinity.plan.frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
 from infinity.plan.layout import lay_out
-from infinity.plan.machine import available_device_bytes, available_host_bytes
+from infinity.plan.nvme_traffic import Traffic, traffic
 from infinity.plan.placement import (
     Form,
     GradientPlacement,
@@ -25,9 +26,8 @@ from infinity.plan.placement import (
     place,
 )
 from infinity.plan.plan import Plan, forecast
-from infinity.plan.problem import ALONE, Limits, Peers, Problem, UnitBytes, count, secondary_bytes
-from infinity.plan.speculation import ahead_bytes, reserve, reserve_in_ram, shadow_wanted, wanted_in_ram
-from infinity.plan.traffic import Traffic, traffic
+from infinity.plan.plan_input import ALONE, Limits, Peers, Problem, UnitBytes, count, secondary_bytes
+from infinity.plan.speculation_memory import ahead_bytes, reserve, reserve_in_ram, shadow_wanted, wanted_in_ram
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import HookSite
 from infinity.state.moments import STORED

@@ -1,5 +1,5 @@
 """Policy: which unit is fetched, which is evicted, and when an update may begin. The engine runs these functions
-(units/, tiers/), and `infinity plan` walks through a step with them (plan/visits.py, plan/expected.py).
+(units/, tiers/), and `infinity plan` walks through a step with them (plan/slot_simulator.py, plan/link_traffic.py).
 
 The answers follow from the trace and the budgets. No function asks a clock or the free memory, so that every rank
 decides alike.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import itemgetter
 
 from infinity.plan.placement import Overlap
-from infinity.plan.trace import Trace
+from infinity.plan.visit_trace import Trace
 
 _WRONG_MAX = 0.3  # a wrong speculation moves the states once in vain
 _SLOT_SHARE = 4  # speculative updates may keep 1/4 of the memory for fetched weights from other uses

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.plan.problem import Problem
+from infinity.plan.plan_input import Problem
 from infinity.state.discover import HookSite
 from infinity.state.unit import Unit
 

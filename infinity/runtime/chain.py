@@ -3,7 +3,7 @@
 [Note: what a chain is]
 All micro-batches can go through one unit after the other if a unit depends on earlier units only through its inputs.
 The graph can then be cut where a unit begins, if no edge bypasses the cut. While the forward is recorded, the graph is
-cut wherever a site begins (pieces.py). An edge that a cut replaces is harmless. Any other edge between two pieces
+cut wherever a site begins (graph_pieces.py). An edge that a cut replaces is harmless. Any other edge between two pieces
 bypasses all cuts between them, and these cuts are discarded.
 
 The remaining cuts separate the stages. A stage may have several units, for example where an image is inserted among
@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.runtime.cutting import Forward
-from infinity.runtime.pieces import next_number, number_of
-from infinity.runtime.saved import Kept
+from infinity.runtime.graph_cuts import Forward
+from infinity.runtime.graph_pieces import next_number, number_of
+from infinity.runtime.saved_tensors import Kept
 
 
 @dataclass(frozen=True)

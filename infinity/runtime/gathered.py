@@ -12,7 +12,7 @@ from infinity.access.gathering import Gathering
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, ModelError
-from infinity.runtime.saved import SavedTensors
+from infinity.runtime.saved_tensors import SavedTensors
 from infinity.runtime.tiles import TiledLinear
 from infinity.state.tiles import Tile
 

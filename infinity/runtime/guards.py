@@ -19,9 +19,9 @@ from infinity.base.interrupt import whole
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, ReleasedParameterError
-from infinity.runtime.calls import Call
 from infinity.runtime.gathered import gathered, not_gathered
-from infinity.runtime.whole import fits_memory, host_bytes_of, nbytes_of
+from infinity.runtime.live_call import Call
+from infinity.runtime.memory_fit import fits_memory, host_bytes_of, nbytes_of
 from infinity.sizes import format_bytes
 
 H = TypeVar("H", bound=Any)
@@ -79,7 +79,7 @@ class _Gathers:
     """Open gatherings, by module; each belongs to a call in progress.
 
     If an exception ended the call, the next operation closes its gathering and drops the changes ([Note: calls that
-    die] in calls.py).
+    die] in live_call.py).
 
     Args:
         beyond: as in Call.

@@ -30,14 +30,14 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import Factors, GradientHandle
 from infinity.coordinator.structure import Structure
 from infinity.errors import ModelError
-from infinity.runtime.calls import Call
+from infinity.runtime.backward_ends import BackwardEnds
 from infinity.runtime.guards import Guard, not_compiled
-from infinity.runtime.passes import BackwardEnds
-from infinity.runtime.recomputed import free_recomputed
-from infinity.runtime.saved import Kept, SavedTensors
+from infinity.runtime.live_call import Call
+from infinity.runtime.recomputed_weights import free_recomputed
+from infinity.runtime.saved_tensors import Kept, SavedTensors
 from infinity.state.discover import HookSite
 from infinity.state.unit import Place
-from infinity.units.released import in_backward
+from infinity.units.released_parameters import in_backward
 
 
 class _Forward:
@@ -251,7 +251,8 @@ class ScopeLeave(Guard):
 
 
 def _was_taken_back(coordinator: Coordinator) -> bool:
-    """Return whether the model was taken back (anew.py). A call in progress at that time still runs these hooks."""
+    """Return whether the model was taken back (reoffload.py). A call in progress at that time still runs these
+    hooks."""
     return coordinator.closed and coordinator not in registry.coordinators()
 
 

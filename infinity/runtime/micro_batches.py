@@ -38,12 +38,12 @@ from torch import nn
 
 from infinity.coordinator import registry
 from infinity.errors import ConfigError
+from infinity.runtime.backward_ends import BackwardEnds
 from infinity.runtime.chain import Attributes, Buffers, Chain, Recorder
-from infinity.runtime.cutting import Site, watched
+from infinity.runtime.graph_cuts import Site, watched
 from infinity.runtime.hooks import Scope
-from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.random_streams import RandomStreams
-from infinity.runtime.saved import is_hooked
+from infinity.runtime.saved_tensors import is_hooked
 from infinity.runtime.vertical import Vertical
 from infinity.sizes import format_bytes
 from infinity.state.discover import HookSite

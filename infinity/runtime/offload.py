@@ -23,8 +23,9 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.structure import Structure
 from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError, printable
-from infinity.runtime.anew import Handle, Resize, remember_handles, remember_readers, take_back
-from infinity.runtime.deferred import is_a_deferred, values_of
+from infinity.runtime.auto_tile import tile_to_fit
+from infinity.runtime.backward_ends import BackwardEnds
+from infinity.runtime.deferred_parameters import is_a_deferred, values_of
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     ParameterHooks,
@@ -34,19 +35,18 @@ from infinity.runtime.hooks import (
     SiteEnter,
     SiteLeave,
 )
-from infinity.runtime.methods import Given, give_methods
 from infinity.runtime.micro_batches import remember
+from infinity.runtime.model_methods import Given, give_methods
 from infinity.runtime.parametrizations import watch_parametrizations
-from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.pins import generation_of
+from infinity.runtime.reoffload import Handle, Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.tiles import by_rows, require_untied
-from infinity.runtime.tiles_to_fit import tile_to_fit
 from infinity.state.discover import Discovery, discover
-from infinity.state.frozen import pass_on
+from infinity.state.frozen_codecs import pass_on
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.terms import Terms
 from infinity.state.values import Source
-from infinity.units.released import nan_placeholder
+from infinity.units.released_parameters import nan_placeholder
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from infinity.access import pinning
 from infinity.config import SwapConfig, load_config
 from infinity.coordinator import registry
 from infinity.io.pins import Marker, folder_path
-from infinity.sharded.together import meeting
+from infinity.sharded.rank_agreement import meeting
 
 
 def pin(model: nn.Module, folder: str | Path, *, into: str | Path | None = None) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 from infinity.base.timeline import Cause
 from infinity.coordinator import registry
 from infinity.plan.plan import Plan
-from infinity.units.speculation import Counts
+from infinity.units.speculation_choice import Counts
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError
 from infinity.io.events import IO_CLASSES, OPERATIONS, Recorded, take
 from infinity.io.store import Extent
-from infinity.runtime.chrome import Event, document
+from infinity.runtime.chrome_trace import Event, document
 
 logger = logging.getLogger(__name__)
 

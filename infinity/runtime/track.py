@@ -6,7 +6,7 @@ from torch import nn
 
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.durable.tracked import Stateful
+from infinity.durable.tracked_objects import Stateful
 from infinity.errors import ModelError
 
 
@@ -21,9 +21,9 @@ def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful)
 
     Optimizers need not be given: their steps are kept anyway. In a resumed run this call restores their learning rates
     and other hyperparameters, as torch's load_state_dict does. A loader is watched: a commit keeps everything as it was
-    when the loader was asked for the next batch (durable/tracked.py). Without a tracked loader, a commit keeps the
-    random numbers as they were when the step ended, and everything else as it was when the next training forward began.
-    For other loops there is infinity.commit.
+    when the loader was asked for the next batch (durable/tracked_objects.py). Without a tracked loader, a commit keeps
+    the random numbers as they were when the step ended, and everything else as it was when the next training forward
+    began. For other loops there is infinity.commit.
 
     Args:
         objects: objects with state_dict and load_state_dict, whose values are numbers, strings, lists, tuples, dicts,

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from infinity.base.interrupt import interrupts_deferred
+from infinity.runtime.backward_ends import BackwardEnds
 from infinity.runtime.chain import Chain
-from infinity.runtime.cutting import Forward, Site, watched
+from infinity.runtime.graph_cuts import Forward, Site, watched
 from infinity.runtime.hooks import Scope
 from infinity.runtime.lanes import Lane, Surroundings
-from infinity.runtime.passes import BackwardEnds
 from infinity.runtime.random_streams import RandomStreams
 
 

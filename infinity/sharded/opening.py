@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from infinity.durable.maker import LocalMaker, Maker
+from infinity.durable.generation_maker import LocalMaker, Maker
 from infinity.io.generations import Generations
 from infinity.ranks.world import Among, World
-from infinity.sharded.fetches import AgreedFetches
+from infinity.sharded.fetch_rules import AgreedFetches
+from infinity.sharded.generation_maker import SharedMaker
 from infinity.sharded.gradients import SharedGradients
-from infinity.sharded.maker import SharedMaker
 from infinity.sharded.outbox import Outbox
-from infinity.sharded.same_values import Comparison, NoComparison, SameOnAllRanks
+from infinity.sharded.rank_broadcast import Comparison, NoComparison, SameOnAllRanks
 from infinity.sharded.slots import GatheredSlots
 from infinity.state.shard import Shard
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import SlotPool, open_slots
-from infinity.units.fetch_policy import FetchPolicy, LocalFetches
+from infinity.units.fetch_rules import FetchPolicy, LocalFetches
 from infinity.units.gradients import Gradients, LocalGradients, UnitGradients
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infinity.errors import ManifestError, ResumeError
+from infinity.io.generation_scan import ANY, Eligible, common, require_one
 from infinity.io.generations import Generations
 from infinity.io.manifest import Manifest
-from infinity.io.whole import ANY, Eligible, common, require_one
 from infinity.ranks.world import Alone, World
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def recover(
 
 
 def _is_unreadable(error: ResumeError) -> bool:
-    """Return whether the generation may be complete, but cannot be read now (whole.py: require_readable).
+    """Return whether the generation may be complete, but cannot be read now (generation_scan.py: require_readable).
 
     Such a generation must not be given up.
     """

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from infinity.errors import ResumeError, StoreNotEmptyError
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.directory import (
     HEADER_NAME,
     SwapDirectory,
@@ -200,8 +200,8 @@ def remove_manifests(directory: SwapDirectory) -> None:
         SwapIOError: a file cannot be removed.
     """
     for manifest in directory.generations().values():
-        durable.remove(manifest)
-    durable.sync_directory(directory.path)
+        atomic_file.remove(manifest)
+    atomic_file.sync_directory(directory.path)
 
 
 def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:

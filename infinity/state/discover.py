@@ -8,7 +8,7 @@ while the model runs. A tile of a linear layer (state/tiles.py) is a unit, and a
 partitioned by the rule for modules outside the blocks.
 
 Hooks run when modules are called. A weight that is read in another way (in a method of a block other than `forward`, or
-by `F.linear(x, other.weight)`) is fetched when it is read (units/released.py).
+by `F.linear(x, other.weight)`) is fetched when it is read (units/released_parameters.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity import _native
 from infinity.errors import ModelError
 from infinity.sizes import round_up
 from infinity.state.codec import Codec
-from infinity.state.frozen import FrozenName, codecs_of
+from infinity.state.frozen_codecs import FrozenName, codecs_of
 from infinity.state.tiles import Tile
 from infinity.state.unit import ELEMENT_ALIGNMENT, ParameterFacts, Unit, UnitParameters, build_unit
 
@@ -73,7 +73,7 @@ def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: Fr
         model: the model.
         moments: form of the moments; "int8" means int8 for weights of matrix products, and fp32 for embeddings and for
             parameters of one dimension (norms, biases).
-        frozen: form at home of those weights of the blocks that are not trained (state/frozen.py).
+        frozen: form at home of those weights of the blocks that are not trained (state/frozen_codecs.py).
 
     Raises:
         ModelError: the model has no parameters, or a parameter's dtype cannot be moved.

@@ -8,8 +8,8 @@ parameters with the same (trainable, codec, dtype, form of the moments), trainab
 one format, and a unit of mixed dtypes is a unit of several groups. Frozen groups have weights only.
 
 A slot contains this buffer. At home the groups follow one another in the same order. Groups with a codec
-(state/frozen.py) are smaller at home: they consist of the encoded parameters, one after the other. These groups are the
-last ones, so every other group has the same offset at home and in a slot.
+(state/frozen_codecs.py) are smaller at home: they consist of the encoded parameters, one after the other. These groups
+are the last ones, so every other group has the same offset at home and in a slot.
 """
 
 from __future__ import annotations

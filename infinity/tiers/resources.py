@@ -17,7 +17,7 @@ from infinity import _native
 from infinity.base.accelerator import Accelerator, open_accelerator
 from infinity.config import NvmeConfig
 from infinity.errors import ConfigError
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.arena import Lease, PinnedArena, Space
 from infinity.io.directory import require_place
 from infinity.io.engine import open_engine
@@ -31,8 +31,8 @@ from infinity.state.unit import Unit
 from infinity.tiers.decoding import open_decoding
 from infinity.tiers.device import DeviceTier, open_device, torch_device
 from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
-from infinity.tiers.idle import IdleClock
-from infinity.tiers.window import LandingWindow
+from infinity.tiers.idle_clock import IdleClock
+from infinity.tiers.landing_window import LandingWindow
 
 logger = logging.getLogger(__name__)
 
@@ -304,7 +304,7 @@ def make_directory(path: Path) -> None:
     place = path.expanduser().absolute()
     if not place.exists():
         place.mkdir(mode=0o700, exist_ok=True)
-        durable.sync_directory(place.parent)
+        atomic_file.sync_directory(place.parent)
 
 
 def _open_pool(threads: int, node: int, nice: int) -> _native.ThreadPool:

@@ -194,7 +194,7 @@ class Fetch(ABC):
 
 
 class SlotPool(Protocol):
-    """Source of slots. `start` returns None when there is no room; units/room.py decides about evictions."""
+    """Source of slots. `start` returns None when there is no room; units/fetcher.py decides about evictions."""
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         """Start to fetch weights.

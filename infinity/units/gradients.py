@@ -10,7 +10,7 @@ that accumulated in one step begins the next step in fp32. So does a group whose
 directly.
 
 Gradients without room in RAM, or without room to be widened there, land in a window of RAM and wait in the store
-(tiers/window.py). They are written when the backward of another unit begins.
+(tiers/landing_window.py). They are written when the backward of another unit begins.
 
 The pass that lands a gradient also computes its sum of squares, so the norm needs no pass of its own. From a device
 with memory of its own, gradients come through a queue (tiers/downloads.py) and land in the background. A reader of such
@@ -36,8 +36,8 @@ from infinity.sizes import format_bytes
 from infinity.state.dtypes import native_name
 from infinity.state.unit import Group, ParameterSpec, Place, Unit
 from infinity.tiers.downloads import GradientQueue, GroupDownload
+from infinity.tiers.landing_window import LandingWindow, Spill
 from infinity.tiers.resources import Resources
-from infinity.tiers.window import LandingWindow, Spill
 from infinity.units.arrivals import Arrivals
 
 

@@ -1,8 +1,8 @@
 """The parameters of a unit: placeholders, views of a slot, or gathered copies.
 
-The class of a parameter says whether its values may be read now (units/released.py). A unit is open while its
-parameters may be read. It opens when a forward, a backward or a gathering brings the unit, and closes when that ends or
-the unit is evicted.
+The class of a parameter says whether its values may be read now (units/released_parameters.py). A unit is open while
+its parameters may be read. It opens when a forward, a backward or a gathering brings the unit, and closes when that
+ends or the unit is evicted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 from infinity.errors import ModelError
 from infinity.state.unit import Group, Unit
 from infinity.tiers.slots import Slot
-from infinity.units.released import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
+from infinity.units.released_parameters import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
 
 _use_count: Final[Callable[[torch.Tensor], int] | None] = getattr(torch.Tensor, "_use_count", None)
 """Function that counts the references to a tensor, those of autograd and torch included.

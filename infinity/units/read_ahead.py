@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Mapping
 from infinity import _native
 from infinity.base.interrupt import interrupts_deferred
 from infinity.tiers.resources import Resources
-from infinity.units.jobs import read_update_ahead
 from infinity.units.unit import OffloadedUnit
+from infinity.units.update_jobs import read_update_ahead
 
 
 class ReadAhead:

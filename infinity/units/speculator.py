@@ -8,11 +8,11 @@ from infinity.durable.commits import Commits
 from infinity.state.request import is_clipped
 from infinity.state.shard import Shard
 from infinity.units.arrivals import Passes
-from infinity.units.progress import Progress
-from infinity.units.speculation import Predictable, Speculation
+from infinity.units.pump import Progress
+from infinity.units.speculation_choice import Predictable, Speculation
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest
-from infinity.units.updates import Updates
+from infinity.units.update_queue import Updates
 
 
 class Speculator:

@@ -27,7 +27,7 @@ from infinity.state.unit import Unit
 from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.slots import Fetch, Slot
 from infinity.units.parameters import ParameterViews
-from infinity.units.released import ordinary_tensors
+from infinity.units.released_parameters import ordinary_tensors
 
 
 class Residency(enum.Enum):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from infinity.base.control_groups import memory_limits, processors_allowed
-from infinity.base.machine import available_host_bytes
+from infinity.base.host_limits import available_host_bytes
 from tests.io.test_disks import write
 
 V1 = "4:cpuacct,cpu:/jobs\n3:memory:/jobs/one\n0::/"

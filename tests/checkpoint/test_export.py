@@ -17,8 +17,8 @@ import transformers as hf
 
 import infinity
 from infinity.cli.main import main
+from infinity.io.atomic_file import ASIDE
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
-from infinity.io.durable import ASIDE
 from infinity.io.manifest import read_manifest
 from tests.checkpoint.runs import MODELS, STEPS, Config, begin, example, go_on, stored, tensors_in, train
 from tests.conftest import states_of, weights_of

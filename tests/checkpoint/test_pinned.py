@@ -17,7 +17,7 @@ from infinity.checkpoint import export, pinned
 from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.cli.main import main
 from infinity.errors import PlanError, ResumeError
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.pins import read_marker
 from infinity.runtime.pins import generation_of, pin
 from infinity.runtime.pins import pinned as pins_of
@@ -118,7 +118,7 @@ def test_without_room_for_the_copy_saving_fails_before_anything_is_written(
     monkeypatch.setattr(pinned.os, "statvfs", lambda _: small)
     acts: list[str] = []
     message = "checkpoint-2 .*takes 1.*MiB, and the disk has 12.00 KiB free"
-    with durable.observed(lambda name, *_: acts.append(name)), pytest.raises(PlanError, match=message):
+    with atomic_file.observed(lambda name, *_: acts.append(name)), pytest.raises(PlanError, match=message):
         make_room_for_pin(run.model, run.folder(5))
     assert acts == []
     assert pins_of(run.model) == {run.folder(2): 2}
@@ -166,7 +166,7 @@ def test_without_pins_there_is_no_room_to_make(tmp_path: Path) -> None:
 def test_wherever_making_the_copy_ends_the_folder_leads_to_its_bits(tmp_path: Path) -> None:
     run, _ = full(tmp_path / "whole")
     acts: list[str] = []
-    with durable.observed(lambda name, *_: acts.append(name)):
+    with atomic_file.observed(lambda name, *_: acts.append(name)):
         make_room_for_pin(run.model, run.folder(5))
     run.end()
     assert len(acts) > 10
@@ -202,7 +202,7 @@ def stopped_at(run: Run, at: int) -> bool:
             raise Killed
 
     try:
-        with durable.observed(count):
+        with atomic_file.observed(count):
             make_room_for_pin(run.model, run.folder(5))
     except Killed:
         return False

@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint import save
-from infinity.checkpoint.in_files import InFiles
+from infinity.checkpoint.tensor_names import InFiles
 from infinity.errors import ModelError, ResumeError
 from tests.checkpoint.runs import STEPS, Config, begin, example, go_on, tensors_in, train
 from tests.conftest import states_of, weights_of

@@ -24,7 +24,7 @@ def _no_picture(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:  # a patch of its own, because tests undo theirs
-        patch.setattr("infinity.cli.report._plot", _leave_blank)
+        patch.setattr("infinity.cli.run_report._plot", _leave_blank)
         yield
 
 

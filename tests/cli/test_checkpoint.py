@@ -15,7 +15,7 @@ import torch
 import infinity
 from infinity.cli.main import main
 from infinity.errors import ResumeError
-from infinity.io import document, durable
+from infinity.io import atomic_file, document
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from tests.conftest import weights_of
 from tests.io.test_headers import STEPS, Run, build, config, disks, flip, headers, made, rewrite, trained
@@ -90,7 +90,7 @@ def interrupted(act: Callable[[], object], at: int) -> bool:
             raise Interrupted
 
     try:
-        with durable.observed(count):
+        with atomic_file.observed(count):
             act()
     except Interrupted:
         return False

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from infinity.cli.batches import Batch
 from infinity.cli.data import PackedData
 from infinity.cli.packing import pack
-from infinity.cli.separate import require_separates
+from infinity.cli.packing_support import require_separates
 from infinity.errors import ConfigError, ModelError
 from tests.cli.test_data import byte_level as bytes_of_text
 from tests.cli.test_finetune import run

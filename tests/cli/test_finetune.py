@@ -26,7 +26,7 @@ from infinity.base.timeline import CAUSES
 from infinity.cli import training
 from infinity.cli.main import main
 from infinity.cli.optimizers import make_optimizer
-from infinity.cli.report import make_report, processors_alone
+from infinity.cli.run_report import make_report, processors_alone
 from infinity.cli.trainers import Sft
 from tests import processes
 from tests.models import VOCABULARY, bert, llama

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import infinity
 from infinity.cli.main import main
 from infinity.cli.trainers import Sft
-from infinity.units.room import Room
+from infinity.units.fetcher import Room
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.models import VOCABULARY, gpt2, llama
 

@@ -24,7 +24,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from infinity.checkpoint import save
-from infinity.cli import finetune, finished, output, report
+from infinity.cli import finetune, finished_run, output, run_report
 from infinity.cli.main import main
 from infinity.cli.step_watch import StepWatch
 from infinity.cli.trainers import Sft
@@ -86,7 +86,7 @@ def named(folder: Path, name: str, ranks: int, **overrides: Any) -> Job:
 
 def on_rank(arguments: list[str], act: str = "", rank: int = -1) -> int:
     """Args: act: what `rank` does, of those below."""
-    report._plot = _no_picture
+    run_report._plot = _no_picture
     of_rank, ranks = str(workers.dist.get_rank()), str(workers.dist.get_world_size())
     os.environ.update(RANK=of_rank, LOCAL_RANK=of_rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -176,7 +176,7 @@ def is_killed_before_the_stores_go() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    finished._remove = die
+    finished_run._remove = die
 
 
 def is_killed_at_once() -> None:

@@ -19,7 +19,7 @@ from transformers.integrations import TensorBoardCallback
 from infinity.cli import run_directory, training
 from infinity.cli.history import History, Sample
 from infinity.cli.main import main
-from infinity.cli.marked import Owner
+from infinity.cli.ownership_mark import Owner
 from infinity.cli.progress import StepFacts
 from infinity.cli.trainers import Sft
 from infinity.errors import InfinityError

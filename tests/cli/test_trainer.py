@@ -22,7 +22,7 @@ import infinity
 from infinity.cli.trainer import require_points
 from infinity.cli.trainers import Sft
 from infinity.errors import PeerError
-from infinity.integrations.points import ATTRIBUTES, FINETUNE, POINTS
+from infinity.integrations.patch_table import ATTRIBUTES, FINETUNE, POINTS
 from tests.cli.test_finetune import job as job
 from tests.cli.test_finetune import run
 

@@ -32,7 +32,7 @@ import infinity
 from infinity import _native
 from infinity.coordinator import registry
 from infinity.durable.commits import Commits
-from infinity.io import directory, durable, engine, pins, store
+from infinity.io import atomic_file, directory, engine, pins, store
 from infinity.runtime.pins import pin, pinned, unpin
 from tests.conftest import residuals_of, states_of, weights_of
 
@@ -214,7 +214,7 @@ def kind_of(path: Path) -> str:
     The kinds are "header", "manifest", "swap", "directory", "pins", "pinned" (the manifest of a pinned generation) and
     "marker".
     """
-    name = path.name.removesuffix(durable.ASIDE)
+    name = path.name.removesuffix(atomic_file.ASIDE)
     kinds = {directory.HEADER_NAME: "header", directory.SWAP_NAME: "swap"}
     kinds |= {pins.PINS_NAME: "pins", pins.MARKER_NAME: "marker"}
     beginnings = {"generation-": "manifest", "pinned-": "pinned"}
@@ -227,7 +227,7 @@ def live(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | Non
     logging.getLogger("infinity").setLevel(logging.ERROR)
     try:
         with ExitStack() as stack:
-            stack.enter_context(durable.observed(Watch(root / "log", kill)))
+            stack.enter_context(atomic_file.observed(Watch(root / "log", kill)))
             if journal is not None:
                 Journal(journal).record(stack)
             _run(setup, root, _faults(kill))
@@ -280,7 +280,7 @@ class Journal:
     def record(self, stack: ExitStack) -> None:
         """Record from now on."""
         opened = functools.partial(_native.IOEngine, journal=str(self.path))
-        stack.enter_context(durable.observed(self._act))
+        stack.enter_context(atomic_file.observed(self._act))
         stack.enter_context(mock.patch.object(engine, "_native", SimpleNamespace(IOEngine=opened)))
         stack.enter_context(mock.patch.object(os, "fsync", functools.partial(self._fsync, os.fsync)))
         stack.enter_context(mock.patch.object(store.SwapStore, "sync", self._syncing(store.SwapStore.sync)))

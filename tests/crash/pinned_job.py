@@ -24,7 +24,7 @@ from torch import nn
 import infinity
 from infinity import _native
 from infinity.checkpoint.pinned import make_room_for_pin
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.pins import is_gone, read_marker, read_pins
 from infinity.runtime.pins import pin, pinned, unpin
 from tests.conftest import residuals_of, states_of, weights_of
@@ -129,7 +129,7 @@ def live(setup: Setup, root: Path, life: Life) -> None:
         if life.killed_at is not None and life.writes:
             faults.append(_native.Fault(life.killed_at, "kill", operation="write"))
         acts = Acts(None if life.writes else life.killed_at)
-        with durable.observed(acts):
+        with atomic_file.observed(acts):
             _Job(setup, root, life, faults).run()
         (root / "acts").write_text(" ".join(acts.kinds))
     except BaseException:

@@ -89,7 +89,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "Call model.save_pretrained(directory)": "checkpoint/test_adapters.py::"
         "test_what_peft_computes_of_weights_is_not_written_as_a_placeholder",
     },
-    "checkpoint/in_files.py": {
+    "checkpoint/tensor_names.py": {
         "tile by tile; use infinity.state_dict(model)": "checkpoint/test_tiles.py::"
         "test_a_model_whose_tiles_cannot_be_written_gives_its_weights_as_the_error_says",
     },
@@ -129,15 +129,15 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "or a smaller --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
         "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
     },
-    "cli/deepspeed/reading.py": {
-        "Write that to swap.yaml": "cli/deepspeed/test_reading.py::"
+    "cli/deepspeed/config_reader.py": {
+        "Write that to swap.yaml": "cli/deepspeed/test_config_reader.py::"
         "test_where_nothing_says_where_states_rest_the_swap_configs_that_are_named_can_be_written",
         "config; it names one: infinity convert <>": "cli/test_convert.py::"
         "test_a_file_that_names_a_config_is_refused_with_a_command_that_converts_that",
         "a swap config, which `infinity run` takes": "cli/test_convert.py::"
         "test_a_swap_config_is_refused_and_infinity_run_takes_it",
     },
-    "cli/deepspeed/report.py": {
+    "cli/deepspeed/conversion_report.py": {
         "# Made by `infinity convert <>`. Each value i": "cli/test_convert.py::"
         "test_a_file_that_names_a_config_is_refused_with_a_command_that_converts_that",
         "measured or chosen; `infinity run --verbose` prints": "cli/test_convert.py::"
@@ -181,10 +181,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "--min-lr is <>, and --lr <>, from which th": "cli/test_finetune.py::"
         "test_a_rate_that_would_rise_is_refused_and_one_that_stays_or_falls_is_not",
     },
-    "cli/finished.py": {
+    "cli/finished_run.py": {
         "With --keep-store a run can go on": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
-        "(--keep-store keeps it)": "cli/test_finished.py::test_keep_store_keeps_it",
-        "begins from it with --model.": "cli/test_finished.py::test_a_finished_run_has_nothing_to_go_on_with",
+        "(--keep-store keeps it)": "cli/test_finished_run.py::test_keep_store_keeps_it",
+        "begins from it with --model.": "cli/test_finished_run.py::test_a_finished_run_has_nothing_to_go_on_with",
     },
     "cli/generate.py": {
         "--frozen takes another form": "cli/test_frozen.py::"
@@ -222,7 +222,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "then the script: infinity run swap.yaml train.p": "cli/test_run_process.py::"
         "test_in_this_process_the_logger_is_as_before",
     },
-    "cli/messages.py": {
+    "cli/chat_messages.py": {
         "--loss-on all learns whole conversations": "cli/test_fields.py::"
         "test_what_a_user_says_is_learned_as_the_message_says",
     },
@@ -252,7 +252,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "say which pins go: --folder FOLDER": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
         "or give `remove` the option --pinned": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
     },
-    "cli/planning/here.py": {
+    "cli/planning/local_rates.py": {
         "`infinity-bench --path DIRECTORY` measur": "cli/planning/test_main.py::"
         "test_an_assumed_disk_is_measured_as_the_plan_says",
     },
@@ -260,7 +260,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "available yet: give --ranks 1, or --frozen bf": "cli/planning/test_main.py::"
         "test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_the_message_says",
     },
-    "cli/reading.py": {
+    "cli/run_data.py": {
         "the first document of --data, with what is lea": "cli/test_examples.py::"
         "test_verbose_shows_the_first_document_of_the_data",
     },
@@ -277,7 +277,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/references.py": {
         "give --model as it was": "cli/test_trainers.py::test_a_killed_run_ends_in_the_same_bits",
     },
-    "cli/run.py": {
+    "cli/run_command.py": {
         "config comes first, infinity run CONFIG SCRIPT": "cli/test_run_process.py::"
         "test_in_this_process_the_logger_is_as_before",
         "there is no script <>: infinity run CONFIG SCRIPT [AR": "cli/test_run_process.py::"
@@ -294,7 +294,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "--save-best needs --eval-steps: else the last st": "cli/test_run_directory.py::"
         "test_the_best_model_needs_evaluations_on_the_way",
     },
-    "cli/separate.py": {
+    "cli/packing_support.py": {
         "parts them. Give --no-packing: each sequence ha": "cli/test_examples.py::"
         "test_a_model_that_cannot_keep_examples_apart_trains_without_packing",
     },
@@ -354,9 +354,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_with_no_sync_updates_begin_in_the_last_pass_of_the_first_step_on",
     },
     "coordinator/structure.py": {
-        "(after infinity.load_pretrained(defer=True))": "runtime/test_anew.py::"
+        "(after infinity.load_pretrained(defer=True))": "runtime/test_reoffload.py::"
         "test_a_model_changed_after_it_was_loaded_has_the_bits_and_the_states_of_one_changed_before",
-        "or make the optimizer before the first forward": "runtime/test_anew.py::"
+        "or make the optimizer before the first forward": "runtime/test_reoffload.py::"
         "test_following_the_advice_a_weight_is_computed_from_now_on",
         "call merged.save_pretrained(directory) in the": "checkpoint/test_adapters.py::"
         "test_a_model_merged_and_saved_in_gathered_has_the_logits_of_the_adapters",
@@ -365,7 +365,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "call infinity.commit(model) at the end of an it": "runtime/test_loop_tops.py::"
         "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
     },
-    "durable/resumed.py": {
+    "durable/resumed_generation.py": {
         "or call infinity.commit(model) at the end of an it": "runtime/test_loop_tops.py::"
         "test_several_steps_for_an_item_go_on_where_an_iteration_ends_as_the_warnings_say",
     },
@@ -385,7 +385,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "-o swap.yaml` converts": "integrations/test_deepspeed.py::"
         "test_fsdp_is_refused_and_its_config_is_one_that_can_be_converted",
     },
-    "integrations/folders.py": {
+    "integrations/checkpoint_folders.py": {
         "If they were removed, `infinity checkpoint unpin <> --all-go": "cli/test_pins.py::"
         "test_unpin_all_gone_leaves_the_folders_that_are_there",
     },
@@ -403,7 +403,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "infinity run needs transformer": "integrations/test_launcher.py::"
         "test_what_pip_is_told_to_install_is_a_version_that_works",
     },
-    "integrations/left.py": {
+    "integrations/leftover_hint.py": {
         "`infinity checkpoint export ": "integrations/test_stopped.py::"
         "test_a_second_run_without_a_folder_is_told_what_it_can_do_and_that_works",
         "`infinity checkpoint remove ": "integrations/test_stopped.py::"
@@ -425,11 +425,11 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "`infinity run` has a swap config already": "integrations/test_quantization.py::"
         "test_a_config_of_infinity_is_left_out_under_infinity_run",
     },
-    "integrations/run.py": {
+    "integrations/script_run.py": {
         "need it: <>. `infinity checkpoint remove --pinned <": "cli/test_pins.py::"
         "test_remove_is_refused_while_folders_pin_and_leaves_none_that_looks_resumable",
     },
-    "integrations/said.py": {
+    "integrations/script_messages.py": {
         "For another loop, call infinity.offload(model, config)": "integrations/test_own_modules.py::"
         "test_a_script_that_offloads_its_module_itself_is_not_told_that_nothing_was",
     },
@@ -492,7 +492,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "optim/groups.py": {
         "is not offloaded: call infinity.offload(model, config) bef": "optim/test_groups.py::"
         "test_tensors_that_are_refused_are_taken_when_they_are_offloaded",
-        "add the modules, then call infinity.offload(whole, config)": "runtime/test_anew.py::"
+        "add the modules, then call infinity.offload(whole, config)": "runtime/test_reoffload.py::"
         "test_a_head_around_an_offloaded_model_is_refused_and_trains_where_it_is_put_before",
         "are in the store. infinity.commit(model) and commit_": "optim/test_groups.py::"
         "test_instead_of_a_copy_of_the_optimizer_the_ways_that_its_error_names_have_its_states",
@@ -519,8 +519,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "and do not call scaler.unscale_()": "runtime/test_loss_scaling.py::"
         "test_a_gradient_set_by_hand_after_unscaling_is_refused_and_one_that_is_scaled_is_taken",
     },
-    "runtime/anew.py": {
-        "the model, then call infinity.offload(model, config).": "runtime/test_anew.py::"
+    "runtime/reoffload.py": {
+        "the model, then call infinity.offload(model, config).": "runtime/test_reoffload.py::"
         "test_after_a_step_the_error_names_the_order",
     },
     "runtime/gathered.py": {
@@ -546,7 +546,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "Leave max_norm out, and before the forward": "runtime/test_gathered_writes.py::"
         "test_an_embedding_with_max_norm_is_refused_and_what_the_error_says_does_the_same",
     },
-    "runtime/saved.py": {
+    "runtime/saved_tensors.py": {
         "or from before infinity.gathered(..., write=True) c": "runtime/test_errors.py::"
         "test_backward_after_step_on_old_weights_is_an_error",
     },
@@ -564,7 +564,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "call infinity.offload(model, config) before infinity.track(...)": "runtime/test_loops.py::"
         "test_where_there_are_no_models_or_several_track_says_what_to_give",
     },
-    "units/released.py": {
+    "units/released_parameters.py": {
         "forward, or in `with infinity.gathered(model, module):`, ": "runtime/test_released.py::"
         "test_where_the_error_says_that_values_are_they_are",
         "infinity.save_pretrained(model, directory) writes them": "runtime/test_released.py::"

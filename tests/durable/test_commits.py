@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infinity.durable.commits import Commit, Commits, facts_of
-from infinity.durable.maker import LocalMaker
+from infinity.durable.generation_maker import LocalMaker
 from infinity.durable.records import ModelRecord
-from infinity.durable.resumed import Resumed
+from infinity.durable.resumed_generation import Resumed
 from infinity.errors import ConfigError, InfinityError, SwapIOError
-from infinity.plan.frequency import Frequency
-from infinity.plan.problem import ALONE, Peers
-from infinity.sharded.maker import SharedMaker
+from infinity.plan.commit_frequency import Frequency
+from infinity.plan.plan_input import ALONE, Peers
+from infinity.sharded.generation_maker import SharedMaker
 from infinity.sizes import PAGE_BYTES
 from infinity.state.shard import Cut
 from infinity.tiers.home import Home, WeightsHome

@@ -7,7 +7,7 @@ import pytest
 from infinity.durable.optimizers import Optimizers
 from infinity.durable.records import OptimizerRecord
 from infinity.errors import ModelError, ResumeError
-from tests.durable.test_resumed import record, resumed
+from tests.durable.test_resumed_generation import record, resumed
 
 
 class Optimizer:

@@ -20,10 +20,10 @@ from transformers import PreTrainedTokenizerFast
 
 import infinity
 from infinity.cli import main as infinity_main
-from infinity.cli import report
+from infinity.cli import run_report
 from infinity.cli.bench import main as bench_main
 from infinity.cli.bench import survey, sustained, sweep
-from infinity.cli.planning import here
+from infinity.cli.planning import local_rates
 from tests.hostile.limits import failures, printed
 from tests.models import VOCABULARY, llama
 from tests.sampling import SHARE, number, seed
@@ -165,9 +165,9 @@ def check(case: tuple[str, str, str, str, str]) -> None:
     sustained._MINUTE_S = 0.05
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     sweep.DEPTHS, sweep.BLOCKS, sweep._REPEATS = (1, 4), (256 << 10, 1 << 20), 1
-    here._WIDTH_MAX = here._INNER_MAX = here._TOKENS_MAX = 128
-    here._UPDATE_NUMEL = here._UPDATE_NUMEL_MAX = 1 << 20
-    report._plot = no_picture
+    local_rates._WIDTH_MAX = local_rates._INNER_MAX = local_rates._TOKENS_MAX = 128
+    local_rates._UPDATE_NUMEL = local_rates._UPDATE_NUMEL_MAX = 1 << 20
+    run_report._plot = no_picture
     if command.startswith("infinity checkpoint"):
         make_store(Path("swap"))
     arguments = command.split()[1:]

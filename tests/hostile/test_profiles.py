@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.io.profile import DiskProfile, load_profiles, profile_path, save_profile
+from infinity.io.disk_profile import DiskProfile, load_profiles, profile_path, save_profile
 from tests.hostile.limits import failures
 from tests.hostile.mutations import mutate_json
 from tests.hostile.stores import config, loss_of, plain, typed

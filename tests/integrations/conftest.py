@@ -14,7 +14,7 @@ from accelerate.state import AcceleratorState
 
 from infinity.config import load_config
 from infinity.integrations.launcher import installed
-from infinity.integrations.run import Run
+from infinity.integrations.script_run import Run
 from tests.models import llama
 
 Launch = Callable[..., AbstractContextManager[Run]]

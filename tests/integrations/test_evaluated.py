@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import infinity
 from infinity.coordinator import registry
-from infinity.runtime.deferred import is_deferred
+from infinity.runtime.deferred_parameters import is_deferred
 from tests.integrations.conftest import Launch
 
 Rows = list[dict[str, torch.Tensor]]

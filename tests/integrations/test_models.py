@@ -32,7 +32,7 @@ from infinity.access.exact import exact_value
 from infinity.cli.main import main
 from infinity.coordinator import registry
 from infinity.io.pins import read_pins
-from infinity.runtime.deferred import is_deferred, values_of
+from infinity.runtime.deferred_parameters import is_deferred, values_of
 from infinity.runtime.pins import pin, unpin
 from tests.integrations.conftest import Launch
 

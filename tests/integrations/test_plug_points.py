@@ -28,8 +28,8 @@ from transformers import (
 import infinity
 from infinity.coordinator import registry
 from infinity.integrations import infinity_config
-from infinity.integrations.folders import folders_of
-from infinity.runtime.deferred import is_a_deferred
+from infinity.integrations.checkpoint_folders import folders_of
+from infinity.runtime.deferred_parameters import is_a_deferred
 from tests.conftest import residuals_of, states_of, weights_of
 from tests.integrations.training import Rows, log_of
 from tests.models import mixtral

@@ -19,7 +19,7 @@ from transformers import (
 import infinity
 from examples.make_demo_checkpoint import make_checkpoint
 from infinity.coordinator import registry
-from infinity.state.frozen import given
+from infinity.state.frozen_codecs import given
 from tests.checkpoint.quantized import quantize
 from tests.integrations.conftest import Launch
 from tests.integrations.test_peft import log_of, trainer

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import infinity
 from infinity.cli.main import main
-from infinity.integrations.left import say_what_is_left
+from infinity.integrations.leftover_hint import say_what_is_left
 from tests import processes
 from tests.integrations.conftest import Launch
 from tests.integrations.training import SAVING, Rows, trainer

@@ -13,9 +13,9 @@ import pytest
 from infinity import _native
 from infinity.errors import SwapIOError
 from infinity.io.directory import SWAP_NAME
+from infinity.io.generation_scan import verify
 from infinity.io.manifest import ExtentRecord, Manifest
 from infinity.io.store import Extent, SwapStore
-from infinity.io.whole import verify
 from tests.io.extents import ExtentMap
 
 PAGE = 4096

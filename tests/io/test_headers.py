@@ -28,7 +28,7 @@ from infinity.errors import (
     StoreNotEmptyError,
     SwapIOError,
 )
-from infinity.io import document, durable, store
+from infinity.io import atomic_file, document, store
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from infinity.io.generations import Generations
 from infinity.io.manifest import read_manifest, write_manifest
@@ -294,7 +294,7 @@ def test_a_header_that_cannot_be_written_is_written_when_recover_is_called_again
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = Small(tmp_path, 2)
-    write = durable.write_file
+    write = atomic_file.write_file
 
     def fail(path: Path, parts: Any) -> None:
         if path.parent == small.paths[1]:
@@ -302,7 +302,7 @@ def test_a_header_that_cannot_be_written_is_written_when_recover_is_called_again
         write(path, parts)
 
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "write_file", fail)
+        patch.setattr(atomic_file, "write_file", fail)
         with pytest.raises(SwapIOError):
             small.generations.recover(small.memory)
     assert (small.extent.copy, small.generations.newest, small.store.proven) == (0, None, False)

@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from infinity import _native
 from infinity.errors import ConfigError, InfinityError, ManifestError, PlanError, ResumeError, SwapIOError
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.directory import pinned_in
 from infinity.io.generations import Generations
 from infinity.io.manifest import read_manifest
@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
                 raise Killed
 
         try:
-            with durable.observed(count):
+            with atomic_file.observed(count):
                 act()
         except Killed:
             self.kept.again()
@@ -290,9 +290,9 @@ def test_what_leads_to_something_is_durable_after_what_it_leads_to(kept: Kept) -
     def note(moment: str, path: Path, *_: Any) -> None:
         when, _, act = moment.partition(" ")
         if when == "end" and act not in ("create", "write"):
-            acts.append(f"{act} {path.name.removesuffix(durable.ASIDE).split('-')[0]}")
+            acts.append(f"{act} {path.name.removesuffix(atomic_file.ASIDE).split('-')[0]}")
 
-    with durable.observed(note):
+    with atomic_file.observed(note):
         kept.pin("x")
         written = len(acts)
         kept.kept.unpin(folder)
@@ -308,7 +308,7 @@ def failing(moment: str, name: str) -> Any:
         if said == moment and path.name.startswith(name):
             raise OSError(errno.EIO, "no")
 
-    return durable.observed(fail)
+    return atomic_file.observed(fail)
 
 
 def test_pins_that_could_not_be_written_leave_old_and_new_protected(kept: Kept) -> None:

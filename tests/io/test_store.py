@@ -15,7 +15,7 @@ import infinity
 from infinity import _native
 from infinity.errors import ConfigError, SwapCorruptionError, SwapIOError
 from infinity.io.directory import SWAP_NAME
-from infinity.io.profile import DiskProfile, save_profile
+from infinity.io.disk_profile import DiskProfile, save_profile
 from infinity.io.store import STRIPE_BYTES, SwapStore, shares_of
 from tests.conftest import states_of, weights_of
 from tests.io.extents import ExtentMap

@@ -55,14 +55,14 @@ OF_LOOPS = [
     ),
     Mutant(
         "weights that a write leaves alone keep their masters",
-        "infinity/coordinator/put_back.py",
+        "infinity/coordinator/written_masters.py",
         "        fresh[same] = rest[same]\n",
         "",
         (_PUT_BACK,),
     ),
     Mutant(
         "masters come back with their weights",
-        "infinity/coordinator/put_back.py",
+        "infinity/coordinator/written_masters.py",
         "        fresh[was.at[back]] = was.rest[back]\n",
         "",
         (_PUT_BACK,),

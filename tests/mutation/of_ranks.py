@@ -62,21 +62,21 @@ OF_RANKS = [
     ),
     Mutant(
         "of several ranks a generation is prepared, and retired later",
-        "infinity/sharded/maker.py",
+        "infinity/sharded/generation_maker.py",
         "        generations.prepare(step, facts, body)\n",
         "        generations.make(step, facts, body)\n",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "those generations exist that all ranks have",
-        "infinity/sharded/maker.py",
+        "infinity/sharded/generation_maker.py",
         "            self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))\n",
         "            self._generations.retire(set.union(*(set(steps) for _, *steps in told)))\n",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "ranks commit as rarely as any of them must",
-        "infinity/sharded/maker.py",
+        "infinity/sharded/generation_maker.py",
         "            pace.lead(max(every for every, *_ in told), following)\n",
         "",
         (_SEVERAL, "-k", "several_ranks"),
@@ -97,7 +97,7 @@ OF_RANKS = [
     ),
     Mutant(
         "ranks find a store of the same run, or all of them none",
-        "infinity/sharded/together.py",
+        "infinity/sharded/rank_agreement.py",
         "        if without:\n",
         "        if False:\n",
         (_GENERATIONS, "-k", "one_rank_lacks"),
@@ -118,7 +118,7 @@ OF_RANKS = [
     ),
     Mutant(
         "what ranks go on from are parts of one generation, not of two of the same step",
-        "infinity/io/whole.py",
+        "infinity/io/generation_scan.py",
         '    return manifest.step, manifest.life or ""\n',
         '    return manifest.step, ""\n',
         (_PINS, "-k", "another_generation_of_the_step"),
@@ -139,7 +139,7 @@ OF_RANKS = [
     ),
     Mutant(
         "auto keeps copies where all ranks have room for them",
-        "infinity/sharded/together.py",
+        "infinity/sharded/rank_agreement.py",
         " and 2 * most > least[1] else",
         " and False else",
         (_GROUPS, "-k", "have_no_room"),
@@ -160,7 +160,7 @@ OF_RANKS = [
     ),
     Mutant(
         "a generation goes early only where all ranks have made the newest",
-        "infinity/sharded/maker.py",
+        "infinity/sharded/generation_maker.py",
         "        if all(step == generations.newest for step in self._world.exchange.heard):\n",
         "        if any(step == generations.newest for step in self._world.exchange.heard):\n",
         ("tests/durable/test_commits.py",),
@@ -209,14 +209,14 @@ OF_RANKS = [
     ),
     Mutant(
         "values that ranks made in memory are those of rank 0",
-        "infinity/sharded/same_values.py",
+        "infinity/sharded/rank_broadcast.py",
         "            values[name] = self.of_rank_0(name, values[name])\n",
         "            pass\n",
         (_BEGIN, "-k", "not_seeded"),
     ),
     Mutant(
         "ranks train on the files of one checkpoint",
-        "infinity/sharded/same_values.py",
+        "infinity/sharded/rank_broadcast.py",
         "            if not in_memory(name):\n",
         "            if False:\n",
         (_BEGIN, "-k", "different_checkpoints"),
@@ -251,10 +251,10 @@ OF_RANKS = [
     ),
     Mutant(
         "a rank commits by what all have heard",
-        "infinity/durable/pace.py",
+        "infinity/durable/commit_pace.py",
         "            if not self._led:\n",
         "            if True:\n",
-        ("tests/durable/test_pace.py", "-k", "agreed_on"),
+        ("tests/durable/test_commit_pace.py", "-k", "agreed_on"),
     ),
     Mutant(
         "a rank without slices gathers as the others do",

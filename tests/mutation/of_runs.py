@@ -10,7 +10,7 @@ _RUN_FILE = "tests/cli/test_run_file.py"
 OF_RUNS = [
     Mutant(
         "directories of other runs stay as they are",
-        "infinity/cli/marked.py",
+        "infinity/cli/ownership_mark.py",
         "        if not ours:\n",
         "        if False:\n",
         (_STEPS, "-k", "another_run"),
@@ -80,7 +80,7 @@ OF_RUNS = [
     ),
     Mutant(
         "the command of the report names the model that the run began with",
-        "infinity/cli/again.py",
+        "infinity/cli/rerun_command.py",
         '"model": origin.model, "trainer": None}',
         '"trainer": None}',
         (_RUN_FILE, "-k", "from_a_copy"),

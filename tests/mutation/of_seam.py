@@ -138,7 +138,7 @@ OF_SEAM = [
     ),
     Mutant(
         "units that move wait for their upload",
-        "infinity/units/room.py",
+        "infinity/units/fetcher.py",
         "                    other.weights.require_slot().wait()\n",
         "",
         ("tests/tiers/test_device.py",),
@@ -194,14 +194,14 @@ OF_SEAM = [
     ),
     Mutant(
         "an update waits for gradients on their way",
-        "infinity/units/jobs.py",
+        "infinity/units/update_jobs.py",
         "[*landings, *copies]",
         "copies",
         _SCHEDULES,
     ),
     Mutant(
         "an update waits for weights on their way",
-        "infinity/units/jobs.py",
+        "infinity/units/update_jobs.py",
         "[*landings, *copies]",
         "landings",
         _SCHEDULES,
@@ -222,7 +222,7 @@ OF_SEAM = [
     ),
     Mutant(
         "gradients leave for the store when they have landed",
-        "infinity/tiers/window.py",
+        "infinity/tiers/landing_window.py",
         'io_class="states", after=landed)',
         'io_class="states")',
         _SCHEDULES,

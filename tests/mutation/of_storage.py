@@ -8,16 +8,16 @@ _LOOPS = "tests/runtime/test_loops.py"
 _CRASH = ("tests/crash/test_kill.py", "tests/crash/test_power_loss.py")
 _CORRUPTION = "tests/runtime/test_corruption.py"
 _PINS = ("tests/io/test_pins.py", "tests/crash/test_pins.py")
-_DURABLE = "tests/io/test_durable.py"
+_DURABLE = "tests/io/test_atomic_file.py"
 _HEADERS = ("tests/io/test_headers.py",)
-_FINISHED = ("tests/cli/test_finished.py",)
+_FINISHED = ("tests/cli/test_finished_run.py",)
 _FAULTS = ("tests/native/test_engine_faults.py", "tests/runtime/test_faults.py")
 
 OF_STORAGE = [
     Mutant(
         "note of a finished run before its store goes",
-        "infinity/cli/finished.py",
-        "        durable.write_file(first / FINISHED_NAME, [note.model_dump_json().encode()])\n",
+        "infinity/cli/finished_run.py",
+        "        atomic_file.write_file(first / FINISHED_NAME, [note.model_dump_json().encode()])\n",
         "",
         _FINISHED,
     ),
@@ -30,7 +30,7 @@ OF_STORAGE = [
     ),
     Mutant(
         "note of an earlier end of the run is not believed",
-        "infinity/cli/finished.py",
+        "infinity/cli/finished_run.py",
         "        return None if of_others or further else note\n",
         "        return None if of_others else note\n",
         _FINISHED,
@@ -38,34 +38,34 @@ OF_STORAGE = [
     Mutant(
         "next run removes the note of a finished one",
         "infinity/io/directory.py",
-        "        left = os.path.lexists(self.header_path)\n        durable.remove(self.path / FINISHED_NAME)\n",
+        "        left = os.path.lexists(self.header_path)\n        atomic_file.remove(self.path / FINISHED_NAME)\n",
         "        left = os.path.lexists(self.header_path)\n",
         _FINISHED,
     ),
     Mutant(
         "fsync of a manifest before its rename",
-        "infinity/io/durable.py",
+        "infinity/io/atomic_file.py",
         '            with act("fsync", aside):\n                os.fsync(descriptor)\n',
         '            with act("fsync", aside):\n                pass\n',
         (_DURABLE,),
     ),
     Mutant(
         "fsync act of a manifest before its rename, as a power cut sees it",
-        "infinity/io/durable.py",
+        "infinity/io/atomic_file.py",
         '            with act("fsync", aside):\n                os.fsync(descriptor)\n',
         "            pass\n",
         ("tests/crash/test_power_loss.py",),
     ),
     Mutant(
         "fsync of the directory after a rename",
-        "infinity/io/durable.py",
+        "infinity/io/atomic_file.py",
         "    sync_directory(path.parent)\n",
         "",
         (_DURABLE,),
     ),
     Mutant(
         "fsync of the directory before the older manifest goes",
-        "infinity/io/durable.py",
+        "infinity/io/atomic_file.py",
         "    sync_directory(path.parent)\n",
         "",
         ("tests/crash/test_power_loss.py",),
@@ -80,16 +80,16 @@ OF_STORAGE = [
     Mutant(
         "older manifests go after the new one, not before",
         "infinity/io/generations.py",
-        "        durable.write_file(path, write_manifest(manifest))\n",
+        "        atomic_file.write_file(path, write_manifest(manifest))\n",
         "        for old in sorted(self._kept):\n"
-        "            durable.remove(directory.generation_path(old))\n"
-        "        durable.write_file(path, write_manifest(manifest))\n",
+        "            atomic_file.remove(directory.generation_path(old))\n"
+        "        atomic_file.write_file(path, write_manifest(manifest))\n",
         _CRASH,
     ),
     Mutant(
         "the fsync of the directory before a resume goes on",
         "infinity/io/generations.py",
-        "        durable.sync_directory(directory.path)\n        found = directory.generations()\n",
+        "        atomic_file.sync_directory(directory.path)\n        found = directory.generations()\n",
         "        found = directory.generations()\n",
         (_LOOPS, "-k", "fsyncs"),
     ),
@@ -142,14 +142,15 @@ OF_STORAGE = [
     Mutant(
         "a pinned generation has a manifest of its own before the pin",
         "infinity/io/generations.py",
-        "            durable.write_file(self._directory.path / new.manifest_name, [manifest])\n        self._pinned[",
+        "            atomic_file.write_file(self._directory.path / new.manifest_name, [manifest])\n"
+        "        self._pinned[",
         "            pass\n        self._pinned[",
         _PINS,
     ),
     Mutant(
         "a run that went back is found where it went",
         "infinity/io/generations.py",
-        "durable.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])\n",
+        "atomic_file.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])\n",
         "pass\n",
         _PINS,
     ),
@@ -177,7 +178,7 @@ OF_STORAGE = [
     ),
     Mutant(
         "checksums prove a rebuilt header",
-        "infinity/io/whole.py",
+        "infinity/io/generation_scan.py",
         "            _require_provable(store, manifest)\n",
         "",
         _HEADERS,
@@ -191,14 +192,14 @@ OF_STORAGE = [
     ),
     Mutant(
         "a manifest that cannot be read now is not given up",
-        "infinity/io/whole.py",
+        "infinity/io/generation_scan.py",
         "            require_readable(error)\n            problems.append(",
         "            problems.append(",
         _HEADERS,
     ),
     Mutant(
         "all of a generation is checked before it is resumed",
-        "infinity/io/whole.py",
+        "infinity/io/generation_scan.py",
         "            _require_undamaged(list(verify(store, extents, manifest, memory)))\n",
         "            list(verify(store, extents, manifest, memory))\n",
         (_CORRUPTION,),
@@ -243,7 +244,7 @@ OF_STORAGE = [
         "infinity/checkpoint/portable.py",
         "                if digest != sums[file.relative_to(self.directory).as_posix()]:\n",
         "                if False:\n",
-        ("tests/checkpoint/test_carry_on.py", "-k", "damaged_file"),
+        ("tests/checkpoint/test_from_portable.py", "-k", "damaged_file"),
     ),
     Mutant(
         "a header of another run is none of the store's",
@@ -303,14 +304,14 @@ OF_STORAGE = [
     ),
     Mutant(
         "resumed run keeps the room for pins that its store has",
-        "infinity/integrations/folders.py",
+        "infinity/integrations/checkpoint_folders.py",
         '    return config.model_copy(update={"pins": pins})\n',
         "    return config\n",
         ("tests/integrations/test_accelerate.py",),
     ),
     Mutant(
         "forked process lets no generation go",
-        "infinity/integrations/folders.py",
+        "infinity/integrations/checkpoint_folders.py",
         "        ours = os.getpid() == process  #",
         "        ours = True  #",
         ("tests/integrations/test_models.py",),
@@ -320,7 +321,7 @@ OF_STORAGE = [
         "infinity/checkpoint/load.py",
         "        rng.restore(before)\n        found = attempt(",
         "        found = attempt(",
-        ("tests/checkpoint/test_initialized.py",),
+        ("tests/checkpoint/test_missing_tensors.py",),
     ),
     Mutant(
         "loading waits for what it wrote before the memory is used again",
@@ -331,9 +332,9 @@ OF_STORAGE = [
     ),
     Mutant(
         "an update that does not speculate leaves its weights in the slot",
-        "infinity/plan/expected.py",
+        "infinity/plan/link_traffic.py",
         "unit.trained_weight and unit.index in stale",
         "unit.trained_weight",
-        ("tests/plan/test_expected.py",),
+        ("tests/plan/test_link_traffic.py",),
     ),
 ]

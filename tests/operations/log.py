@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from infinity import _native
 from infinity.base.timeline import JobTag
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.ranks.exchange import Ticket
 from infinity.tiers.slab import Slab, SlabLease
 
@@ -66,7 +66,7 @@ class Log:
 def logged() -> Iterator[Log]:
     """Log all operations within the context."""
     log = Log()
-    with pytest.MonkeyPatch.context() as patch, durable.observed(_small_files(log)):
+    with pytest.MonkeyPatch.context() as patch, atomic_file.observed(_small_files(log)):
         _follow_futures(patch)
         _follow_engine(patch, log)
         _follow_updates(patch, log)
@@ -221,7 +221,7 @@ def _follow_ranks(patch: pytest.MonkeyPatch, log: Log) -> None:
         _announce(patch, log, dist, name, lambda *given, name=name, **_: f"{name} {tensors(given)}")
 
 
-def _small_files(log: Log) -> durable.Observer:
+def _small_files(log: Log) -> atomic_file.Observer:
     def observe(act: str, path: Path, target: Path | None, data: bytes) -> None:
         if act.startswith("begin"):
             text = f" {_sum(_same_each_time(data))}" if data else ""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from infinity.plan.policy import to_prefetch, victims
-from infinity.units import room
+from infinity.units import fetcher
 from tests import sampling
 from tests.operations.__main__ import compare
 from tests.operations.scenarios import scenarios
@@ -49,7 +49,7 @@ def test_a_third_of_the_logs_are_others_where_the_policy_is(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {name: SCENARIOS[name](tmp_path / name) for name in LOCAL}
-    monkeypatch.setattr(room, *CHANGED[policy])
+    monkeypatch.setattr(fetcher, *CHANGED[policy])
     differ = [name for name in LOCAL if SCENARIOS[name](tmp_path / name / "again") != before[name]]
     assert 3 * len(differ) >= len(LOCAL)
 

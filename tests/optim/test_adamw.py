@@ -268,16 +268,16 @@ def test_parameters_of_two_models_are_refused(trained: Any) -> None:
 def test_ctrl_c_inside_step_is_delivered_when_the_step_is_done(trained: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
-    from infinity.units import updates
+    from infinity.units import update_queue
 
     def submit_and_interrupt(*args: Any, **options: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return submit(*args, **options)
 
     model, batch, optim = trained
-    submit = updates.submit_update
+    submit = update_queue.submit_update
     loss_of(model, batch).backward()
-    monkeypatch.setattr(updates, "submit_update", submit_and_interrupt)
+    monkeypatch.setattr(update_queue, "submit_update", submit_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         optim.step()
     monkeypatch.undo()

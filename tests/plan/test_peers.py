@@ -11,8 +11,8 @@ from torch import nn
 from infinity.config import load_config
 from infinity.errors import PlanError
 from infinity.plan.plan import Plan
+from infinity.plan.plan_input import Peers
 from infinity.plan.planner import make_plan
-from infinity.plan.problem import Peers
 from infinity.state.discover import discover
 from infinity.state.shard import SHARD_NUMEL, Cut
 from infinity.state.terms import Terms

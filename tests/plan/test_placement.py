@@ -11,8 +11,8 @@ from torch import nn
 from infinity.config import load_config
 from infinity.plan.placement import Resting
 from infinity.plan.plan import Plan
+from infinity.plan.plan_input import as_far_as
 from infinity.plan.planner import make_plan
-from infinity.plan.problem import as_far_as
 from infinity.sizes import PAGE_BYTES
 from infinity.state.discover import discover
 from infinity.state.terms import Terms

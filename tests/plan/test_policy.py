@@ -17,7 +17,7 @@ from infinity.plan.policy import (
     victims,
     worth_speculating,
 )
-from infinity.plan.trace import Trace
+from infinity.plan.visit_trace import Trace
 from tests.tiers.fakes import few
 
 COUNT = 6

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.runtime import micro_batches
-from infinity.sharded import together
+from infinity.sharded import rank_agreement
 from tests.ranks.workers import run
 
 WIDTH, DEPTH, TOKENS = 96, 3, 8
@@ -185,7 +185,7 @@ def require_equal(tmp_path: Path, config: dict[str, Any], micro: int, ranks: int
 
 
 def alone(folder: str, config: dict[str, Any], micro: int, options: dict[str, Any]) -> Any:
-    together.Ranks.of_world = functools.partial(together.Ranks.of_world, even_alone=True)  # type: ignore[method-assign]
+    rank_agreement.Ranks.of_world = functools.partial(rank_agreement.Ranks.of_world, even_alone=True)  # type: ignore[method-assign]
     return train(folder, config, micro, 1, **options)
 
 

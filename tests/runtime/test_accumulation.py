@@ -15,7 +15,7 @@ import torch
 
 import infinity
 from infinity.coordinator import registry
-from infinity.units.speculation import Counts
+from infinity.units.speculation_choice import Counts
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 from tests.runtime.test_overlap import config_of, model_and_batches

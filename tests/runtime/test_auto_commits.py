@@ -15,7 +15,7 @@ import infinity
 from infinity import ConfigError, DirtyStoreError, ResumeError, StoreNotEmptyError
 from infinity.coordinator import registry
 from infinity.io.directory import generations_in
-from infinity.plan.frequency import EVERY_MAX
+from infinity.plan.commit_frequency import EVERY_MAX
 from tests.conftest import states_of, weights_of
 from tests.models import gpt2, loss_of
 

@@ -24,8 +24,8 @@ import infinity
 from infinity.checkpoint.generation import opened
 from infinity.errors import ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
+from infinity.io.generation_scan import extents_of
 from infinity.io.manifest import ExtentRecord, Manifest, read_manifest
-from infinity.io.whole import extents_of
 from tests import sampling
 from tests.conftest import weights_of
 
@@ -159,7 +159,7 @@ def test_every_corruption_is_found_and_named_and_the_generation_before_is_taken(
     store: Store, tmp_path: Path, caplog: Any
 ) -> None:
     from infinity import _native
-    from infinity.io.whole import verify
+    from infinity.io.generation_scan import verify
 
     memory = _native.Arena(1 << 20).view(0, 1 << 20)
     found: Counter[str] = Counter()

@@ -18,7 +18,7 @@ from infinity.coordinator import registry
 from infinity.errors import ModelError, PlanError, ResumeError, SwapCorruptionError, SwapIOError
 from infinity.state.codec import decode as decoded_values
 from infinity.state.codec import encode, encoded_bytes
-from infinity.state.frozen import codecs_of
+from infinity.state.frozen_codecs import codecs_of
 from infinity.tiers import slots
 from tests import sampling
 from tests.conftest import Offload, require_no_leaks, weights_of

@@ -18,7 +18,7 @@ from infinity.coordinator import registry
 from infinity.errors import InfinityError
 from infinity.ranks.exchange import Exchange
 from infinity.ranks.operations import Gather
-from infinity.sharded import together
+from infinity.sharded import rank_agreement
 from tests.ranks.workers import run
 from tests.runtime import over_ranks
 from tests.runtime.over_ranks import DEPTH, TIERS, batch, digest, offloaded, train
@@ -30,9 +30,9 @@ MACHINES = {2: "ab", 3: "aab", 4: "abab"}
 
 def _on_machines(machines: str) -> None:
     """This process is on one of them."""
-    real = together.Ranks.of_world
+    real = rank_agreement.Ranks.of_world
     machine = machines[dist.get_rank()]
-    together.Ranks.of_world = functools.partial(real, machine=machine)  # type: ignore[method-assign]
+    rank_agreement.Ranks.of_world = functools.partial(real, machine=machine)  # type: ignore[method-assign]
 
 
 def on_rank(folder: str, config: dict[str, Any], micro: int, ranks: int, machines: str, options: dict[str, Any]) -> Any:

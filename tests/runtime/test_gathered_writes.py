@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.coordinator import registry
-from infinity.units.released import ReleasedParameter
+from infinity.units.released_parameters import ReleasedParameter
 from tests import sampling
 from tests.conftest import weights_of
 from tests.runtime.gathering import assert_same, weights

@@ -20,7 +20,7 @@ import infinity
 from infinity import _native
 from infinity.cli.main import main
 from infinity.errors import ConfigError, ModelError, ResumeError, StoreNotEmptyError, SwapIOError
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.directory import SWAP_NAME, generations_in
 from tests import sampling
 from tests.conftest import states_of, weights_of
@@ -344,7 +344,7 @@ def test_a_store_whose_first_disk_is_not_there_is_refused(tmp_path: Path) -> Non
 def test_a_resume_fsyncs_the_directory_before_it_goes_on(tmp_path: Path) -> None:
     trained(config(tmp_path / "swap"), 2)
     acts: list[tuple[str, Path]] = []
-    with durable.observed(lambda name, path, *_: acts.append((name, path))):
+    with atomic_file.observed(lambda name, path, *_: acts.append((name, path))):
         model = infinity.resume(fresh(), config(tmp_path / "swap"))
     assert ("end fsync directory", tmp_path / "swap") in acts
     infinity.close(model)

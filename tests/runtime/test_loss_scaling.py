@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.coordinator import registry
-from infinity.units.updates import Updates
+from infinity.units.update_queue import Updates
 from tests import sampling
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of

@@ -18,7 +18,7 @@ from torch import nn
 import infinity
 from infinity import _native
 from infinity.coordinator import registry
-from infinity.runtime import micro_batches, pieces
+from infinity.runtime import graph_pieces, micro_batches
 from tests import models, sampling
 from tests.conftest import require_no_leaks, states_of, weights_of
 from tests.runtime.vertically import (
@@ -119,7 +119,7 @@ def test_both_orders_end_in_the_same_bits(case: dict[str, Any], offload: Any, tm
         model = offload(model, memory=SMALL, update={"tile": "64KiB"}, nvme=paths, **tiers)
         with pytest.MonkeyPatch.context() as patch:
             if vertical and case["thread"] == "another":
-                patch.setattr(pieces.Piece, "backward", in_another_thread(pieces.Piece.backward))
+                patch.setattr(graph_pieces.Piece, "backward", in_another_thread(graph_pieces.Piece.backward))
             results.append(trained(model, batches_of(batch, case["count"]), case["clip"], vertical=vertical))
         assert is_vertical(model) == (vertical and case["count"] > 1)
         require_no_leaks(model)

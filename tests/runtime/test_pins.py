@@ -18,7 +18,7 @@ import infinity
 from infinity.cli.main import main
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, InfinityError, PlanError, ResumeError, StoreNotEmptyError
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.io.directory import generations_in, pinned_in
 from infinity.io.pins import MARKER_NAME, PINS_NAME
 from infinity.runtime.pins import generation_of, pin, pinned, unpin
@@ -183,7 +183,7 @@ def test_without_a_free_pin_nothing_is_written(tmp_path: Path) -> None:
     run.to(2)
     acts: list[str] = []
     with (
-        durable.observed(lambda name, *_: acts.append(name)),
+        atomic_file.observed(lambda name, *_: acts.append(name)),
         pytest.raises(PlanError, match=r"checkpoint-2 cannot pin.*pins: 1.*checkpoint-1 \(generation 1\)"),
     ):
         run.save()

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import infinity
-from infinity.checkpoint import other_ranks
+from infinity.checkpoint import reshard
 from infinity.cli.main import main
 from infinity.errors import InfinityError, PeerError, ResumeError, SwapIOError
-from infinity.io import durable
+from infinity.io import atomic_file
 from infinity.ranks.paths import rank_path, rank_paths
 from infinity.runtime.pins import pin
 from infinity.sharded.stores import counts_in
@@ -68,7 +68,7 @@ class Kill:
                 if seen > self.nth:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        return durable.observed(kill)
+        return atomic_file.observed(kill)
 
 
 @dataclass(frozen=True)
@@ -551,7 +551,7 @@ def failing_to_write(folder: str) -> str:
         if dist.get_rank() == 1 and moment == "begin write" and kind_of(path) == "manifest":
             raise SwapIOError("write", path=str(path), errno=errno.ENOSPC)
 
-    with durable.observed(full), pytest.raises(InfinityError) as error:
+    with atomic_file.observed(full), pytest.raises(InfinityError) as error:
         live(folder, NVME, 2, 1)
     return str(error.value)
 
@@ -561,7 +561,7 @@ def unreadable(folder: str) -> str:
         raise SwapIOError("reading", path=folder, errno=errno.EIO)
 
     if dist.get_rank() == 1:
-        other_ranks.newest_whole = fail
+        reshard.newest_whole = fail
     with pytest.raises(InfinityError) as error:
         taken_over(folder)
     return str(error.value)

@@ -22,8 +22,8 @@ import infinity
 from infinity.checkpoint.pinned import make_room_for_pin
 from infinity.cli.main import main
 from infinity.errors import InfinityError, PlanError, ResumeError, SwapIOError
-from infinity.integrations import folders
-from infinity.io import durable
+from infinity.integrations import checkpoint_folders
+from infinity.io import atomic_file
 from infinity.io.directory import generations_in
 from infinity.io.manifest import manifest_bytes
 from infinity.io.pins import MARKER_NAME, PINS_NAME, digest_of, read_marker, read_pins
@@ -57,7 +57,7 @@ class Kill:
             if seen > self.nth:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        with durable.observed(kill):
+        with atomic_file.observed(kill):
             yield
 
 
@@ -112,7 +112,7 @@ def acts(root: str) -> tuple[int, dict[str, str]]:
         nonlocal count
         count += 1
 
-    with durable.observed(seen):
+    with atomic_file.observed(seen):
         weights = pinning(root, [2, 3])
     return count, weights
 
@@ -324,8 +324,8 @@ def vanished(root: str) -> str:
         shutil.rmtree(Path(root, "checkpoint-1"))
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(folders.logger, "warning", lambda text, *values: said.append(text % values))
-        folders.name_vanished(model)
+        patch.setattr(checkpoint_folders.logger, "warning", lambda text, *values: said.append(text % values))
+        checkpoint_folders.name_vanished(model)
     infinity.close(model)
     return said[0]
 
@@ -345,7 +345,7 @@ def failing(root: str) -> str:
             raise SwapIOError("write", path=str(path), errno=28)
 
     for step in trained(model, 3):
-        with durable.observed(full) if step == 1 else contextlib.nullcontext():
+        with atomic_file.observed(full) if step == 1 else contextlib.nullcontext():
             try:
                 pin(model, Path(root, f"checkpoint-{step}"))
             except InfinityError as error:
@@ -371,7 +371,7 @@ def pinned_again(root: str) -> tuple[str, list[str]]:
             raise SwapIOError("write", path=str(path), errno=28)
 
     for step in trained(model, 4):
-        with durable.observed(full) if step == 3 else contextlib.nullcontext():
+        with atomic_file.observed(full) if step == 3 else contextlib.nullcontext():
             try:
                 pin(model, Path(root, {1: "last", 2: "best", 3: "last", 4: "new"}[step]))
             except InfinityError as error:

@@ -187,9 +187,9 @@ def saved_slowly(folder: str) -> str:
     save.put = slowly
     save_config = {"nvme": {"paths": [f"{folder}/swap"], "deadline_s": 1}}
     from infinity.ranks import world
-    from infinity.sharded import together
+    from infinity.sharded import rank_agreement
 
-    together._MARGIN_S, world._SIGN_OF_LIFE_S = 1.0, 0.5
+    rank_agreement._MARGIN_S, world._SIGN_OF_LIFE_S = 1.0, 0.5
     model = infinity.offload(Blocks(torch.float32), {**TIERS[3], **MEMORY, **save_config}, device="cpu")
     infinity.save_pretrained(model, f"{folder}/out")
     infinity.close(model)

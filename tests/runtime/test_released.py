@@ -22,7 +22,7 @@ from torch.utils.dlpack import to_dlpack
 
 import infinity
 from infinity.coordinator import registry
-from infinity.units.released import ReleasedParameter
+from infinity.units.released_parameters import ReleasedParameter
 from tests.conftest import weights_of
 
 Use = Callable[[nn.Parameter], Any]

@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.coordinator import registry
-from infinity.units.released import ReleasedParameter
+from infinity.units.released_parameters import ReleasedParameter
 from tests.models import llama, loss_of
 from tests.runtime.gathering import Trained, assert_same, changed, step, weights
 

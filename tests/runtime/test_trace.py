@@ -15,8 +15,8 @@ import infinity
 from infinity import _native
 from infinity.base import timeline
 from infinity.coordinator import registry
-from infinity.runtime import chrome
-from infinity.runtime.chrome import Event
+from infinity.runtime import chrome_trace
+from infinity.runtime.chrome_trace import Event
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
 
@@ -281,17 +281,17 @@ def event(row: str, begin: int, end: int) -> Event:
 
 def test_what_overlaps_is_spread_over_lanes() -> None:
     transfers = [event("read weights", *span) for span in ((0, 10), (0, 4), (3, 12), (4, 5), (10, 11))]
-    assert chrome.spread(transfers) == [0, 1, 2, 1, 0]
+    assert chrome_trace.spread(transfers) == [0, 1, 2, 1, 0]
 
 
 def test_what_is_inside_stays_on_the_lane_of_one_thread() -> None:
     stalls = [event("stalls", *span) for span in ((0, 10), (1, 4), (2, 3), (4, 10), (9, 12), (10, 11))]
-    assert chrome.spread(stalls) == [0, 0, 0, 0, 1, 0]
+    assert chrome_trace.spread(stalls) == [0, 0, 0, 0, 1, 0]
 
 
 def test_what_reaches_over_the_trace_is_cut() -> None:
     text = "".join(
-        chrome.document([event("sync", 0, 150), event("sync", 180, 300), event("sync", 0, 50)], 100, 200, {})
+        chrome_trace.document([event("sync", 0, 150), event("sync", 180, 300), event("sync", 0, 50)], 100, 200, {})
     )
     found = [entry for entry in json.loads(text)["traceEvents"] if entry["ph"] == "X"]
     assert [(entry["ts"], entry["dur"]) for entry in found] == [(0.0, 0.05), (0.08, 0.02)]

@@ -11,7 +11,7 @@ import pytest
 
 from infinity.plan import planner
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Resting
-from infinity.plan.problem import Problem
+from infinity.plan.plan_input import Problem
 from infinity.plan.ring import Ring, rings_of
 from infinity.state.discover import HookSite
 from infinity.tiers import resources

@@ -21,7 +21,7 @@ from infinity.tiers.home import GroupStates, Home, UnitHomes, WeightsHome
 from infinity.units.arrivals import Arrivals
 from infinity.units.health import Health
 from infinity.units.parameters import ParameterViews
-from infinity.units.released import released_class
+from infinity.units.released_parameters import released_class
 from infinity.units.shadows import Shadows
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UpdateTransfer

@@ -11,8 +11,8 @@ from infinity.base.timeline import Timeline
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import Written
 from infinity.tiers.home import WeightsHome
-from infinity.units.fetch_policy import FetchPolicy, LocalFetches
-from infinity.units.room import Room
+from infinity.units.fetch_rules import FetchPolicy, LocalFetches
+from infinity.units.fetcher import Room
 from infinity.units.unit import OffloadedUnit
 from tests.tiers.fakes import pages
 from tests.units.fakes import (

@@ -19,7 +19,7 @@ from infinity.errors import DeviceError, PlanError
 from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Place, Unit
 from infinity.tiers.downloads import Landing
-from infinity.tiers.window import LandingWindow
+from infinity.tiers.landing_window import LandingWindow
 from infinity.units.gradients import GroupGradients, LocalGradients, UnitGradients
 from tests.sim.host import follow_the_host
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy

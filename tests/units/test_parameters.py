@@ -12,7 +12,7 @@ from torch import nn
 
 from infinity.errors import ModelError
 from infinity.units.parameters import ParameterViews
-from infinity.units.released import ReleasedParameter
+from infinity.units.released_parameters import ReleasedParameter
 from tests.tiers.fakes import few
 from tests.units.fakes import RELEASED, Slot, parameters_of, slot_of, unit_of
 

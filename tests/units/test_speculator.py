@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import SwapIOError
-from infinity.units.speculation import Counts, Speculation
+from infinity.units.speculation_choice import Counts, Speculation
 from infinity.units.speculator import Speculator
 from infinity.units.update import UnitUpdate
 from tests.units.fakes import unit_of, wanted

@@ -10,15 +10,15 @@ import psutil
 
 from infinity import _native
 from infinity.cli.bench.options import SIZE_MIN, BenchOptions
-from infinity.cli.bench.report import PathReport, Survey, swap_config
 from infinity.cli.bench.scratch import Scratch
+from infinity.cli.bench.survey_report import PathReport, Survey, swap_config
 from infinity.cli.bench.sustained import sustain
 from infinity.cli.bench.sweep import Point, Sweep, most_written
 from infinity.cli.bench.workload import Rig, Workload, verify
 from infinity.echo import one_line
 from infinity.errors import BenchError, ConfigError
 from infinity.files import require_different
-from infinity.io.profile import save_profile
+from infinity.io.disk_profile import save_profile
 from infinity.sizes import format_bytes
 
 _MEMORY_BYTES = 256 << 20

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.cli.bench.workload import WRITTEN_SHARE, Kind, Rig, Workload
-from infinity.io.profile import DiskProfile
+from infinity.io.disk_profile import DiskProfile
 
 DEPTHS = (1, 4, 8, 16, 32, 64)
 BLOCKS = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)

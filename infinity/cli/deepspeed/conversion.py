@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infinity.cli.deepspeed.config_reader import AUTO, Item, Source, nearest_key
 from infinity.cli.deepspeed.keys import KEYS, SECTIONS, Fate, Key
-from infinity.cli.deepspeed.reading import AUTO, Item, Source, nearest_key
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import require_different, require_possible

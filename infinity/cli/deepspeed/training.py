@@ -11,9 +11,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from infinity.cli.deepspeed.config_reader import AUTO, Item, Source
 from infinity.cli.deepspeed.conversion import whole_number, words_of
 from infinity.cli.deepspeed.keys import ROWS
-from infinity.cli.deepspeed.reading import AUTO, Item, Source
 from infinity.cli.finetune_options import build_finetune_parser
 
 _LR, _RATIO, _MOMENTUM = "optimizer.params.lr", "scheduler.params.cos_min_ratio", "optimizer.params.momentum"

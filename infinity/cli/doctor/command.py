@@ -16,10 +16,10 @@ from types import FrameType
 
 from infinity import __version__, files
 from infinity.cli.doctor import core, machine, memory, versions
-from infinity.cli.doctor.apart import ends, look
 from infinity.cli.doctor.disks import disk
-from infinity.cli.doctor.report import is_ready, ordered, to_issue, to_json, to_text
+from infinity.cli.doctor.doctor_report import is_ready, ordered, to_issue, to_json, to_text
 from infinity.cli.doctor.rows import Probe, Probes, Row
+from infinity.cli.doctor.subprocess_probes import ends, look
 from infinity.cli.doctor.with_torch import with_torch
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, InfinityError, printable

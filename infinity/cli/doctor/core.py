@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from infinity.base.small_files import number_of
-from infinity.cli.doctor.mends import pip_install, restarted, written
+from infinity.cli.doctor.fixes import pip_install, restarted, written
 from infinity.cli.doctor.rows import Row
 
 _ROOT = Path("/")

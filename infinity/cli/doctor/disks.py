@@ -12,14 +12,14 @@ from pathlib import Path
 from infinity import _native, files
 from infinity.base.small_files import chosen, text_of
 from infinity.cli.disk_kinds import DiskKind, kind_of
-from infinity.cli.doctor.apart import new_name
-from infinity.cli.doctor.mends import restarted, written
+from infinity.cli.doctor.fixes import restarted, written
 from infinity.cli.doctor.rows import Probes, Row, State
+from infinity.cli.doctor.subprocess_probes import new_name
 from infinity.cli.endurance import endurance_of, smartctl
 from infinity.errors import ConfigError
 from infinity.io import disks
 from infinity.io.directory import require_place
-from infinity.io.profile import profile_of
+from infinity.io.disk_profile import profile_of
 from infinity.sizes import PAGE_BYTES, format_bytes
 
 _ROOT = Path("/")

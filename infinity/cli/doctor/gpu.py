@@ -15,8 +15,8 @@ import torch
 from infinity import _native
 from infinity.base import accelerator, pci
 from infinity.base.accelerator import Accelerator
-from infinity.base.machine import available_host_bytes, budgets_in_ram
-from infinity.cli.doctor.mends import pip_install, restarted
+from infinity.base.host_limits import available_host_bytes, budgets_in_ram
+from infinity.cli.doctor.fixes import pip_install, restarted
 from infinity.cli.doctor.rows import Row
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError

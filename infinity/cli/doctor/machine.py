@@ -10,7 +10,7 @@ from pathlib import Path
 from infinity.base import pci
 from infinity.base.control_groups import groups, processors_allowed
 from infinity.base.small_files import text_of
-from infinity.cli.doctor.mends import container_kind, restarted
+from infinity.cli.doctor.fixes import container_kind, restarted
 from infinity.cli.doctor.rows import Row
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes

@@ -6,7 +6,7 @@ import resource
 from pathlib import Path
 
 from infinity.base.small_files import chosen, fields, number_in, text_of
-from infinity.cli.doctor.mends import restarted, written
+from infinity.cli.doctor.fixes import restarted, written
 from infinity.cli.doctor.rows import Row
 from infinity.config import SwapConfig
 from infinity.sizes import format_bytes
@@ -21,7 +21,7 @@ def ram(config: SwapConfig, root: Path = _ROOT) -> Row:
     import psutil
 
     from infinity.base.control_groups import memory_limits
-    from infinity.base.machine import available_host_bytes
+    from infinity.base.host_limits import available_host_bytes
 
     total, left = int(psutil.virtual_memory().total), available_host_bytes(root)
     limits = [limit for limit, _ in memory_limits(root) if limit < total]
@@ -50,7 +50,7 @@ def locked(config: SwapConfig, root: Path = _ROOT) -> Row:
 
     Imports torch.
     """
-    from infinity.base.machine import available_host_bytes
+    from infinity.base.host_limits import available_host_bytes
     from infinity.plan.planner import HOST_SHARE
 
     wanted = config.memory.host or int(available_host_bytes(root) * HOST_SHARE)

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 import infinity
-from infinity.cli.doctor.mends import pip_install, python
+from infinity.cli.doctor.fixes import pip_install, python
 from infinity.cli.doctor.rows import Row, State
 
 if TYPE_CHECKING:

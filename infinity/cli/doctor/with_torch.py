@@ -9,9 +9,9 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from infinity.cli.doctor.fixes import pip_install
 from infinity.cli.doctor.machine import threads
 from infinity.cli.doctor.memory import locked
-from infinity.cli.doctor.mends import pip_install
 from infinity.cli.doctor.rows import Probe, Probes, Row
 from infinity.config import SwapConfig
 

@@ -14,12 +14,12 @@ from infinity.base.accelerator import resolve
 from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import options_of, require_alone
-from infinity.cli.planning.here import machine_here
+from infinity.cli.planning.local_rates import machine_here
 from infinity.cli.planning.machines import MACHINES, SYSTEM_BYTES
 from infinity.cli.planning.model import Batch, adapt, build, widths
 from infinity.cli.planning.options import PlanOptions
+from infinity.cli.planning.plan_report import as_json, duration, report
 from infinity.cli.planning.rates import Machine
-from infinity.cli.planning.report import as_json, duration, report
 from infinity.cli.planning.scenario import Scenario, as_yaml, with_changes
 from infinity.config import SwapConfig, load_config
 from infinity.echo import quoted

@@ -18,7 +18,7 @@ from infinity.cli.planning.presets import PRESETS
 from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, ModelError
 from infinity.state.codec import Codec
-from infinity.state.frozen import remember
+from infinity.state.frozen_codecs import remember
 
 _LOGITS_BYTES = 1 << 30
 """Upper bound of the bytes of a chunked loss: some rows of the vocabulary in fp32, and their gradients."""
@@ -64,7 +64,7 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
         ConfigError, ModelError: there is no such model, or it cannot be planned for.
     """
     from infinity.checkpoint.load import load_config_of
-    from infinity.checkpoint.quantized import codec_said, without_quantization
+    from infinity.checkpoint.quantized_files import codec_said, without_quantization
 
     said = None
     if name in PRESETS:

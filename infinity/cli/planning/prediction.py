@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infinity.cli.planning.rates import ADAM_BYTES, Machine
-from infinity.plan.expected import Moved
+from infinity.plan.link_traffic import Moved
 from infinity.plan.plan import Plan
 
 OVERLAPPED = 1.08

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from infinity.base.machine import budgets_in_ram
+from infinity.base.host_limits import budgets_in_ram
 from infinity.cli.planning.model import Batch, Shape, shape_of, work_of
 from infinity.cli.planning.prediction import Prediction, Work, predict
 from infinity.cli.planning.rates import Machine
@@ -21,8 +21,8 @@ from infinity.echo import quoted
 from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
 from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
+from infinity.plan.plan_input import ALONE, Peers
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
-from infinity.plan.problem import ALONE, Peers
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName
@@ -163,7 +163,7 @@ class Scenario:
 
     def _tile(self, error: DeviceRoomError, config: SwapConfig) -> bool:
         """Cut the layers for which memory.device has no room into tiles. Return whether they fit then."""
-        from infinity.runtime.tiles_to_fit import tile_to_fit
+        from infinity.runtime.auto_tile import tile_to_fit
 
         def plan(model: Any) -> Plan:
             return self._plan(config, discover(model, config.moments, config.frozen))

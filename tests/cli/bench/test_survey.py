@@ -20,7 +20,7 @@ from infinity.cli.bench.scratch import Scratch
 from infinity.cli.bench.workload import Rig, Workload, verify
 from infinity.config import load_config
 from infinity.errors import BenchError
-from infinity.io.profile import profile_of
+from infinity.io.disk_profile import profile_of
 from infinity.sizes import parse_bytes
 from tests.processes import Forked
 

@@ -11,10 +11,10 @@ import torch
 import yaml
 
 import infinity
+from infinity.cli.deepspeed.config_reader import read
 from infinity.cli.deepspeed.conversion import HINTS_MAX, Conversion, convert, said, whole_number
+from infinity.cli.deepspeed.conversion_report import swap_text, values_of
 from infinity.cli.deepspeed.keys import LOST, Fate
-from infinity.cli.deepspeed.reading import read
-from infinity.cli.deepspeed.report import swap_text, values_of
 from infinity.errors import ConfigError
 from tests.cli.deepspeed.public import NVME, PUBLIC, Public
 from tests.models import llama

@@ -14,8 +14,8 @@ from transformers.trainer_utils import SchedulerType
 from transformers.training_args import OptimizerNames
 
 import infinity
+from infinity.cli.deepspeed.config_reader import read
 from infinity.cli.deepspeed.keys import KEYS
-from infinity.cli.deepspeed.reading import read
 from infinity.cli.deepspeed.training import Training, training_of
 from infinity.cli.finetune_options import build_finetune_parser
 from tests.cli.deepspeed.public import PUBLIC, Public

@@ -13,11 +13,11 @@ import pytest
 
 from infinity import _native
 from infinity.cli.doctor import disks
-from infinity.cli.doctor.apart import look
 from infinity.cli.doctor.disks import Disk, disk
 from infinity.cli.doctor.rows import Row
+from infinity.cli.doctor.subprocess_probes import look
 from infinity.cli.endurance import Endurance
-from infinity.io.profile import DiskProfile, save_profile
+from infinity.io.disk_profile import DiskProfile, save_profile
 from tests.io.test_disks import mounts, nvme, place, write
 
 GIB = 1 << 30

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity.cli.doctor import mends, versions
+from infinity.cli.doctor import fixes, versions
 from infinity.cli.doctor.rows import Row
 from infinity.cli.doctor.versions import imported, infinity_version, optional, required, system
 
@@ -28,7 +28,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(metadata, "requires", lambda name: REQUIRES)
-    monkeypatch.setattr(mends, "python", lambda: "python")
+    monkeypatch.setattr(fixes, "python", lambda: "python")
     return there
 
 

@@ -19,13 +19,13 @@ from infinity.cli.bench import survey, sweep
 from infinity.cli.bench.main import main as bench
 from infinity.cli.endurance import Endurance
 from infinity.cli.main import main
-from infinity.cli.planning import here
+from infinity.cli.planning import local_rates
 from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.model import Batch, adapt
 from infinity.cli.planning.scenario import GAIN_MIN, as_yaml, with_changes
 from infinity.config import load_config
 from infinity.errors import PlanError
-from infinity.io.profile import save_profile
+from infinity.io.disk_profile import save_profile
 from infinity.plan.disk import Disks
 from tests.cli.planning.scenarios import scenario_of
 from tests.io.test_store import measured
@@ -131,9 +131,9 @@ def test_budgets_that_the_machine_does_not_have_are_named(budgets: dict[str, str
 
 def test_what_is_measured_beside_other_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 60.0)
-    assert here._busy() == ", while other work took 60 % of the processors: they may be too low"
+    assert local_rates._busy() == ", while other work took 60 % of the processors: they may be too low"
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 10.0)
-    assert here._busy() == ""
+    assert local_rates._busy() == ""
 
 
 def test_a_change_that_fits_leaves_room_for_activations() -> None:
@@ -166,9 +166,9 @@ def test_the_numbers_say_where_they_are_from(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_WIDTH_MAX", "_INNER_MAX", "_TOKENS_MAX"):  # what is measured is small: nobody looks at its rate
-        monkeypatch.setattr(here, name, 128)
+        monkeypatch.setattr(local_rates, name, 128)
     for name in ("_UPDATE_NUMEL", "_UPDATE_NUMEL_MAX"):
-        monkeypatch.setattr(here, name, 1 << 20)
+        monkeypatch.setattr(local_rates, name, 1 << 20)
     small = ["--lora", "8", "--frozen", "nf4", "--set", "memory.host=8GiB", "memory.device=2GiB"]
     of_this = said(capsys, "gpt-j-6b", "--cpu", "--swap-dir", str(tmp_path), *small)
     assert "adam      " in of_this
@@ -266,10 +266,10 @@ def test_an_assumed_disk_is_measured_as_the_plan_says(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sweep, "_REPEATS", 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     sources: dict[str, str] = {}
-    assumed = here._disks([tmp_path], sources)
+    assumed = local_rates._disks([tmp_path], sources)
     assert sources == {"disk": "assumed: 1 NVMe drive; `infinity-bench --path DIRECTORY` measures them"}
     assert bench(["--path", str(tmp_path), "--size", "32MiB"]) == 0
-    assert here._disks([tmp_path], sources) != assumed
+    assert local_rates._disks([tmp_path], sources) != assumed
     assert sources["disk"].startswith("profiled by infinity-bench, ")
 
 
@@ -286,16 +286,16 @@ def test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_t
 def test_a_disk_with_a_profile_has_the_rates_of_the_profile(tmp_path: Path) -> None:
     save_profile(tmp_path, measured(3e9, tmp_path))
     sources: dict[str, str] = {}
-    assert here._disks([tmp_path], sources) == (3e9, 3e9, pytest.approx(1.0))
+    assert local_rates._disks([tmp_path], sources) == (3e9, 3e9, pytest.approx(1.0))
     assert sources == {"disk": "profiled by infinity-bench, 2026-11-21"}
 
 
 def test_drives_endure_what_all_of_them_are_rated_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = SimpleNamespace(members=[tmp_path / "nvme0n1"])
-    monkeypatch.setattr(here, "disk_under", lambda path: disk)
-    monkeypatch.setattr(here, "endurance_of", lambda name: Endurance(10**13, 10, 10**14))
-    assert here._endurance_bytes([tmp_path, tmp_path]) == 2 * 10**14
-    assert here._endurance_bytes([]) == 0
+    monkeypatch.setattr(local_rates, "disk_under", lambda path: disk)
+    monkeypatch.setattr(local_rates, "endurance_of", lambda name: Endurance(10**13, 10, 10**14))
+    assert local_rates._endurance_bytes([tmp_path, tmp_path]) == 2 * 10**14
+    assert local_rates._endurance_bytes([]) == 0
     told = iter([Endurance(10**13, 10, 10**14), Endurance(10**10, 1, None)])
-    monkeypatch.setattr(here, "endurance_of", lambda name: next(told))
-    assert here._endurance_bytes([tmp_path, tmp_path]) == 0  # of one drive it is not known
+    monkeypatch.setattr(local_rates, "endurance_of", lambda name: next(told))
+    assert local_rates._endurance_bytes([tmp_path, tmp_path]) == 0  # of one drive it is not known

@@ -15,8 +15,8 @@ from infinity.cli.planning.rates import Machine
 from infinity.config import load_config
 from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
+from infinity.plan.plan_input import ALONE, Peers
 from infinity.plan.planner import make_plan
-from infinity.plan.problem import ALONE, Peers
 from infinity.state.discover import discover
 from infinity.state.shard import Cut
 from infinity.state.terms import Terms

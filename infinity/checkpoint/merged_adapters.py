@@ -1,0 +1,222 @@
+"""save_merged: write the base of a PEFT model with its LoRA adapters merged in as one plain model, unit by unit.
+
+[Note: the values that are merged]
+A merged weight is base + scaling * B @ A, computed as in PEFT's merge_and_unload, bit for bit. The base's values are
+those that the adapters were trained with: weights in 4 or 8 bits are decoded, and nothing is encoded again. The result
+is rounded to the dtype of the weights. So its logits are close to those of the base with separate adapters, but not
+equal. `computing_merged` makes the offloaded model compute with merged weights, so that the written model can be
+compared with it bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.adapters import to_save
+from infinity.checkpoint.save import Parts, save_parts
+from infinity.checkpoint.tensor_names import Tensors
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.durable import buffers
+from infinity.errors import NotAvailableError
+from infinity.state.tiles import Tile
+from infinity.units.unit import OffloadedUnit
+
+_PLAIN = {f"peft.tuners.lora.layer.{name}" for name in ("Linear", "Embedding", "ParamWrapper")}
+
+
+def save_merged(model: Any, directory: str | Path, *, max_shard_size: str = "5GB") -> None:
+    """Write a PEFT model with its LoRA adapters merged into its base, in the form of save_pretrained.
+
+    The model is not changed and can be trained further. One unit's weights and its merged weights are in memory at a
+    time.
+
+    Args:
+        model: a PEFT model whose base is offloaded.
+        directory: as for save_pretrained.
+        max_shard_size: as for save_pretrained.
+
+    Raises:
+        NotAvailableError: as for require_mergeable.
+        others: as for save_pretrained.
+    """
+    require_mergeable(model)
+    save_parts(_Merged(model, to_save(model)), Path(directory).expanduser().absolute(), max_shard_size)
+
+
+def require_mergeable(model: Any) -> None:
+    """Raise NotAvailableError if a PEFT model's adapters cannot be merged. The error names the reason."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if len(model.peft_config) != 1:
+        raise _not_available(f"{len(model.peft_config)} sets of adapters")
+    ((adapter, config),) = model.peft_config.items()
+    if not isinstance(config, LoraConfig):
+        raise _not_available(f"adapters of {getattr(config.peft_type, 'value', config.peft_type)}")
+    if getattr(config, "layer_replication", None):
+        raise _not_available("adapters with layer_replication")
+    base = model.get_base_model()
+    modules = dict(base.named_modules())
+    users = Counter(id(each) for module in modules.values() for each in module._parameters.values())
+    for name, module in modules.items():
+        if isinstance(module, BaseTunerLayer):
+            _require_plain(name, module, adapter)
+            changed = module.get_base_layer()
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            if not hasattr(module, "modules_to_save"):
+                raise _not_available(f"{type(module).__name__} at '{name}'")
+            changed = module.original_module
+        else:
+            continue
+        if any(users[id(each)] > 1 for each in changed.parameters()):
+            raise _not_available(
+                f"adapters of '{name}', whose weight is tied to that of another module, which merging "
+                "would change as well,"
+            )
+
+
+def _require_plain(name: str, layer: Any, adapter: str) -> None:
+    """Raise NotAvailableError if a layer is not a plain LoRA, whose merged weight is base + scaling * B @ A."""
+    kind = f"{type(layer).__module__}.{type(layer).__name__}"
+    if kind not in _PLAIN:
+        raise _not_available(f"the adapter of '{name}', a {kind},")
+    if layer.use_dora.get(adapter):
+        raise _not_available("adapters with use_dora")
+    if adapter in layer.lora_variant:
+        raise _not_available(f"adapters with {type(layer.lora_variant[adapter]).__name__}")
+    if layer.lora_bias.get(adapter):
+        raise _not_available("adapters with lora_bias")
+    if any(isinstance(module, Tile) for module in layer.get_base_layer().modules()):
+        raise _not_available(f"adapters of '{name}', which runs in tiles because memory.device has no room for it,")
+
+
+def _not_available(what: str) -> NotAvailableError:
+    return NotAvailableError(
+        f"merging {what} is not available yet: save the adapters, and merge them with PEFT's "
+        "merge_and_unload, which needs the whole model in memory"
+    )
+
+
+@contextmanager
+def computing_merged(model: Any) -> Iterator[None]:
+    """Make the model compute in the block with the weights that save_merged writes."""
+
+    def compute(layer: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
+        merged = {_parameter_name(each): _weight_of(each) for each in _chain(layer)}
+        return torch.func.functional_call(layer.get_base_layer(), merged, inputs, keywords)
+
+    with ExitStack() as hooks:
+        for layer in _layers(model.get_base_model()).values():
+            hooks.callback(layer.register_forward_hook(compute, with_kwargs=True).remove)
+        yield
+
+
+def _weight_of(layer: Any) -> torch.Tensor:
+    """Return the merged weight of a LoRA layer whose parameters have their values."""
+    with torch.no_grad():
+        (adapter,) = layer.scaling
+        merged = _parameter_of(layer).detach().clone()
+        merged += layer.get_delta_weight(adapter)  # in place, as PEFT adds it: the delta may have another dtype
+        return merged
+
+
+def _parameter_name(layer: Any) -> str:
+    """Return the name of the base layer's parameter that a LoRA layer adapts."""
+    return str(getattr(layer, "parameter_name", "weight"))
+
+
+def _parameter_of(layer: Any) -> nn.Parameter:
+    found: nn.Parameter = getattr(layer.get_base_layer(), _parameter_name(layer))
+    return found
+
+
+def _layers(base: nn.Module) -> dict[str, Any]:
+    """Return the modules by which PEFT replaced layers that have adapters, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = {name: module for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)}
+    inner = {id(each) for layer in found.values() for each in _chain(layer)[1:]}
+    return {name: layer for name, layer in found.items() if id(layer) not in inner}
+
+
+def _chain(layer: Any) -> list[Any]:
+    """Return a LoRA layer and the LoRA layers nested in it.
+
+    There is one for each parameter of the module that has an adapter.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = [layer]
+    while isinstance(found[-1].base_layer, BaseTunerLayer):
+        found.append(found[-1].base_layer)
+    return found
+
+
+class _Merged(Parts):
+    """The tensors of the merged model. `model` is a PEFT model."""
+
+    def __init__(self, model: Any, coordinator: Coordinator) -> None:
+        base = model.get_base_model()
+        root = registry.model_of(coordinator)
+        self._names = _Names(
+            base, next(name for name, module in (base if root is None else root).named_modules() if module is base)
+        )
+        layers = [each for layer in _layers(base).values() for each in _chain(layer)]
+        self._adapted = {id(_parameter_of(layer)): layer for layer in layers}
+        super().__init__(base, coordinator)
+        self._wide, self._given = {}, {}  # merged weights have no masters
+
+    def _parameters(self, unit: OffloadedUnit) -> Mapping[str, nn.Parameter]:
+        found = ((self._names.in_model(name), each) for name, each in unit.parameters.items())
+        return {name: each for name, each in found if name is not None}
+
+    def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        layer = self._adapted.get(id(parameter))
+        return parameter.detach() if layer is None else _weight_of(layer)
+
+    def _buffers(self) -> Tensors:
+        found = ((self._names.of_base(name), each) for name, each in buffers.named(self.model))
+        return {name: each for name, each in found if name is not None}
+
+
+class _Names:
+    """The names in the merged model of a PEFT model's parameters and buffers.
+
+    Args:
+        base: the base model, with PEFT's layers in it.
+        above: the name of `base` in the offloaded model.
+    """
+
+    def __init__(self, base: nn.Module, above: str) -> None:
+        self._above = f"{above}." if above else ""
+        self._kept = {name: f"{name}{'.base_layer' * len(_chain(layer))}." for name, layer in _layers(base).items()}
+        self._kept |= {
+            name: f"{name}.modules_to_save.{next(iter(module.modules_to_save))}."
+            for name, module in base.named_modules()
+            if hasattr(module, "modules_to_save") and hasattr(module, "original_module")
+        }
+
+    def in_model(self, name: str) -> str | None:
+        """Return the new name of a parameter of the offloaded model.
+
+        The result is None for parameters of adapters, and for parameters that adapters replace.
+        """
+        return self.of_base(name.removeprefix(self._above))
+
+    def of_base(self, name: str) -> str | None:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            above = ".".join(parts[:end])
+            if above in self._kept:
+                kept = self._kept[above]
+                return f"{above}.{name.removeprefix(kept)}" if name.startswith(kept) else None
+        return name

@@ -1,0 +1,70 @@
+"""The names of a unit's tensors in checkpoint files, and the position of their elements in the files' tensors.
+
+transformers may have renamed or fused tensors on loading. This is undone for files. A tile's parameter (state/tiles.py)
+is a part of the tensor that the file has under the name of the complete parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from infinity.checkpoint.safetensors_writer import Piece
+from infinity.errors import ModelError
+from infinity.state.tiles import Rows, rows_of
+
+Tensors = dict[str, torch.Tensor]
+
+
+class InFiles:
+    """The form that a model's tensors have in checkpoint files.
+
+    Args:
+        shapes: shapes of all parameters, by their names in the model.
+        revert: converts the tensors of a unit to the names and shapes of files.
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]], revert: Callable[[Tensors], Tensors]) -> None:
+        self._rows = rows_of(shapes)
+        self._revert = revert
+
+    def meta(self, part: Tensors) -> Tensors:
+        """Return the tensors of a unit in the form of files, on the meta device.
+
+        A tensor in tiles appears completely in the part of its first tile, and not in the others.
+
+        Args:
+            part: the tensors of a unit, by their names in the model.
+
+        Raises:
+            ModelError: a tensor in tiles has another shape in files.
+        """
+        found = self._reverted({name: value for name, value in part.items() if name not in self._rows})
+        for name, value in part.items():
+            if name in self._rows and self._rows[name].begin == 0:
+                found |= self._whole(self._rows[name], value.dtype)
+        return found
+
+    def pieces(self, part: Tensors) -> list[Piece]:
+        """Return a unit's values as pieces for write_shards. `part` is emptied. Raises ModelError."""
+        tiles = [(self._rows[name], part.pop(name)) for name in list(part) if name in self._rows]
+        pieces = [(name, 0, value) for name, value in self._reverted(part).items()]
+        part.clear()
+        for place, value in tiles:
+            (name,) = self._whole(place, value.dtype)
+            pieces.append((name, place.first, value))
+        return pieces
+
+    def _reverted(self, part: Tensors) -> Tensors:
+        return self._revert(part) if part else {}
+
+    def _whole(self, place: Rows, dtype: torch.dtype) -> Tensors:
+        """Return the complete tensor that a tile is a part of, by its name in files, on the meta device."""
+        found = self._revert({place.whole: torch.empty(place.shape, dtype=dtype, device="meta")})
+        if [tuple(value.shape) for value in found.values()] != [place.shape]:
+            raise ModelError(
+                f"transformers saves '{place.whole}' in another form than the model's, and cannot convert it tile by "
+                "tile; use infinity.state_dict(model)"
+            )
+        return found

@@ -1,0 +1,72 @@
+"""The results of a survey, as JSON for programs and as a swap config for infinity.
+
+[Note: the JSON]
+`schema` and `version` identify the format; within a version keys are only added. The other keys are the fields of
+Survey. Sizes are in bytes, rates in bytes per second.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import to_jsonable_python
+
+from infinity import __version__
+from infinity.cli.bench.sustained import Sustained
+from infinity.cli.bench.sweep import Point
+from infinity.io.disk_profile import DiskProfile
+
+SCHEMA, VERSION = "infinity-bench", 3
+
+
+@dataclass(frozen=True)
+class PathReport:
+    """The results for one directory's disk: from a sweep, or from writing until the rate settled.
+
+    Attributes:
+        written_bytes: bytes that the survey wrote.
+        points: all measured settings of the sweep.
+        choice: the recommended settings, and their rates; None without a sweep.
+        sustained: the result of --sustained; None without it.
+    """
+
+    path: Path
+    written_bytes: int
+    points: Sequence[Point] = ()
+    choice: DiskProfile | None = None
+    sustained: Sustained | None = None
+
+
+@dataclass(frozen=True)
+class Survey:
+    """All results of one call of infinity-bench. `reason` says why this engine and its flags were chosen."""
+
+    engine: str
+    reason: str
+    paths: Sequence[PathReport]
+
+    def to_json(self) -> dict[str, Any]:
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        head = {"schema": SCHEMA, "version": VERSION, "infinity": __version__, "time": now}
+        return head | dict(to_jsonable_python(self))
+
+
+def swap_config(choices: Sequence[DiskProfile]) -> str:
+    """Return a swap config in YAML, with the settings that the slowest of the disks needs."""
+    block = max(choice.block_bytes for choice in choices)
+    in_flight = max(choice.in_flight_bytes for choice in choices)
+    rate = sum(choice.mixed_rate for choice in choices)
+    paths = json.dumps([str(Path(choice.path) / "infinity-swap") for choice in choices])
+    return (
+        f"# measured {choices[0].measured}: {rate / 1e9:.2f} GB/s, half reads and half writes\n"
+        "weights: auto\n"
+        "optimizer: nvme\n"
+        "activations: auto\n"
+        "# memory: {device: 20GiB, host: 48GiB}   # omitted = measured\n"
+        f"nvme: {{paths: {paths}, engine: auto, block: {block >> 10}KiB, in_flight: {in_flight >> 10}KiB}}\n"
+    )

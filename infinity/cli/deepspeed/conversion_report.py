@@ -1,0 +1,130 @@
+"""The output of `infinity convert`: the swap config with its comments, and the report."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infinity.cli.command import command
+from infinity.cli.deepspeed.config_reader import AUTO, Source
+from infinity.cli.deepspeed.conversion import Conversion, Finding, Line
+from infinity.cli.deepspeed.keys import Fate
+from infinity.cli.deepspeed.training import training_of
+from infinity.echo import one_line
+from infinity.errors import printable
+
+PLACEHOLDER = "swap.yaml"
+_PLAIN = re.compile(r"(?:~?/)[A-Za-z0-9_./~-]*|[a-z][a-z0-9]*|[0-9]+[KMG]iB")
+_NAMED_MAX = 50
+"""Maximum number of keys that one part of the report names."""
+_NAME_CHARS_MAX = 120
+_WORDS = ("yes", "no", "on", "off", "true", "false", "null", "y", "n")
+
+
+def swap_text(conversion: Conversion, source: Source) -> str:
+    """Return the swap config in YAML, each line with the key from which it is made."""
+    name = shlex.quote(printable(source.accelerate or source.file))
+    out = [
+        f"# Made by `infinity convert {name}`. Each value is followed by what it comes from.",
+        "# What is not named here is measured or chosen; `infinity run --verbose` prints it.",
+    ]
+    for section, lines in groupby(conversion.lines, key=lambda line: line.key.rpartition(".")[0]):
+        indent = "  " if section else ""
+        out += [f"{section}:"] if section else []
+        for line in lines:
+            out.append(f"{indent}{line.key.rpartition('.')[2]}: {_scalar(line.value)}  # {one_line(line.why)}")
+    return "\n".join(out) + "\n"
+
+
+def values_of(lines: Iterable[Line]) -> dict[str, Any]:
+    """Return the swap config as a mapping."""
+    values: dict[str, Any] = {}
+    for line in lines:
+        section, _, name = line.key.rpartition(".")
+        (values.setdefault(section, {}) if section else values)[name] = line.value
+    return values
+
+
+def _scalar(value: str | int | list[str]) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_scalar, value))}]"
+    if isinstance(value, int) or (_PLAIN.fullmatch(value) and value not in _WORDS):
+        return str(value)
+    return yaml.safe_dump(value, default_style='"', width=1 << 30, allow_unicode=True).strip()
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def report(conversion: Conversion, source: Source, output: Path | None) -> str:
+    """Return the report: lost settings first, settings that need no action last, then the command that starts the
+    training.
+    """
+    out: list[str] = []
+    for fate in Fate:
+        if fate is Fate.SCRIPT and conversion.remarks:
+            out += ["To know:", *(f"  {remark}" for remark in conversion.remarks)]
+        out += _listed(fate.value, conversion.of(fate))
+    return "\n".join([*out, *_how_to_start(source, output)]) + "\n"
+
+
+def _listed(title: str, findings: Sequence[Finding]) -> list[str]:
+    """Return one line for all keys with the same text."""
+    lines: dict[str, list[str]] = {}
+    for finding in findings[:_NAMED_MAX]:
+        name, short = one_line(finding.shown[: _NAME_CHARS_MAX + 1]), len(finding.shown) <= _NAME_CHARS_MAX
+        lines.setdefault(_said_of(finding), []).append(name if short else f"{name[:_NAME_CHARS_MAX]}…")
+    more = [f"  and {len(findings) - _NAMED_MAX} more"] if len(findings) > _NAMED_MAX else []
+    return [f"{title}:", *(f"  {', '.join(names)}: {said}" for said, names in lines.items()), *more] if findings else []
+
+
+def _said_of(finding: Finding) -> str:
+    if finding.fate is Fate.MAPPED:
+        return finding.to
+    if finding.fate is Fate.NOT_NEEDED or (finding.fate is Fate.SCRIPT and finding.value == AUTO):
+        return finding.says
+    places = " | ".join(filter(None, (finding.trainer, finding.to)))
+    if places:
+        return f"{finding.value} -> {places}" + (f" ({finding.says})" if finding.says else "")
+    return f"{finding.value} - {finding.says}" if finding.says else finding.value
+
+
+def _how_to_start(source: Source, output: Path | None) -> list[str]:
+    training, config = training_of(source), str(output or PLACEHOLDER)
+    arguments, options = _line(training.arguments), _line(training.options)
+    file, accelerate = shlex.quote(printable(source.file)), shlex.quote(printable(source.accelerate))
+    before = "torchrun" if source.fsdp else "deepspeed"
+    if source.accelerate:
+        before = f"accelerate launch --config_file {accelerate}"
+    taken = (
+        f"Take `--deepspeed {file}` out of ITS ARGUMENTS, and deepspeed= out of TrainingArguments in the script."
+        if not source.fsdp
+        else f"Take `--fsdp_config {file}` and `--fsdp` out of ITS ARGUMENTS, and both out of TrainingArguments."
+    )
+    calls = "wraps its model with FSDP" if source.fsdp else "calls deepspeed.initialize"
+    loop = f" with {training.optimizer_call}" if training.optimizer_call else ""
+    fixed = (
+        "What follows ITS ARGUMENTS are the arguments of Trainer that the config fixes. They replace "
+        "others of the same name; in a script that makes its TrainingArguments itself they belong there."
+    )
+    return [
+        "",
+        "Start the same training with",
+        f"  {command('run', config, 'train.py')} ITS ARGUMENTS {arguments}".rstrip(),
+        f"in place of `{before} train.py ITS ARGUMENTS`.",
+        *([fixed] if arguments else []),
+        *([taken] if source.file else []),
+        f"A script that {calls} itself becomes a plain loop{loop}: docs/deepspeed.md.",
+        "Without a script (a causal language model, on text or chats):",
+        f"  {command('finetune', '--config', config)} --model MODEL --data DATA --output OUT {options}".rstrip(),
+    ]
+
+
+def _line(options: Mapping[str, str]) -> str:
+    return shlex.join(word for option in options.items() for word in option)

@@ -1,0 +1,93 @@
+"""Directories beside an output that belong to one run. A file in each, the mark, names the run. Files in a directory
+without this run's mark are never replaced or removed."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from infinity import files
+from infinity.cli.job import Origin
+from infinity.config import SwapConfig
+from infinity.errors import ConfigError, printable
+from infinity.io import atomic_file
+from infinity.io.schema import Name, Record
+
+_NAME = "run.infinity"
+_BYTES_MAX = 64 << 10
+
+
+class _Mark(Record):
+    """The mark.
+
+    Attributes:
+        run: run that the directory belongs to.
+        swap: the first of the run's nvme.paths; '-' if the run has none.
+    """
+
+    run: Name
+    swap: Name
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A run that owns directories.
+
+    Attributes:
+        run: job.Origin.run.
+        swap: the first of the run's nvme.paths; '-' if the run has none.
+        begins_anew: whether the run was asked to resume, but begins at step 0 because no generation was durable yet.
+            Directories that an earlier run with the same `swap` left then count as this run's.
+    """
+
+    run: str
+    swap: str
+    begins_anew: bool
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, config: SwapConfig, origin: Origin, *, resumes: bool) -> Owner:
+        swap = str(config.nvme.paths[0].expanduser().absolute()) if config.nvme.paths else "-"
+        return cls(origin.run, swap, options.resume is not None and not resumes)
+
+    def require(self, directory: Path, what: str, instead: str) -> None:
+        """Check that a directory is missing, empty, or owned by this run.
+
+        Args:
+            directory: the directory.
+            what: description of the directory's content, for the message.
+            instead: option that chooses another directory, for the message.
+
+        Raises:
+            ConfigError: the directory is not empty, and not owned by this run.
+        """
+        if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+            return
+        mark = _mark_in(directory)
+        ours = mark is not None and (mark.run == self.run or (self.begins_anew and mark.swap == self.swap))
+        if not ours:
+            raise ConfigError(
+                f"{printable(directory)}, for {what}, is not an empty directory, and was not made by this run: choose "
+                f"another {instead}, or remove it"
+            )
+
+    def make(self, directory: Path) -> None:
+        """Make the directory, and write this run's mark into it.
+
+        Raises:
+            OSError, InfinityError: the directory cannot be made, or the mark cannot be written.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        found = _mark_in(directory)
+        if found is None or found.run != self.run:
+            mark = _Mark(run=self.run, swap=self.swap)
+            atomic_file.write_file(directory / _NAME, [mark.model_dump_json().encode()])
+
+
+def _mark_in(directory: Path) -> _Mark | None:
+    try:
+        return _Mark.model_validate_json(files.read_regular(directory / _NAME, _BYTES_MAX))
+    except (OSError, ValidationError):
+        return None

@@ -1,0 +1,223 @@
+"""The rates of this machine.
+
+Each is measured in a fraction of a second, or read from infinity-bench's profiles of the disks.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+from torch.nn import functional
+
+from infinity import _native
+from infinity.base.accelerator import TorchAccelerator, free_bytes
+from infinity.cli.doctor.gpu import measure
+from infinity.cli.endurance import endurance_of
+from infinity.cli.machine_facts import last_cache_bytes
+from infinity.cli.planning import adam
+from infinity.cli.planning.machines import CHECKSUMS_PER_CORE, LAND_PER_CORE
+from infinity.cli.planning.rates import Machine
+from infinity.files import nearest
+from infinity.io.disks import disk_under
+from infinity.plan.device_memory import available_host_bytes, usable_cores
+from infinity.plan.disk import profiles_of, room_bytes
+from infinity.state.codec import Codec, encode, encoded_bytes
+from infinity.state.frozen_codecs import FrozenName
+
+_DISK_READ, _DISK_WRITE = 2.0e9, 1.5e9
+_UPDATE_NUMEL, _UPDATE_NUMEL_MAX = 4 << 20, 64 << 20
+_PROBED_BYTES = 24
+"""Bytes per parameter that measuring needs: all forms of the states at once."""
+_UPDATE_BYTES = 14
+"""Bytes of memory per parameter with fp32 moments: weight, residual, moments, gradient."""
+_MOMENTS: tuple[_native.MomentsName, ...] = ("fp32", "bf16", "int8")
+_WIDTH_MAX, _INNER_MAX, _TOKENS_MAX = 2048, 5632, 512
+_HEAD_WIDTH = 64
+_LOOK_S, _BUSY_PERCENT = 0.1, 25
+
+
+def _busy() -> str:
+    """Return a note for rates that are measured while other processes compute. This process must not compute now."""
+    busy = psutil.cpu_percent(interval=_LOOK_S)
+    return (
+        f", while other work took {busy:.0f} % of the processors: they may be too low" if busy > _BUSY_PERCENT else ""
+    )
+
+
+def machine_here(
+    paths: Sequence[Path],
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    width: int,
+    inner: int,
+    tokens: int,
+    frozen: FrozenName,
+) -> Machine:
+    """Measure the rates that a plan uses.
+
+    Args:
+        paths: the swap directories.
+        device: device on which the model computes.
+        dtype: dtype of the measured layer.
+        width: width of the measured layer, up to a limit.
+        inner: inner width of the measured layer, up to a limit.
+        tokens: tokens of the measured forward and backward, up to a limit.
+        frozen: the form whose decoding is measured.
+    """
+    cores = usable_cores()
+    busy = _busy()
+    sources: dict[str, str] = {}
+    read, write, mixed = _disks(paths, sources)
+    updates, dram = _adam(cores)
+    how = f"measured now: {_update_numel() >> 20} Mi parameters in memory, {cores} threads{busy}"
+    sources |= {"adam": how, "dram": how}
+    flops = _flops(device, dtype, min(width, _WIDTH_MAX), min(inner, _INNER_MAX), min(tokens, _TOKENS_MAX))
+    sources["flops"] = f"measured now: forward and backward of a block{busy if device.type == 'cpu' else ''}"
+    up = down = 0.0
+    if device.type != "cpu":
+        copied = measure(TorchAccelerator(device), "")
+        up, down = copied.up_rate, copied.down_rate
+        sources["up, down"] = f"measured now{f', without pinned memory: {copied.refused}' if copied.refused else ''}"
+    decode = 0.0
+    if device.type == "cpu":
+        decode = _decode("int8" if frozen == "int8" else "nf4", cores)
+        sources["decode"] = f"measured now: {cores} threads{busy}"
+    sources |= dict.fromkeys(("land", "checksums"), "assumed: 1 Gparam/s and 10 GB/s for each core")
+    return Machine(
+        name="this machine",
+        cores=cores,
+        dram=dram,
+        disk_read=read,
+        disk_write=write,
+        disk_mixed=mixed,
+        adam=updates,
+        checksums=cores * CHECKSUMS_PER_CORE,
+        land=cores * LAND_PER_CORE,
+        flops=flops,
+        host_bytes=available_host_bytes(),
+        device_bytes=available_host_bytes() if device.type == "cpu" else free_bytes(device),
+        disk_bytes=room_bytes(paths),
+        disks=len(paths),
+        endurance_bytes=_endurance_bytes(paths),
+        up=up,
+        down=down,
+        decode=decode,
+        sources=sources,
+    )
+
+
+def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float, float]:
+    """Return the rates of all disks together in bytes per second: read, write, and the mixed rate as a factor.
+
+    The factor is the rate of mixed reads and writes, relative to reads and writes one after the other.
+    """
+    profiles = profiles_of(paths)
+    if profiles:
+        sources["disk"] = f"profiled by infinity-bench, {', '.join(profile.measured[:10] for profile in profiles)}"
+        mixed = sum(profile.mixed_rate for profile in profiles)
+        read, write = (sum(getattr(each, key) for each in profiles) for key in ("read_rate", "overwrite_rate"))
+        return read, write, mixed / (2 / (1 / read + 1 / write))
+    count = max(len(paths), 1)
+    sources["disk"] = f"assumed: {count} NVMe drive{'s' * (count > 1)}; `infinity-bench --path DIRECTORY` measures them"
+    return count * _DISK_READ, count * _DISK_WRITE, 1.0
+
+
+def _endurance_bytes(paths: Sequence[Path]) -> float:
+    """Return the bytes for which all drives together are rated, by their own counters; 0 if a drive does not report
+    it.
+    """
+    disks = [disk_under(nearest(path)).members for path in paths]
+    told = [endurance_of(members[0].name) if members else None for members in disks]
+    rated = [wear.rated_bytes or 0 if wear is not None else 0 for wear in told]
+    return sum(rated) if all(rated) else 0
+
+
+def _adam(cores: int) -> tuple[dict[str, float], float]:
+    """Return the parameters per second of an update in memory for each form of the moments, and the bytes per second of
+    memory.
+    """
+    memory, isa, pool = adam.Memory(_update_numel()), _native.select_isa(), _native.ThreadPool(cores)
+    forms = {moments: adam.Format("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
+    found = {str(name): adam.measure(memory, form, isa, pool, 3) for name, form in forms.items()}
+    bound = statistics.median(each.bound for each in found.values())
+    return {name: each.parameters_per_s for name, each in found.items()}, bound
+
+
+def _update_numel() -> int:
+    """Return a number of parameters of which the processor's caches have at most a quarter.
+
+    The number is limited, so that the states take at most an eighth of the RAM.
+    """
+    wanted = min(4 * last_cache_bytes() // _UPDATE_BYTES, _UPDATE_NUMEL_MAX)
+    return max(min(wanted, available_host_bytes() // 8 // _PROBED_BYTES) >> 20 << 20, _UPDATE_NUMEL)
+
+
+def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
+    """Return the median duration after one warm-up call. There are up to five calls within the time budget."""
+    call()
+    taken: list[float] = []
+    while len(taken) < 5 and (not taken or sum(taken) < budget_s):
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken)
+
+
+class _Layer(nn.Module):
+    """A decoder block like that of most models. Its time includes the operations other than matrix products."""
+
+    def __init__(self, width: int, inner: int, heads: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.gate = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+        self.heads = heads
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        queries, keys, values = self.qkv(self.norms[0](given)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        given = given + self.out(seen.transpose(1, 2).flatten(2))
+        inside = self.norms[1](given)
+        added: torch.Tensor = given + self.down(functional.silu(self.gate(inside)) * self.up(inside))
+        return added
+
+
+def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tokens: int) -> float:
+    """Return the FLOPs per second of a block's forward and backward, counted as in cli/planning/model.py."""
+    heads = max(width // _HEAD_WIDTH, 1)
+    width = heads * (width // heads)
+    layer = _Layer(width, inner, heads).to(device, dtype)
+    given = torch.randn(1, tokens, width, device=device, dtype=dtype, requires_grad=True)
+
+    accelerator = None if device.type == "cpu" else TorchAccelerator(device)
+
+    def once() -> None:
+        layer(given).sum().backward()
+        if accelerator is not None:
+            accelerator.synchronize(accelerator.record(accelerator.current()))
+
+    products = sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1)
+    with torch.enable_grad():
+        return 3 * (2 * products + 2 * tokens * width) * tokens / _median_s(once)
+
+
+def _decode(codec: Codec, cores: int) -> float:
+    """Return the encoded parameters decoded per second."""
+    shape, pool = torch.Size([256, 16384]), _native.ThreadPool(cores)
+    data: Any = torch.zeros(encoded_bytes(codec, shape), dtype=torch.uint8).numpy()
+    encode("", torch.randn(shape.numel()), codec, memoryview(data), pool)
+    into: Any = torch.empty(shape.numel(), dtype=torch.int16).numpy()
+
+    def once() -> None:
+        _native.decode_weights(data, codec, shape.numel(), shape[-1], into, "bf16", pool)
+
+    return shape.numel() / _median_s(once)

@@ -1,0 +1,104 @@
+"""`infinity run`: runs an unchanged script of Trainer, TRL, PEFT, Accelerate or Lightning with its models offloaded."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from infinity.cli.config_checks import require_ready
+from infinity.cli.streams import INTERRUPTED, interruptible_imports
+from infinity.config import load_config
+from infinity.echo import one_line
+from infinity.errors import ConfigError, InfinityError, cause_of
+from infinity.runtime.pins import generation_of
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script in this process, as `python SCRIPT ARGS` would. The script's exceptions are passed on.
+
+    Returns:
+        The exit code. 2: the swap config, its directories, the script or the checkpoint folder cannot be used, or the
+            script needs something that infinity cannot do. 130: Ctrl-C, which prints one line. 0: success.
+    """
+    several = os.environ.get("WORLD_SIZE", "1") != "1"
+    who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+    with _speaking(logging.INFO if options.verbose else logging.WARNING, f"{who}%(message)s"):
+        return _run(options, who, several=several)
+
+
+@contextmanager
+def _speaking(level: int, line: str) -> Iterator[None]:
+    """Print infinity's log records to stderr in the block.
+
+    The handler belongs to infinity's own logger, because the root logger belongs to the script.
+
+    Args:
+        level: lowest level of the records that are printed.
+        line: format of a line.
+    """
+    ours, handler = logging.getLogger("infinity"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(line))
+    before = ours.level, ours.propagate
+    ours.addHandler(handler)
+    ours.setLevel(level)
+    ours.propagate = False
+    try:
+        yield
+    finally:
+        ours.removeHandler(handler)
+        ours.setLevel(before[0])
+        ours.propagate = before[1]
+
+
+def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
+    try:
+        if options.config.suffix == ".py":
+            raise ConfigError(f"{options.config} is a script: the swap config comes first, infinity run CONFIG SCRIPT")
+        config = load_config(options.config)
+        if options.resume is not None and not several:  # several ranks are not connected yet
+            generation_of(options.resume, config)
+        if not options.script.is_file():
+            raise ConfigError(f"there is no script {options.script}: infinity run CONFIG SCRIPT [ARGS...]")
+        require_ready(config)
+    except InfinityError as error:
+        return _refuse(error, who)
+    with interruptible_imports():
+        from infinity.integrations.launcher import launch
+
+    try:
+        launch(config, options.script, options.arguments, options.resume)
+    except KeyboardInterrupt:  # a line that names the durable generation was already printed
+        if os.environ.get("INFINITY_DEBUG"):
+            raise
+        return INTERRUPTED
+    except Exception as error:
+        if isinstance(error, ConfigError) and not os.environ.get("INFINITY_DEBUG"):
+            return _refuse(error, who)  # the message says what to change, so no traceback is needed
+        _say_it_last(error, who)
+        raise
+    return 0
+
+
+def _refuse(error: InfinityError, who: str) -> int:
+    print(f"{who}error: {one_line(str(error))}", file=sys.stderr)
+    return 2
+
+
+def _say_it_last(error: BaseException, who: str) -> None:
+    """Install a hook that prints the message of infinity's error after the traceback of the exception that it caused.
+    The message names the fix."""
+    cause = cause_of(error)
+    if cause is None:
+        return
+    theirs, message = sys.excepthook, one_line(str(cause))
+
+    def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        theirs(kind, value, trace)
+        print(f"{who}error: {message}", file=sys.stderr)
+
+    sys.excepthook = hook

@@ -1,0 +1,142 @@
+"""`infinity finetune` under torchrun: this process is one of several ranks. Rank 0 prints and writes for all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from infinity.coordinator import registry
+from infinity.errors import ConfigError, InfinityError
+from infinity.ranks.ranks import rank_and_world
+from infinity.sharded import rank_agreement
+from infinity.sharded.rank_agreement import Tell
+from infinity.sharded.stores import ranks_said
+
+_WAIT_S = 24 * 3600.0
+"""Seconds that ranks wait for a rank that is alive and reads the text or writes the result. A rank that died is noticed
+earlier."""
+
+_LEADING = "what rank 0 is about to do"
+
+
+@dataclass(frozen=True)
+class World:
+    """The position of this process among the ranks of a run. The default is a run with one process.
+
+    Attributes:
+        rank: rank of this process.
+        count: number of ranks.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process writes for all ranks: the output, the report and the terminal."""
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return ranks_said(self.count)
+
+
+ALONE = World()
+
+
+def told(model: nn.Module, what: str, value: Any) -> list[Any]:
+    """Send a value to all ranks, and return the values of all ranks in their order.
+
+    All ranks call this, outside of forward and backward.
+
+    Args:
+        model: the offloaded model.
+        what: name of the value, the same on all ranks.
+        value: value that JSON can represent.
+
+    Raises:
+        PeerError: another rank failed.
+    """
+    return registry.coordinator_of(model).world.tell(what, value)
+
+
+def lead(model: nn.Module, act: str, *arguments: str) -> None:
+    """Tell the other ranks, which run `follow`, which collective act comes next. Rank 0 calls this before the act.
+
+    Args:
+        model: the offloaded model.
+        act: key of the act in `follow`, or "end".
+        arguments: arguments of the act.
+
+    Raises:
+        PeerError: another rank failed.
+    """
+    told(model, _LEADING, [act, *arguments])
+
+
+def follow(model: nn.Module, acts: dict[str, Callable[..., object]]) -> None:
+    """Do the acts that rank 0 names by `lead`, until it names "end". All ranks but rank 0 call this.
+
+    Args:
+        model: the offloaded model.
+        acts: functions by the names of the acts.
+
+    Raises:
+        PeerError: another rank failed.
+    """
+    while True:
+        act, *arguments = told(model, _LEADING, None)[0]
+        if act == "end":
+            return
+        acts[act](*arguments)
+
+
+def meeting() -> AbstractContextManager[Tell]:
+    """Return a context in which all ranks can exchange values, before a model is offloaded. All ranks call this.
+
+    An error of one rank ends the context on all ranks.
+
+    Raises:
+        PeerError: another rank failed.
+    """
+    return rank_agreement.meeting(_WAIT_S)
+
+
+@contextmanager
+def joined() -> Iterator[World]:
+    """Connect the ranks if torchrun started this process, and yield the position of this process among them.
+
+    If this call connects the ranks, only rank 0 prints to stdout in the block.
+
+    Raises:
+        ConfigError: the environment does not name the rank of this process.
+        InfinityError: the ranks do not find each other.
+    """
+    rank, world_size = rank_and_world()
+    count = os.environ.get("WORLD_SIZE", "1")
+    if world_size > 1 or count == "1":  # the caller of main has made the process group, or there is one process
+        yield World(rank, world_size)
+        return
+    try:
+        world = World(int(os.environ["RANK"]), int(count))
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"WORLD_SIZE is {count}, and RANK does not say which rank this is: start several ranks with torchrun"
+        ) from None
+    try:
+        dist.init_process_group("gloo")
+    except (RuntimeError, ValueError) as error:
+        raise InfinityError(f"rank {world.rank} of {count} does not find the others: {error}") from error
+    try:
+        with contextlib.ExitStack() as silent:
+            if not world.speaks:
+                silent.enter_context(contextlib.redirect_stdout(silent.enter_context(open(os.devnull, "w"))))
+            yield world
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,330 @@
+"""The report at the end of a run: the time per step by cause, the bytes that were moved, and the efficiency, which
+compares the measured time with a lower bound."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import operator
+import resource
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
+
+from infinity.base.timeline import CAUSES, Cause
+from infinity.cli.history import Evaluated, Sample, best_of
+from infinity.cli.progress import StepFacts
+from infinity.runtime.statistics import Statistics, trained_of
+from infinity.sizes import format_bytes
+from infinity.units.speculation_choice import Counts
+
+_LAST = 10
+"""Number of steps whose mean is the last loss, because the loss of one step says little. The first step is not one of
+them."""
+
+_SMOOTH = 0.9
+"""Weight of the earlier steps in the smoothed loss."""
+
+_STALLS: dict[Cause, str] = {
+    "fetch": "waiting: weights",
+    "update": "waiting: updates",
+    "room": "waiting: room",
+    "gradient": "landing gradients",
+    "step": "optimizer step",
+    "commit": "commit",
+}
+assert set(_STALLS) == set(CAUSES)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Figures of a run.
+
+    Figures per step are means over the steps of this process. The first step, which learns the order of the units, is
+    left out unless it is the only step.
+
+    Attributes:
+        first_loss: the first finite loss; nan if there is none.
+        last_loss: mean of the last `last_steps` finite losses; nan if there is none.
+        warm_up: whether there was only one step, so that the figures include the warm-up of the first step.
+        step_s: seconds per step.
+        stall_s: seconds of stalls per step, by cause (base/timeline.py: Cause), by the host's clock.
+        compute_s: seconds per step without stalls. A GPU computes while the host waits, so with a GPU only
+            `device_idle_s` is subtracted from the step.
+        device_idle_s: seconds per step in which the GPU waited for weights or for optimizer.step, by the GPU's clock.
+        adam_s: seconds per step of the update's arithmetic, whether or not compute ran at the same time.
+        bytes_per_parameter: bytes that the engine moved, per step and parameter, trained or not, counted.
+        planned_bytes_per_parameter: planned bytes_per_parameter for this placement, if no weights are cached between
+            passes and no update is undone.
+        io_bound_s: bound by I/O: seconds per step in which the engine was busy.
+        compute_bound_s: bound by the processors, see processors_alone.
+        efficiency: the larger bound / step_s.
+        peak_rss_bytes: peak resident memory of the process.
+        state_bytes: bytes of the model's weights, master and moments.
+        cached_bytes: part of `state_bytes` that is kept in RAM.
+        parameters, trained_parameters: numbers of all parameters and of trained ones; of this rank's slices.
+        data: summary of the training data.
+        notes: parts of the data that were left out, and why.
+        evaluations: losses on held-out data.
+        again: command that repeats the run.
+    """
+
+    steps: int
+    skipped_steps: int
+    first_loss: float
+    last_loss: float
+    last_steps: int
+    tokens_per_s: float
+    step_s: float
+    compute_s: float
+    device_idle_s: float
+    stall_s: dict[Cause, float]
+    adam_s: float
+    bytes_per_parameter: float
+    planned_bytes_per_parameter: float
+    read_bytes: int
+    written_bytes: int
+    io_bound_s: float
+    compute_bound_s: float
+    efficiency: float
+    peak_rss_bytes: int
+    state_bytes: int
+    cached_bytes: int
+    updates: Counts
+    engine: str
+    device: str
+    warm_up: bool
+    parameters: int
+    trained_parameters: int
+    data: str
+    notes: list[str]
+    evaluations: list[Evaluated]
+    again: str
+
+    def _idle_row(self) -> list[tuple[str, str]]:
+        """Return the row of the GPU's idle time; without a GPU, no row. Idle time and compute add up to the step; the
+        stalls in the other rows are the host's."""
+        if self.device == "cpu":
+            return []
+        idle = "waiting for weights and for optimizer.step; the lines below are the host's, beside it"
+        return [("  GPU idle", f"{self.device_idle_s:.3f} s {idle}")]
+
+    def _trained_row(self) -> list[tuple[str, str]]:
+        if self.trained_parameters == self.parameters:
+            return []
+        return [("trained", trained_of(self.trained_parameters, self.parameters))]
+
+    def _evaluation_row(self) -> list[tuple[str, str]]:
+        best, finite = best_of(self.evaluations), [each for each in self.evaluations if math.isfinite(each.loss)]
+        if best is None:
+            return []
+        first, last = finite[0], finite[-1]
+        return [
+            (
+                "held-out loss",
+                f"{first.loss:.4f} after step {first.step} → {last.loss:.4f} after step {last.step}; the lowest is "
+                f"{best.loss:.4f}, after step {best.step}",
+            )
+        ]
+
+    def text(self) -> str:
+        clipped = self.updates.clipped
+        why = f" (gradients were clipped, or their scale changed, in {clipped} steps)" if clipped else ""
+        rows = [
+            (
+                "steps",
+                f"{self.steps} ({self.skipped_steps} skipped), loss {self.first_loss:.4f} → {self.last_loss:.4f}"
+                + (f" (mean of the last {self.last_steps})" if self.last_steps > 1 else ""),
+            ),
+            *self._trained_row(),
+            ("data", self.data),
+            *(("", note) for note in self.notes),
+            *self._evaluation_row(),
+            (
+                "time per step",
+                f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"
+                + (" (one step only: with the warm-up of the first one)" if self.warm_up else ""),
+            ),
+            ("  compute", f"{self.compute_s:.3f} s"),
+            *self._idle_row(),
+            *((f"  {label}", f"{self.stall_s[cause]:.3f} s") for cause, label in _STALLS.items()),
+            (
+                "moved per parameter",
+                f"{self.bytes_per_parameter:.1f} B per step, counted; planned {self.planned_bytes_per_parameter:.1f} B "
+                "(with no weights cached between passes, and without updates that are begun for nothing)",
+            ),
+            ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
+            (
+                "updates of blocks",
+                f"{self.updates.early} begun during backward, {self.updates.late} with the step, "
+                f"{self.updates.undone} begun for nothing{why}",
+            ),
+            (
+                "peak memory",
+                f"{format_bytes(self.peak_rss_bytes)} RSS; the model's states are {format_bytes(self.state_bytes)}, of "
+                f"which {format_bytes(self.cached_bytes)} rest in RAM",
+            ),
+            (
+                "efficiency",
+                f"{self.efficiency:.2f} = bound / measured; bounds: I/O {self.io_bound_s:.3f} s, compute and "
+                f"Adam {self.compute_bound_s:.3f} s",
+            ),
+            *([("the same run again", self.again)] if self.again else []),
+        ]
+        return "\n".join(f"{name:<22}{value}" for name, value in rows)
+
+
+def make_report(
+    facts: Sequence[StepFacts],
+    before: Statistics,
+    after: Statistics,
+    skipped_steps: int,
+    losses: Sequence[float],
+    *,
+    warm_up: bool,
+    data: str = "",
+    notes: Sequence[str] = (),
+    evaluations: Sequence[Evaluated] = (),
+    again: str = "",
+) -> Report:
+    """Make the report of the steps between two snapshots of the counters.
+
+    `facts` are the steps between the snapshots `before` and `after`. `losses` are the losses of all steps of the run.
+    `warm_up` says whether the first step of the process is one of `facts`. The other arguments are attributes of the
+    report.
+    """
+    steps = max(len(facts), 1)
+    seconds = sum(fact.seconds for fact in facts) / steps
+    stalls: dict[Cause, float] = {cause: (after.stall_s[cause] - before.stall_s[cause]) / steps for cause in CAUSES}
+    idle = (after.device_idle_s - before.device_idle_s) / steps
+    compute = max(seconds - (sum(stalls.values()) if after.device == "cpu" else idle), 0.0)
+    adam = (after.adam_s - before.adam_s) / steps
+    moved = (after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes) / steps
+    busy = (after.io_busy_s - before.io_busy_s) / steps
+    compute_bound = processors_alone(seconds, compute, adam, device=after.device)
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    last = finite[1:][-_LAST:] or finite
+    return Report(
+        steps=len(losses),
+        skipped_steps=skipped_steps,
+        first_loss=finite[0] if finite else math.nan,
+        last_loss=sum(last) / len(last) if last else math.nan,
+        last_steps=len(last),
+        tokens_per_s=sum(fact.tokens for fact in facts) / max(seconds * steps, 1e-9),
+        step_s=seconds,
+        compute_s=compute,
+        device_idle_s=idle,
+        stall_s=stalls,
+        adam_s=adam,
+        bytes_per_parameter=moved / max(after.numel, 1),
+        planned_bytes_per_parameter=after.plan.forecast.step_bytes / max(after.numel, 1),
+        read_bytes=after.read_bytes,
+        written_bytes=after.written_bytes,
+        io_bound_s=busy,
+        compute_bound_s=compute_bound,
+        efficiency=max(busy, compute_bound) / max(seconds, 1e-9),
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        state_bytes=after.state_bytes,
+        cached_bytes=after.cached_bytes + after.cached_weight_bytes,
+        updates=Counts(*map(operator.sub, astuple(after.updates), astuple(before.updates))),
+        engine=after.engine,
+        device=after.device,
+        warm_up=warm_up,
+        parameters=after.numel,
+        trained_parameters=after.trainable_numel,
+        data=data,
+        notes=list(notes),
+        evaluations=list(evaluations),
+        again=again,
+    )
+
+
+def without(earlier: Statistics, before: Statistics, after: Statistics) -> Statistics:
+    """Return `earlier` with the counts between `before` and `after` added. The difference of later counters and the
+    result then excludes these counts."""
+    summed = ("read_bytes", "written_bytes", "weight_bytes_read", "io_busy_s", "device_idle_s", "adam_s")
+    moved = {name: getattr(earlier, name) + getattr(after, name) - getattr(before, name) for name in summed}
+    stalls = {cause: earlier.stall_s[cause] + after.stall_s[cause] - before.stall_s[cause] for cause in earlier.stall_s}
+    return replace(earlier, stall_s=stalls, **moved)
+
+
+def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: str) -> float:
+    """Return the seconds that a step would take if nothing waited for I/O.
+
+    Without a GPU, compute and Adam use the same cores. The result is their sum, but at most the step itself, because
+    they slow each other down when they run at the same time. With a GPU, compute and Adam run on different processors,
+    and the result is the longer of the two.
+
+    Args:
+        step_s: seconds per step.
+        compute_s: seconds per step without stalls (see Report).
+        adam_s: seconds per step of the update's arithmetic.
+        device: type of the device that computes, such as "cpu".
+    """
+    return min(compute_s + adam_s, step_s) if device == "cpu" else max(compute_s, adam_s)
+
+
+def write_report(report: Report, facts: Sequence[StepFacts], samples: Sequence[Sample], directory: Path) -> None:
+    """Write report.json, report.txt, loss.csv and loss.png; and samples.jsonl if there were samples. JSON has null in
+    place of nan.
+
+    Args:
+        report: the report.
+        facts: all steps of the run.
+        samples: all samples of the run.
+        directory: existing directory for the files.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    values = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(report).items()
+    } | {
+        "evaluations": [
+            {"step": step, "loss": loss if math.isfinite(loss) else None} for step, loss in report.evaluations
+        ]
+    }
+    (directory / "report.json").write_text(json.dumps(values, indent=2, allow_nan=False) + "\n")
+    (directory / "report.txt").write_text(report.text() + "\n")
+    with (directory / "loss.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "loss", "learning_rate", "grad_norm", "seconds"])
+        writer.writerows((f.step, f.loss, f.learning_rate, f.grad_norm, f.seconds) for f in facts)
+    if samples:
+        lines = [json.dumps(sample._asdict(), ensure_ascii=False) + "\n" for sample in samples]
+        (directory / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
+    _plot(facts, report.evaluations, directory / "loss.png")
+
+
+def _plot(facts: Sequence[StepFacts], evaluations: Sequence[Evaluated], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    steps, losses = [fact.step for fact in facts], [fact.loss for fact in facts]
+    axes.plot(steps, losses, linewidth=0.8, alpha=0.4, color="tab:blue", label="training")
+    axes.plot(steps, _smoothed(losses), linewidth=1.5, color="tab:blue", label="training, smoothed")
+    if evaluations:
+        axes.plot(*zip(*evaluations, strict=True), marker="o", markersize=4, color="tab:orange", label="held out")
+    axes.legend()
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    """Return the exponential means of losses, corrected for the bias of the first steps. Losses that are not finite are
+    ignored."""
+    mean, weight, smoothed = 0.0, 0.0, []
+    for loss in losses:
+        if math.isfinite(loss):
+            mean, weight = _SMOOTH * mean + (1 - _SMOOTH) * loss, _SMOOTH * weight + (1 - _SMOOTH)
+        smoothed.append(mean / weight if weight else math.nan)
+    return smoothed

@@ -1,0 +1,90 @@
+"""The interval between commits: every N-th step is committed.
+
+Where the plan knows only an upper bound of N (plan/commit_frequency.py), N is measured during the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from infinity.plan.commit_frequency import Frequency, affordable_every
+
+logger = logging.getLogger(__name__)
+
+
+class Pace:
+    """The decision which steps are committed.
+
+    A run that measures N commits its first two steps, to find out the cost of a commit and the time of a step. After
+    each commit it sets N so that commits take at most 5 % of the time. The cost of a commit is the time for which the
+    loop waits for it.
+
+    Invariant: once due() was asked about a step, its answer for that step does not change, because updates are started
+    on the strength of that answer.
+
+    Several ranks commit the same steps. A rank's measured N has no effect until all ranks have received it: before each
+    step they agree on the largest N of all ranks (lead). It applies from the step after the next one on.
+
+    Args:
+        commits: interval between commits from the plan.
+        led: whether this process is one of several ranks (Maker).
+        clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self, commits: Frequency, *, led: bool = False, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._most = commits.every
+        self._led = led
+        self._measures = commits.at_most
+        self._clock = clock
+        self._every = self._asked_every = self._measured = 1 if self._measures else commits.every
+        self._asked = -1
+        self._held_s = 0.0
+        self._last: tuple[int, float] | None = None  # step of the last commit and the time at which it was finished
+
+    @property
+    def every(self) -> int:
+        """Steps between commits that this process has measured."""
+        return self._measured
+
+    def lead(self, every: int, step: int) -> None:
+        """Commit every `every`-th step from the one after `step` on, until the ranks agree again.
+
+        `step` itself keeps the former interval, because some ranks may have asked about it already.
+        """
+        self.due(step)
+        self._every = every
+
+    def due(self, step: int) -> bool:
+        """Return whether optimizer step `step`, counted from 1, is committed."""
+        if step != self._asked:
+            self._asked, self._asked_every = step, self._every
+        return step % self._asked_every == 0
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Count the time in this context as time for which the loop waits for a commit."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._held_s += self._clock() - began
+
+    def finished(self, step: int) -> None:
+        """Record that the commit of `step` is durable, and measure N again."""
+        if not self._measures:
+            return
+        cost_s, now = self._held_s, self._clock()
+        if self._last is not None and step > self._last[0]:
+            step_s = (now - self._last[1] - cost_s) / (step - self._last[0])
+            every = min(affordable_every(cost_s, step_s), self._most)
+            if every != self._measured:
+                logger.info("commits: every %d steps (one takes %.3g s, a step %.3g s)", every, cost_s, step_s)
+            self._measured = every
+            if not self._led:
+                self._every = every
+        self._last, self._held_s = (step, now), 0.0

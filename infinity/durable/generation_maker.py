@@ -1,0 +1,77 @@
+"""The parties that make generations: a single process, or all ranks together (sharded/generation_maker.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from infinity.durable.commit_pace import Pace
+from infinity.io.generations import Generations
+
+
+class Maker(Protocol):
+    """A maker of generations. All ranks make the same calls in the same order.
+
+    Attributes:
+        led: whether several ranks agree which steps are committed. A single process decides by its own clock.
+        decides_alone: whether this process alone decides if the loop has reached its top.
+        makes_again: whether a generation can be made a second time, after states were written outside a step.
+    """
+
+    led: bool
+    decides_alone: bool
+    makes_again: bool
+
+    def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
+        """Make generation `step` of states that are already durable. Raises the errors of Generations.prepare."""
+
+    def told(self, pace: Pace) -> list[int]:
+        """Return this rank's report to the others before each step.
+
+        The report has the number of steps between commits that this process measured, and the steps of its generations.
+        It is empty for a single process.
+        """
+
+    def heard(self, told: Sequence[Sequence[int]], pace: Pace, following: int) -> None:
+        """Process the reports of all ranks while no write is in flight.
+
+        Generations that not all ranks have are retired. `following` is the next step.
+        """
+
+    def agree(self, what: str, pace: Pace, following: int) -> None:
+        """Send this rank's report to all ranks, and process the reports of all ranks.
+
+        `what` names the operation in errors. Raises PeerError.
+        """
+
+    def require_made(self, step: int) -> None:
+        """Raise InfinityError unless all ranks have made generation `step`."""
+
+    def retire_early(self) -> None:
+        """Retire older generations before a step, if all ranks are known to have made the newest one."""
+
+
+class LocalMaker:
+    """Maker for a single process."""
+
+    led = False
+    decides_alone = True
+    makes_again = True
+
+    def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
+        generations.make(step, facts, body)
+
+    def told(self, pace: Pace) -> list[int]:
+        return []
+
+    def heard(self, told: Sequence[Sequence[int]], pace: Pace, following: int) -> None:
+        return
+
+    def agree(self, what: str, pace: Pace, following: int) -> None:
+        return
+
+    def require_made(self, step: int) -> None:
+        return
+
+    def retire_early(self) -> None:
+        return

@@ -1,0 +1,115 @@
+"""The division of memory.device and memory.host among the models of a script.
+
+[Note: who gets how much]
+An offloaded model keeps the memory that its plan names. The remaining memory is divided among the model that is
+offloaded now and the loaded models that wait, in proportion to their weights. For memory.host a trained model counts
+more, because it has states. So models that are loaded before the first of them is used share the memory by their sizes.
+A model that is loaded later gets the remaining memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from infinity.config import MemoryConfig, SwapConfig
+from infinity.coordinator import registry
+from infinity.errors import PlanError, printable
+from infinity.plan.plan import Plan
+from infinity.plan.plan_input import Limits
+from infinity.plan.planner import limits_of
+from infinity.runtime.memory_fit import nbytes_of
+from infinity.sizes import format_bytes
+
+_TRAINED_WEIGHT = 4
+"""Weight of a byte of trained weights relative to a byte of frozen weights, for memory.host: it has states, too."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A model that needs memory.
+
+    Attributes:
+        trained: whether it has states.
+    """
+
+    model: nn.Module
+    trained: bool
+
+    @property
+    def host(self) -> int:
+        return nbytes_of(self.model) * (_TRAINED_WEIGHT if self.trained else 1)
+
+    @property
+    def device(self) -> int:
+        return nbytes_of(self.model)
+
+
+@dataclass
+class Shares:
+    """The division of the memory of one script.
+
+    Attributes:
+        config: the swap config whose memory is divided.
+    """
+
+    config: SwapConfig
+    _limits: Limits | None = field(default=None, init=False)
+
+    def of(
+        self, mine: Claim, waiting: Sequence[Claim], offloaded: Sequence[nn.Module], at: torch.device
+    ) -> MemoryConfig:
+        """Return the memory that one model may use.
+
+        Args:
+            mine: the model that is offloaded now.
+            waiting: models that are loaded and not offloaded.
+            offloaded: models whose plans use memory.
+            at: device on which models compute.
+        """
+        if self._limits is None:  # measured once: a plan's memory is not all in use when the plan is made
+            self._limits = limits_of(self.config, at)
+        if not waiting and not offloaded:
+            return self.config.memory
+        plans = [_plan_of(each) for each in offloaded]
+        host = self._limits.host - sum(plan.host_bytes for plan in plans)
+        device = self._limits.device - sum(plan.device_bytes for plan in plans)
+        host = host * mine.host // (mine.host + sum(each.host for each in waiting))
+        device = device * mine.device // (mine.device + sum(each.device for each in waiting))
+        return self.config.memory.model_copy(update={"host": max(host, 1), "device": max(device, 1)})
+
+
+@contextmanager
+def naming_the_shares(memory: MemoryConfig, waiting: Sequence[Claim], offloaded: Sequence[nn.Module]) -> Iterator[None]:
+    """Add to the error of a plan that does not fit the models with which the memory is shared."""
+    try:
+        yield
+    except PlanError as error:
+        if not waiting and not offloaded:
+            raise
+        given = f"{format_bytes(memory.device or 0)} and {format_bytes(memory.host or 0)}"
+        count = f"The script has {len(waiting) + len(offloaded) + 1} models; of memory.device and memory.host"
+        if not offloaded:
+            raise PlanError(f"{error} ({count} this model got {given}, by its share of the weights.)") from error
+        taken = ", ".join(f"{_name(each)} has {_taken_by(_plan_of(each))}" for each in offloaded)
+        raise PlanError(
+            f"{error} ({count} {taken}, and {given} are left for this model. Load every "
+            "model before the first model is "
+            "used or gets its optimizer: the models then share the memory by their weights.)"
+        ) from error
+
+
+def _plan_of(model: nn.Module) -> Plan:
+    return registry.coordinator_of(model).plan
+
+
+def _name(model: nn.Module) -> str:
+    return printable(type(model).__name__)
+
+
+def _taken_by(plan: Plan) -> str:
+    return f"{format_bytes(plan.device_bytes)} and {format_bytes(plan.host_bytes)}"

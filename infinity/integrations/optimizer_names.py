@@ -1,0 +1,50 @@
+"""The optimizer names of `optim=` in TrainingArguments, and infinity's optimizer for each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from infinity.integrations.script_run import Run
+from infinity.optim.lion import Lion
+from infinity.state.moments import OptimizerName
+
+logger = logging.getLogger(__name__)
+
+_RULES: dict[str, OptimizerName] = {"sgd": "sgd", "adagrad": "adagrad"}
+_ADAMW = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw")
+_LION = ("lion_8bit", "lion", "lion_32bit", "paged_lion", "paged_lion_8bit", "paged_lion_32bit")
+"""Names of bitsandbytes' and torchao's optimizers, which keep states on the GPU and page them. infinity places the
+states by its plan.
+"""
+
+
+def wish_for(args: Any, run: Run) -> None:
+    """Record the optimizer, so that room is made for its states.
+
+    For an 8-bit optimizer infinity uses int8 moments; a log line says so.
+    """
+    name = _name(args)
+    run.wish(optimizer="lion" if name in _LION else _RULES.get(name, "adamw"))
+    small = name in (*_ADAMW, *_LION) and name.endswith("8bit") and run.config.moments == "fp32"
+    if small and run.wishes.moments != "int8":
+        logger.warning("infinity: optim=%s: infinity keeps the moments in int8 (`moments: int8`)", name)
+    run.wish(moments="int8" if small else None)
+
+
+def class_and_options(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Return the result of Trainer.get_optimizer_cls_and_kwargs for names that need another library; None for
+    others.
+    """
+    name, betas = _name(args), (args.adam_beta1, args.adam_beta2)
+    if name in _ADAMW:
+        return torch.optim.AdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+    if name in _LION:
+        return Lion, {"lr": args.learning_rate, "betas": betas}
+    return None
+
+
+def _name(args: Any) -> str:
+    return str(getattr(args.optim, "value", args.optim))

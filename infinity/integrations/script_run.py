@@ -1,0 +1,544 @@
+"""The state of a script under infinity: its swap config, the models that it loaded, and the offloaded models."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.access.pinning import agree
+from infinity.base.accelerator import current_device
+from infinity.checkpoint.adapters import is_peft_model
+from infinity.checkpoint.load import scratch_directory
+from infinity.config import PINS_MAX, MemoryConfig, SwapConfig
+from infinity.coordinator import registry
+from infinity.durable import rng
+from infinity.errors import ModelError, PeerError
+from infinity.integrations.checkpoint_folders import (
+    folders_of,
+    go_on,
+    keeps_generations,
+    name_vanished,
+    remove_empty,
+    remove_left,
+)
+from infinity.integrations.leftover_hint import say_what_is_left
+from infinity.integrations.memory_shares import Claim, Shares, naming_the_shares
+from infinity.integrations.quantization import Forms
+from infinity.integrations.saving import give_saving, take_saving
+from infinity.integrations.script_messages import say, say_that_nothing_was_offloaded
+from infinity.io.directory import parts_said
+from infinity.io.rank_paths import place_of
+from infinity.ranks.ranks import require_ranks_met
+from infinity.runtime.deferred_parameters import defer_in_memory, is_a_deferred, is_deferred, values_of
+from infinity.runtime.guards import Guard
+from infinity.runtime.offload import close, offload
+from infinity.runtime.reoffload import as_it_was, take_back
+from infinity.sizes import format_bytes
+from infinity.state.moments import OptimizerName
+
+logger = logging.getLogger(__name__)
+
+_COMPUTED_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """Facts about the training that are known before the model is offloaded.
+
+    Attributes:
+        accumulation_steps: backward passes before a step.
+        optimizer: the optimizer for whose states room is made.
+        moments: form of the optimizer's moments ("int8" if the script asks for an 8-bit optimizer).
+        folder: the checkpoint folder to resume from.
+        begin: function that offloads the model when `folder` is None: infinity.offload or infinity.resume.
+        pins: the number of checkpoint folders that exist at a time.
+        dtype: dtype that the weights are to have: the dtype in which the script computes.
+        device: device on which models compute; None: the current GPU, or the CPU if there is none.
+    """
+
+    accumulation_steps: int | None = None
+    optimizer: OptimizerName = "adamw"
+    moments: str | None = None
+    folder: Path | None = None
+    begin: Callable[..., Any] = offload
+    pins: int = 0
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+
+@dataclass
+class Run:
+    """The run of one script.
+
+    Attributes:
+        config: the swap config for all models of the script together.
+        reads_random_states: whether the library that resumes from a folder restores the random numbers in it.
+            accelerate and a Trainer do this. The numbers that the script draws before that, for the seeds of its
+            loaders, must be those that it drew in the original run.
+        wishes: facts about the training of the trained model.
+        references: models that are only evaluated.
+        trained: models that will be trained, even if they are evaluated first.
+        forms: forms of frozen weights, if the script asks for quantized ones.
+    """
+
+    config: SwapConfig
+    reads_random_states: bool = False
+    wishes: Wishes = field(default_factory=Wishes)
+    references: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    trained: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    forms: Forms = field(default_factory=Forms)
+    _loaded: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    _evaluated: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    _folders: weakref.WeakKeyDictionary[nn.Module, Path] = field(default_factory=weakref.WeakKeyDictionary)
+    _offloaded: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    _names: list[str] = field(default_factory=list)
+    _stores: list[tuple[weakref.ref[nn.Module], str, list[Path]]] = field(default_factory=list)
+    _outer: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _parents: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    _holders: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    _narrowed: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
+    _scratch: ExitStack = field(default_factory=ExitStack)
+    _entered_before: int = field(default_factory=registry.entered)
+    _shares: Shares = field(init=False)
+    _absent: list[Path] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._shares = Shares(self.config)
+        self._absent = [path for each in self.config.nvme.paths if not (path := each.expanduser()).exists()]
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which models compute."""
+        return current_device() if self.wishes.device is None else self.wishes.device
+
+    def made_accelerator(self) -> None:
+        """Record that the script has an Accelerator."""
+        self.reads_random_states = True
+
+    def scratch(self) -> str:
+        """Return a new directory on the swap disk that is removed when the run ends."""
+        return self._scratch.enter_context(scratch_directory(self.config))
+
+    def wish(self, **known: Any) -> None:
+        """Add facts about the training. `known` has attributes of Wishes."""
+        self.wishes = replace(self.wishes, **known)
+
+    def computes_in(self, mixed_precision: Any) -> None:
+        """Set the dtype of the weights from accelerate's mixed_precision: "no", "bf16" or "fp16"."""
+        self.wish(dtype=_COMPUTED_IN.get(str(mixed_precision)))
+
+    # -- models -------------------------------------------------------------------------------------------------------
+
+    def loaded(self, model: nn.Module) -> None:
+        """Register a loaded model whose parameters are deferred. It is offloaded when it is first used."""
+        self._loaded.add(model)
+        self._await_use(model)
+
+    def _await_use(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(_FirstUse(self, model), prepend=True)
+
+    def copied(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
+        """Register the copy of a loaded model, or of the wrapper that a library put around it. Return the copy.
+
+        The facts known about the original apply to the copy.
+
+        Args:
+            model: the original.
+            memo: copy.deepcopy's memo of the objects copied so far.
+        """
+        copied: nn.Module | None = memo.get(id(model))
+        if copied is not None and model in self._loaded:
+            self._loaded.add(copied)
+            self.forms.copied(model, copied)
+        outer = None if (found := self._outer.get(model)) is None else found()
+        if copied is not None and id(outer) in memo:
+            self._outer[copied] = weakref.ref(memo[id(outer)])
+        return copied
+
+    def placed(self, parent: nn.Module, child: nn.Module | None) -> None:
+        """Record that a module became a part of another one."""
+        if child is not None and (child in self._loaded or child in self._holders):
+            self._holders.add(parent)
+            self._parents.setdefault(child, weakref.WeakSet()).add(parent)
+
+    def wrapped(self, inner: nn.Module, outer: nn.Module) -> None:
+        """Record that a library wrapped a model in a module. The wrapper is called from now on."""
+        if inner in self._loaded or inner in self._outer:
+            self._outer[inner] = weakref.ref(outer)
+            self._await_use(outer)
+
+    def outermost(self, model: nn.Module) -> nn.Module:
+        found = self._outer.get(model)
+        outer = None if found is None else found()
+        return model if outer is None else self.outermost(outer)
+
+    def models_in(self, module: nn.Module) -> list[nn.Module]:
+        """Return the loaded models in a module, with their wrappers."""
+        inside = set(module.modules())
+        found = [self.outermost(each) for each in list(self._loaded) if each in inside]
+        return [each for each in dict.fromkeys(found) if each in inside]
+
+    def owner_of(self, parameters: Iterable[Any]) -> nn.Module | None:
+        """Return the module that owns these parameters.
+
+        This is a loaded model with its wrappers, or the smallest module around one that has all of the parameters. An
+        example is a script's own model that contains a loaded one. If no module has all of the parameters, it is the
+        loaded model that has some.
+        """
+        wanted = {id(each) for each in parameters}
+        for model in list(self._loaded):
+            outer = self.outermost(model)
+            if not wanted.isdisjoint(map(id, outer.parameters())):
+                return self._around(outer, wanted) or outer
+        return None
+
+    def _around(self, module: nn.Module, wanted: set[int]) -> nn.Module | None:
+        if wanted.issubset(map(id, module.parameters())):
+            return module
+        found = [self._around(parent, wanted) for parent in self._parents.get(module, ())]
+        return next((each for each in found if each is not None), None)
+
+    # -- offloading ---------------------------------------------------------------------------------------------------
+
+    def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName | None = None) -> None:
+        """Offload a model, with states if it is trained, if it is not offloaded yet.
+
+        A model that has only been evaluated so far is offloaded again, with states.
+
+        Args:
+            model: the model to offload.
+            optimizer: the optimizer that is being made for it; it takes precedence over the earlier facts about the
+                model.
+
+        Raises:
+            InfinityError: as for infinity.offload and infinity.resume.
+        """
+        self.take_back(model)
+        if registry.is_offloaded(model):
+            return
+        inner = [each for each in model.modules() if registry.is_offloaded(each)]
+        if inner:
+            raise ModelError(
+                f"{type(model).__name__} was put around a model that was offloaded already, "
+                "because the model was used or has "
+                f"an optimizer. Make the {type(model).__name__} before the first forward pass, and one optimizer for "
+                "all of its parameters: one optimizer for each parameter, stepped by a hook in the "
+                "backward, would save no memory here."
+            )
+        trained = optimizer is not None or model in self.trained or model not in self.references
+        converted = self._convert(model)
+        if not trained:
+            model.requires_grad_(False)
+        self._offload(model, optimizer, trained=trained)
+        if trained:
+            self.trained.add(model)
+            coordinator = registry.coordinator_of(model)
+            self._narrowed += map(weakref.ref, converted)
+            narrowed = {id(each()) for each in self._narrowed}
+            found = [(each, place) for each, place in coordinator.places() if id(each) in narrowed]
+            coordinator.save_wide(
+                (place.spec.name for _, place in found if place.group.trainable),
+                {
+                    place.spec.name: partial(as_it_was, model, place.spec.name, each)
+                    for each, place in found
+                    if not place.group.trainable and place.group.codec is None
+                },
+            )
+
+    def ensure_evaluated(self, model: nn.Module) -> None:
+        """Offload a model without states. It is used without a graph, before it is known whether it will be trained."""
+        self._convert(model)
+        wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
+        try:
+            model.requires_grad_(False)
+            self._offload(model, None, trained=False)
+        finally:
+            for parameter, requires_grad in wanted.items():
+                parameter.requires_grad_(requires_grad)
+        self._evaluated.add(model)
+        if hasattr(type(model), "resize_token_embeddings"):
+            object.__setattr__(model, "resize_token_embeddings", _ResizeEvaluated(self, model))
+        self._await_use(model)  # registered before the offloaded model's hooks run
+
+    def take_back(self, model: nn.Module) -> None:
+        """Undo the offloading of models in this one that were only evaluated. They wait to be offloaded again."""
+        for each in model.modules():
+            if each in self._evaluated:
+                take_back(each)
+                self._evaluated.discard(each)
+                each.__dict__.pop("resize_token_embeddings", None)
+                take_saving(each)
+                self._offloaded = [one for one in self._offloaded if one() is not each]
+                self._stores = [one for one in self._stores if one[0]() is not each]
+
+    def goes_on(self, model: nn.Module, folder: Path) -> None:
+        """Record that this loaded model, and no other, is to be offloaded from a checkpoint folder."""
+        self._folders[model] = folder
+
+    def began_from(self, model: nn.Module) -> Path | None:
+        """Return the checkpoint folder from which this model was resumed, or will be when it is offloaded."""
+        found = next((self._folders[each] for each in model.modules() if each in self._folders), None)
+        return self.wishes.folder if found is None and not registry.is_offloaded(model) else found
+
+    def is_decided(self, model: nn.Module) -> bool:
+        """Return whether it is known that this model is trained, or that it is not."""
+        return model in self.trained or model in self.references or self.began_from(model) is not None
+
+    def is_evaluated(self, model: nn.Module) -> bool:
+        """Return whether a model is offloaded without states because it is not known yet whether it is trained."""
+        return model in self._evaluated
+
+    def _offload(self, model: nn.Module, optimizer: OptimizerName | None, *, trained: bool) -> None:
+        require_ranks_met()
+        if self._open():
+            gc.collect()  # a model that the script dropped may be kept by reference cycles, with its memory
+        mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
+        memory = self._shares.of(mine, waiting, open_models, self.device)
+        name = self._directory_name(trained=trained)
+        config = self._config_of(model, memory, name, trained=trained)
+        folder = self.began_from(model) if trained else None
+        how: dict[str, Any] = {"device": self.device, "optimizer": optimizer or self.wishes.optimizer}
+        with naming_the_shares(memory, waiting, open_models):
+            if trained:
+                how["accumulation_steps"] = self.wishes.accumulation_steps
+            if folder is not None:
+                drawn = rng.snapshot()
+                with values_of(model):  # the values are not read
+                    go_on(model, folder, config, **how)
+                if self.reads_random_states:
+                    rng.restore(drawn)
+                logger.warning(
+                    "infinity: the model resumes from %s, after step %d",
+                    folder,
+                    registry.coordinator_of(model).steps,
+                )
+                self.goes_on(model, folder)
+                self.wish(folder=None)  # no other model resumes from this folder
+            else:
+                (self.wishes.begin if trained else offload)(model, config, **how)
+        give_saving(model)
+        self._offloaded.append(weakref.ref(model))
+        self._names.append(name)
+        coordinator = registry.coordinator_of(model)
+        if paths := coordinator.directories:
+            self._stores.append((weakref.ref(model), coordinator.run, paths))
+        say(model, trained=trained)
+
+    def optimizer_made(self) -> None:
+        """Update the runs of the stores: a changed model is offloaded again before its optimizer is made, under a new
+        run.
+        """
+        for index, (found, _, paths) in enumerate(self._stores):
+            model = found()
+            if model is not None and registry.is_offloaded(model):
+                self._stores[index] = found, registry.coordinator_of(model).run, paths
+
+    def _convert(self, model: nn.Module) -> list[nn.Parameter]:
+        """Convert fp32 weights to the dtype to which autocast would convert them. Return the converted parameters.
+
+        The fp32 values are kept in the master.
+        """
+        dtype = self.wishes.dtype
+        if dtype is None or not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
+            return []
+        named = "bf16" if dtype == torch.bfloat16 else "fp16"
+        logger.warning(
+            "infinity: the weights are %s with an fp32 master, instead of fp32 with a %s copy made by autocast; "
+            "save_pretrained writes the masters in fp32, and state_dict() returns the %s weights",
+            named,
+            named,
+            named,
+        )
+        # PEFT's adapters, which are in fp32, keep it. A new head and resized embeddings do not.
+        adapted = is_deferred(model) and any(map(is_peft_model, model.modules()))
+        chosen = [
+            parameter
+            for parameter in model.parameters()
+            if parameter.dtype == torch.float32
+            and (is_a_deferred(parameter) or (parameter.requires_grad and not adapted))
+        ]
+        if not adapted:
+            defer_in_memory(model)  # keeps the fp32 values
+        for parameter in chosen:
+            parameter.data = parameter.to(dtype)
+        return chosen
+
+    def _config_of(self, model: nn.Module, memory: MemoryConfig, name: str, *, trained: bool) -> SwapConfig:
+        """Return the config of one model: its part of the memory, its own directory, and the settings that the script
+        asks for.
+
+        Args:
+            model: the model that is offloaded.
+            memory: its part of the memory.
+            name: of its directory below each of nvme.paths; "" for nvme.paths themselves.
+            trained: whether it has states.
+        """
+        changes: dict[str, Any] = {"memory": memory} | self.forms.changes(model, self.config)
+        if trained and self.wishes.moments is not None and self.config.moments == "fp32":
+            changes["moments"] = self.wishes.moments
+        if not trained:
+            changes |= {"commit_every": 0, "pins": 0}
+        elif self.config.commit_every and not self.config.pins:
+            changes["pins"] = min(self.wishes.pins, PINS_MAX)
+        if name:
+            paths = [path.expanduser() / name for path in self.config.nvme.paths]
+            for path in paths:
+                path.parent.mkdir(mode=0o700, exist_ok=True)
+            changes["nvme"] = self.config.nvme.model_copy(update={"paths": paths})
+        return self.config.model_copy(update=changes)
+
+    def _directory_name(self, *, trained: bool) -> str:
+        """Return the name of a model's directory: "" for the first trained model, which uses nvme.paths themselves."""
+        number = len(self._names) + 1  # a name is never used again
+        if not trained:
+            return f"reference-{number}"
+        return f"model-{number}" if "" in self._names else ""
+
+    def _claims(self, model: nn.Module) -> list[Claim]:
+        """Return the claims of the models that wait to be offloaded, except this one and those in it."""
+        waiting = [self.outermost(each) for each in self._loaded if is_deferred(each)]
+        mine = set(model.modules())
+        return [self._claim(each) for each in dict.fromkeys(waiting) if each not in mine]
+
+    def _claim(self, model: nn.Module) -> Claim:
+        return Claim(model, trained=not _frozen(model) and model not in self.references)
+
+    def _places(self) -> list[Path]:
+        """Return the first directory of each store of this script."""
+        return [path.expanduser() / name for name in self._names for path in self.config.nvme.paths[:1]]
+
+    def alive(self) -> list[nn.Module]:
+        """Return the offloaded models that still exist."""
+        found = (each() for each in self._offloaded)
+        return [model for model in found if model is not None and registry.is_offloaded(model)]
+
+    def _open(self) -> list[nn.Module]:
+        """Return the offloaded models that are not closed."""
+        return [model for model in self.alive() if not registry.coordinator_of(model).closed]
+
+    def close(self, *, failed: bool, stopped: bool = False, refused: bool = False) -> None:
+        """End the run, because the script is over.
+
+        After success all stores are removed, including those of models that were garbage-collected. Stores with
+        generations that checkpoint folders need are kept.
+
+        Args:
+            failed: the script failed.
+            stopped: it was stopped by Ctrl-C.
+            refused: it failed with an error of infinity.
+        """
+        with ExitStack() as ending:
+            ending.callback(remove_empty, self._absent)
+            ending.callback(self._scratch.close)
+            models = self.alive()
+            if not (refused or stopped) and registry.entered() == self._entered_before:
+                say_that_nothing_was_offloaded(failed=failed)
+            if stopped or (failed and models):
+                ending.callback(say_what_is_left, self._places(), stopped=stopped)
+            for model in models:
+                ending.callback(close if failed else _close_what_ended_well, model)
+            if not failed:
+                for _, run, paths in (each for each in self._stores if each[0]() is None):
+                    ending.callback(remove_left, paths, run)
+
+
+class _ResizeEvaluated(Guard):
+    """`resize_token_embeddings` of a model that was only evaluated: its offloading is undone first."""
+
+    def __init__(self, run: Run, model: nn.Module) -> None:
+        self._run = run
+        self._of = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._of()
+        self._run.take_back(model)
+        return type(model).resize_token_embeddings(model, *args, **kwargs)
+
+
+class _FirstUse:
+    """A hook that offloads a model before its first forward, if no optimizer was made for it before."""
+
+    def __init__(self, run: Run, model: nn.Module) -> None:
+        self._run = run
+        self._of = weakref.ref(model)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        model, run = self._run.outermost(module), self._run
+        if run.is_evaluated(model):
+            if not torch.is_grad_enabled() or _frozen(model):
+                return
+        elif registry.is_offloaded(model):
+            for number, hook in list(module._forward_pre_hooks.items()):
+                if hook is self:
+                    del module._forward_pre_hooks[number]  # the hook is not needed any more
+            return
+        elif not is_deferred(module):
+            return
+        before = set(module._forward_pre_hooks)
+        if run.is_decided(model) or torch.is_grad_enabled() or model.training:
+            run.ensure_offloaded(model)
+        else:
+            run.ensure_evaluated(model)
+        for number, hook in list(module._forward_pre_hooks.items()):
+            if number not in before:  # torch calls only the hooks that existed when the call began
+                hook(module, args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _FirstUse:
+        model = self._of()
+        copied = None if model is None else self._run.copied(model, memo)
+        return self if copied is None else _FirstUse(self._run, copied)
+
+
+def _close_what_ended_well(model: nn.Module) -> None:
+    coordinator = registry.coordinator_of(model)
+    if keeps_generations(model) and not coordinator.closed:
+        try:
+            agree(coordinator)
+        except PeerError as error:  # another rank has closed its model already; pins of this rank stay
+            logger.info("infinity: the ranks cannot compare their pins at the end: %s", error)
+    name_vanished(model)
+    folders = folders_of(model)
+    if folders and coordinator.world.leads:
+        store = coordinator.resources.require_store()
+        place = place_of(store.directories[0].path)
+        logger.warning(
+            "infinity: the store in %s, %s, is kept for the checkpoint folders that need it: %s. `infinity "
+            "checkpoint remove --pinned %s` removes the store when no run will resume from these folders",
+            place,
+            format_bytes(coordinator.world.size * store.nbytes),
+            ", ".join(map(str, folders)),
+            parts_said(place),
+        )
+    close(model, discard=not folders)
+
+
+def _frozen(model: nn.Module) -> bool:
+    return not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def parameters_in(params: Any) -> list[Any]:
+    """Return the parameters in the first argument of an optimizer.
+
+    The argument is a list of parameters, of (name, parameter), or of param groups. For any other argument the result is
+    empty.
+    """
+    found: list[Any] = []
+    for each in params if isinstance(params, list | tuple) else ():
+        inner = each.get("params", []) if isinstance(each, dict) else [each]
+        inner = [inner] if isinstance(inner, torch.Tensor) else inner
+        found += [one[1] if isinstance(one, tuple) and len(one) == 2 else one for one in inner]
+    return found

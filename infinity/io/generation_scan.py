@@ -1,0 +1,328 @@
+"""Search for an undamaged generation: every byte of it is read and compared with its checksums."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIOError
+from infinity.io.directory import HEADER_NAME, StoreDirectory
+from infinity.io.extent_reading import read_all
+from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, manifest_bytes, read_own
+from infinity.io.pins import Pin, digest_of, read_pins, said
+from infinity.io.store import Extent, SwapStore
+
+logger = logging.getLogger(__name__)
+
+Used = TypeVar("Used")
+
+Name = tuple[int, str]
+"""Name of a generation on all ranks: its step, and the life of the ranks that made it (Manifest.life)."""
+
+
+def name_of(manifest: Manifest) -> Name:
+    return manifest.step, manifest.life or ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Generation in one rank's store that a run may resume from.
+
+    Attributes:
+        name: name of the generation.
+        kept: whether the run keeps the generation; otherwise only checkpoint folders pin it.
+        path: path of its manifest.
+    """
+
+    name: Name
+    kept: bool
+    path: Path
+
+    @property
+    def step(self) -> int:
+        return self.name[0]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Piece of a generation that does not hold the bytes that were written there.
+
+    Attributes:
+        extent: the extent that the piece belongs to.
+        step: step of the generation.
+        path, offset, nbytes: bytes [offset, offset + nbytes) of the file `path`.
+        cause: the problem, in words.
+        error: the failure, if the piece could not be read.
+    """
+
+    extent: Extent | ExtentRecord
+    step: int
+    path: str
+    offset: int
+    nbytes: int
+    cause: str
+    error: SwapIOError | None = None
+
+    def __str__(self) -> str:
+        of = self.extent
+        return (
+            f"{of.state} of unit '{of.unit}' (group {of.group}), generation {self.step}: {self.path}, offset "
+            f"{self.offset}, {self.nbytes} bytes: {self.cause}"
+        )
+
+
+class _All:
+    """Container that contains everything."""
+
+    def __contains__(self, one: object) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Eligible:
+    """Generations that a run may resume from; by default, all that exist.
+
+    Attributes:
+        names: names of the generations.
+        folders: checkpoint folders whose pins count; other pins are dropped.
+        way: the generation to resume from; None for the newest, or for the one that a checkpoint folder names.
+    """
+
+    names: Container[Name] = _All()
+    folders: Container[str] = _All()
+    way: Way | None = None
+
+
+ANY = Eligible()
+
+
+def newest_whole(
+    store: SwapStore,
+    memory: memoryview,
+    step: int | None,
+    use: Callable[[Manifest, Path], tuple[Used, Sequence[Extent]]],
+    doing: str,
+    digest: str | None = None,
+    only: Way | None = None,
+) -> Used:
+    """Find an undamaged generation, and return the result of `use` for it. Every byte of the generation is read.
+
+    The generation is the newest one unless `step`, `digest` or `only` names another.
+
+    Args:
+        store: the store to search.
+        memory: 4 KiB-aligned buffer for reading.
+        step: take the generation of this step.
+        use: called with a manifest and its path. Returns its result and the extents to read, each in the copy that the
+            manifest names. Raises ResumeError for a manifest that it cannot use.
+        doing: "resume" or "export", for messages.
+        digest: take the pinned generation with this digest.
+        only: take this generation.
+
+    Raises:
+        ResumeError: all candidates are damaged, or there is none; the message names the problem of each.
+        SwapIOError: a part of a candidate cannot be read now. It may be undamaged: try again, or give `step`.
+    """
+    directory = store.directories[0]
+    problems: list[str] = []
+    candidates = _candidates(directory, store.run, step, digest) if only is None else [(only.step, only.path)]
+    for number, path in candidates:
+        try:
+            manifest = read_own(path, number, store.run)
+            _require_of(store, manifest)
+            _require_provable(store, manifest)
+            used, extents = use(manifest, path)
+            _require_undamaged(list(verify(store, extents, manifest, memory)))
+            return used
+        except ResumeError as error:
+            require_readable(error)
+            problems.append(f"generation {number} cannot be used: {error}")
+            logger.warning("%s", problems[-1])
+    wrong = "; ".join(problems) or "no generation was committed before the run ended: start it from the beginning"
+    wrong = "; ".join([wrong, *store.rebuilt])
+    raise ResumeError(f"nothing to {doing} in {directory.path}: {wrong}")
+
+
+def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: str | None) -> list[tuple[int, Path]]:
+    """Return the manifests to try, each with its step.
+
+    These are the kept ones, newest first, and then the pinned ones that are not newer; or the one that is asked for.
+
+    Raises:
+        ResumeError: the requested generation does not exist, or several match.
+    """
+    kept, pins, pinned = _there(directory, run)
+    if digest is not None:
+        if digest not in pinned:
+            raise ResumeError(
+                f"the generation of the checkpoint folder is not in {directory.path} any more: it was unpinned, or the "
+                f"run was removed. Generations pinned there: {said(pins) or 'none'}."
+            )
+        return [pinned[digest]]
+    if step is None:
+        return [*kept.items(), *_not_newer(kept, pinned)]
+    found = {name: path for name, (number, path) in pinned.items() if number == step}
+    if step in kept:
+        try:
+            found[digest_of(manifest_bytes(kept[step]))] = kept[step]
+        except ManifestError:
+            found = found or {"": kept[step]}  # a pinned generation of that step is probably the same one, undamaged
+    if not found:
+        there = ", ".join(map(str, kept)) or "none"
+        there += f"; pinned: {said(pins)}" if pins else ""
+        raise ResumeError(f"{directory.path} has no generation {step}; it has: {there}")
+    if len(found) > 1:
+        raise ResumeError(
+            f"{directory.path} has {len(found)} generations {step}, because a run was resumed from an earlier step and "
+            "reached "
+            f"step {step} again; pins: {said(pins)}. Choose one with folder=, or unpin those that are not needed."
+        )
+    return [(step, path) for path in found.values()]
+
+
+def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[Pin], dict[str, tuple[int, Path]]]:
+    """Return the manifests, pins and pinned generations in a store.
+
+    Returns:
+        The manifests of kept generations by step, newest first; the pins; and by digest the step and the manifest of
+        each pinned generation, newest first.
+    """
+    pins = read_pins(directory.path, run)
+    pinned = {pin.digest: (pin.step, directory.path / pin.manifest_name) for pin in pins}
+    newest_first = sorted(pinned.items(), key=lambda item: -item[1][0])
+    return directory.generations(), pins, {name: each for name, each in newest_first if each[1].exists()}
+
+
+def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]]) -> list[tuple[int, Path]]:
+    """Return the pinned generations to try when no kept one is usable: those not newer than the newest kept one."""
+    newest = max(kept, default=None)
+    return [each for each in pinned.values() if newest is None or each[0] <= newest]
+
+
+def ways(directory: StoreDirectory, run: str, step: int | None) -> list[Way]:
+    """Return the generations that a rank may resume from: all of its store, or those of `step`, each once.
+
+    A generation whose manifest is damaged is left out, with a warning.
+
+    Raises:
+        ResumeError: a manifest cannot be read now.
+    """
+    kept, _, pinned = _there(directory, run)
+    others = list(pinned.values()) if step is not None else _not_newer(kept, pinned)
+    found: dict[Name, Way] = {}
+    for is_kept, places in ((True, list(kept.items())), (False, others)):
+        for number, path in places:
+            if step not in (None, number):
+                continue
+            try:
+                name = name_of(read_own(path, number, run))
+                found.setdefault(name, Way(name, is_kept, path))
+            except ManifestError as error:
+                require_readable(error)
+                logger.warning("%s", error)
+    return list(found.values())
+
+
+def common(told: Sequence[Iterable[tuple[Name, bool]]]) -> list[Name]:
+    """Return the generations that all ranks have, in the order in which a run should try them.
+
+    First come those that all ranks keep, then the others, each group newest first.
+
+    Args:
+        told: for each rank, the generations that it has, each with whether the rank keeps it.
+    """
+    every = [dict(each) for each in told]
+    names = set.intersection(*(set(each) for each in every))
+    return sorted(names, key=lambda name: (all(each[name] for each in every), name[0]), reverse=True)
+
+
+def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
+    """Raise ResumeError if a step was requested and the ranks have several generations of it."""
+    if step is not None and len(names) > 1:
+        raise ResumeError(
+            f"{place} has {len(names)} generations {step}, because a run was resumed from an earlier step and reached "
+            f"step {step} again. "
+            "Choose one with folder=, or unpin those that are not needed."
+        )
+
+
+def require_readable(error: ResumeError) -> None:
+    """Raise ResumeError if the error says that an existing manifest cannot be read now.
+
+    Its generation may be undamaged, so the generation must not be given up.
+    """
+    if isinstance(error, ManifestError) and isinstance(error.__cause__, OSError):
+        if isinstance(error, DamagedFileError):
+            return  # the file is gone
+        raise ResumeError(
+            f"{error}. Try again; if that does not help, remove the file to resume without that generation."
+        ) from error
+
+
+def _require_of(store: SwapStore, manifest: Manifest) -> None:
+    """Raise ManifestError if a manifest and the headers describe the store differently."""
+    mine, its = (
+        each and each.model_copy(update={"created": "", "members": []}) for each in (store.record, manifest.store)
+    )
+    if its is not None and its != mine:
+        path = store.directories[0].generation_path(manifest.step)
+        raise ManifestError(path, f"describes the store's size or stripes differently than {HEADER_NAME}")
+
+
+def _require_provable(store: SwapStore, manifest: Manifest) -> None:
+    """Raise ResumeError if a header was rebuilt and no checksums can show that the swap files belong to the run."""
+    if store.proven or (manifest.sums is not None and store.checksums):
+        return
+    if manifest.sums is None:
+        todo = "the generation was made without checksums (nvme.checksums: false). Put back the header, or start over"
+    else:
+        todo = "the generation has checksums, and nvme.checksums is false: set nvme.checksums: true"
+    raise ResumeError(f"a header is damaged, so only checksums can show that the swap files belong to the run; {todo}")
+
+
+def _require_undamaged(damage: Sequence[Damage]) -> None:
+    """Raise ResumeError that names the damage, or the SwapIOError of a part that could not be read."""
+    for each in damage:
+        if each.error is not None:
+            raise each.error
+    if damage:
+        more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
+        raise ResumeError("; ".join(map(str, damage[:3])) + more)
+
+
+def verify(store: SwapStore, extents: Sequence[Extent], manifest: Manifest, memory: memoryview) -> Iterator[Damage]:
+    """Read all of a generation and yield each damaged piece.
+
+    Without checksums, only pieces that cannot be read are found.
+
+    Args:
+        store: the store of the generation.
+        extents: extents of the manifest, each in the copy that the manifest names.
+        manifest: manifest of the generation.
+        memory: 4 KiB-aligned buffer; several pieces are read into it at the same time.
+    """
+    for extent, sums, error in zip(extents, manifest.sums_by_extent(), read_all(store, extents, memory), strict=True):
+        if error is not None:
+            cause = f"cannot be read: {error.cause}"
+            yield Damage(extent, manifest.step, error.path, error.offset, error.nbytes, cause, error)
+            continue
+        found = store.file.block_sums(extent.offset, extent.nbytes)
+        if sums is None or not found or found == sums:
+            continue
+        for at in range(0, len(sums), SUM_BYTES):
+            if found[at : at + SUM_BYTES] != sums[at : at + SUM_BYTES]:
+                start = at // SUM_BYTES * SUM_BLOCK_BYTES
+                nbytes = min(SUM_BLOCK_BYTES, extent.nbytes - start)
+                path, offset = store.file.locate(extent.offset + start)
+                cause = "does not have the checksum of the data that was written"
+                yield Damage(extent, manifest.step, path, offset, nbytes, cause)
+
+
+def extents_of(manifest: Manifest) -> list[Extent]:
+    """Return the extents of a manifest, each with only the copy that the manifest names."""
+    return [
+        Extent(record.unit, record.group, record.state, (record.offset,), record.nbytes) for record in manifest.extents
+    ]

@@ -1,0 +1,228 @@
+"""Bytes that a step is expected to move over each link, including the savings from slots.
+
+The forecast (plan/nvme_traffic.py) assumes that no slot outlives a pass and that each weight is used once in each
+direction. If no weight is used more often, as tied ones are, the forecast is an upper bound. Here slots are counted as
+the units use them (units/fetcher.py). Units are prefetched as far as there is room, each into one piece of it. The unit
+with the farthest next use is evicted first. So
+
+* the last units of the forward are still on the device when the backward begins;
+* the first units are still on the device when the next pass begins, unless an update made their slots void;
+* a speculative update begins while its unit is still on the device, and needs no weights from the store.
+
+Effects of timing are not counted. With few slots, some units are evicted before their updates begin. A unit whose
+update is still being written stays on the device instead of another unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from infinity.plan.budgets import Budgets
+from infinity.plan.nvme_traffic import gradient_traffic, traffic
+from infinity.plan.placement import Placement
+from infinity.plan.plan_input import Problem, UnitBytes
+from infinity.plan.policy import long_from_top, unusual_from_top, worth_speculating
+from infinity.plan.slot_simulator import Fetched, Walk, in_order
+from infinity.plan.speculation_memory import may_speculate
+from infinity.state.discover import HookSite
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that one step moves; with several ranks, those of one rank.
+
+    Attributes:
+        weights: weights read from NVMe for forward and backward.
+        states: weights and optimizer states read from NVMe by updates.
+        gradients: gradients that spill: as many bytes are written as are read.
+        written: weights and optimizer states that are written.
+        commit_share: states in RAM that a commit writes, divided by the steps between commits.
+        up, down: bytes to the device, and gradients from it; 0 if it has no memory of its own.
+        gathered: weights from the other ranks.
+        exchanged: gradients from the other ranks, of one micro-batch of each pass.
+        decoded: bytes of slots that encoded weights were decoded into.
+    """
+
+    weights: int
+    states: int
+    gradients: int
+    written: int
+    commit_share: int
+    up: int
+    down: int
+    gathered: int
+    exchanged: int
+    decoded: int
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from NVMe."""
+        return self.weights + self.states + self.gradients
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to NVMe."""
+        return self.gradients + self.written + self.commit_share
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Uses of a unit's weights in one step; means, if steps differ.
+
+    Attributes:
+        forwards, backwards: number of fetches for forward and backward passes.
+        update: 1 if the unit's update must read its weights, 0 if not.
+    """
+
+    forwards: float
+    backwards: float
+    update: float
+
+    @property
+    def fetches(self) -> float:
+        return self.forwards + self.backwards
+
+
+def expected(
+    problem: Problem,
+    placement: Placement,
+    budgets: Budgets,
+    sites: Sequence[HookSite] = (),
+    *,
+    clips: bool = False,
+) -> Moved:
+    """Count the bytes that a step moves once the run is under way.
+
+    Args:
+        problem: the input of the planner.
+        placement: where states rest.
+        budgets: the memory for moving states.
+        sites: the units that each module needs, in the order of the forward; none: every unit has a module of its own.
+        clips: whether gradients are clipped in most steps, so that updates do not speculate if the config leaves it
+            open.
+    """
+    in_ram = placement.weights.in_ram
+    counted = traffic(problem, in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
+    uses = uses_of(problem, placement, budgets, sites, clips=clips)
+    gradients = down = exchanged = 0
+    weights = states = up = gathered = decoded = 0.0  # means, if steps differ
+    ranks = max(problem.limits.shares, 1)
+    for unit in problem.units:
+        used = uses[unit.index]
+        again = _from_copies(problem, unit, used)
+        fetches = used.fetches - again
+        if unit.index not in in_ram:
+            weights += fetches * unit.weight
+            states += used.update * unit.trained_weight
+        if unit.index not in placement.optimizer.in_ram:
+            states += unit.state
+        if unit.index not in placement.gradients.in_ram:
+            gradients += gradient_traffic(problem, unit)
+        gathered += fetches * (ranks - 1) * unit.whole.weight_bytes / ranks
+        exchanged += problem.passes * (ranks - 1) * unit.gradient_native
+        decoded += used.fetches * _decoded_bytes(unit)
+        if not problem.limits.in_place:
+            up += fetches * unit.weight + again * unit.whole.weight_bytes
+            down += problem.passes * (unit.gradient_fp32 if budgets.ring.adds_up else unit.gradient_native)
+    return Moved(
+        weights=round(weights),
+        states=round(states),
+        gradients=gradients,
+        written=counted.written_bytes - gradients,
+        commit_share=counted.commit_share_bytes,
+        up=round(up),
+        down=down,
+        gathered=round(gathered),
+        exchanged=exchanged,
+        decoded=round(decoded),
+    )
+
+
+def _from_copies(problem: Problem, unit: UnitBytes, used: Uses) -> float:
+    """Return how many fetches of a unit are served by the copies that the ranks keep (sharded/slots.py).
+
+    These are all but the first fetch after an update.
+    """
+    if not problem.secondary_bytes or unit.unit.stays:
+        return 0
+    return max(used.fetches - 1, 0) if unit.trained_weight else used.fetches
+
+
+def _decoded_bytes(unit: UnitBytes) -> int:
+    return sum(group.group.weight_bytes for group in unit.groups if group.group.codec is not None)
+
+
+def uses_of(
+    problem: Problem, placement: Placement, budgets: Budgets, sites: Sequence[HookSite], *, clips: bool
+) -> dict[int, Uses]:
+    """Return the uses of each unit, by index. Steps are simulated, visit by visit, until two steps are alike."""
+    limits = problem.limits
+    slotted = [unit for unit in problem.units if _takes_slot(problem, placement, unit)]
+    speculating = speculates(problem, placement, clips=clips)
+    # A slot on a device, or one that several ranks fill together, is of no use after an update.
+    in_place = limits.in_place and not limits.shares
+    # The same holds for encoded weights in RAM, whose slot is a copy.
+    copied = {unit.index for unit in slotted if unit.encoded and unit.index in placement.weights.in_ram}
+    stale = speculating | copied if in_place else {unit.index for unit in slotted}
+    void = {unit.index for unit in slotted if unit.trained_weight and unit.index in stale}
+    visited = _visited(problem, slotted, sites, budgets.slot_bytes, void)
+    reads_slot = in_place or (budgets.copies_bytes > 0 and not limits.shares)
+    found = {}
+    for unit in problem.units:
+        counted = visited.get(unit.index, Fetched())
+        there = (1 if unit.index in speculating else counted.at_end) if reads_slot else 0
+        reads = 1 - there if unit in slotted and unit.trained_weight else 0
+        found[unit.index] = Uses(counted.forwards, counted.backwards, update=reads)
+    return found
+
+
+def _visited(
+    problem: Problem,
+    slotted: Sequence[UnitBytes],
+    sites: Sequence[HookSite],
+    slot_bytes: int,
+    void: Collection[int],
+) -> dict[int, Fetched]:
+    """Return the fetches of a step. The update of a `void` unit leaves the unit's slot without its weights."""
+    staying = [unit for unit in slotted if unit.unit.stays]
+    sizes = {unit.index: unit.whole.weight_bytes for unit in slotted if not unit.unit.stays}
+    trained = {unit.index for unit in slotted if unit.trained_weight}
+    room = slot_bytes - sum(unit.whole.weight_bytes for unit in staying)
+    order = in_order(list(sizes), sites)
+    first = next((at for at, index in enumerate(order) if index in trained), len(order))
+    visits = [(index, True) for index in order] + [(index, False) for index in reversed(order[first:])]
+    walk = Walk(visits * problem.passes, sizes, room, _from_top(problem, sizes.values(), slot_bytes))
+    once = {unit.index: Fetched(int(unit.index in void), 0, at_end=1) for unit in staying}
+    return walk.steady(void) | once
+
+
+def _from_top(problem: Problem, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
+    """Return the test for slots that come from the top of the room, by their bytes (tiers/slots.py)."""
+    if problem.limits.shares:
+        return None
+    return long_from_top(slot_bytes) if problem.limits.in_place else unusual_from_top(sizes)
+
+
+def _takes_slot(problem: Problem, placement: Placement, unit: UnitBytes) -> bool:
+    at_home = problem.limits.used_at_home and unit.index in placement.weights.in_ram
+    return unit.whole.weight_bytes > 0 and not (at_home and not unit.encoded)
+
+
+def speculates(problem: Problem, placement: Placement, *, clips: bool) -> frozenset[int]:
+    """Return the units whose updates begin during the backward pass.
+
+    All steps decide as they are expected to, or, with `clips`, all steps clip.
+    """
+    updates = placement.updates
+    if not worth_speculating(updates.overlap, wrong=float(clips)):
+        return frozenset()
+    moved = frozenset(
+        unit.index
+        for unit in problem.units
+        if unit.state
+        and unit.index not in placement.optimizer.in_ram
+        and may_speculate(unit, placement.weights.in_ram, placement.gradients.in_ram)
+        and (placement.commit_every == 1 or unit.index in updates.spare_units)
+    )
+    return moved | updates.in_ram

@@ -1,0 +1,64 @@
+"""Bytes that a step moves between memory and NVMe, for a placement. The forecast and the choice of a placement use the
+same count."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from infinity.plan.plan_input import Problem, UnitBytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """NVMe bytes while no slot outlives a pass.
+
+    This is the count of design §4, with one more read of the weights if the update is a phase of its own.
+
+    Attributes:
+        read_bytes, written_bytes: bytes of one step, without commits.
+        commit_bytes: bytes of the states in RAM, which a commit writes; 0 if there are no commits.
+        commit_share_bytes: commit_bytes divided by the steps between commits.
+    """
+
+    read_bytes: int
+    written_bytes: int
+    commit_bytes: int
+    commit_share_bytes: int
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes in both directions, with the share of a commit."""
+        return self.read_bytes + self.written_bytes + self.commit_share_bytes
+
+
+def traffic(
+    problem: Problem, weights_in_ram: Collection[int], states_in_ram: Collection[int], gradients_in_ram: Collection[int]
+) -> Traffic:
+    """Count the bytes that a step moves. The collections are indices of the units that have these states in RAM."""
+    passes, read, written, committed = problem.passes, 0, 0, 0
+    for unit in problem.units:
+        if unit.index in weights_in_ram:
+            committed += unit.trained_weight
+        else:
+            read += 2 * passes * unit.weight + unit.trained_weight
+            written += unit.trained_weight
+        if unit.index in states_in_ram:
+            committed += unit.state
+        else:
+            read += unit.state
+            written += unit.state
+        if unit.index not in gradients_in_ram:
+            moved = gradient_traffic(problem, unit)
+            read += moved
+            written += moved
+    committed = committed if problem.commit_every else 0
+    return Traffic(read, written, committed, committed // max(problem.commit_every, 1))
+
+
+def gradient_traffic(problem: Problem, unit: UnitBytes) -> int:
+    """Return the bytes that a unit's gradients, which spill, move in one step, in each direction."""
+    # The first of several gradients comes from a device as autograd gives it; on the CPU it is in fp32 as the others.
+    widens = not (problem.passes > 1 or problem.config.vertical) or not problem.limits.in_place
+    first = unit.gradient_native if widens else unit.gradient_fp32
+    return first + (problem.passes - 1) * unit.gradient_fp32

@@ -1,0 +1,153 @@
+"""A step, visit by visit: the units that are fetched during the step, and those that have a slot at its end.
+
+This repeats units/fetcher.py, without its clock and with the same policy. At each visit the unit in use is fetched, and
+then the units that are used next, as far as there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from infinity.io.arena import Lease, Space
+from infinity.plan.policy import to_prefetch, victims
+from infinity.plan.visit_trace import Trace
+from infinity.state.discover import HookSite
+
+_STEPS_MAX = 16
+"""Most steps until a step is like the one before; if none is, the mean of the last half counts."""
+
+
+@dataclass
+class Fetched:
+    """Fetches of one unit in one step.
+
+    Attributes:
+        forwards, backwards: number of fetches for forward and backward passes.
+        at_end: 1 if the unit has a slot when the step's last pass is over, 0 if not; a mean, if steps differ.
+    """
+
+    forwards: float = 0
+    backwards: float = 0
+    at_end: float = 0
+
+
+def in_order(units: Sequence[int], sites: Sequence[HookSite]) -> list[int]:
+    """Return these units in the order in which a forward needs them; those with tied weights as often as needed.
+
+    Args:
+        units: indices of the units.
+        sites: the units that each module needs, in the order of the forward.
+    """
+    wanted = {*units}
+    needed = [index for site in sites for index in site.units if index in wanted]
+    visits = [*needed, *sorted(wanted - {*needed})]
+    return [index for at, index in enumerate(visits) if at == 0 or visits[at - 1] != index]
+
+
+class Walk:
+    """Simulation of steps that have the same visits.
+
+    Args:
+        visits: (unit, whether the visit is one of a forward), in order.
+        sizes: bytes of each unit's slot.
+        room: bytes of all slots together.
+        from_top: test for slots that come from the top of the room, by their bytes. Each slot is one piece of the room:
+            a large unit may find enough room in total, and no piece that is long enough. None: only bytes are counted,
+            as several ranks do.
+    """
+
+    def __init__(
+        self,
+        visits: Sequence[tuple[int, bool]],
+        sizes: Mapping[int, int],
+        room: int,
+        from_top: Callable[[int], bool] | None,
+    ) -> None:
+        self._visits = [visit for at, visit in enumerate(visits) if at == 0 or visits[at - 1][0] != visit[0]]
+        self._sizes = sizes
+        self._room = room
+        self._trace = Trace([index for index, _ in self._visits])
+        self._slots = _Slots(room, from_top)
+        self._fetched: dict[int, Fetched] = {}
+
+    def steady(self, void: Collection[int]) -> dict[int, Fetched]:
+        """Return the fetches of a step that is like the one before. Slots of `void` units end with each step."""
+        steps: list[dict[int, Fetched]] = []
+        while len(steps) < _STEPS_MAX:
+            fetched = self._step()
+            for index in [each for each in self._slots.there if each in void]:
+                self._slots.leave(index)
+            if steps and fetched == steps[-1]:
+                return fetched
+            steps.append(fetched)
+        return {index: _mean([step[index] for step in steps[_STEPS_MAX // 2 :]]) for index in self._sizes}
+
+    def _step(self) -> dict[int, Fetched]:
+        self._fetched = {index: Fetched() for index in self._sizes}
+        for at, (index, forward) in enumerate(self._visits):
+            self._trace.visit(index)
+            if index not in self._slots.there:
+                self._fetch(index, forward=forward, distance=None)
+            self._fetch_ahead(at, index)
+        self._trace.close()
+        for index in self._slots.there:
+            self._fetched[index].at_end = 1
+        return self._fetched
+
+    def _fetch_ahead(self, at: int, used: int) -> None:
+        there = self._slots.there
+        if len(there) == len(self._sizes):
+            return
+        upcoming = to_prefetch(
+            self._trace, self._sizes.__getitem__, self._room, [used], lambda index: index not in there
+        )
+        for distance, index in upcoming:
+            if not self._fetch(index, forward=self._visits[at + 1 + distance][1], distance=distance):
+                return
+
+    def _fetch(self, index: int, *, forward: bool, distance: int | None) -> bool:
+        """Fetch a unit, and evict units that are used later than `distance` visits from now (any unit, if None)."""
+        slots = self._slots
+        while not slots.try_enter(index, self._sizes[index]):
+            victim = next(victims(slots.there, self._trace, distance), None)
+            if victim is None:
+                return False
+            slots.leave(victim)
+        fetched = self._fetched[index]
+        fetched.forwards += forward
+        fetched.backwards += not forward
+        return True
+
+
+def _mean(each: Sequence[Fetched]) -> Fetched:
+    totals = (sum(getattr(one, name) for one in each) for name in ("forwards", "backwards", "at_end"))
+    return Fetched(*(total / len(each) for total in totals))
+
+
+class _Slots:
+    """The memory that units are fetched into, with the arguments of Walk. `there` are the units that have a slot."""
+
+    def __init__(self, nbytes: int, from_top: Callable[[int], bool] | None) -> None:
+        self._space = None if from_top is None else Space(None, 0, nbytes)
+        self._from_top = from_top
+        self._free = nbytes
+        self.there: dict[int, tuple[int, Lease | None]] = {}
+
+    def try_enter(self, index: int, nbytes: int) -> bool:
+        if nbytes > self._free:
+            return False
+        lease = None
+        if self._space is not None and self._from_top is not None:
+            lease = self._space.try_lease(nbytes, from_top=self._from_top(nbytes))
+            if lease is None:
+                return False
+        self._free -= nbytes
+        self.there[index] = nbytes, lease
+        return True
+
+    def leave(self, index: int) -> None:
+        nbytes, lease = self.there.pop(index)
+        self._free += nbytes
+        if lease is not None:
+            lease.release()

@@ -1,0 +1,237 @@
+"""Memory for speculative updates: a second copy of states on NVMe, a shadow for the new values of states in RAM. Also
+the memory to read ahead for updates that do not speculate.
+
+If every step makes a generation, each state has a second copy anyway. If generations are not kept, second copies are
+reserved as far as the disks reach. Those of the model's last units come first, because their gradients come first.
+
+[Note: speculation in RAM]
+An update whose states rest in RAM has no transfers to hide. It hides its computation behind the backward pass, at the
+cost of memory for all that it changes. This is worthwhile if another processor computes the backward pass. If the model
+computes in host memory, the two use the same cores; such updates then speculate only if the config asks for
+during_backward. Their shadows get memory that nothing else wants: states that could go to NVMe gain more from RAM, and
+shadows never push them out of it. If this memory is short, the units that get some are spread evenly over the model
+(`spread_out`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from infinity.plan import policy
+from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
+from infinity.plan.plan_input import Problem, UnitBytes, as_far_as
+from infinity.sizes import PAGE_BYTES, format_bytes, round_up
+
+_SHADOW_SHARE = 0.5  # of the weights, if states would be cached in the rest
+_AHEAD_SHARE = 1 / 2  # of the states: the rest streams in while these are updated and written
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Memory that is reserved for speculative updates.
+
+    Attributes:
+        shadow_bytes: host memory for new weights, and for new states of units whose states rest in RAM.
+        host_bytes: host memory in total: the shadows, and the checksums of second copies.
+    """
+
+    updates: UpdateTiming
+    shadow_bytes: int = 0
+    host_bytes: int = 0
+
+
+def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room: int) -> Reserved:
+    """Reserve the memory and the second copies that speculative updates need.
+
+    Updates of units whose gradients spill do not speculate: they would wait until the gradients have gone to the store
+    and back.
+
+    Args:
+        problem: the input of the planner.
+        placed: where weights and states rest.
+        gradients: where gradients wait.
+        room: bytes of host memory that nothing else wants.
+    """
+    config = problem.config
+    if not policy.worth_speculating(config.overlap, wrong=0):
+        return Reserved(UpdateTiming(config.overlap))
+    moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
+    if not moved:
+        return _none("the gradients spill to NVMe" if _moved(problem, placed) else "the states are in RAM")
+    moved = [unit for unit in moved if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
+    if not moved:
+        return _none("weights are in RAM together with frozen weights")
+    reason, spare, checksums = "", frozenset[int](), 0
+    if problem.commit_every == 0:
+        copies = {unit.index: _copy_bytes(unit, placed) for unit in reversed(moved)}
+        swap = problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes
+        spare = as_far_as(copies.items(), _reach(problem, swap, room))
+        checksums = problem.checksum_bytes(sum(copies[index] for index in spare))
+        room -= checksums
+        if len(spare) < len(moved):
+            reason = f"speculative updates of all units would need {format_bytes(sum(copies.values()))} more on disk"
+    elif problem.commit_every > 1:
+        reason = f"commit_every: {problem.commit_every} leaves a free copy only in the step after each commit"
+    able = [unit for unit in moved if problem.commit_every or unit.index in spare]
+    in_ram = [unit.weight for unit in able if unit.index in placed.weights.in_ram]
+    shadow = min(sum(in_ram), room // PAGE_BYTES * PAGE_BYTES)
+    if not able or (len(in_ram) == len(able) and shadow < min(in_ram)):
+        return _none(reason or f"speculative updates need {format_bytes(min(in_ram, default=0))} more of memory.host")
+    return Reserved(UpdateTiming(config.overlap, reason, spare), shadow, shadow + checksums)
+
+
+def reserve_in_ram(
+    problem: Problem, placed: Placed, gradients: GradientPlacement, before: Reserved, room: int
+) -> Reserved:
+    """Reserve memory and second copies for units whose states rest in RAM ([Note: speculation in RAM]).
+
+    Args:
+        problem: the input of the planner.
+        placed: where weights and states rest.
+        gradients: where gradients wait.
+        before: the memory that is reserved already.
+        room: bytes of host memory that nothing else wants.
+    """
+    config = problem.config
+    resting = _resting(problem, placed, gradients)
+    if not resting:
+        return before
+    copies = {unit.index: 0 if problem.commit_every else _copy_bytes(unit, placed) for unit in resting}
+    shadows = {unit.index: _shadow_bytes(unit, placed) for unit in resting}
+    costs = [(index, shadows[index] + problem.checksum_bytes(copies[index])) for index in shadows]
+    fits = spread_out(costs, room)
+    missing = {index: copies[index] for index in shadows if index in fits and copies[index]}
+    spare = as_far_as(missing.items(), _reach(problem, _swap_bytes(problem, placed, gradients, before), room))
+    able = fits - missing.keys() | spare
+    reason = before.updates.reason if _moved(problem, placed) else ""
+    if len(fits) < len(resting):
+        reason = f"speculative updates of all units would need {format_bytes(sum(shadows.values()) - room)} more of RAM"
+    elif len(able) < len(resting):
+        reason = f"speculative updates of all units would need {format_bytes(sum(copies.values()))} more on disk"
+    if not able:
+        return replace(before, updates=replace(before.updates, reason=reason))
+    shadow = sum(shadows[index] for index in able)
+    host = shadow + problem.checksum_bytes(sum(copies[index] for index in able))
+    updates = UpdateTiming(config.overlap, reason, before.updates.spare_units | spare, able)
+    return Reserved(updates, before.shadow_bytes + shadow, before.host_bytes + host)
+
+
+def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
+    """Choose as many of (index, bytes) as fit `room`, spread evenly over the model.
+
+    Then the processor has work during the whole backward. The units that it updates after the step are between units
+    that the next forward finds ready.
+
+    Args:
+        costs: in the order of the model, or its reverse.
+        room: bytes for the chosen ones together.
+    """
+    total = sum(nbytes for _, nbytes in costs)
+    chosen, share, due = set[int](), min(room / total, 1.0) if total else 0.0, 0.0
+    for index, nbytes in costs:
+        due += share * nbytes
+        if nbytes <= room and due >= nbytes / 2:
+            chosen.add(index)
+            room, due = room - nbytes, due - nbytes
+    return frozenset(chosen) | as_far_as(((index, nbytes) for index, nbytes in costs if index not in chosen), room)
+
+
+def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> list[UnitBytes]:
+    """Return the units whose states rest in RAM and whose updates are to speculate, the last of the model first."""
+    overlap, limits = problem.config.overlap, problem.limits
+    if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
+        return []
+    resting = [unit for unit in problem.units if unit.state and unit.index in placed.optimizer.in_ram]
+    return [unit for unit in reversed(resting) if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
+
+
+def wanted_in_ram(problem: Problem, placed: Placed, gradients: GradientPlacement) -> int:
+    """Return the bytes of shadows with which all updates of states in RAM could speculate."""
+    return sum(_shadow_bytes(unit, placed) for unit in _resting(problem, placed, gradients))
+
+
+def may_speculate(unit: UnitBytes, weights_in_ram: Collection[int], gradients_in_ram: Collection[int]) -> bool:
+    """Return the policy's answer for a placement."""
+    return policy.may_speculate(
+        trained_whole=unit.unit.trained_whole,
+        weights_in_ram=unit.index in weights_in_ram,
+        gradients_in_ram=unit.index in gradients_in_ram,
+    )
+
+
+def _none(reason: str) -> Reserved:
+    return Reserved(UpdateTiming("before_forward", reason))
+
+
+def _copy_bytes(unit: UnitBytes, placed: Placed) -> int:
+    """Return the bytes of a second copy of everything that a unit's update changes in the swap file."""
+    state = 0 if unit.index in placed.optimizer.in_ram else unit.state
+    return state + (0 if unit.index in placed.weights.in_ram else unit.trained_weight)
+
+
+def _shadow_bytes(unit: UnitBytes, placed: Placed) -> int:
+    """Return the bytes of the shadow of a unit whose states rest in RAM."""
+    return unit.state + (unit.weight if unit.index in placed.weights.in_ram else 0)
+
+
+def _swap_bytes(problem: Problem, placed: Placed, gradients: GradientPlacement, reserved: Reserved) -> int:
+    """Return the bytes of the swap file, with the second copies that are reserved."""
+    spare = sum(_copy_bytes(unit, placed) for unit in problem.units if unit.index in reserved.updates.spare_units)
+    return problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes + spare
+
+
+def _reach(problem: Problem, swap_bytes: int, room: int) -> int:
+    """Return by how much a swap file can grow on the disks, with its checksums in `room` bytes of RAM."""
+    free = problem.disks.room_bytes - swap_bytes
+    per_byte = problem.checksum_bytes(1 << 30) / (1 << 30)
+    return min(free, int(room / per_byte)) if per_byte else free
+
+
+def shadow_wanted(problem: Problem, placed: Placed) -> int:
+    """Return the host memory for shadows that takes precedence over caching more states; 0 if they do not compete."""
+    config = problem.config
+    if not policy.worth_speculating(config.overlap, wrong=0):
+        return 0
+    if config.optimizer != "auto" or placed.optimizer.tier != "nvme":
+        return 0
+    moved = [unit for unit in _moved(problem, placed) if may_speculate(unit, placed.weights.in_ram, problem.trained)]
+    weights = [unit.weight for unit in moved if unit.index in placed.weights.in_ram]
+    return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
+
+
+def ahead_bytes(problem: Problem, placed: Placed, tile_bytes: int, room: int, shadow_bytes: int) -> int:
+    """Return the bytes of staging, in whole tiles, for states that are read ahead.
+
+    Args:
+        problem: the input of the planner.
+        placed: where weights and states rest.
+        tile_bytes: bytes of a tile.
+        room: bytes of host memory that nothing else wants.
+        shadow_bytes: bytes of shadows, which are lent to the staging while updates do not speculate.
+    """
+    if problem.config.overlap == "off":
+        return 0
+    wanted = int(sum(unit.state for unit in _moved(problem, placed)) * _AHEAD_SHARE)
+    wanted -= _lent_bytes(problem, placed, tile_bytes, shadow_bytes)
+    return max(min(room, wanted), 0) // tile_bytes * tile_bytes
+
+
+def _lent_bytes(problem: Problem, placed: Placed, tile_bytes: int, shadow_bytes: int) -> int:
+    """Return the bytes of tiles that the shadows have room for.
+
+    Shadows are lent unit by unit, so only the whole tiles of each unit count. A unit whose weights are smaller than a
+    tile lends nothing.
+    """
+    lent = 0
+    for unit in problem.units:
+        lends = unit.index in placed.weights.in_ram and unit.unit.trained_whole
+        if lends and unit.weight <= shadow_bytes:
+            shadow_bytes -= unit.weight
+            lent += unit.weight // tile_bytes * tile_bytes
+    return lent
+
+
+def _moved(problem: Problem, placed: Placed) -> list[UnitBytes]:
+    """Return the units whose states come from NVMe."""
+    return [unit for unit in problem.units if unit.state and unit.index not in placed.optimizer.in_ram]

@@ -1,0 +1,143 @@
+"""Hooks on torch.utils.checkpoint, so that recomputation in a backward pass keeps no slot occupied.
+
+[Note: recomputed weights]
+A checkpoint around several blocks recomputes all of them before the backward of the last one. The pair of hooks around
+the forward (saved_tensors.py) does not see the recomputation: the pair was popped when the forward ended. So views of
+every block's slot would be kept,
+
+    non-reentrant   by the checkpoint, whose own pair of hooks keeps the tensors that the recomputation saves
+    reentrant       by the graph of the recomputation, which has no hooks
+
+and no slot could be given to another unit until the backward of the checkpoint is over. A non-reentrant checkpoint is
+therefore given a `_Later` of the same shape, dtype and device to keep instead of a view, and autograd gets the view
+when it asks. Views that a reentrant checkpoint recomputes are packed by a pair of hooks. Both fetch the unit when its
+backward comes.
+
+torch has no official extension point for this: its classes are replaced while an offloaded model exists. A tensor that
+is no view of a slot is kept as torch keeps it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_map_only
+
+from infinity.runtime.saved_tensors import SavedTensors, SavedWeight, is_hooked, unchanged
+
+_lock = threading.RLock()  # the garbage collector may call _forget anywhere
+_known: tuple[weakref.ref[SavedTensors], ...] = ()
+
+
+class _Later(torch.Tensor):
+    """Stand-in for a view of a unit's weights, without the weights.
+
+    Attributes:
+        saved, weight: the hooks that packed the view, and the packed view.
+    """
+
+    saved: SavedTensors
+    weight: SavedWeight
+
+    def __new__(cls, view: torch.Tensor, saved: SavedTensors, weight: SavedWeight) -> _Later:
+        later: _Later = torch.Tensor._make_wrapper_subclass(  # calls no operation: a mode would see it
+            cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device
+        )
+        later.saved, later.weight = saved, weight
+        return later
+
+    def view_of_now(self) -> torch.Tensor:
+        """Return the view that this stands for, of the unit's current slot."""
+        return self.saved.unpack(self.weight)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation on the views: a checkpoint whose forward began before any offload unpacks no stand-in."""
+        args, kwargs = tree_map_only(_Later, _Later.view_of_now, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _CheckpointHook(checkpoint._checkpoint_hook):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.unpack_hook = partial(_unpack_with, self.unpack_hook)
+
+
+class _RecomputationHook(checkpoint._recomputation_hook):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.pack_hook = partial(_pack_uncompiled, self.pack_hook)
+        self.unpack_hook = partial(_unpack_with, self.unpack_hook)
+
+
+def _pack_with(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """Pack a tensor, or its stand-in if it is a view of weights."""
+    for of in _known:
+        saved = of()
+        weight = None if saved is None else saved.pack_weight(tensor)
+        if saved is not None and weight is not None:
+            return pack(_Later(tensor, saved, weight))
+    return pack(tensor)
+
+
+_pack_uncompiled = _disable_dynamo(_pack_with)  # as torch does with its own
+
+
+def _unpack_with(unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
+    kept = unpack(packed)
+    return kept.view_of_now() if isinstance(kept, _Later) else kept
+
+
+def _pack(tensor: torch.Tensor) -> _Later | tuple[torch.Tensor, int]:
+    return tensor if isinstance(tensor, _Later) else (tensor.detach(), tensor._version)
+
+
+def _unpack(packed: _Later | tuple[torch.Tensor, int]) -> torch.Tensor:
+    return packed if isinstance(packed, _Later) else unchanged(*packed)
+
+
+_HOOKS = partial(_pack_with, _pack), partial(_unpack_with, _unpack)
+
+
+def _backward(context: Any, *gradients: Any) -> Any:
+    with nullcontext() if is_hooked() else torch.autograd.graph.saved_tensors_hooks(*_HOOKS):
+        return _THEIRS[-1](context, *gradients)
+
+
+_REPLACED: list[tuple[Any, str, Any]] = [
+    (checkpoint, "_checkpoint_hook", _CheckpointHook),
+    (checkpoint, "_recomputation_hook", _RecomputationHook),
+    (checkpoint.CheckpointFunction, "backward", staticmethod(_backward)),
+]
+_THEIRS = [vars(owner)[name] for owner, name, _ in _REPLACED]
+
+
+def free_recomputed(saved: SavedTensors) -> None:
+    """Begin to pack views of an offloaded model's weights ([Note: recomputed weights]). Keeps no model alive."""
+    global _known
+    with _lock:
+        _known = (*_known, weakref.ref(saved, _forget))
+        for owner, name, ours in _REPLACED:
+            setattr(owner, name, ours)
+
+
+def _forget(gone: weakref.ref[SavedTensors]) -> None:
+    global _known
+    with _lock:
+        _known = tuple(each for each in _known if each is not gone and each() is not None)
+        if not _known:
+            for (owner, name, ours), theirs in zip(_REPLACED, _THEIRS, strict=True):
+                if vars(owner)[name] is ours:  # else somebody has replaced it since
+                    setattr(owner, name, theirs)

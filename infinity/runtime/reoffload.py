@@ -1,0 +1,168 @@
+"""Offloading anew: a model is changed after it was offloaded and before its first step.
+
+[Note: where the values come from]
+Attaching adapters, freezing or unfreezing parameters and resizing the embeddings make a new plan necessary. The new
+plan cannot use the old store, and the disk may have no room for two. So the values are read again from the files that
+they came from, if these files are unchanged. All other values are copied to RAM first, with all bits of their master,
+if memory.host has room for them:
+
+* the parameters of a model that was in memory when it was offloaded;
+* parameters that transformers converted when it loaded them;
+* parameters that were changed in infinity.gathered(write=True) since.
+
+Until the model is offloaded again, the copies are in addition to the memory that the plan counts. New parameters are in
+memory anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from infinity.access.exact import exact_bytes, exact_value
+from infinity.base.interrupt import interrupts_deferred
+from infinity.coordinator import registry
+from infinity.coordinator.coordinator import Coordinator
+from infinity.errors import TooLateError
+from infinity.runtime.deferred_parameters import Lasting, Reader, defer_again
+from infinity.runtime.guards import Guard
+from infinity.runtime.memory_fit import host_bytes_of
+from infinity.sizes import format_bytes
+
+logger = logging.getLogger(__name__)
+
+Value = Reader | torch.Tensor
+
+
+class Handle(Protocol):
+    """Handle of a hook on a model or on one of its modules."""
+
+    def remove(self) -> None: ...
+
+
+_handles: weakref.WeakKeyDictionary[nn.Module, Sequence[Handle]] = weakref.WeakKeyDictionary()
+_readers: weakref.WeakKeyDictionary[nn.Module, Mapping[str, Reader]] = weakref.WeakKeyDictionary()
+
+
+def remember_readers(model: nn.Module, readers: Mapping[str, Reader]) -> None:
+    """Remember how to read a model's initial values again, by parameter name, while the model is offloaded."""
+    _readers[model] = readers
+
+
+def as_it_was(model: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """Return the value that a frozen parameter was loaded with, if its file is unchanged and nobody wrote to it.
+
+    Otherwise return the present value of the parameter, which must be in memory.
+    """
+    reader = _readers.get(model, {}).get(name)
+    written = name in registry.coordinator_of(model).rewritten
+    return parameter.detach() if reader is None or written or not _Unchanged()(reader) else reader()
+
+
+def remember_handles(model: nn.Module, handles: Sequence[Handle]) -> None:
+    """Remember the hooks of a model, except those of its parameters."""
+    _handles[model] = handles
+
+
+def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: None) -> None:
+    """Make an offloaded model deferred again, with everything that was put into it since.
+
+    Args:
+        model: an offloaded model that was not trained.
+        require_possible: function that raises if the model cannot be offloaded again.
+
+    Raises:
+        TooLateError: the model was trained; or its values are in no file, and too large for memory.host. Nothing was
+            done.
+        others: as `require_possible`. Nothing was done.
+        SwapIOError: the store could not be read. Nothing was done.
+    """
+    coordinator = registry.coordinator_of(model)
+    coordinator.forget_dead()
+    with coordinator.locked():
+        _require_untrained(model, coordinator)
+        require_possible()
+        values = _values(model, coordinator)
+        logger.info("the model was changed after it was offloaded: it is offloaded again")
+        with interrupts_deferred():
+            _let_go(model, coordinator, values)
+
+
+def _let_go(model: nn.Module, coordinator: Coordinator, values: Mapping[str, Value]) -> None:
+    """Close the coordinator and defer the parameters in `values`. No other parameter belongs to the model any more."""
+    try:
+        coordinator.supersede()
+        coordinator.close(discard=True)
+    finally:
+        registry.leave(model)
+        for handle in _handles.pop(model):
+            handle.remove()
+        for parameter, place in coordinator.places():
+            coordinator.units[place.unit.index].hide()
+            if place.spec.name in values:
+                defer_again(parameter, place.spec.name, values[place.spec.name])
+        registry.give_back_signals()
+
+
+class Resize(Guard):
+    """Method `resize_token_embeddings` of an offloaded transformers model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._of = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._of()
+        return registry.offload_anew(model, lambda: type(model).resize_token_embeddings(model, *args, **kwargs))
+
+
+_WAY_OUT = (
+    "Attach adapters, freeze or unfreeze parameters and resize embeddings before the first optimizer is made, "
+    "or before infinity.offload: give defer=True to infinity.load_pretrained, change the model, then call "
+    "infinity.offload(model, config)."
+)
+
+
+def _require_untrained(model: nn.Module, coordinator: Coordinator) -> None:
+    why = coordinator.why_not_anew()
+    if why:
+        raise TooLateError(
+            f"this {type(model).__name__} was changed after it was offloaded, and cannot be "
+            f"offloaded again: {why}. {_WAY_OUT}"
+        )
+
+
+def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
+    """Return the values, or their readers, of the offloaded parameters that the model still has, by name."""
+    same = _Unchanged()
+    known = {name: reader for name, reader in _readers.get(model, {}).items() if name not in coordinator.rewritten}
+    there = {id(parameter) for parameter in model.parameters()}
+    places = {place.spec.name: place for parameter, place in coordinator.places() if id(parameter) in there}
+    values: dict[str, Value] = {name: known[name] for name in places if name in known and same(known[name])}
+    nowhere = [place for name, place in places.items() if name not in values]
+    nbytes, limit = sum(exact_bytes(coordinator, place) for place in nowhere), host_bytes_of(model)
+    if nbytes > limit:
+        raise TooLateError(
+            f"this {type(model).__name__} was changed after it was offloaded, and its values cannot be read again from "
+            f"files. To offload it again takes {format_bytes(nbytes)} of RAM, and memory.host is "
+            f"{format_bytes(limit)}: raise "
+            f"memory.host to the former. Or: {_WAY_OUT}"
+        )
+    return values | {place.spec.name: exact_value(coordinator, place) for place in nowhere}
+
+
+class _Unchanged:
+    """Test of whether a value's files are unchanged since they were first read; each source is asked once."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, bool] = {}
+
+    def __call__(self, reader: Reader) -> bool:
+        source = reader.source
+        if id(source) not in self._asked:
+            self._asked[id(source)] = isinstance(source, Lasting) and source.unchanged()
+        return self._asked[id(source)]

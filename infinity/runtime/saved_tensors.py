@@ -1,0 +1,147 @@
+"""Tensors that autograd saves during a forward.
+
+[Note: weights saved for backward]
+A saved view of a unit's weights must not keep the slot occupied from forward to backward, and must not be read after
+the slot was given to another unit. So one pair of hooks around the outermost forward packs such a view as (unit,
+version, dtype, size, stride, offset). When the backward asks for the view, it is made again from the unit's current
+slot. Any other tensor is packed as the detached tensor and its version, because with hooks autograd's own check for
+in-place changes is off. A view that was packed before an update of the unit is refused (units/fetcher.py bumps the
+version; tests/runtime/test_errors.py). Never install one pair per unit: an inner pair hides the outer one, and with it
+the pair of torch.utils.checkpoint.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from infinity.coordinator.coordinator import Coordinator
+from infinity.errors import ReleasedParameterError, StaleWeightsError
+from infinity.units.released_parameters import USE_GATHERED
+
+
+class _Graph:
+    """Token that everything saved by one forward refers to: it is alive as long as the backward may come."""
+
+    __slots__ = ("__weakref__",)
+
+
+_SavedTensor = tuple[_Graph | None, torch.Tensor, int]
+"""Graph, detached tensor, and the tensor's version."""
+
+SavedWeight = tuple[_Graph | None, int, int, torch.dtype, torch.Size, tuple[int, ...], int]
+"""View of a unit's weights: graph, unit, the unit's version, dtype, size, stride, and offset in elements."""
+
+
+class Kept:
+    """Counter of the memory that a forward keeps for its backward, without weights.
+
+    Attributes:
+        nbytes: bytes so far; each storage counts once.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._storages: set[int] = set()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages.add(storage._cdata)
+            self.nbytes += storage.nbytes()
+
+
+def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Return the tensor. Raises StaleWeightsError if it was modified since it had this version."""
+    if tensor._version != version:
+        raise StaleWeightsError(
+            f"a tensor of shape {tuple(tensor.shape)} needed for the backward pass was modified in place "
+            f"(version {tensor._version}, expected {version}). Use an operation that is not in place."
+        )
+    return tensor
+
+
+def is_hooked() -> bool:
+    """Return whether this thread is in a context of saved-tensor hooks. False if torch (before 2.8) cannot tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Return whether a view stands for the conjugates or the negatives of the values in its memory."""
+    return tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
+
+
+class SavedTensors:
+    """The pair of saved-tensor hooks.
+
+    Attributes:
+        kept: counter of saved tensors; None: nothing is counted.
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.kept: Kept | None = None
+        self._graph: _Graph | None = None
+        self._require = coordinator.require
+        self._units = coordinator.units
+        self._unit_at = coordinator.unit_at
+        self._placeholders = {
+            tensor.untyped_storage()._cdata: name
+            for unit in coordinator.units
+            for name, tensor in unit.placeholders.items()
+        }
+
+    def forward_begins(self) -> Callable[[], object]:
+        """Begin a new graph for tensors that are saved from now on.
+
+        Returns a function that gives None once no tensor of the graph is kept.
+        """
+        self._graph = _Graph()
+        return weakref.ref(self._graph)
+
+    def forward_ends(self) -> None:
+        self._graph = None
+
+    def pack(self, tensor: torch.Tensor) -> _SavedTensor | SavedWeight:
+        weight = self.pack_weight(tensor)
+        if weight is not None:
+            return weight
+        if _is_lazy(tensor) and self._unit_at(tensor.untyped_storage()._cdata) is not None:
+            tensor = tensor.resolve_conj().resolve_neg()
+        if self.kept is not None and tensor.layout == torch.strided:
+            self.kept.add(tensor)
+        return self._graph, tensor.detach(), tensor._version
+
+    def pack_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """Pack a view of a unit's weights. Return None for other tensors and for views that a tuple cannot describe."""
+        if tensor.layout != torch.strided:
+            return None
+        storage = tensor.untyped_storage()._cdata
+        unit = self._unit_at(storage)
+        if unit is not None and _is_lazy(tensor):
+            return None
+        if unit is not None:
+            offset = int(tensor.storage_offset())
+            return self._graph, unit.index, unit.version, tensor.dtype, tensor.size(), tensor.stride(), offset
+        if storage in self._placeholders:
+            raise ReleasedParameterError(
+                f"parameter '{self._placeholders[storage]}' is used by code that cannot see that its values are "
+                f"in the store. {USE_GATHERED}"
+            )
+        return None
+
+    def unpack(self, saved: _SavedTensor | SavedWeight) -> torch.Tensor:
+        if len(saved) == 3:
+            _, tensor, version = saved
+            return unchanged(tensor, version)
+        _, index, version, dtype, size, stride, offset = saved
+        unit = self._units[index]
+        if unit.version != version:
+            raise StaleWeightsError(
+                f"this backward pass needs the weights of unit '{unit.name}' from before the last "
+                "optim.step(), or from before infinity.gathered(..., write=True) changed them. Call backward() on "
+                "every loss before that."
+            )
+        return self._require(index).view(dtype).as_strided(size, stride, offset)

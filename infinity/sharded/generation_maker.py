@@ -1,0 +1,57 @@
+"""Generations of several ranks: a generation exists once every rank has made its part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from infinity.durable.commit_pace import Pace
+from infinity.errors import InfinityError
+from infinity.io.generations import Generations
+from infinity.ranks.world import Among
+
+
+class SharedMaker:
+    """This rank's part in making generations (durable/generation_maker.py: Maker)."""
+
+    led = True
+    decides_alone = False
+    makes_again = False  # a generation made again by only some of the ranks would be complete on none
+
+    def __init__(self, world: Among, generations: Generations | None) -> None:
+        self._world = world
+        self._generations = generations
+
+    def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
+        generations.prepare(step, facts, body)
+        self._world.exchange.say(step)
+
+    def told(self, pace: Pace) -> list[int]:
+        return [pace.every, *(() if self._generations is None else self._generations.steps)]
+
+    def heard(self, told: Sequence[Sequence[int]], pace: Pace, following: int) -> None:
+        """Keep the generations that all ranks have, and delete the others.
+
+        Adopt the longest commit interval of all ranks.
+        """
+        if self._generations is not None:
+            pace.lead(max(every for every, *_ in told), following)
+            self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
+
+    def agree(self, what: str, pace: Pace, following: int) -> None:
+        self.heard(self._world.tell(what, self.told(pace)), pace, following)
+
+    def require_made(self, step: int) -> None:
+        if self._generations is None or self._generations.newest != step:
+            raise InfinityError(f"generation {step} was not made: the ranks committed different steps")
+
+    def retire_early(self) -> None:
+        """Retire old generations before the ranks meet for a step, so that speculative updates get copies to write to.
+
+        This needs proof that all ranks have made the newest generation, which the headers of their operations give.
+        """
+        generations = self._generations
+        if generations is None or generations.newest is None:
+            return
+        if all(step == generations.newest for step in self._world.exchange.heard):
+            generations.retire(generations.steps)

@@ -1,0 +1,298 @@
+"""Start of several ranks that train one model: the facts to agree on before planning, and the exchange of errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.config import NvmeConfig, SwapConfig
+from infinity.errors import DeviceRoomError, NotAvailableError, ResumeError
+from infinity.io import atomic_file
+from infinity.io.directory import FINISHED_NAME, HEADER_NAME
+from infinity.io.store import new_run
+from infinity.plan.commit_frequency import Frequency, rarest
+from infinity.plan.plan_input import ALONE, Peers, secondary_bytes
+from infinity.plan.planner import limits_of
+from infinity.ranks.exchange import Exchange
+from infinity.ranks.paths import rank_path
+from infinity.ranks.ranks import Ranks, rank_and_world, require_ranks_met
+from infinity.ranks.world import Alone, Among, World
+from infinity.sharded.gradients import require_same
+from infinity.sharded.stores import (
+    clear_leftovers,
+    clear_others,
+    remove_generations,
+    remove_rank_stores,
+    require_none_pinned,
+    run_and_steps_in,
+)
+from infinity.state.shard import Cut
+from infinity.state.terms import Terms
+from infinity.state.unit import Unit
+from infinity.tiers.resources import make_directory
+
+_SAME = ("master", "moments", "weights", "optimizer", "gradients", "overlap", "commit_every", "keep", "pins")
+"""Keys of the swap config whose values must be the same on all ranks."""
+_MARGIN_S = 30.0  # seconds in which a rank reports its hanging disk before the others give the rank up
+
+
+Tell = Callable[[str, Any], list[Any]]
+"""Function with the interface of Exchange.tell."""
+
+
+@contextmanager
+def meeting(deadline_s: float) -> Iterator[Tell]:
+    """Connect all ranks before they offload a model. All ranks call this.
+
+    An error that leaves this context is reported to the other ranks. A process that is alone only tells itself.
+
+    Args:
+        deadline_s: seconds after which a disk is given up (nvme.deadline_s).
+
+    Raises:
+        PeerError: another rank failed.
+    """
+    world = _world_of(Ranks.of_world(deadline_s=deadline_s + _MARGIN_S))
+    try:
+        yield world.tell
+    except BaseException as error:
+        world.fail(error)
+        raise
+    finally:
+        world.close()
+
+
+def peers_here() -> Peers:
+    """Return the ranks and this process's slices, before the ranks have met."""
+    rank, ranks = rank_and_world()
+    return ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
+
+
+def _world_of(ranks: Ranks | None) -> World:
+    return Alone() if ranks is None else Among(Exchange(ranks))
+
+
+@dataclass(frozen=True)
+class Together:
+    """This process and the other ranks, if there are any.
+
+    Attributes:
+        world: the ranks.
+        peers: number of ranks, and the slices of this process.
+        run: id of the run that all ranks begin, if they begin one; "" when this process is alone.
+        is_first: whether this process is the first of the ranks on this machine.
+    """
+
+    world: World
+    peers: Peers
+    run: str = ""
+    is_first: bool = True
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Return a context that reports an error leaving it to the other ranks, which wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, DeviceRoomError):  # DeviceRoomError is raised on all ranks
+                self.world.fail(error)
+            self.world.close()
+            raise
+
+    def agreed(self, terms: Terms, units: Sequence[Unit]) -> Together:
+        """Agree on the facts that all plans have in common: the form of the states, and the memory of each rank.
+
+        The memory of each rank is that of the rank that has the least. All ranks call this.
+
+        Returns:
+            This object with the agreed facts.
+
+        Raises:
+            NotAvailableError: several ranks cannot do this yet.
+            PeerError: a rank has another model or config, or failed; names the rank.
+        """
+        peers = self.peers
+        if not peers.together:
+            return self
+        facts = {
+            "the model": _digest(units),
+            "the optimizer to make room for": terms.optimizer,
+            "the generation that the run resumes from": terms.goes_on_from,
+            **{key: getattr(terms.config, key) for key in _SAME},
+        }
+        limits = limits_of(terms.config, terms.device, peers)
+        copies = 0 if peers.near is None else secondary_bytes(units, peers.near)
+        told = [facts, new_run(), limits.device, limits.host, copies]
+        runs, least, most = list[str](), [limits.device, limits.host], 0
+        for rank, (theirs, run, *memory, theirs_copies) in enumerate(self.world.tell("offloading the model", told)):
+            require_same(theirs, facts, rank, "Give all ranks the same model and swap config.")
+            runs.append(run)
+            least, most = list(map(min, least, memory)), max(most, theirs_copies)
+        if any(unit.encoded_bytes for unit in units):
+            raise NotAvailableError(
+                "frozen weights in 4 or 8 bits with several ranks are not available yet: set frozen: bf16, or start "
+                "one process without torchrun"
+            )
+        near = None if terms.config.ranks.gather == "auto" and 2 * most > least[1] else peers.near
+        return replace(self, peers=replace(peers, memory=(least[0], least[1]), near=near), run=runs[0])
+
+    def nvme(self, config: NvmeConfig) -> NvmeConfig:
+        """Return the config with this rank's own directory in each of nvme.paths, for its own store.
+
+        Raises:
+            ConfigError: a path cannot be used.
+        """
+        if not self.peers.together:
+            return config
+        for path in config.paths:
+            make_directory(path)
+        return config.model_copy(update={"paths": self._own(config)})
+
+    def begin_anew(self, config: NvmeConfig, *, replaces: str) -> None:
+        """Prepare nvme.paths for a new run. All ranks call this.
+
+        Remove the stores of runs with another number of ranks, once per machine, and the stores of a run that ended
+        during its first commit.
+
+        Args:
+            config: the NVMe config.
+            replaces: as in Terms. If it is set, the stores of other numbers of ranks stay; older stores of this number
+                of ranks are removed.
+
+        Raises:
+            StoreNotEmptyError: a store can be resumed.
+            StoreLockedError: a run uses a store.
+            ResumeError: a checkpoint folder pins a generation that would be removed.
+            PeerError: another rank failed.
+        """
+        mine = self._own(config)
+        if not replaces:
+            self._remove_what_no_rank_can_resume(mine)
+        elif any((path / HEADER_NAME).exists() for path in mine):
+            require_none_pinned(mine[0])
+            remove_rank_stores([[path for path in mine if path.exists()]])
+        self.world.tell("removing the rest of the stores", None)
+        if not replaces and self.is_first:
+            clear_others([path.expanduser().absolute() for path in config.paths], self.peers.cut.count)
+        self.world.tell("opening the stores", None)
+
+    def _remove_what_no_rank_can_resume(self, mine: Sequence[Path]) -> None:
+        """Remove manifests that never became a generation.
+
+        Every rank has a store of the same run, and each manifest is missing on some rank.
+        """
+        if not self.peers.together:
+            return
+        run, steps = run_and_steps_in(mine)
+        told = self.world.tell("making the stores", (run, steps))
+        if run and all(its == run for its, _ in told) and not _common(told):
+            remove_generations(mine[0])
+
+    def stores_are_open(self, config: NvmeConfig, *, resume: bool) -> None:
+        """Clean nvme.paths after the stores are open: remove the note about an earlier, finished run.
+
+        With `resume`, also remove stores of other numbers of ranks that an interrupted removal left incomplete.
+
+        Raises:
+            SwapIOError: a file cannot be removed.
+            StoreLockedError: a run uses a store.
+        """
+        if not self.is_first:
+            return
+        paths = [path.expanduser().absolute() for path in config.paths]
+        for path in paths if self.peers.together else ():
+            atomic_file.remove(path / FINISHED_NAME)
+        if resume:
+            clear_leftovers(paths, self.peers.cut.count)
+
+    def require_resumable(self, config: NvmeConfig) -> None:
+        """Check that the ranks can resume a run together. All ranks call this.
+
+        Raises:
+            ResumeError: the ranks have no stores of one run with a generation on all of them; raised on every rank.
+            PeerError: another rank failed.
+        """
+        if not self.peers.together:
+            return
+        told = self.world.tell("looking for the stores", run_and_steps_in(self._own(config)))
+        where = ", ".join(map(str, config.paths))
+        without = [rank for rank, (run, _) in enumerate(told) if not run]
+        if without:
+            raise ResumeError(
+                f"nothing to resume in {where}: rank {without[0]} has no store there with generations of a run of "
+                f"{len(told)} ranks"
+            )
+        other = [rank for rank, (run, _) in enumerate(told) if run != told[0][0]]
+        if other:
+            raise ResumeError(
+                f"nothing to resume in {where}: the stores of ranks 0 and {other[0]} are of different runs. Give every "
+                "rank the directories of one run."
+            )
+        if not _common(told):
+            have = "; ".join(
+                f"rank {rank}: {', '.join(map(str, steps)) or 'none'}" for rank, (_, steps) in enumerate(told)
+            )
+            raise ResumeError(f"nothing to resume in {where}: no generation was made by all ranks ({have})")
+
+    def _own(self, config: NvmeConfig) -> list[Path]:
+        """Return this rank's directories."""
+        cut = self.peers.cut
+        return [rank_path(path.expanduser().absolute(), cut.index, cut.count) for path in config.paths]
+
+    def commits(self, mine: Frequency) -> Frequency:
+        """Agree on how often all ranks commit. All ranks call this.
+
+        Raises:
+            PeerError: another rank failed.
+        """
+        if not self.peers.together:
+            return mine
+        told = self.world.tell("planning", [mine.every, mine.reason, mine.at_most])
+        return rarest([Frequency(*each) for each in told])
+
+
+def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
+    """Return the steps of which all ranks have a manifest."""
+    return set.intersection(*(set(steps) for _, steps in told))
+
+
+def come_together(config: SwapConfig, device: torch.device) -> Together:
+    """Connect to the other ranks, if there are any. All ranks call this.
+
+    Raises:
+        NotAvailableError: several ranks cannot do this yet.
+        ConfigError: torchrun started several processes, but they have not met.
+        PeerError: a rank failed; names the rank.
+    """
+    require_ranks_met()
+    ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.nvme.deadline_s + _MARGIN_S)
+    world = _world_of(ranks)
+    if ranks is None:
+        return Together(world, ALONE)
+    near = Cut(ranks.gather.size, ranks.gather.position) if ranks.gather.size < ranks.world else None
+    peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world, near=near)
+    together = Together(world, peers, is_first=ranks.local_rank == 0)
+    with together.telling():
+        if device.type != "cpu":
+            raise NotAvailableError(
+                "a model on a GPU with several ranks is not available yet; use device='cpu', or one process"
+            )
+    return together
+
+
+def _digest(units: Sequence[Unit]) -> str:
+    """Return a digest of the names, shapes and dtypes of all parameters, and of their assignment to units."""
+    told = [
+        (unit.name, str(group.dtype), group.trainable, group.moments, spec.name, list(spec.shape))
+        for unit in units
+        for group in unit.groups
+        for spec in group.specs
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]

@@ -1,0 +1,439 @@
+"""The units on the device: which units are brought, and which are evicted to make room.
+
+A unit stays after its forward until its memory is needed; the unit with the farthest next use is evicted first. A unit
+may be evicted when no forward runs in it, no backward was announced for it, and nothing but its parameters refers to
+its slot.
+
+autograd may refer to the slot through views that it unpacked, and the script through views of its own. The
+recomputation of torch.utils.checkpoint keeps no views (runtime/recomputed_weights.py); another reentrant checkpoint may
+keep views, or the parameters themselves.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+
+from infinity.base.profiler_ranges import profiled
+from infinity.base.timeline import Timeline
+from infinity.errors import InfinityError, PlanError
+from infinity.plan.policy import to_prefetch, update_order, victims
+from infinity.plan.visit_trace import Trace
+from infinity.sizes import format_bytes
+from infinity.tiers.resources import Resources
+from infinity.tiers.slots import Slot, SlotPool
+from infinity.units.fetch_rules import FetchPolicy
+from infinity.units.released_parameters import in_backward
+from infinity.units.unit import OffloadedUnit
+from infinity.units.update_queue import Updates
+from infinity.units.weights import Residency
+
+
+class Room:
+    """Memory for weights on the device, and the units in it. The methods are called under the coordinator's lock.
+
+    Invariant: `_present` has the units that are not RELEASED, `_fetching` the FETCHING ones, `_held` the units that are
+    held.
+
+    Args:
+        policy: decides which units may be brought and evicted, as far as the visits do not decide it.
+
+    Attributes:
+        units: the units, in the order of their indices.
+        unit_at: function that returns the unit whose slot has a storage (its `_cdata`); None when no slot has it.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[OffloadedUnit],
+        resources: Resources,
+        updates: Updates,
+        timeline: Timeline,
+        slots: SlotPool,
+        policy: FetchPolicy,
+    ) -> None:
+        self.units = units
+        self._resources = resources
+        self._updates = updates
+        self._timeline = timeline
+        self._at: dict[int, OffloadedUnit] = {}  # units by the storage of their slots
+        self.unit_at: Callable[[int], OffloadedUnit | None] = self._at.get  # called per saved tensor
+        self._slots = slots
+        self._policy = policy
+        self._viewed: list[Slot] = []  # slots of released units that still have outstanding views
+        self._present: dict[int, OffloadedUnit] = {}
+        self._fetching: dict[int, OffloadedUnit] = {}
+        self._held: list[OffloadedUnit] = []
+        forward = [unit.index for unit in units if not unit.unit.stays]
+        self._staying = [unit.index for unit in units if unit.unit.stays]
+        self._takes_room = frozenset(unit.index for unit in units if slots.counts(unit.homes.weights))
+        self._sizes = [unit.unit.weight_bytes if unit.index in self._takes_room else 0 for unit in units]
+        self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
+        self._training = True
+
+    # -- iterations ---------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, *, training: bool) -> None:
+        """Begin a training iteration or an evaluation, to which the next visits belong."""
+        self._training = training
+        if not training:
+            self._traces[False].close()
+
+    def end_iteration(self) -> None:
+        """End a training iteration. The next one is expected to visit the units in the same order."""
+        self._traces[True].close()
+
+    def order(self) -> list[OffloadedUnit]:
+        """Return all units, first the one that the next training forward uses first."""
+        order = update_order(len(self.units), lambda index: self.units[index].unit.stays, self._traces[True])
+        return [self.units[index] for index in order]
+
+    @property
+    def _trace(self) -> Trace:
+        return self._traces[self._training]
+
+    def hold(self, indices: Collection[int]) -> list[int]:
+        """Hold these units, and no others.
+
+        Returns:
+            Indices of the units that are no longer held.
+        """
+        before = self._held
+        for unit in before:
+            unit.weights.hold(False)
+        self._held = [self.units[index] for index in indices]
+        for unit in self._held:
+            unit.weights.hold(True)
+        for unit in before:
+            unit.weights.rest()
+        return [unit.index for unit in before if unit.index not in indices]
+
+    def unuse(self, unit: OffloadedUnit) -> None:
+        """Count a forward of the unit that ended, normally or with an exception."""
+        unit.weights.unuse()
+        if not in_backward():  # a unit recomputed in backward stays in use
+            unit.weights.rest()
+
+    def forget_uses(self) -> None:
+        """Forget the uses by a forward or backward that an exception ended."""
+        for unit in self.units:
+            unit.weights.forget_uses()
+        self._held = []
+
+    # -- parameters ---------------------------------------------------------------------------------------------------
+
+    def require_untouched(self) -> None:
+        """Check that no script changed a parameter outside infinity.
+
+        Raises:
+            ModelError: a parameter was replaced, converted or modified in place.
+        """
+        for unit in self.units:
+            unit.views.require_untouched()
+
+    def close_all(self) -> None:
+        """Forbid reads of all parameters, except gathered ones."""
+        for unit in self.units:
+            unit.views.close()
+
+    def leave_all(self) -> bool:
+        """Free the slots of all units, after the model is closed and its threads have ended.
+
+        Returns:
+            Whether the memory of all slots is free. It is not while views of a slot exist, or a device that was given
+                up may still write to a slot.
+        """
+        for unit in self.units:
+            if unit.weights.residency is Residency.FETCHING:
+                with suppress(InfinityError):  # the weights are no longer needed
+                    self._finish(unit)
+            if unit.weights.slot is not None:
+                self._vacate(unit)
+        resting = all(unit.weights.residency is Residency.RELEASED for unit in self.units)
+        return resting and not any(slot.outstanding() for slot in self._viewed)
+
+    # -- fetches ------------------------------------------------------------------------------------------------------
+
+    def bring(self, unit: OffloadedUnit) -> None:
+        """Bring a unit to the device: on return its parameters have their values.
+
+        Raises:
+            PlanError: there is no device memory for the unit.
+            SwapIOError: the device failed.
+        """
+        if not unit.unit.stays:
+            self._trace.visit(unit.index)
+        self._resources.idle.begins()
+        self._take_back(unit)
+        if unit.weights.residency is Residency.RELEASED:
+            with self._timeline.stall("room", unit.name):
+                self._start_or_raise(unit)
+        self.prefetch()
+        if unit.weights.residency is Residency.FETCHING:
+            with self._timeline.stall("fetch", unit.name):
+                self._finish(unit)
+        unit.weights.require_slot().wait()
+        unit.views.open_up()
+        self._resources.idle.ends()
+
+    def _take_back(self, unit: OffloadedUnit) -> None:
+        """Apply the update of a unit before the unit is used, and wait for no other update."""
+        unit.apply_update()
+        if unit.weights.residency is Residency.STALE:
+            self._vacate(unit)
+        elif unit.weights.residency is Residency.UPDATING:
+            unit.weights.updated()
+
+    def prefetch(self) -> None:
+        """Fetch the next units in the expected order, as far as there is room.
+
+        A unit that still waits for its update keeps its room. If a later unit took this room, it would have to be
+        evicted again before the first unit could be fetched.
+        """
+        if len(self._present) == len(self.units):
+            return
+        self._prefetch_staying()
+        upcoming = to_prefetch(
+            self._trace,
+            self._sizes.__getitem__,
+            self._resources.plan.budgets.slot_bytes,
+            [*self._staying, *(unit.index for unit in (*self._present.values(), *self._held) if unit.weights.in_use)],
+            lambda index: self.units[index].weights.residency is Residency.RELEASED,
+        )
+        for distance, index in upcoming:
+            unit = self.units[index]
+            if self._policy.may_come(unit) and not self._start(unit, distance):
+                return
+
+    def _prefetch_staying(self) -> None:
+        """Fetch the staying units first.
+
+        A staying unit fetched later would be placed between the others and fragment the room.
+        """
+        for index in self._staying:
+            unit = self.units[index]
+            if unit.weights.residency is Residency.RELEASED and self._policy.may_come(unit):
+                self._start(unit, 0)
+
+    def finish_fetches(self) -> None:
+        """Wait for all fetches in flight."""
+        for unit in list(self._fetching.values()):
+            self._finish(unit)
+
+    def _finish(self, unit: OffloadedUnit) -> None:
+        try:
+            slot = unit.weights.finish_fetch()
+        except Exception:
+            if unit.weights.residency is Residency.RELEASED:
+                del self._fetching[unit.index], self._present[unit.index]
+            raise
+        del self._fetching[unit.index]
+        self._at[slot.tensor.untyped_storage()._cdata] = unit
+
+    def _start(self, unit: OffloadedUnit, distance: int | None) -> bool:
+        """Begin a fetch, and evict units to make room for it.
+
+        Args:
+            unit: unit to fetch.
+            distance: only units whose next use is more than `distance` visits away may be evicted; None: any unit.
+
+        Returns:
+            Whether the fetch began.
+        """
+        for slot in [slot for slot in self._viewed if not slot.outstanding()]:
+            self._viewed.remove(slot)
+            self._slots.free(slot)
+        if self._slots.waits(unit.homes.weights):
+            if distance is not None:
+                return False
+            self.finish_fetches()
+        while True:
+            fits = self._policy.fits(unit, self._present.values())
+            weights, under_way = unit.homes.weights, unit.weights_under_way()
+            with profiled("fetch", unit.name):
+                fetch = self._slots.start(weights, under_way, unit.weights.version) if fits else None
+            if fetch is not None:
+                unit.weights.begin_fetch(fetch)
+                self._fetching[unit.index] = self._present[unit.index] = unit
+                return True
+            victim = self._victim(distance)
+            if victim is None:
+                return False
+            self._evict(victim)
+
+    def _start_or_raise(self, unit: OffloadedUnit) -> None:
+        if self._start(unit, None):
+            return
+        busy = [other for other in self._in_order() if other.index in self._takes_room]
+        rearranges = self._policy.rearranges
+        if rearranges and self._make_room(unit):
+            return
+        if self._let_held_go() and (self._start(unit, None) or (rearranges and self._move_others(unit))):
+            return
+        budgets = self._resources.plan.budgets
+        needed = unit.unit.weight_bytes + sum(other.unit.weight_bytes for other in busy)
+        every = sum(self._sizes)
+        raise PlanError(
+            f"no device memory for unit '{unit.name}' ({format_bytes(unit.unit.weight_bytes)}): the units in use "
+            f"({', '.join(other.name for other in busy)}) take the "
+            f"{format_bytes(budgets.slot_bytes)} planned for weights, or the program holds views "
+            "of them. Drop the views, or "
+            f"raise memory.device to {budgets.device_for(needed)}, or to {budgets.device_for(every)} for all units."
+        )
+
+    def _let_held_go(self) -> bool:
+        """Stop holding the units whose backward was announced, to make room for the recomputation before it.
+
+        Autograd brings these units again where it unpacks their weights.
+
+        Returns:
+            Whether a unit was held.
+        """
+        held = [unit for unit in self._held if unit.weights.held]
+        for unit in held:
+            unit.weights.hold(False)
+        return bool(held)
+
+    def _make_room(self, unit: OffloadedUnit) -> bool:
+        """Begin a fetch that found no room, after waiting for updates and collecting garbage.
+
+        Returns:
+            Whether the fetch began.
+        """
+        self._updates.wait_for_readers()
+        if self._start(unit, None):
+            return True
+        gc.collect()  # reference cycles may keep views of slots alive
+        return self._start(unit, None) or self._move_others(unit)
+
+    def _move_others(self, unit: OffloadedUnit) -> bool:
+        """Begin a fetch when enough bytes are free, but not in one piece.
+
+        Units in use without outstanding views give up their slots, and are fetched again into the room that the fetch
+        leaves.
+
+        Returns:
+            Whether all of them fit.
+        """
+        others = [
+            other
+            for other in self._in_order()
+            if other.weights.residency is Residency.RESIDENT
+            and other.index in self._takes_room
+            and not other.weights.referred_to()
+            and not other.reads_slot()
+        ]
+        were_open = [other for other in others if other.views.open]
+        for other in others:
+            self._evict(other)
+        every = sorted([unit, *others], key=lambda each: -each.unit.weight_bytes)
+        for each in every:
+            each.weights.use()  # so that none of these is evicted for another
+        try:
+            fits = all(self._start(each, None) for each in every)
+            if not fits and unit.weights.residency is Residency.FETCHING:
+                self._evict(unit)
+            for other in others:
+                if other.weights.residency is Residency.RELEASED:
+                    self._start(other, None)
+                if other.weights.residency is Residency.FETCHING:
+                    self._finish(other)
+            for other in were_open:
+                if other.weights.residency is Residency.RESIDENT:
+                    other.weights.require_slot().wait()
+                    other.views.open_up()
+        finally:
+            for each in every:
+                each.weights.unuse()
+        return fits
+
+    # -- evictions ----------------------------------------------------------------------------------------------------
+
+    def _in_order(self) -> Iterator[OffloadedUnit]:
+        """Return the present units in the order of their indices, which is the same on every rank."""
+        return (self._present[index] for index in sorted(self._present))
+
+    def _victim(self, distance: int | None) -> OffloadedUnit | None:
+        """Return the unit to evict next; None when no unit may be evicted.
+
+        Args:
+            distance: distance of the fetch that needs room, as for `_start`.
+        """
+        units = (self.units[index] for index in victims(sorted(self._present), self._trace, distance))
+        return next((unit for unit in units if self._may_go(unit, prefetch=distance is not None)), None)
+
+    def _may_go(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
+        if unit.weights.in_use or unit.unit.stays or unit.index not in self._takes_room or unit.reads_slot():
+            return False
+        return self._policy.may_evict(unit, prefetch=prefetch)
+
+    def _evict(self, unit: OffloadedUnit) -> None:
+        with profiled("release", unit.name):
+            self._release(unit)
+
+    def _release(self, unit: OffloadedUnit) -> None:
+        if unit.weights.residency is Residency.FETCHING:
+            self._finish(unit)
+        if unit.weights.residency in (Residency.UPDATING, Residency.STALE) or unit.writes_from_slot():
+            unit.await_slot()
+        if unit.weights.residency is Residency.RESIDENT:
+            unit.views.require_untouched()  # a write to the slot would be lost
+        self._vacate(unit)
+
+    def _vacate(self, unit: OffloadedUnit) -> None:
+        """Free the slot of a unit, which nothing may use any more."""
+        slot = unit.weights.leave()
+        del self._present[unit.index]
+        del self._at[slot.tensor.untyped_storage()._cdata]
+        if slot.outstanding():
+            self._viewed.append(slot)
+        else:
+            self._slots.free(slot)
+
+    # -- the step -----------------------------------------------------------------------------------------------------
+
+    def updates_decided(self, begun: Sequence[OffloadedUnit], everywhere: Sequence[OffloadedUnit]) -> None:
+        """Adapt the slots to the updates of a decided step.
+
+        Args:
+            begun: units with an update in this process.
+            everywhere: units with an update on any rank.
+        """
+        for unit in begun if self._policy.keeps_slots else everywhere:
+            self.update_decided(unit)
+
+    def update_decided(self, unit: OffloadedUnit) -> None:
+        """Adapt the slot of a unit to its decided update.
+
+        The old weights are void, so the slot is kept only if the update uses it.
+        """
+        unit.weights.bump()
+        update, slot = unit.decided, unit.weights.slot
+        if slot is None or unit.weights.residency is not Residency.RESIDENT:
+            return
+        if not self._policy.keeps_slots:
+            self._evict(unit)
+            return
+        if update is None:
+            return
+        moves = update.moves_weights
+        if moves and self._is_viewed(slot):
+            update.keep_memory()
+        if moves or not slot.at_home:
+            self._evict(unit)
+        else:
+            unit.weights.begin_update(writes_slot=not update.speculated)
+
+    def _is_viewed(self, slot: Slot) -> bool:
+        """Return whether views of the slot's memory exist, of this slot or of an earlier slot at the same address."""
+        at = slot.tensor.data_ptr()
+        return any(each.outstanding() for each in [slot, *self._viewed] if each.tensor.data_ptr() == at)
+
+    def adopt(self) -> None:
+        """Take over the parameters of all units and turn them into placeholders.
+
+        Their values must be at home by now.
+        """
+        for unit in self.units:
+            unit.views.adopt(self._resources.torch_device)

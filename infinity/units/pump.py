@@ -1,0 +1,114 @@
+"""The pump: the only code that continues work after its background part completes.
+
+The pump has no thread. Each forward, backward and step of a unit calls it, and it continues with all work that has
+completed since the last call.
+
+An update is finished when its writes are complete. After the last update of a step its commit continues: states in RAM
+are written, then the swap file is synced. The manifest is written once the sync is done and the training loop has been
+at its top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from infinity.base.timeline import Timeline
+from infinity.durable.commits import Commits
+from infinity.errors import InfinityError, SwapIOError
+from infinity.tiers.resources import Resources
+from infinity.units.health import Health
+from infinity.units.update_queue import Updates
+
+
+class Progress:
+    """The pump of one model. Its methods are called under the coordinator's lock.
+
+    After a failed commit the model refuses every call: states that were reported durable are not.
+    """
+
+    def __init__(
+        self, resources: Resources, updates: Updates, commits: Commits, health: Health, timeline: Timeline
+    ) -> None:
+        self._resources = resources
+        self._updates = updates
+        self._commits = commits
+        self._health = health
+        self._timeline = timeline
+
+    def carry_on(self) -> None:
+        """Continue with all completed work, without waiting."""
+        self._updates.finish_written()
+        self._advance_commit()
+
+    def finish_updates(self) -> None:
+        """Wait until every decided update is finished.
+
+        Raises:
+            SwapIOError: an update failed.
+        """
+        self._updates.finish_all()
+        self._advance_commit()
+
+    def finish_commit(self) -> None:
+        """Finish the commit under way, if there is one. Raises as Commits.finish."""
+        if self._commits.under_way:
+            self.finish_updates()
+            with self.committing():
+                self._commits.finish()
+
+    def begin_commit(self, step: int) -> None:
+        """Begin the commit of `step`, which was decided, if it is due."""
+        if self._commits.due(step):
+            with self.committing():
+                self._commits.begin(step)
+            self._advance_commit()
+        else:
+            self._commits.pass_by()
+
+    def make_way(self) -> bool:
+        """Prepare for a write to the store: finish a frozen commit, withdraw another one, and finish all updates.
+
+        Raises as Commits.step_begins.
+
+        Returns:
+            Whether a commit was withdrawn.
+        """
+        gave_way = self._commits.under_way and not self._commits.frozen
+        with self.committing():
+            self._commits.step_begins()
+            self.settle()
+        return gave_way
+
+    def settle(self) -> None:
+        """Prepare for a write to the store: delete the generations that were given up when the run was resumed."""
+        if self._resources.generations is not None:
+            with self.committing():
+                self._resources.generations.settle()
+
+    def drop_speculation(self) -> int:
+        """Undo every speculative update.
+
+        Returns:
+            The number of undone updates.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
+        units = self._updates.speculative
+        with self._health.failing(SwapIOError):
+            self._updates.undo(units)
+        return len(units)
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Record a failure inside this context as a failure of a commit."""
+        with self._health.failing(InfinityError), self._timeline.stall("commit"):
+            yield
+
+    def _advance_commit(self) -> None:
+        if self._commits.under_way and self._updates.oldest_decided is None:
+            with self.committing():
+                self._commits.write_rest()
+                if self._commits.ready:
+                    self._commits.finish()

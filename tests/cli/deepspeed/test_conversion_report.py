@@ -1,0 +1,90 @@
+"""What is printed: the parts of the report in their order, short for odd keys, and the command that starts training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from infinity.cli.deepspeed.config_reader import read
+from infinity.cli.deepspeed.conversion import convert
+from infinity.cli.deepspeed.conversion_report import report, swap_text
+from tests.cli.deepspeed.public import PUBLIC
+from tests.cli.deepspeed.test_conversion import file_of, written
+
+
+def told(values: Any, directory: Path, name: str = "ds_config.json", output: Path | None = None) -> str:
+    source = read(written(values, directory, name))
+    return report(convert(source), source, output)
+
+
+def test_what_is_lost_comes_first_and_what_needs_no_thought_last(tmp_path: Path) -> None:
+    values = {
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "zenflow": {"a": 1}, "zero_quantized_weights": True},
+        "flops_profiler": {"enabled": True},
+        "gradient_clipping": 1.0,
+        "nonsense": 1,
+    }
+    titles = [line for line in told(values, tmp_path).splitlines() if line and not line.startswith("  ")]
+    assert titles[:8] == [
+        "No counterpart, the training is another one:",
+        "No counterpart, costs time or memory:",
+        "No counterpart, only something to look at:",
+        "Unknown keys, of which nothing was made:",
+        "To know:",
+        "Belongs to the training script (TrainingArguments), or to `infinity finetune` (--options):",
+        "Not needed:",
+        "In the swap config:",
+    ]
+
+
+def test_every_key_of_a_public_config_is_named(tmp_path: Path) -> None:
+    for public in PUBLIC:
+        source = read(file_of(public, tmp_path))
+        said = report(convert(source), source, None)
+        assert [item.shown for item in source.items if item.shown not in said] == []
+
+
+def test_a_trainers_own_arguments_are_one_line(tmp_path: Path) -> None:
+    values = {"train_batch_size": "auto", "gradient_clipping": "auto"}
+    line = "  train_batch_size, gradient_clipping: auto: the Trainer says it already, with an argument of its own\n"
+    assert line in told(values, tmp_path)
+
+
+def test_the_words_of_an_option_are_said(tmp_path: Path) -> None:
+    values = {"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}, "scheduler": {"type": "WarmupDecayLR"}}
+    said = told(values, tmp_path)
+    assert "optimizer.type: Adam -> --optimizer adam (" in said  # Trainer has none
+    assert "scheduler.type: WarmupDecayLR -> lr_scheduler_type linear | --schedule linear (" in said
+
+
+def test_the_command_names_the_files(tmp_path: Path) -> None:
+    said = told({"bf16": {"enabled": "auto"}}, tmp_path, output=tmp_path / "mine.yaml")
+    assert f"infinity run {tmp_path}/mine.yaml train.py ITS ARGUMENTS\nin place of `deepspeed train.py ITS" in said
+    assert f"Take `--deepspeed {tmp_path}/ds_config.json` out" in said
+    inner = {"deepspeed_config": {"zero_stage": 2}}
+    said = told(inner, tmp_path, "accelerate.yaml")
+    assert f"in place of `accelerate launch --config_file {tmp_path}/accelerate.yaml train.py" in said
+    assert "--deepspeed" not in said
+
+
+def test_very_many_and_very_long_keys_stay_short(tmp_path: Path) -> None:
+    said = told({"bf16": {}, "x" * 100_000: 1} | {f"zzz{number}": 1 for number in range(5000)}, tmp_path)
+    assert "  and 4951 more\n" in said
+    assert len(said) < 10_000
+
+
+def test_the_swap_config_is_these_lines(tmp_path: Path) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a b"}, "zero_hpz_partition_size": 8}
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({"zero_optimization": zero}))
+    source = read(file)
+    assert swap_text(convert(source), source).splitlines()[2:] == [
+        "weights: auto  # zero_optimization.stage: 3; the weights are not offloaded: on the device if they fit there, "
+        "else in RAM",
+        "optimizer: nvme  # zero_optimization.offload_optimizer.device: nvme",
+        "nvme:",
+        '  paths: ["/a b"]  # zero_optimization.offload_optimizer.nvme_path',
+        "ranks:",
+        "  gather: node  # zero_optimization.zero_hpz_partition_size: 8",
+    ]

@@ -1,0 +1,50 @@
+"""Whether the call that a hook was called from still runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.runtime.live_call import Call
+
+
+def hooked(hook: Callable[[], Call]) -> tuple[Call, bool]:
+    """A call that calls a hook, and whether it was seen to run after that."""
+    call = hook()
+    return call, call.runs
+
+
+@pytest.mark.parametrize("wrap", [lambda hook: hook, torch.compiler.disable], ids=["plain", "disabled"])
+def test_a_call_runs_until_it_has_ended(wrap: Any) -> None:
+    call, seen = hooked(wrap(Call))
+    assert (seen, call.runs) == (True, False)
+
+
+def test_a_call_of_another_thread_is_seen_to_run() -> None:
+    made: list[Call] = []
+    called, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        made.append(Call())
+        called.set()
+        assert end.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert called.wait(60)
+    assert (made[0].runs, made[0].of_this_thread) == (True, False)
+    end.set()
+    thread.join()
+    assert not made[0].runs
+
+
+def test_what_is_beyond_a_name_is_what_called_it() -> None:
+    def passed() -> Call:
+        return Call(beyond=("passed",))
+
+    call, seen = hooked(passed)
+    assert (seen, call.runs) == (True, False)
