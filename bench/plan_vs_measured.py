@@ -196,11 +196,11 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
 def _rates(config: Any, plain: Any, length: int, directory: Path) -> Any:
     import torch
 
-    from infinity.cli.planning.local_rates import machine_here
+    from infinity.cli.planning.local_rates import local_machine
     from infinity.cli.planning.model import widths
 
     width, inner = widths(plain)
-    return machine_here(
+    return local_machine(
         [directory], torch.device("cpu"), dtype=torch.bfloat16, width=width, inner=inner, tokens=length,
         frozen=config.frozen,
     )  # fmt: skip

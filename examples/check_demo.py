@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from infinity import load_config
-from infinity.checkpoint.generation import newest_whole, opened
+from infinity.checkpoint.generation import newest_stored_generation, open_stores
 from infinity.sizes import format_bytes
 
 CONFIG = "examples/demo.yaml"
@@ -21,8 +21,8 @@ def equal_tensors(output: Path, swap: Path, step: int) -> int:
 
     Every byte of the generation is read and compared with its checksums. Raises ValueError for a tensor that differs.
     """
-    with opened([swap]) as stores, safe_open(output / "model.safetensors", framework="pt") as saved:
-        generation = newest_whole(stores, step)
+    with open_stores([swap]) as stores, safe_open(output / "model.safetensors", framework="pt") as saved:
+        generation = newest_stored_generation(stores, step)
         names = set(saved.keys())
         count = len(names)
         for name in [name for of_unit in generation.shapes() for name in of_unit]:

@@ -48,8 +48,8 @@ PROTOCOLS = {
     "OffloadedOptimizer.expected_scale",
     "OffloadedOptimizer.expected_update",
     "OffloadedOptimizer.names",
-    "OffloadedOptimizer.take_up",
-    "OffloadedOptimizer.take_up_hyperparameters",
+    "OffloadedOptimizer.restore_progress",
+    "OffloadedOptimizer.restore_hyperparameters",
     # A transfer that failed, or an update that was canceled, is named by who began it (units/update_jobs.py).
     "_naming.<locals>.name",
     # What the guards opened for a call of state_dict is theirs to end, when the call died.
@@ -65,11 +65,11 @@ ACTS = {
 }
 LEGS = {
     "a weight arrives": ("Coordinator.acquire", "Coordinator.hold"),
-    "a weight leaves": ("Room._evict",),
+    "a weight leaves": ("Fetcher._evict",),
     "a gradient lands": ("Coordinator.arrive",),
     "an update begins": ("Coordinator._completed", "Coordinator.update"),
-    "an update is finished": ("Progress.finish_updates",),
-    "a step is committed": ("Progress.begin_commit", "Progress._advance_commit", "Coordinator._freeze_commit"),
+    "an update is finished": ("Pump.finish_updates",),
+    "a step is committed": ("Pump.begin_commit", "Pump._advance_commit", "Coordinator._freeze_commit"),
 }
 _HERE = str(Path(infinity.__file__).parent) + "/"
 

@@ -73,7 +73,9 @@ _TELL_OF_RANKS = ("plan/plan_input.py", "state/shard.py")
 
 def test_only_sharded_asks_whether_there_are_other_ranks() -> None:
     """What a process says to the others it says through World; cli/ may speak of ranks."""
-    asks = re.compile(r"\b(exchange|shared|agreed)\b is (not )?None|isinstance\(.*\b(Alone|Among)\)|\bExchange\b")
+    asks = re.compile(
+        r"\b(exchange|shared|agreed)\b is (not )?None|isinstance\(.*\b(Alone|SeveralRanks)\)|\bExchange\b"
+    )
     number = r"(\b_?(ranks|count)|world\.size|rank_and_world\(\)\[1\])"
     compared = r"\s*(==|!=|<=|>=|<|>)\s*"
     counts = re.compile(rf"\b(peers|self)\.together\b|{number}{compared}1\b|\b1{compared}\S*{number}")

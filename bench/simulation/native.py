@@ -15,7 +15,7 @@ from unittest import mock
 
 from infinity import _native
 from infinity.state.unit import ParameterSpec
-from infinity.tiers.downloads import GradientQueue, Packed
+from infinity.tiers.downloads import GradientBatch, GradientQueue
 from simulation.clock import Clock, Future
 from simulation.disk import Disk
 from simulation.fluid import Activity, Fluid
@@ -95,7 +95,7 @@ class Landings:
         return future
 
 
-def pack(queue: GradientQueue, packed: Packed, spec: ParameterSpec, gradient: object, *, add: bool) -> None:
+def pack(queue: GradientQueue, packed: GradientBatch, spec: ParameterSpec, gradient: object, *, add: bool) -> None:
     """Counterpart of GradientQueue.pack without a copy: device memory is many times faster than a link."""
     if spec not in packed.specs:
         packed.specs.append(spec)

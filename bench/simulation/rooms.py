@@ -12,16 +12,16 @@ from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit
 from infinity.tiers.slots import open_slots
 from infinity.units.arrivals import Passes
-from infinity.units.fetch_rules import LocalFetches
-from infinity.units.fetcher import Room
+from infinity.units.fetch_rules import LocalFetchRules
+from infinity.units.fetcher import Fetcher
 from infinity.units.gradients import LocalGradients, UnitGradients, groups_of
 from infinity.units.health import Health
-from infinity.units.pump import Progress
+from infinity.units.pump import Pump
 from infinity.units.shadows import Shadows
-from infinity.units.speculation_choice import Speculation
+from infinity.units.speculation_choice import SpeculationChoice
 from infinity.units.speculator import Speculator
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update_queue import Updates
+from infinity.units.update_queue import UpdateQueue
 from simulation.clock import Clock
 from simulation.disk import Disk
 from simulation.fluid import Fluid
@@ -135,17 +135,19 @@ class Rooms:
         gradients = [UnitGradients(unit, groups_of(unit, self.resources)) for unit in units]
         self.units = [self._unit(unit, of_unit) for unit, of_unit in zip(units, gradients, strict=True)]
         self.passes = Passes([each.arrivals for each in gradients])
-        self.updates = Updates(self.resources, self.shadows)
-        self.speculation = Speculation(plan.placement.updates.overlap)
+        self.updates = UpdateQueue(self.resources, self.shadows)
+        self.speculation = SpeculationChoice(plan.placement.updates.overlap)
         commits: Any = Commits()
         shards = [plan.peers.cut.of(unit) for unit in units]
         timeline: Any = self.timeline
-        self.progress = Progress(self.resources, self.updates, commits, self.health, timeline)
+        self.progress = Pump(self.resources, self.updates, commits, self.health, timeline)
         self.speculator = Speculator(
             self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards
         )
-        self.gradients = LocalGradients(gradients, self.resources.landing, self.speculator.gradients_land)
-        self.room = Room(self.units, self.resources, self.updates, timeline, open_slots(self.resources), LocalFetches())
+        self.gradients = LocalGradients(gradients, self.resources.landing, self.speculator.before_landing)
+        self.room = Fetcher(
+            self.units, self.resources, self.updates, timeline, open_slots(self.resources), LocalFetchRules()
+        )
 
     def _unit(self, unit: Unit, gradients: UnitGradients) -> OffloadedUnit:
         timeline: Any = self.timeline

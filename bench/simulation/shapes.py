@@ -9,7 +9,7 @@ from peers.workload import Workload
 from transformers import LlamaForCausalLM
 
 from infinity import _native
-from infinity.state.discover import HookSite, discover
+from infinity.state.discover import HookedModule, discover
 from infinity.state.unit import Unit
 
 SEQUENCE = 2048
@@ -50,7 +50,7 @@ class Task:
 
     work: Workload
     units: tuple[Unit, ...]
-    sites: tuple[HookSite, ...]
+    sites: tuple[HookedModule, ...]
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     activation_bytes: int

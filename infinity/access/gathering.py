@@ -22,7 +22,7 @@ import torch
 
 from infinity.access.ingest import residual_of
 from infinity.access.lent_gradients import LentGradients
-from infinity.base.interrupt import interrupts_deferred, whole
+from infinity.base.interrupt import interrupts_deferred, uninterruptible
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import InfinityError, ModelError, PlanError
 from infinity.plan.device_memory import available_device_bytes
@@ -79,7 +79,7 @@ class Gathering:
             self._leave()  # a deferred Ctrl-C is raised when _enter ends
             raise
 
-    @whole
+    @uninterruptible
     def _enter(self) -> None:
         coordinator = self._coordinator
         self._entered = True
@@ -105,7 +105,7 @@ class Gathering:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
             if kind is None and self._write:
-                _take_home(self._coordinator, self._fresh)
+                _write_back(self._coordinator, self._fresh)
             elif kind is None:
                 for index, names in self._fresh.items():
                     _require_shapes(self._coordinator.units[index], names)
@@ -121,7 +121,7 @@ class Gathering:
         if getattr(self, "_entered", False):
             self._leave()
 
-    @whole
+    @uninterruptible
     def _leave(self) -> None:
         with self._coordinator.locked():
             self._undo.close()
@@ -189,7 +189,7 @@ def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int
 # -- new values -------------------------------------------------------------------------------------------------------
 
 
-def _take_home(coordinator: Coordinator, wanted: Named) -> None:
+def _write_back(coordinator: Coordinator, wanted: Named) -> None:
     """Write the changed values, all of them or none: every check that may refuse runs before the first write."""
     with interrupts_deferred(), coordinator.writing():
         _require_same_everywhere(coordinator, wanted)

@@ -20,10 +20,10 @@ from infinity.errors import ModelError, SwapIOError, SwapTimeoutError
 from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
-from infinity.sharded.opening import open_comparison
+from infinity.sharded.opening import open_broadcast
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import native_name, residual_itemsize
-from infinity.state.frozen_codecs import given
+from infinity.state.frozen_codecs import encoded_form
 from infinity.state.int8 import blocks_of, put_scales_back
 from infinity.state.moments import Moment
 from infinity.state.unit import Group, ParameterSpec
@@ -51,7 +51,7 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
         ModelError: `source` gave another shape, or a parameter has no values (meta device).
         PeerError: another rank's file has other values.
     """
-    comparison = open_comparison(coordinator.world)
+    comparison = open_broadcast(coordinator.world)
     with _Writes(coordinator.arena) as writes:
         for unit in coordinator.units:
             _ingest_unit(coordinator, unit, comparison.values_of(unit, source, in_memory), writes)
@@ -160,7 +160,7 @@ def _fill_encoded(
         raise AssertionError("a group without a codec is not encoded")
     for name, (begin, end) in group.encoded.items():
         into = lease.view(home.start + begin, end - begin)
-        known = given(unit.parameters[name])
+        known = encoded_form(unit.parameters[name])
         if known is not None and known.codec == group.codec:
             torch.frombuffer(into, dtype=torch.uint8).copy_(known.read())
             continue

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from infinity.base.interrupt import whole
+from infinity.base.interrupt import uninterruptible
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import ModelError
@@ -85,7 +85,7 @@ class LentGradients:
             self._loans.append(_Loan(parameter, place, handle, copy, copy._version))
             parameter.grad = copy
 
-    @whole
+    @uninterruptible
     def take_back(self) -> None:
         """Make changed copies the gradients of the step. Raises as Coordinator.land."""
         for loan in self._loans:

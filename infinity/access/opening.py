@@ -20,13 +20,13 @@ from infinity.durable.description import describe
 from infinity.durable.optimizers import Optimizers
 from infinity.errors import DeviceRoomError, ModelError
 from infinity.io.headers import header_in
-from infinity.plan.commit_frequency import Frequency
+from infinity.plan.commit_frequency import CommitFrequency
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import ALONE, Peers
+from infinity.plan.plan_input import NO_PEERS, Peers
 from infinity.plan.planner import make_plan
 from infinity.ranks.paths import rank_path
 from infinity.sharded.opening import open_maker
-from infinity.sharded.rank_agreement import Together, come_together, meeting, peers_here
+from infinity.sharded.rank_agreement import RankAgreement, local_peers, meet_ranks, meeting
 from infinity.state.discover import Discovery, discover
 from infinity.state.terms import Terms
 from infinity.state.values import Source
@@ -54,15 +54,15 @@ def open_coordinator(
         ModelError: the model is offloaded already, or cannot be offloaded.
         PlanError: a budget is too small; nothing was moved.
         ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: as Resources, and as `fill`.
-        NotAvailableError, PeerError: as come_together; or another rank failed.
+        NotAvailableError, PeerError: as meet_ranks; or another rank failed.
     """
-    together = come_together(terms.config, terms.device)
+    together = meet_ranks(terms.config, terms.device)
     with together.telling():
         found = discover(model, terms.config.moments, terms.config.frozen)
         _require_free(found)
         together = together.agreed(terms, found.units)
 
-        def plan_of(commits: Frequency | None) -> Plan:
+        def plan_of(commits: CommitFrequency | None) -> Plan:
             return plan_for(model, found, terms, together.peers, commits)
 
         try:
@@ -81,7 +81,7 @@ def _open(
     found: Discovery,
     terms: Terms,
     plan: Plan,
-    together: Together,
+    together: RankAgreement,
     fill: Callable[[Coordinator], None],
 ) -> Coordinator:
     """Open the resources of a plan, and fill them with values."""
@@ -97,7 +97,7 @@ def _open(
     if resumes:
         together.require_resumable(config.nvme)
     else:
-        together.begin_anew(config.nvme, replaces=terms.replaces)
+        together.begin_run(config.nvme, replaces=terms.replaces)
     nvme = together.nvme(config.nvme)
     resources = Resources(
         plan, nvme, terms.device, terms.faults, resume=resumes, world=together.world, run=together.run
@@ -125,8 +125,8 @@ def plan_for(
     model: nn.Module,
     found: Discovery,
     terms: Terms,
-    peers: Peers = ALONE,
-    commits: Frequency | None = None,
+    peers: Peers = NO_PEERS,
+    commits: CommitFrequency | None = None,
 ) -> Plan:
     """Return the plan for a model.
 
@@ -160,7 +160,7 @@ def pins_in_store(model: nn.Module, terms: Terms) -> int:
     with meeting(config.nvme.deadline_s) as tell:
         found = discover(model, config.moments, config.frozen)
         without = replace(terms, config=config.model_copy(update={"pins": 0}), resumes=True)
-        peers = peers_here()
+        peers = local_peers()
         plan = plan_for(model, found, without, peers)
         swap = plan.layout.swap
         copy_bytes = swap.further_copies // config.keep

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from infinity.base.interrupt import whole
+from infinity.base.interrupt import uninterruptible
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError, PeerError, ResumeError
 from infinity.io.generations import Generations
 from infinity.io.headers import header_in
-from infinity.io.pins import Marker, begin_folder, read_pins, require_marker, said
+from infinity.io.pins import Marker, begin_folder, pins_text, read_pins, require_marker
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
-from infinity.sharded.stores import ranks_said
+from infinity.sharded.stores import ranks_text
 
 
-@whole
+@uninterruptible
 def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
     """Make a generation of the current states, and let `folder` pin it. All ranks call this.
 
@@ -74,7 +74,7 @@ def agree(coordinator: Coordinator) -> None:
         coordinator.world.each("removing pins", lambda: kept.keep_pins(set.intersection(*map(set, told))))
 
 
-@whole
+@uninterruptible
 def unpin(coordinator: Coordinator, folder: Path) -> bool:
     """Remove the pin of `folder`. One rank may call this alone. Raises as Generations.unpin.
 
@@ -85,7 +85,7 @@ def unpin(coordinator: Coordinator, folder: Path) -> bool:
         return generations_of(coordinator).unpin(folder)
 
 
-@whole
+@uninterruptible
 def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
     """Mark `folder` as having a portable copy, and remove its pin. All ranks call this. Raises as Generations.unpin."""
     with coordinator.locked():
@@ -152,9 +152,9 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
     rank, ranks = rank_and_world()
     if marker.ranks != ranks:
         raise ResumeError(
-            f"{place} was written by a run of {ranks_said(marker.ranks)}, and this run has "
-            f"{ranks_said(ranks)}. Resume from "
-            f"it with {ranks_said(marker.ranks)}; or start a new run that loads its weights as a model."
+            f"{place} was written by a run of {ranks_text(marker.ranks)}, and this run has "
+            f"{ranks_text(ranks)}. Resume from "
+            f"it with {ranks_text(marker.ranks)}; or start a new run that loads its weights as a model."
         )
     directory = rank_path((paths[0] if paths else Path(marker.directories[0])).expanduser().absolute(), rank, ranks)
     header = header_in(directory).header
@@ -169,13 +169,13 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
         raise ResumeError(
             f"generation {marker.step}, which {place} names, is not in {directory} any more: "
             "it was unpinned. Generations "
-            f"pinned there: {said(pins) or 'none'}. The folder's weights are complete: load them as a "
+            f"pinned there: {pins_text(pins) or 'none'}. The folder's weights are complete: load them as a "
             "model, or resume from another "
             "folder."
         )
     return marker
 
 
-def digest_here(marker: Marker) -> str | None:
+def local_digest(marker: Marker) -> str | None:
     """Return the digest of the generation that a checkpoint folder pins in this rank's store; None without one."""
     return marker.digest_of(*rank_and_world())

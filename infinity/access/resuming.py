@@ -63,10 +63,10 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
             "--from-checkpoint."
         )
     coordinator.adopt()
-    return go_on_from(coordinator, manifest)
+    return continue_from(coordinator, manifest)
 
 
-def go_on_from(coordinator: Coordinator, manifest: Manifest) -> Body:
+def continue_from(coordinator: Coordinator, manifest: Manifest) -> Body:
     """Continue from a generation whose states the model has: restore its step and its random number states.
 
     Returns:

@@ -3,8 +3,8 @@
 [Note: where Ctrl-C may come]
 Python runs a signal handler between any two instructions of the main thread. If the handler raises, the interrupted
 work is left half done: for example a lease without an owner, or only some parameters of a unit shown. So every function
-that changes more than one thing is decorated with `whole`. If signals arrive while it runs, the first is delivered when
-the function ends, and the others are dropped. Where such a function waits long and nothing is half done
+that changes more than one thing is decorated with `uninterruptible`. If signals arrive while it runs, the first is
+delivered when the function ends, and the others are dropped. Where such a function waits long and nothing is half done
 (Weights.finish_fetch, OffloadedUnit._await), `interruptible` lets signals in. No signal is let in during its other
 waits, such as those for a commit or for the window of spilled gradients, nor during a step before its end
 (`interrupts_deferred`).
@@ -13,10 +13,10 @@ Only the main thread receives signals. Autograd on a GPU runs hooks on another t
 a fork belong to the parent: a forked child starts with nothing deferred, and may be stopped like any process.
 
 [Note: whose handler it is]
-A handler is wrapped when a `whole` function begins, and stays wrapped: a step has hundreds of transitions, and
-installing a handler costs more than most of them. The wrapper calls the handler at once, or when the `whole` function
-ends. A handler that is not a function (SIG_DFL, SIG_IGN, or one not installed from Python) raises nothing and is not
-wrapped.
+A handler is wrapped when a `uninterruptible` function begins, and stays wrapped: a step has hundreds of transitions,
+and installing a handler costs more than most of them. The wrapper calls the handler at once, or when the
+`uninterruptible` function ends. A handler that is not a function (SIG_DFL, SIG_IGN, or one not installed from Python)
+raises nothing and is not wrapped.
 
 The user may install another handler at any time; the next transition finds that it is not wrapped, and wraps it. The
 check uses `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` makes enums and takes a hundred times as
@@ -49,7 +49,7 @@ _NUMBERS = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
 class _Wrapper:
-    """Handler of a signal that defers the wrapped handler while a `whole` function runs."""
+    """Handler of a signal that defers the wrapped handler while a `uninterruptible` function runs."""
 
     __slots__ = ("handler",)
 
@@ -68,7 +68,7 @@ class _Signals:
     Invariant: while `deferred`, handlers that are functions are wrapped, unless the user replaced one meanwhile.
 
     Attributes:
-        deferred: whether a `whole` function runs, and is not in an interruptible wait.
+        deferred: whether a `uninterruptible` function runs, and is not in an interruptible wait.
         strict: whether no signal is let in during its waits either.
         came: handlers to call, with their arguments, in the order in which the signals arrived.
         main: id of the only thread that may defer; 0 if Python does not say which thread gets signals.
@@ -146,7 +146,7 @@ def interrupts_deferred() -> Iterator[None]:
             _signals.let_go()
 
 
-def whole(function: Callable[P, R]) -> Callable[P, R]:
+def uninterruptible(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function so that signals are delivered in it only where it is `interruptible`."""
     signals, get_ident = _signals, threading.get_ident
 
@@ -165,7 +165,7 @@ def whole(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let signals in during a wait within a `whole` function. Nothing may be half done at this point."""
+    """Let signals in during a wait within a `uninterruptible` function. Nothing may be half done at this point."""
     if not _signals.deferred or _signals.strict or threading.get_ident() != _signals.main:
         yield
         return

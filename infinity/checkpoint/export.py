@@ -15,11 +15,17 @@ import torch
 
 from infinity.checkpoint import portable
 from infinity.checkpoint.atomic_directory import is_free, put_in_place, written_aside
-from infinity.checkpoint.generation import StoredGeneration, StoredState, dtype_of, newest_whole, opened
+from infinity.checkpoint.generation import (
+    StoredGeneration,
+    StoredState,
+    dtype_of,
+    newest_stored_generation,
+    open_stores,
+)
 from infinity.checkpoint.recorded_model import RecordedModel
 from infinity.checkpoint.safetensors_writer import Piece, write_index, write_shards
 from infinity.checkpoint.save import write_weights
-from infinity.checkpoint.tensor_names import InFiles, Tensors
+from infinity.checkpoint.tensor_names import TensorNames, Tensors
 from infinity.config import SwapConfig, load_config
 from infinity.durable.records import OptimizerRecord
 from infinity.errors import InfinityError, ManifestError
@@ -78,8 +84,8 @@ def export_checkpoint(
     _require_free(target)
     directories = [store_directory] if isinstance(store_directory, str | Path) else store_directory
     nvme = load_config(config).nvme
-    with opened([Path(path) for path in directories], nvme) as stores:
-        generation = newest_whole(stores, step)
+    with open_stores([Path(path) for path in directories], nvme) as stores:
+        generation = newest_stored_generation(stores, step)
         write_copy(generation, target, max_shard_size, also)
     return generation.manifest.step
 
@@ -136,7 +142,7 @@ def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: 
     """Write the weights unit by unit, then the buffers, then the configs."""
     record, buffers = generation.body.model, generation.body.buffers
     model = RecordedModel(record, generation.source)
-    in_files = InFiles(record.shapes(), model.revert)
+    in_files = TensorNames(record.shapes(), model.revert)
     parts = [*generation.shapes(), {name: buffer.to("meta") for name, buffer in buffers.items()}]
     values = (
         in_files.pieces({name: buffers[name] if name in buffers else generation.weight(name) for name in part})

@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity import _native
 from infinity.access.ingest import fill_moments
-from infinity.access.resuming import go_on_from
+from infinity.access.resuming import continue_from
 from infinity.checkpoint.generation import StoredGeneration
 from infinity.checkpoint.portable import Portable
 from infinity.config import SwapConfig
@@ -66,10 +66,10 @@ def offload_from_checkpoint(
         others: as for infinity.offload.
     """
     copy = Portable.verified(directory)
-    return carry_on(model, copy, Terms.of(config, device, optimizer, accumulation_steps, faults))
+    return offload_from_copy(model, copy, Terms.of(config, device, optimizer, accumulation_steps, faults))
 
 
-def carry_on(model: Model, copy: Copy, terms: Terms, *, files: Source | None = None) -> Model:
+def offload_from_copy(model: Model, copy: Copy, terms: Terms, *, files: Source | None = None) -> Model:
     """Offload a model and continue the run from a copy that is open. See offload_from_checkpoint.
 
     Args:
@@ -92,7 +92,7 @@ def carry_on(model: Model, copy: Copy, terms: Terms, *, files: Source | None = N
         _require_trained(coordinator, copy)
         fill_moments(coordinator, copy.moment)
         buffers.restore(model, copy.body.buffers)
-        go_on_from(coordinator, copy.manifest)
+        continue_from(coordinator, copy.manifest)
     except BaseException:
         close(model)
         raise

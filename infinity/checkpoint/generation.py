@@ -47,7 +47,7 @@ _STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 
 
 @contextmanager
-def opened(
+def open_stores(
     directories: Sequence[Path], nvme: NvmeConfig | None = None, count: int | None = None, *, shared: bool = False
 ) -> Iterator[list[SwapStore]]:
     """Open the store in these directories for reading; with several ranks, the stores of all ranks.
@@ -81,7 +81,7 @@ def opened(
             store.close()
 
 
-def newest_whole(
+def newest_stored_generation(
     stores: Sequence[SwapStore], step: int | None = None, digests: Sequence[str] = (), *, rank: int = 0
 ) -> StoredGeneration:
     """Return the newest complete generation, the generation of `step`, or the pinned one of `digests`.
@@ -101,7 +101,7 @@ def newest_whole(
     memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
 
     def part_of(
-        store: SwapStore, step: int | None, digest: str | None = None, only: generation_scan.Way | None = None
+        store: SwapStore, step: int | None, digest: str | None = None, only: generation_scan.Candidate | None = None
     ) -> StoredPart:
         def use(manifest: Manifest, path: Path) -> tuple[StoredPart, list[Extent]]:
             part = StoredPart(store, manifest, path, Cut(len(stores), stores.index(store)))
@@ -116,8 +116,10 @@ def newest_whole(
         return StoredGeneration(parts, place, rank)
     if len(stores) == 1:
         return StoredGeneration([part_of(stores[0], step)], place, rank)
-    found = [{way.name: way for way in generation_scan.ways(each.directories[0], each.run, step)} for each in stores]
-    names = generation_scan.common([[(way.name, way.kept) for way in each.values()] for each in found])
+    found = [
+        {way.name: way for way in generation_scan.candidates(each.directories[0], each.run, step)} for each in stores
+    ]
+    names = generation_scan.common_candidates([[(way.name, way.kept) for way in each.values()] for each in found])
     generation_scan.require_one(names, step, place)
     problems = []
     for name in names:

@@ -22,7 +22,7 @@ from torch import nn
 
 from infinity.base.accelerator import resolve
 from infinity.base.fork import in_this_process
-from infinity.checkpoint.from_portable import carry_on
+from infinity.checkpoint.from_portable import offload_from_copy
 from infinity.checkpoint.missing_tensors import Kept, keeping, of_another_size, put_back, reporting_later
 from infinity.checkpoint.portable import Portable
 from infinity.checkpoint.quantized_files import (
@@ -125,7 +125,7 @@ def load_pretrained(
         if place.resumes:
             resume_on(model, terms, folder=place.folder)
         elif copy is not None:
-            carry_on(model, copy, terms, files=source)
+            offload_from_copy(model, copy, terms, files=source)
         else:
             _offload(model, source, terms)
     model.train()

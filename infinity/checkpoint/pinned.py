@@ -16,7 +16,7 @@ from torch import nn
 
 from infinity.access import pinning
 from infinity.checkpoint.export import copy_bytes, write_copy
-from infinity.checkpoint.generation import StoredGeneration, newest_whole, opened
+from infinity.checkpoint.generation import StoredGeneration, newest_stored_generation, open_stores
 from infinity.checkpoint.portable import STATE_NAME
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
@@ -87,7 +87,7 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
         _require_there(pin, coordinator.directories[0])
         was.append(folder.stat())
         with _stores_of(coordinator) as stores:
-            _write(newest_whole(stores, digests=digests), pin, folder, max_shard_size)
+            _write(newest_stored_generation(stores, digests=digests), pin, folder, max_shard_size)
 
     coordinator.world.once_slow(what, copy)
     pinning.mark_portable(coordinator, folder, COPY_NAME)
@@ -115,7 +115,7 @@ def _stores_of(coordinator: Coordinator) -> Iterator[Sequence[SwapStore]]:
         yield [mine]
         return
     paths = [directory.path.parent for directory in mine.directories]
-    with opened(paths, count=cut.count, shared=True) as every:
+    with open_stores(paths, count=cut.count, shared=True) as every:
         yield every
 
 

@@ -32,7 +32,7 @@ from infinity import _native
 from infinity.checkpoint.safetensors_reader import names_in, stored_as, tensor_of
 from infinity.errors import ModelError
 from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS, Codec, decode, encoded_bytes, parts_of
-from infinity.state.frozen_codecs import Given
+from infinity.state.frozen_codecs import EncodedForm
 from infinity.strict import parse_json
 
 _OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
@@ -74,7 +74,7 @@ def unquantized(model_class: Any, path: str, kwargs: Mapping[str, Any]) -> Mappi
     return rest | {"config": without_quantization(config)}
 
 
-def codec_said(path: str, config: Any) -> tuple[Codec, tuple[str, ...]] | None:
+def codec_text(path: str, config: Any) -> tuple[Codec, tuple[str, ...]] | None:
     """Return the codec of a quantized model's weights and the modules that are not quantized, both from its config.
 
     The result is None if the model is not quantized.
@@ -177,7 +177,7 @@ class QuantizedFiles:
         rows = [name for name in self._files if _rows_of(name) in self._files]
         return sorted([*self._states, *rows])
 
-    def given(self, weight: str, shape: torch.Size) -> Given | None:
+    def given(self, weight: str, shape: torch.Size) -> EncodedForm | None:
         """Return the encoded form of a weight; None if it is not quantized.
 
         Args:
@@ -193,7 +193,7 @@ class QuantizedFiles:
             return self._int8(weight, shape)
         return None
 
-    def _nf4(self, weight: str, shape: torch.Size) -> Given:
+    def _nf4(self, weight: str, shape: torch.Size) -> EncodedForm:
         file, state_name = self._files[weight], self._states[weight]
         kind = state_name.partition(_STATE)[2]
         if kind != "nf4":
@@ -246,7 +246,7 @@ class QuantizedFiles:
         scales = known[codes.int()] * nested.repeat_interleave(state.nested_blocksize)[: codes.numel()]
         return scales + torch.tensor(state.nested_offset, dtype=torch.float32)
 
-    def _int8(self, weight: str, shape: torch.Size) -> Given:
+    def _int8(self, weight: str, shape: torch.Size) -> EncodedForm:
         file = self._files[weight]
         form = f"{weight}_format"
         if form in self._files and (number := int(self._tensor(form).reshape(-1)[0])) != 0:
@@ -268,7 +268,7 @@ class QuantizedFiles:
 
     def _made(
         self, codec: Codec, weight: str, shape: torch.Size, parts: Mapping[str, Callable[[], torch.Tensor]]
-    ) -> Given:
+    ) -> EncodedForm:
         """Return the encoded form. Raises ModelError if a small part has another size than the codec requires."""
 
         def bytes_of(part: str, nbytes: int) -> torch.Tensor:
@@ -286,7 +286,7 @@ class QuantizedFiles:
         for part, (_, nbytes) in parts_of(codec, shape).items():
             if part != "codes":
                 bytes_of(part, nbytes)
-        return Given(codec, read)
+        return EncodedForm(codec, read)
 
     def _tensor(self, name: str) -> torch.Tensor:
         if name not in self._files:
@@ -346,7 +346,7 @@ class _State:
         return state
 
 
-def decoding(known: Given, shape: torch.Size, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+def decoding(known: EncodedForm, shape: torch.Size, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     """Return a function that returns the decoded values of an encoded weight."""
     return lambda: decode(known.read(), known.codec, shape, dtype)
 

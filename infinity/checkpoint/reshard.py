@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from infinity import _native
-from infinity.checkpoint.from_portable import carry_on
-from infinity.checkpoint.generation import StoredGeneration, newest_whole, opened
+from infinity.checkpoint.from_portable import offload_from_copy
+from infinity.checkpoint.generation import StoredGeneration, newest_stored_generation, open_stores
 from infinity.config import SwapConfig
 from infinity.coordinator import registry
 from infinity.durable.records import parse_body
@@ -40,7 +40,7 @@ from infinity.runtime.track import commit
 from infinity.sharded.rank_agreement import Tell, meeting
 from infinity.sharded.stores import (
     counts_in,
-    ranks_said,
+    ranks_text,
     remove_rank_stores,
     require_none_pinned,
     steps_of,
@@ -115,7 +115,7 @@ def resume_on(model: Model, terms: Terms, *, step: int | None = None, folder: st
             source = _source(config, step, tell, held)
         if source is None:
             return offload.resume(model, terms, step=step)
-        carry_on(model, source.copy, replace(terms, replaces=str(source)))
+        offload_from_copy(model, source.copy, replace(terms, replaces=str(source)))
     try:
         _make_generation(model, source)
     except BaseException:
@@ -140,7 +140,7 @@ class _Source:
 
     def __str__(self) -> str:
         manifest = self.copy.manifest
-        return f"step {manifest.step} of run {manifest.run[:8]} of {ranks_said(self.count)}"
+        return f"step {manifest.step} of run {manifest.run[:8]} of {ranks_text(self.count)}"
 
 
 def tile_as_run(model: nn.Module, config: SwapConfig) -> None:
@@ -177,8 +177,8 @@ def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -
     if count is None:
         return None
     require_none_pinned(rank_path(paths[0], 0, count))
-    stores = held.enter_context(opened(paths, config.nvme, count=count))
-    source = _Source(count, paths, newest_whole(stores, step, rank=rank))
+    stores = held.enter_context(open_stores(paths, config.nvme, count=count))
+    source = _Source(count, paths, newest_stored_generation(stores, step, rank=rank))
     told = tell("looking for a generation to resume from", str(source))
     if len(set(told)) > 1:
         raise ResumeError(

@@ -14,7 +14,7 @@ from infinity.errors import InfinityError, ModelError
 
 
 @contextmanager
-def opened(
+def open_tensor_file(
     file: str | Path, name: str = "", failure: type[InfinityError] = ModelError, then: str = "Is the file complete?"
 ) -> Iterator[Any]:
     """Open a file with safetensors.
@@ -47,27 +47,27 @@ def opened(
 
 def tensor_of(file: str | Path, name: str, **failing: Any) -> torch.Tensor:
     """Return a tensor of a file. Arguments and errors are those of opened()."""
-    with opened(file, name, **failing) as tensors:
+    with open_tensor_file(file, name, **failing) as tensors:
         tensor: torch.Tensor = tensors.get_tensor(name)
         return tensor
 
 
 def names_in(file: str) -> list[str]:
     """Return the names of a file's tensors. Raises ModelError."""
-    with opened(file) as tensors:
+    with open_tensor_file(file) as tensors:
         return list(tensors.keys())
 
 
 def stored_as(file: str, name: str) -> tuple[str, tuple[int, ...]]:
     """Return the dtype (safetensors' name of it) and the shape of a tensor in a file. Raises ModelError."""
-    with opened(file, name) as tensors:
+    with open_tensor_file(file, name) as tensors:
         found = tensors.get_slice(name)
         return str(found.get_dtype()), tuple(found.get_shape())
 
 
 def is_readable(file: Path) -> bool:
     try:
-        with opened(file):
+        with open_tensor_file(file):
             return True
     except ModelError:
         return False

@@ -18,7 +18,7 @@ from infinity.access.exact import exact_value
 from infinity.checkpoint.adapters import is_peft_model, save_adapters, to_save
 from infinity.checkpoint.atomic_directory import failing, put, written_aside
 from infinity.checkpoint.safetensors_writer import Piece, index_name, write_index, write_shards
-from infinity.checkpoint.tensor_names import InFiles, Tensors
+from infinity.checkpoint.tensor_names import TensorNames, Tensors
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers
 from infinity.errors import ModelError, printable
@@ -76,7 +76,7 @@ def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
                         write_weights(places[0], parts.meta(), gathered, parts.numel, max_shard_size)
                         write_configs(parts.model, places[0], parts.dtype)
             finally:
-                coordinator.world.gather_rest(gathered)
+                coordinator.world.join_remaining_gathers(gathered)
 
         def publish() -> None:
             with failing(target, "saving to"):
@@ -139,7 +139,7 @@ class Parts:
         self.model = model
         self.coordinator = coordinator
         shapes = {name: p.shape for unit in coordinator.units for name, p in self._parameters(unit).items()}
-        self._in_files = InFiles(shapes, revert_of(model))
+        self._in_files = TensorNames(shapes, revert_of(model))
         self._given = dict(coordinator.saved_from)
         self._wide = {
             place.spec.name: place for _, place in coordinator.places() if place.spec.name in coordinator.saved_wide

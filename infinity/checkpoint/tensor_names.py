@@ -17,7 +17,7 @@ from infinity.state.tiles import Rows, rows_of
 Tensors = dict[str, torch.Tensor]
 
 
-class InFiles:
+class TensorNames:
     """The form that a model's tensors have in checkpoint files.
 
     Args:

@@ -26,7 +26,7 @@ from infinity.cli.options import (
     whole,
     word,
 )
-from infinity.cli.planning.options import Training, What, Where
+from infinity.cli.planning.options import PlannedMachine, PlannedModel, Training
 from infinity.sizes import THREADS_MAX
 
 
@@ -55,8 +55,8 @@ def _add_plan(commands: Any) -> None:
         description="Needs no weights. Exit code 1 where the model does not fit; then a change of the swap config is "
         "named with which it does.",
     )
-    add_arguments(parser, What)
-    add_arguments(parser.add_argument_group("the machine", "By default this one, measured now."), Where)
+    add_arguments(parser, PlannedModel)
+    add_arguments(parser.add_argument_group("the machine", "By default this one, measured now."), PlannedMachine)
     add_arguments(parser.add_argument_group("the training"), Training)
 
 

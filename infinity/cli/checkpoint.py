@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity import _native
-from infinity.checkpoint.generation import opened
+from infinity.checkpoint.generation import open_stores
 from infinity.cli.pins import generations_with, let_go, unpin
 from infinity.errors import (
     ConfigError,
@@ -136,7 +136,7 @@ def _say(line: str) -> None:
 
 def _verify(paths: list[Path], step: int | None) -> int:
     memory = _native.Arena(_BUFFER_BYTES).view(0, _BUFFER_BYTES)
-    with opened(paths) as stores:
+    with open_stores(paths) as stores:
         damaged = [_verify_store(store, step, memory) for store in stores]
     return max(damaged)
 

@@ -21,11 +21,11 @@ from infinity.cli.finished_run import finish, nothing_to_go_on_with
 from infinity.cli.optimizers import moments_of
 from infinity.cli.options import option, require_alone
 from infinity.cli.order import Order
-from infinity.cli.output import Output, require_apart
+from infinity.cli.output import Output, require_disjoint
 from infinity.cli.ownership_mark import Owner
-from infinity.cli.rerun_command import write_again
+from infinity.cli.rerun_command import write_rerun_command
 from infinity.cli.run_data import Data, read
-from infinity.cli.run_ranks import World, follow, joined, lead, meeting, told
+from infinity.cli.run_ranks import RunRank, follow, gather_values, joined, lead, meeting
 from infinity.cli.run_report import Report, write_report
 from infinity.cli.stopping import stop_when_asked
 from infinity.cli.tokenizer import load_tokenizer
@@ -62,7 +62,7 @@ def finetune(options: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class _Begun:
+class _CheckedJob:
     """A job whose options, config and data were read and checked.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Begun:
         output, owner: None on all ranks but rank 0.
     """
 
-    world: World
+    world: RunRank
     options: argparse.Namespace
     config: SwapConfig
     origin: job.Origin
@@ -81,7 +81,7 @@ class _Begun:
     data: Data
 
 
-def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStack) -> _Begun | None:
+def _begin(options: argparse.Namespace, world: RunRank, tell: Tell, held: ExitStack) -> _CheckedJob | None:
     """Check the job on all ranks, and read its data.
 
     Args:
@@ -123,7 +123,7 @@ def _begin(options: argparse.Namespace, world: World, tell: Tell, held: ExitStac
     limits.require_fit(options.model, options.sequence_length, data.largest_token, **named)
     if len(set(tell("the text", data.digest))) > 1:
         raise ConfigError("--data: not all ranks read the same text; give all of them the same files")
-    return _Begun(world, options, config, resolved.origin, resuming, output, owner, tokenizer, data)
+    return _CheckedJob(world, options, config, resolved.origin, resuming, output, owner, tokenizer, data)
 
 
 def _say_dtype(name: str, source: Source) -> None:
@@ -138,7 +138,7 @@ def _as_asked(config: SwapConfig, options: argparse.Namespace) -> SwapConfig:
     return config.model_copy(update=vertical | ({"frozen": options.frozen} if options.frozen else {}))
 
 
-def _carry_out(begun: _Begun, tell: Tell, held: ExitStack) -> int:
+def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
     """Train, and save the result. Return the exit code.
 
     Args:
@@ -154,7 +154,7 @@ def _carry_out(begun: _Begun, tell: Tell, held: ExitStack) -> int:
     try:
         if reference is not None:
             held.callback(reference.close)
-        model_bytes = sum(told(model, "the size", models.output_bytes(model, options)))
+        model_bytes = sum(gather_values(model, "the size", models.output_bytes(model, options)))
         store = _store_of(model, config, world)
         directory = run_directory.made(options, begun.owner, held)
         run = Training(model, data, begun.tokenizer, options, config, world, begun.origin, directory, reference)
@@ -238,7 +238,7 @@ def _follow(model: Any, options: argparse.Namespace, batch: Batch | None, tell: 
         return int(max(tell("the end", stopped or stop.asked)))
 
 
-def _store_of(model: Any, config: SwapConfig, world: World) -> str | None:
+def _store_of(model: Any, config: SwapConfig, world: RunRank) -> str | None:
     """Print how often commits are made, and return the run id of the store; None if no generations are kept."""
     commits = statistics(model).plan.placement.commits
     print(printable(f"commits: {commits}"), flush=True)
@@ -275,7 +275,7 @@ def _output(options: argparse.Namespace, config: SwapConfig, done: int | None) -
     directories = [path for path in options.data if path.is_dir()]
     for path in directories:
         for swap in config.nvme.paths:
-            require_apart(f"--data {printable(path)}", path, "nvme.paths", swap)
+            require_disjoint(f"--data {printable(path)}", path, "nvme.paths", swap)
     try:
         return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
     except ConfigError as error:
@@ -342,7 +342,7 @@ def _save(
         tell("closing the model", None)  # after this no rank uses its store
         tokenizer.save_pretrained(directory)
         write_report(report, run.history.facts, run.history.samples, directory)
-        write_again(run.options, config, run.origin, directory)
+        write_rerun_command(run.options, config, run.origin, directory)
 
     with stop_when_asked(print, promise) as stop:
         try:

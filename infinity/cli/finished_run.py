@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _NOTE_BYTES_MAX = 64 << 10
 
 
-class Finished(Record):
+class FinishedNote(Record):
     """The note that a finished run leaves in the first of its nvme.paths.
 
     Attributes:
@@ -65,7 +65,7 @@ def finish(paths: Sequence[Path], run: str, output: Path, steps: int, epochs: in
         epochs: number of passes over the data; None if the number of steps was given instead.
     """
     first = paths[0].expanduser()
-    note = Finished(run=run, output=str(output), steps=steps, ended=now(), epochs=epochs)
+    note = FinishedNote(run=run, output=str(output), steps=steps, ended=now(), epochs=epochs)
     try:
         atomic_file.write_file(first / FINISHED_NAME, [note.model_dump_json().encode()])
         freed = _remove(run, paths)
@@ -134,11 +134,11 @@ def _result(output: Path) -> str:
     return f"Its model is in {output}: a new run begins from it with --model."
 
 
-def _note_in(directory: Path) -> Finished | None:
+def _note_in(directory: Path) -> FinishedNote | None:
     """Return the note in a directory; None if there is none, or if it is not about the store in this directory."""
     path = directory / FINISHED_NAME
     try:
-        note = Finished.model_validate_json(files.read_regular(path, _NOTE_BYTES_MAX))
+        note = FinishedNote.model_validate_json(files.read_regular(path, _NOTE_BYTES_MAX))
         newest = {store: next(iter(generations_in(store)), 0) for store in stores_of(directory)}
         mine = stores_of(directory, note.run)
         of_others = [store for store in newest if store not in mine and (newest[store] or store == directory)]

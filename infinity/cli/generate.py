@@ -23,7 +23,7 @@ from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import option, require_alone
 from infinity.cli.rerun_command import form_of
 from infinity.cli.streams import Outlet
-from infinity.cli.text_generation import Drawing, prompt_ids, write
+from infinity.cli.text_generation import SamplingSettings, prompt_ids, write
 from infinity.cli.tokenizer import has_tokenizer, load_tokenizer
 from infinity.config import SwapConfig, load_config
 from infinity.errors import ConfigError, printable
@@ -111,10 +111,10 @@ def _say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def _drawing(options: argparse.Namespace) -> Drawing | None:
+def _drawing(options: argparse.Namespace) -> SamplingSettings | None:
     if not options.temperature:
         return None
-    return Drawing(options.temperature, options.top_p, options.top_k, options.seed or 0)
+    return SamplingSettings(options.temperature, options.top_p, options.top_k, options.seed or 0)
 
 
 def _prompt(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:

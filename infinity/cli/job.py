@@ -15,7 +15,7 @@ from infinity.cli.command import command
 from infinity.cli.default_dtype import default_dtype
 from infinity.cli.finetune_options import Role, defaults
 from infinity.cli.options import option
-from infinity.cli.run_ranks import World
+from infinity.cli.run_ranks import RunRank
 from infinity.cli.tokenizer import has_tokenizer
 from infinity.cli.trainer_options import Given
 from infinity.config import SwapConfig, load_config
@@ -26,7 +26,7 @@ from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_manifest
 from infinity.ranks.paths import rank_path
 from infinity.sharded.rank_agreement import Tell
-from infinity.sharded.stores import furthest_in, ranks_said, steps_of
+from infinity.sharded.stores import furthest_in, ranks_text, steps_of
 
 NAME = "finetune"
 """The name under which a run's options are tracked."""
@@ -58,7 +58,7 @@ class Origin:
 class Job:
     """A run's options in the form that generations keep."""
 
-    def __init__(self, options: argparse.Namespace, config: SwapConfig, world: World, origin: Origin) -> None:
+    def __init__(self, options: argparse.Namespace, config: SwapConfig, world: RunRank, origin: Origin) -> None:
         self._values = values_of(options)
         self._config = config.model_dump(mode="json")
         self._ranks = world.count
@@ -98,7 +98,7 @@ class Resolved:
     steps: int | None
 
 
-def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
+def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved:
     """Return a job's options and swap config, and the run that it resumes. Rank 0 looks for this run.
 
     Options that are not given come from the run: with --resume from the generations in its directory, or in the first
@@ -137,7 +137,7 @@ def resolve(options: argparse.Namespace, world: World, tell: Tell) -> Resolved:
         copy = options.from_checkpoint.expanduser().absolute()
         options.model = str(copy) if has_tokenizer(copy) else None
     ranks = saved.get("ranks", 1)
-    had = f"{saved['options']['gradient_accumulation']} with {ranks_said(ranks)}"
+    had = f"{saved['options']['gradient_accumulation']} with {ranks_text(ranks)}"
     as_shared = "" if ranks == world.count else f" for {world}, as {had}"
     extended = _take_over(_with_form(_shared(saved, world), saved, options), options, steps, as_shared)
     _fill(options, defaults(Role.PROCESS))
@@ -152,7 +152,7 @@ def _fill(options: argparse.Namespace, defaults: dict[str, Any]) -> None:
             setattr(options, name, default)
 
 
-def _shared(saved: dict[str, Any], world: World) -> dict[str, Any]:
+def _shared(saved: dict[str, Any], world: RunRank) -> dict[str, Any]:
     """Return the run's options for the current number of ranks, which share the batches of a step.
 
     Raises:

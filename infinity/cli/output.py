@@ -70,7 +70,7 @@ class Output:
                 raise ConfigError(f"{self._named}: exists and is not an empty directory; choose another")
             for option, others in (apart or {}).items():
                 for other in others:
-                    require_apart(self._named, self._target, option, other)
+                    require_disjoint(self._named, self._target, option, other)
             self.disk.mkdir(parents=True, exist_ok=True)
             self._make_aside(self.disk).rmdir()
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
@@ -168,7 +168,7 @@ class Output:
         return Path(tempfile.mkdtemp(prefix=f".{self._target.name[:_NAME_CHARS]}-", dir=directory))
 
 
-def require_apart(what: str, directory: Path, option: str, other: Path) -> None:
+def require_disjoint(what: str, directory: Path, option: str, other: Path) -> None:
     """Check that two directories are not the same, and that neither is inside the other.
 
     Args:

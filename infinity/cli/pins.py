@@ -10,7 +10,7 @@ from infinity.errors import ConfigError, ManifestError, ResumeError, printable
 from infinity.io.directory import SwapDirectory, generations_in
 from infinity.io.headers import header_in
 from infinity.io.manifest import manifest_bytes
-from infinity.io.pins import Pin, Pins, digest_of, folder_path, is_gone, read_pins, said
+from infinity.io.pins import Pin, Pins, digest_of, folder_path, is_gone, pins_text, read_pins
 from infinity.io.rank_paths import place_of, rank_of
 from infinity.sharded.stores import parts_of, stores_of
 
@@ -46,7 +46,7 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
         for folder in sorted(wanted - chosen.keys()):
             there = {pin.folder: pin for pins in every for pin in pins.entries}
             raise ConfigError(
-                f"{folder} pins no generation in {paths[0]}. Pinned there are: {said(there.values()) or 'none'}."
+                f"{folder} pins no generation in {paths[0]}. Pinned there are: {pins_text(there.values()) or 'none'}."
             )
         for pins in every:
             for pin in (pin for pin in pins.entries if pin.folder in chosen):
@@ -129,7 +129,7 @@ def let_go(path: Path, *, pinned: bool) -> None:
     if there and not pinned:
         place = place_of(path)
         raise ResumeError(
-            f"checkpoint folders pin generations in {place}: {said(there)}. Remove or unpin them first (`infinity "
+            f"checkpoint folders pin generations in {place}: {pins_text(there)}. Remove or unpin them first (`infinity "
             f"checkpoint unpin {place} --folder FOLDER`); or give `remove` the option --pinned: then no run can go on "
             "from these folders."
         )

@@ -21,8 +21,8 @@ _NOT_AGAIN = ("output",)
 """Options that are not written, because each run has its own value."""
 
 
-def write_again(options: argparse.Namespace, config: SwapConfig, origin: Origin, directory: Path) -> None:
-    """Write the options of a run and its swap config to the files that the command of `again` names.
+def write_rerun_command(options: argparse.Namespace, config: SwapConfig, origin: Origin, directory: Path) -> None:
+    """Write the options of a run and its swap config to the files that the command of `rerun_command` names.
 
     Raises:
         OSError: the files cannot be written.
@@ -39,7 +39,7 @@ def write_again(options: argparse.Namespace, config: SwapConfig, origin: Origin,
         (directory / name).write_text("".join(lines), encoding="utf-8")
 
 
-def again(options: argparse.Namespace, *, extended: bool) -> str:
+def rerun_command(options: argparse.Namespace, *, extended: bool) -> str:
     """Return the command that repeats the run. It works once the output is complete.
 
     Args:

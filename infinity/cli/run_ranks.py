@@ -17,7 +17,7 @@ from infinity.errors import ConfigError, InfinityError
 from infinity.ranks.ranks import rank_and_world
 from infinity.sharded import rank_agreement
 from infinity.sharded.rank_agreement import Tell
-from infinity.sharded.stores import ranks_said
+from infinity.sharded.stores import ranks_text
 
 _WAIT_S = 24 * 3600.0
 """Seconds that ranks wait for a rank that is alive and reads the text or writes the result. A rank that died is noticed
@@ -27,7 +27,7 @@ _LEADING = "what rank 0 is about to do"
 
 
 @dataclass(frozen=True)
-class World:
+class RunRank:
     """The position of this process among the ranks of a run. The default is a run with one process.
 
     Attributes:
@@ -44,13 +44,13 @@ class World:
         return self.rank == 0
 
     def __str__(self) -> str:
-        return ranks_said(self.count)
+        return ranks_text(self.count)
 
 
-ALONE = World()
+ALONE = RunRank()
 
 
-def told(model: nn.Module, what: str, value: Any) -> list[Any]:
+def gather_values(model: nn.Module, what: str, value: Any) -> list[Any]:
     """Send a value to all ranks, and return the values of all ranks in their order.
 
     All ranks call this, outside of forward and backward.
@@ -77,7 +77,7 @@ def lead(model: nn.Module, act: str, *arguments: str) -> None:
     Raises:
         PeerError: another rank failed.
     """
-    told(model, _LEADING, [act, *arguments])
+    gather_values(model, _LEADING, [act, *arguments])
 
 
 def follow(model: nn.Module, acts: dict[str, Callable[..., object]]) -> None:
@@ -91,7 +91,7 @@ def follow(model: nn.Module, acts: dict[str, Callable[..., object]]) -> None:
         PeerError: another rank failed.
     """
     while True:
-        act, *arguments = told(model, _LEADING, None)[0]
+        act, *arguments = gather_values(model, _LEADING, None)[0]
         if act == "end":
             return
         acts[act](*arguments)
@@ -109,7 +109,7 @@ def meeting() -> AbstractContextManager[Tell]:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def joined() -> Iterator[RunRank]:
     """Connect the ranks if torchrun started this process, and yield the position of this process among them.
 
     If this call connects the ranks, only rank 0 prints to stdout in the block.
@@ -121,10 +121,10 @@ def joined() -> Iterator[World]:
     rank, world_size = rank_and_world()
     count = os.environ.get("WORLD_SIZE", "1")
     if world_size > 1 or count == "1":  # the caller of main has made the process group, or there is one process
-        yield World(rank, world_size)
+        yield RunRank(rank, world_size)
         return
     try:
-        world = World(int(os.environ["RANK"]), int(count))
+        world = RunRank(int(os.environ["RANK"]), int(count))
     except (KeyError, ValueError):
         raise ConfigError(
             f"WORLD_SIZE is {count}, and RANK does not say which rank this is: start several ranks with torchrun"

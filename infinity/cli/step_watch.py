@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from infinity.cli import run_directory
 from infinity.cli.history import History, best_of
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts
-from infinity.cli.run_ranks import told
+from infinity.cli.run_ranks import gather_values
 from infinity.cli.run_report import without
 from infinity.cli.stopping import Stop
 from infinity.cli.tracing import TracedSteps
@@ -82,7 +82,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         parts = torch.stack(self._trainer.take_losses()).tolist()  # the host waits here for the device's queued work
-        self._loss = _mean(told(self._model, "the loss", parts))
+        self._loss = _mean(gather_values(self._model, "the loss", parts))
         self._rate = float(self._optimizer.param_groups[0]["lr"])
         self._skipped, self._scale = self._optimizer.skipped_steps, self._scaler.get_scale()
         if not math.isfinite(self._loss):
@@ -92,7 +92,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         step = state.global_step
         self._finish(step)
-        self.stopped = max(told(self._model, "whether to stop", self._stop.asked))
+        self.stopped = max(gather_values(self._model, "whether to stop", self._stop.asked))
         self._end_trace(step)
         if self.stopped:
             control.should_training_stop = True

@@ -91,7 +91,7 @@ def outlets(*, go_on: bool) -> Iterator[Outlet]:
     Args:
         go_on: whether a closed pipe of stdout is only recorded (see Outlet).
     """
-    _open_what_is_closed()
+    _open_closed_streams()
     streams = sys.stdout, sys.stderr
     for stream in streams:
         if hasattr(stream, "reconfigure"):
@@ -105,7 +105,7 @@ def outlets(*, go_on: bool) -> Iterator[Outlet]:
         sys.stdout, sys.stderr = streams
 
 
-def _open_what_is_closed() -> None:
+def _open_closed_streams() -> None:
     """Open /dev/null for each standard stream that is closed (`>&-`). Otherwise the next file that is opened, perhaps a
     swap file, would get the stream's descriptor, and text would be printed into it."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):

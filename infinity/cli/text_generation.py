@@ -19,7 +19,7 @@ class WritingError(ModelError):
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplingSettings:
     """Settings for random sampling of tokens by their probability.
 
     A setting that is None has the value of the model's generation_config.json, or the default of transformers.
@@ -71,7 +71,7 @@ def write(
     ids: torch.Tensor,
     tokenizer: Any,
     most: int,
-    drawing: Drawing | None = None,
+    drawing: SamplingSettings | None = None,
     *,
     streamer: Any = None,
     stop: Callable[[], bool] = lambda: False,

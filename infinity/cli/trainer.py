@@ -21,7 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from infinity.cli.data import Sequences
 from infinity.cli.order import DataIdentity, Order
 from infinity.cli.run_directory import folder_of
-from infinity.cli.run_ranks import told
+from infinity.cli.run_ranks import gather_values
 from infinity.config import SwapConfig
 from infinity.durable import rng
 from infinity.echo import raised
@@ -276,7 +276,9 @@ class Running(TrainerMixin, _Recording):
             raise
         except (InfinityError, OSError) as error:
             problem = raised(error)
-        if said := [each for each in told(self.model, "whether the model is saved", problem) if each is not None]:
+        if said := [
+            each for each in gather_values(self.model, "whether the model is saved", problem) if each is not None
+        ]:
             raise InfinityError(said[0])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

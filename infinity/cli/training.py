@@ -19,10 +19,10 @@ from infinity.cli.order import DataIdentity, Order
 from infinity.cli.packing_support import require_separates
 from infinity.cli.progress import open_progress
 from infinity.cli.references import Reference
-from infinity.cli.rerun_command import again
+from infinity.cli.rerun_command import rerun_command
 from infinity.cli.run_data import Data
 from infinity.cli.run_directory import is_whole
-from infinity.cli.run_ranks import World, told
+from infinity.cli.run_ranks import RunRank, gather_values
 from infinity.cli.run_report import Report, make_report
 from infinity.cli.samples import Samples, prompts_of
 from infinity.cli.step_watch import StepWatch
@@ -74,7 +74,7 @@ class Training:
         tokenizer: Any,
         options: argparse.Namespace,
         config: SwapConfig,
-        world: World,
+        world: RunRank,
         origin: job.Origin,
         directory: Path,
         reference: Reference | None = None,
@@ -222,7 +222,7 @@ class Training:
             self._trainer.add_callback(self._watch)
             folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
             if self.done:
-                unsaved = told(self.model, "whether the step's model is missing", self._is_unsaved())[0]
+                unsaved = gather_values(self.model, "whether the step's model is missing", self._is_unsaved())[0]
                 self._trainer.go_on(folder, evaluate=self._is_unevaluated(), save=unsaved)
             if self.done < self.steps:
                 self._trainer.train(resume_from_checkpoint=str(folder) if self.done else None)
@@ -277,7 +277,7 @@ class Training:
             data=self._data.summary,
             notes=self._data.notes,
             evaluations=self.history.evaluations,
-            again=again(self.options, extended=self.origin.extended),
+            again=rerun_command(self.options, extended=self.origin.extended),
         )
 
 

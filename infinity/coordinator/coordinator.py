@@ -22,13 +22,13 @@ from infinity import _native
 from infinity.base.accelerator import Accelerator
 from infinity.base.fork import in_forked_child
 from infinity.base.heap import Heap
-from infinity.base.interrupt import interrupts_deferred, whole
+from infinity.base.interrupt import interrupts_deferred, uninterruptible
 from infinity.base.timeline import Timeline
 from infinity.coordinator.counters import Counters
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.coordinator.readers import Readers
 from infinity.coordinator.transition import transition
-from infinity.coordinator.written_masters import Masters
+from infinity.coordinator.written_masters import WrittenMasters
 from infinity.durable import rng
 from infinity.durable.commits import Commits, facts_of
 from infinity.durable.optimizers import Checkpointed, Optimizers
@@ -46,7 +46,7 @@ from infinity.io.engine import Transfer
 from infinity.io.generations import Generations
 from infinity.io.store import Extent
 from infinity.plan.plan import Plan
-from infinity.sharded.opening import open_comparison, open_fetches, open_gradients, open_pool
+from infinity.sharded.opening import open_broadcast, open_fetch_rules, open_gradients, open_pool
 from infinity.state.codec import Codec, encode
 from infinity.state.request import GroupUpdate
 from infinity.state.shard import Shard
@@ -55,17 +55,17 @@ from infinity.tiers import state_parts
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
 from infinity.units.arrivals import Passes
-from infinity.units.fetcher import Room
+from infinity.units.fetcher import Fetcher
 from infinity.units.gradients import UnitGradients, groups_of
 from infinity.units.health import Health
 from infinity.units.parameters import ParameterViews
-from infinity.units.pump import Progress
+from infinity.units.pump import Pump
 from infinity.units.released_parameters import Lender, released_class, way_out
 from infinity.units.shadows import Shadows
-from infinity.units.speculation_choice import Predictable, Speculation, Timed
+from infinity.units.speculation_choice import Predictable, SpeculationChoice, TimedChoice
 from infinity.units.speculator import Speculator
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update_queue import Updates
+from infinity.units.update_queue import UpdateQueue
 from infinity.units.weights import Residency
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Coordinator(Lender):
         copied_from: run and step whose states this run began with; None if it began without a run.
         readers: threads and contexts that may read parameters now.
         staying: indices of the units that stay on the device while the model runs.
-        unit_at: see Room.unit_at.
+        unit_at: see Fetcher.unit_at.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Coordinator(Lender):
         self.rewritten: set[str] = set()
         self.saved_wide: frozenset[str] = frozenset()
         self.saved_from: Mapping[str, Callable[[], torch.Tensor]] = {}
-        self.masters = Masters()
+        self.masters = WrittenMasters()
         self.copied_from: tuple[str, int] | None = None
         self._lock = threading.RLock()
         self._heap = Heap(resources.plan.budgets.limits.ram)
@@ -138,17 +138,17 @@ class Coordinator(Lender):
         ]
         self.shards = shards
         self.passes = Passes([each.arrivals for each in gradients])
-        self.updates = Updates(resources, shadows)
-        timed = None if resources.device is None else Timed()
-        self.speculation = Speculation(resources.plan.placement.updates.overlap, timed)
-        pool, fetches = open_pool(resources, shards), open_fetches(resources)
-        self.room = Room(self.units, resources, self.updates, self.timeline, pool, fetches)
+        self.updates = UpdateQueue(resources, shadows)
+        timed = None if resources.device is None else TimedChoice()
+        self.speculation = SpeculationChoice(resources.plan.placement.updates.overlap, timed)
+        pool, fetches = open_pool(resources, shards), open_fetch_rules(resources)
+        self.room = Fetcher(self.units, resources, self.updates, self.timeline, pool, fetches)
         self.unit_at = self.room.unit_at
-        self.progress = Progress(resources, self.updates, commits, self.health, self.timeline)
+        self.progress = Pump(resources, self.updates, commits, self.health, self.timeline)
         self._speculator = Speculator(
             self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards
         )
-        self.gradients = open_gradients(resources, shards, gradients, self._speculator.gradients_land)
+        self.gradients = open_gradients(resources, shards, gradients, self._speculator.before_landing)
 
     @property
     def plan(self) -> Plan:
@@ -174,7 +174,7 @@ class Coordinator(Lender):
         return self.readers.passing
 
     def give_masters(self, names: Iterable[str]) -> None:
-        """See Masters.give."""
+        """See WrittenMasters.give."""
         self.masters.give(names)
 
     def supersede(self) -> None:
@@ -218,7 +218,7 @@ class Coordinator(Lender):
         """Keep the room for the optimizer states of parameters that are frozen from now on, to be unfrozen later."""
         self.keeps_room = True
 
-    def why_not_anew(self) -> str:
+    def why_not_reoffload(self) -> str:
         """Return what would be lost by offloading the model anew; "" if nothing changed since the model was filled."""
         with self._lock:
             if self.health.closed:
@@ -259,7 +259,7 @@ class Coordinator(Lender):
         """Return the object to put into `parameter.grad` for a gradient that has landed."""
         return GradientHandle(parameter, weakref.ref(self), place)
 
-    @whole
+    @uninterruptible
     def gradient_value(self, place: Place) -> torch.Tensor:
         """Return a copy of a landed gradient, in RAM, in the dtype of its buffer.
 
@@ -357,7 +357,7 @@ class Coordinator(Lender):
     def _rest_for_step(self) -> None:
         with self.progress.committing():
             self.progress.finish_updates()
-            self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
+            self.optimizers.restore_hyperparameters(self.commits.resumed, again=False)
         self.progress.make_way()
         with self._failing_if_cut_off:
             self.room.hold(())
@@ -365,7 +365,7 @@ class Coordinator(Lender):
             self.resources.synchronize_uploads()
 
     @transition
-    def gradient_norm(self, places: Iterable[Place]) -> tuple[float, str]:
+    def gradient_sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
         """Return the sum of squares of landed gradients, and the first name whose part is not finite ("" if none)."""
         self.gradients.synchronize()
         return self.gradients.sum_squares(places)
@@ -456,7 +456,7 @@ class Coordinator(Lender):
         """Begin a forward of the outermost module.
 
         Before a training forward, the body of the last step's commit is frozen. Raises as `require_usable`,
-        `Room.require_untouched` and `finish_commit`.
+        `Fetcher.require_untouched` and `finish_commit`.
 
         Args:
             training: a training forward; otherwise an evaluation.
@@ -475,7 +475,7 @@ class Coordinator(Lender):
 
     def _freeze_commit(self, graph: Callable[[], object]) -> None:
         with self.progress.committing():
-            self.optimizers.take_up_hyperparameters(self.commits.resumed, again=False)
+            self.optimizers.restore_hyperparameters(self.commits.resumed, again=False)
             self.commits.forward_begins(graph)
             if self.speculation.mode == "off" and self.commits.frozen:
                 self.commits.finish()
@@ -520,7 +520,7 @@ class Coordinator(Lender):
         self._close_if_nobody_reads()
 
     @transition
-    def site_left(self) -> None:
+    def module_call_ended(self) -> None:
         """Close the parameters after a call of a module, if nothing may read them.
 
         The module may have been called outside any forward.
@@ -632,7 +632,7 @@ class Coordinator(Lender):
         unit = self.units[place.unit.index]
         self.commits.tracking.gradients_came()
         with self._failing_if_cut_off:
-            self.gradients.about_to_land(unit.index)
+            self.gradients.before_landing(unit.index)
             with self.timeline.stall("gradient", unit.name):
                 more = self.passes.spanning > 1
                 self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate, more=more)
@@ -717,7 +717,7 @@ class Coordinator(Lender):
         drawn = rng.snapshot()
         resumed = self.commits.resumed
         self.commits.track(objects, named)
-        self.take_up_hyperparameters()
+        self.restore_hyperparameters()
         # Making and loading states may draw random numbers; tracking and resuming must not change a run's numbers.
         rng.restore(drawn if resumed is None else resumed.body.rng)
         return self.steps
@@ -728,14 +728,14 @@ class Coordinator(Lender):
         self.optimizers.enter(optimizer, self.commits.resumed)
 
     @transition
-    def take_up_hyperparameters(self) -> None:
+    def restore_hyperparameters(self) -> None:
         """Restore the hyperparameters of a resumed run, such as learning rates, once more."""
-        self.optimizers.take_up_hyperparameters(self.commits.resumed, again=True)
+        self.optimizers.restore_hyperparameters(self.commits.resumed, again=True)
 
     @transition
-    def require_apart(self, optimizer: object, names: set[str]) -> None:
-        """See Optimizers.require_apart."""
-        self.optimizers.require_apart(optimizer, names)
+    def require_disjoint(self, optimizer: object, names: set[str]) -> None:
+        """See Optimizers.require_disjoint."""
+        self.optimizers.require_disjoint(optimizer, names)
 
     @transition
     def require_entered(self, optimizer: object) -> None:
@@ -781,7 +781,7 @@ class Coordinator(Lender):
             fresh: the buffers do not come from a generation; otherwise nothing is done.
         """
         if fresh:
-            comparison = open_comparison(self.world)
+            comparison = open_broadcast(self.world)
             comparison.take("comparing buffers", buffers)
             comparison.say()
 
@@ -796,14 +796,14 @@ class Coordinator(Lender):
 
     def _commit(self, *, begun_only: bool = False) -> None:
         with self.progress.committing():
-            self._come_to_rest()
+            self._wait_until_idle()
             self.progress.settle()
             if self.commits.under_way or not begun_only:  # otherwise this rank has already made it
                 self.commits.commit(self.steps)
             self.commits.agree("committing", self.steps + 1)
             self.commits.require_made(self.steps)
 
-    def _come_to_rest(self) -> None:
+    def _wait_until_idle(self) -> None:
         self.progress.finish_updates()
         self._speculator.drop()  # they write where others may write now
         self.updates.ahead.drop(but=())
@@ -817,7 +817,7 @@ class Coordinator(Lender):
         """
         self.require_usable()
         with self._lock:
-            self._come_to_rest()
+            self._wait_until_idle()
             with self.progress.committing():
                 self.commits.write_begins()
             gave_way = self.progress.make_way()
@@ -832,7 +832,7 @@ class Coordinator(Lender):
     def require_untouched(self) -> None:
         """Check that no script changed a parameter outside infinity, if nothing may read parameters now.
 
-        Raises as Room.require_untouched. During a pass and in infinity.gathered, parameters have values that may be
+        Raises as Fetcher.require_untouched. During a pass and in infinity.gathered, parameters have values that may be
         changed.
         """
         if self.readers.nobody:
@@ -875,7 +875,7 @@ class Coordinator(Lender):
             with self.readers.gathering(grads=grads):
                 yield
         finally:
-            self.site_left()
+            self.module_call_ended()
 
     @contextmanager
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Iterator[None]:
@@ -960,16 +960,16 @@ class Coordinator(Lender):
     def residual_after_write(
         self, name: str, old: torch.Tensor, new: torch.Tensor, residual: torch.Tensor, given: torch.Tensor
     ) -> torch.Tensor:
-        """See Masters.after_write."""
+        """See WrittenMasters.after_write."""
         return self.masters.after_write(name, old, new, residual, given)
 
     def write_ended(self) -> None:
-        """See Masters.written."""
+        """See WrittenMasters.written."""
         self.masters.written()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    @whole
+    @uninterruptible
     def close(self, *, discard: bool = False, broken: bool = False) -> None:
         """Commit the uncommitted states, and release all resources. The swap file is removed unless it has generations.
 
@@ -993,7 +993,7 @@ class Coordinator(Lender):
         if broken:
             self.world.fail(sys.exc_info()[1] or getattr(sys, "last_value", None) or SystemExit())
         self.readers.forget_dead()
-        alone = self._who_is_missing() if discard else None
+        alone = self._missing_rank() if discard else None
         if alone is not None:
             logger.warning("the generations stay in the swap directory, because not all ranks remove theirs: %s", alone)
         failed = self.health.failure is not None
@@ -1011,7 +1011,7 @@ class Coordinator(Lender):
         if alone is not None and not broken and not failed:
             raise alone
 
-    def _who_is_missing(self) -> PeerError | None:
+    def _missing_rank(self) -> PeerError | None:
         """Return the error of a rank that does not join; None when all ranks are about to remove their generations."""
         try:
             self.world.tell("closing the model with discard=True", None)

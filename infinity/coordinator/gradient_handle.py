@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.errors import ReleasedParameterError
 from infinity.state.unit import Place
-from infinity.units.gradients import Gradients, Landed
+from infinity.units.gradients import GradientGroup, Gradients
 
 
 class Holder(Protocol):
@@ -135,7 +135,7 @@ class GradientHandle(torch.Tensor):
         value = value if factor == 1.0 else value.float() * factor
         return value.to(self.device, self.dtype)
 
-    def _landed(self) -> Landed:
+    def _landed(self) -> GradientGroup:
         """Return the gradients of the parameter's group, which include this one.
 
         Raises:

@@ -1,7 +1,7 @@
 """Side tables from parameters to their places and from models to their coordinators.
 
-Tensors and modules stay unchanged. `keep_up` detects changes of a model since it was offloaded, when an optimizer is
-made.
+Tensors and modules stay unchanged. `reoffload_if_changed` detects changes of a model since it was offloaded, when an
+optimizer is made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from infinity.state.unit import Place
 
 logger = logging.getLogger(__name__)
 
-Anew = Callable[[nn.Module, Callable[[], Any] | None], Any]
+Reoffload = Callable[[nn.Module, Callable[[], Any] | None], Any]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Offloaded:
 
     coordinator: Coordinator
     hooks: Sequence[RemovableHandle]
-    anew: Anew
+    anew: Reoffload
     structure: Structure
     end: weakref.finalize[..., nn.Module]
 
@@ -56,7 +56,7 @@ def enter(
     model: nn.Module,
     coordinator: Coordinator,
     hooks: Sequence[RemovableHandle],
-    anew: Anew,
+    anew: Reoffload,
     structure: Structure,
 ) -> None:
     """Record an offloaded model. Its coordinator is closed when the model is collected, or at exit.
@@ -144,7 +144,7 @@ def is_offloaded(model: nn.Module) -> bool:
     return model in _models
 
 
-def offload_anew(model: nn.Module, change: Callable[[], Any]) -> Any:
+def reoffload(model: nn.Module, change: Callable[[], Any]) -> Any:
     """Change an offloaded model while its parameters are deferred ones, and offload it anew.
 
     Raises:
@@ -154,7 +154,7 @@ def offload_anew(model: nn.Module, change: Callable[[], Any]) -> Any:
     return _models[model].anew(model, change)
 
 
-def keep_up(parameters: Iterable[object]) -> None:
+def reoffload_if_changed(parameters: Iterable[object]) -> None:
     """Offload changed models anew, before an optimizer of these parameters is made.
 
     A model is changed if its parameters were replaced, frozen, unfrozen or moved to other modules since it was

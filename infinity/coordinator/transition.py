@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from infinity.base.interrupt import whole
+from infinity.base.interrupt import uninterruptible
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -36,4 +36,4 @@ def transition(
         with self._lock:
             return method(self, *args, **kwargs)
 
-    return whole(run)
+    return uninterruptible(run)

@@ -25,7 +25,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
 @dataclass(frozen=True)
-class _Was:
+class _SavedElements:
     """Elements of a parameter as they were before the first write since the step.
 
     Attributes:
@@ -42,10 +42,10 @@ class _Was:
     def nbytes(self) -> int:
         return self.at.nbytes + self.bits.nbytes + self.rest.nbytes
 
-    def only(self, which: torch.Tensor) -> _Was:
-        return _Was(self.at[which], self.bits[which], self.rest[which])
+    def only(self, which: torch.Tensor) -> _SavedElements:
+        return _SavedElements(self.at[which], self.bits[which], self.rest[which])
 
-    def and_also(self, at: torch.Tensor, bits: torch.Tensor, rest: torch.Tensor) -> _Was:
+    def and_also(self, at: torch.Tensor, bits: torch.Tensor, rest: torch.Tensor) -> _SavedElements:
         """Return these elements and those of the elements `at` that are not included yet.
 
         Args:
@@ -54,14 +54,16 @@ class _Was:
             rest: bits of the residual of all elements.
         """
         at = at[torch.isin(at, self.at, invert=True)]
-        return _Was(torch.cat([self.at, at]), torch.cat([self.bits, bits[at]]), torch.cat([self.rest, rest[at]]))
+        return _SavedElements(
+            torch.cat([self.at, at]), torch.cat([self.bits, bits[at]]), torch.cat([self.rest, rest[at]])
+        )
 
 
-class Masters:
+class WrittenMasters:
     """Saved masters, by the name of the parameter."""
 
     def __init__(self) -> None:
-        self._was: dict[str, _Was] = {}
+        self._was: dict[str, _SavedElements] = {}
         self._not_kept: dict[str, int] = {}  # sum of the bits of the old weights
         self._given: set[str] = set()
 
@@ -98,7 +100,7 @@ class Masters:
         same = bits == fresh_bits
         fresh[same] = rest[same]
         none = torch.empty(0, dtype=torch.int64)
-        was = self._was.pop(name, None) or _Was(none, bits[none], rest[none])
+        was = self._was.pop(name, None) or _SavedElements(none, bits[none], rest[none])
         back = fresh_bits[was.at] == was.bits
         fresh[was.at[back]] = was.rest[back]
         if self._not_kept.get(name) == sum_of_bits(new):
@@ -115,7 +117,7 @@ class Masters:
             self._not_kept[name] = sum_of_bits(old)
         return fresh.view(torch.uint8)
 
-    def _has_room(self, was: _Was, more: int, itemsize: int) -> bool:
+    def _has_room(self, was: _SavedElements, more: int, itemsize: int) -> bool:
         """Return whether there is RAM to save further elements.
 
         Args:
@@ -126,7 +128,7 @@ class Masters:
         nbytes = was.nbytes + more * (8 + 4 + itemsize) + sum(each.nbytes for each in self._was.values())
         return nbytes <= available_device_bytes(torch.device("cpu")) // _SHARE
 
-    def _keep(self, name: str, was: _Was) -> None:
+    def _keep(self, name: str, was: _SavedElements) -> None:
         if was.at.numel():
             self._was[name] = was
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from infinity.plan.commit_frequency import Frequency, affordable_every
+from infinity.plan.commit_frequency import CommitFrequency, affordable_every
 
 logger = logging.getLogger(__name__)
 
 
-class Pace:
+class CommitPace:
     """The decision which steps are committed.
 
     A run that measures N commits its first two steps, to find out the cost of a commit and the time of a step. After
@@ -30,12 +30,12 @@ class Pace:
 
     Args:
         commits: interval between commits from the plan.
-        led: whether this process is one of several ranks (Maker).
+        led: whether this process is one of several ranks (GenerationMaker).
         clock: returns the time in seconds.
     """
 
     def __init__(
-        self, commits: Frequency, *, led: bool = False, clock: Callable[[], float] = time.perf_counter
+        self, commits: CommitFrequency, *, led: bool = False, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._most = commits.every
         self._led = led

@@ -17,12 +17,12 @@ from typing import Any
 
 from infinity.base.interrupt import interrupts_deferred
 from infinity.durable import rng
-from infinity.durable.commit_pace import Pace
-from infinity.durable.generation_maker import Maker
+from infinity.durable.commit_pace import CommitPace
+from infinity.durable.generation_maker import GenerationMaker
 from infinity.durable.optimizers import Optimizers
 from infinity.durable.records import Body, ModelRecord
-from infinity.durable.resumed_generation import Resumed
-from infinity.durable.tracked_objects import Noted, Stateful, Tracking
+from infinity.durable.resumed_generation import ResumedGeneration
+from infinity.durable.tracked_objects import LoopState, Stateful, Tracking
 from infinity.errors import ConfigError, InfinityError, NotAvailableError, SwapIOError
 from infinity.io import document
 from infinity.io.engine import Transfer
@@ -65,8 +65,8 @@ class Commit:
 class Commits:
     """The generations of a run.
 
-    Life cycle of each generation: begin() → forward_begins() → write_rest() → finish(). The two middle calls may come
-    in either order or be left out: finish() does their work. finish() requires that all updates of the step are
+    Life cycle of each generation: begin() → forward_begins() → write_remaining() → finish(). The two middle calls may
+    come in either order or be left out: finish() does their work. finish() requires that all updates of the step are
     finished.
 
     Attributes:
@@ -85,7 +85,7 @@ class Commits:
         self,
         resources: Resources,
         optimizers: Optimizers[Any],
-        maker: Maker,
+        maker: GenerationMaker,
         model: ModelRecord,
         buffers: Callable[[], dict[str, Any]],
     ) -> None:
@@ -93,7 +93,7 @@ class Commits:
         self._optimizers = optimizers
         self._model = model.model_dump()
         self._maker = maker
-        self._pace = Pace(resources.plan.placement.commits, led=maker.led)
+        self._pace = CommitPace(resources.plan.placement.commits, led=maker.led)
         self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written outside a step since the newest generation was begun
@@ -101,7 +101,7 @@ class Commits:
         self._several_steps_an_item = False
         self._closing = False
         self.tracking = Tracking(optimizers.checkpoint, buffers)
-        self.resumed: Resumed | None = None
+        self.resumed: ResumedGeneration | None = None
 
     def track(self, objects: Sequence[Stateful], named: Mapping[str, Stateful]) -> None:
         """Track objects. The arguments are those of infinity.track."""
@@ -110,7 +110,7 @@ class Commits:
 
     def resume(self, step: int, body: Body) -> None:
         """Record that the run is resumed from the generation of `step`."""
-        self.resumed = Resumed(step, body)
+        self.resumed = ResumedGeneration(step, body)
 
     def step_done(self) -> None:
         """Record that a step was done: the run has moved past the generation it was resumed from."""
@@ -145,7 +145,7 @@ class Commits:
         self._learn()
         self.begin_again(step)
 
-    def pass_by(self) -> None:
+    def skip_commit(self) -> None:
         """Record that the step that was just done is not due for a commit."""
         if self._resources.generations is not None:
             self.tracking.step_passed()
@@ -173,7 +173,7 @@ class Commits:
             )
         self._waited = False
 
-    def write_rest(self) -> None:
+    def write_remaining(self) -> None:
         """Write the states that no update of the step wrote, and start the fdatasync.
 
         All updates of the step must be finished. Calls after the first have no effect.
@@ -249,7 +249,7 @@ class Commits:
                 self._commit.freeze(document.copy_of(self._body_now(before_forward=before_forward)))
 
     def rewind(self) -> None:
-        """Restore the random numbers before the first forward of a resumed run (Resumed.rewind)."""
+        """Restore the random numbers before the first forward of a resumed run (ResumedGeneration.rewind)."""
         if self.resumed is not None:
             self.resumed.rewind()
 
@@ -285,7 +285,7 @@ class Commits:
             return
         with interrupts_deferred(), self._telling():
             try:
-                self.write_rest()
+                self.write_remaining()
                 with self._pace.working():
                     self._finish(self._commit)
                 self._pace.finished(self._commit.step)
@@ -315,23 +315,23 @@ class Commits:
     # -- other ranks --------------------------------------------------------------------------------------------------
 
     def told(self) -> list[int]:
-        """Return this rank's report to the other ranks. See Maker.told."""
+        """Return this rank's report to the other ranks. See GenerationMaker.told."""
         return self._maker.told(self._pace)
 
     def heard(self, told: Sequence[Sequence[int]], following: int) -> None:
-        """Process the reports of all ranks. See Maker.heard."""
+        """Process the reports of all ranks. See GenerationMaker.heard."""
         self._maker.heard(told, self._pace, following)
 
     def agree(self, what: str, following: int) -> None:
-        """Send and process reports. See Maker.agree."""
+        """Send and process reports. See GenerationMaker.agree."""
         self._maker.agree(what, self._pace, following)
 
     def require_made(self, step: int) -> None:
-        """Require that all ranks made generation `step`. See Maker.require_made."""
+        """Require that all ranks made generation `step`. See GenerationMaker.require_made."""
         self._maker.require_made(step)
 
     def retire_early(self) -> None:
-        """Retire older generations before a step. See Maker.retire_early."""
+        """Retire older generations before a step. See GenerationMaker.retire_early."""
         self._maker.retire_early()
 
     # -- the body -----------------------------------------------------------------------------------------------------
@@ -351,9 +351,9 @@ class Commits:
             "rng_before_forward": rng.snapshot() if before_forward else None,
             "unsure": self._why_unsure(noted),
         }
-        return body if self.resumed is None else self._with_what_was_resumed(body, self.resumed)
+        return body if self.resumed is None else self._with_resumed_values(body, self.resumed)
 
-    def _why_unsure(self, noted: Noted) -> str:
+    def _why_unsure(self, noted: LoopState) -> str:
         """Return why a run resumed from this generation may continue at another place in its loop; "" if it continues
         exactly.
         """
@@ -370,7 +370,7 @@ class Commits:
         return "its tracked loader gave no item after the step" if self.tracking.has_data else "it tracked no loader"
 
     @staticmethod
-    def _with_what_was_resumed(body: dict[str, Any], resumed: Resumed) -> dict[str, Any]:
+    def _with_resumed_values(body: dict[str, Any], resumed: ResumedGeneration) -> dict[str, Any]:
         """Return a body that keeps the resumed generation's values for objects that this process has not restored.
 
         A generation can be made again before the first step of a resumed run. For example, a script that only changes
@@ -426,7 +426,7 @@ class Commits:
             step: the last step that was done.
             closing: the model is being closed; the loop did not call infinity.commit.
         """
-        self._optimizers.take_up_hyperparameters(self.resumed, again=False)
+        self._optimizers.restore_hyperparameters(self.resumed, again=False)
         self.begin(step)
         self._closing = closing and not self.tracking.at_top
         self.tracking.iteration_ended()

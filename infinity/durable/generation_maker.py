@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from infinity.durable.commit_pace import Pace
+from infinity.durable.commit_pace import CommitPace
 from infinity.io.generations import Generations
 
 
-class Maker(Protocol):
+class GenerationMaker(Protocol):
     """A maker of generations. All ranks make the same calls in the same order.
 
     Attributes:
@@ -25,20 +25,20 @@ class Maker(Protocol):
     def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
         """Make generation `step` of states that are already durable. Raises the errors of Generations.prepare."""
 
-    def told(self, pace: Pace) -> list[int]:
+    def told(self, pace: CommitPace) -> list[int]:
         """Return this rank's report to the others before each step.
 
         The report has the number of steps between commits that this process measured, and the steps of its generations.
         It is empty for a single process.
         """
 
-    def heard(self, told: Sequence[Sequence[int]], pace: Pace, following: int) -> None:
+    def heard(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
         """Process the reports of all ranks while no write is in flight.
 
         Generations that not all ranks have are retired. `following` is the next step.
         """
 
-    def agree(self, what: str, pace: Pace, following: int) -> None:
+    def agree(self, what: str, pace: CommitPace, following: int) -> None:
         """Send this rank's report to all ranks, and process the reports of all ranks.
 
         `what` names the operation in errors. Raises PeerError.
@@ -51,7 +51,7 @@ class Maker(Protocol):
         """Retire older generations before a step, if all ranks are known to have made the newest one."""
 
 
-class LocalMaker:
+class LocalGenerationMaker:
     """Maker for a single process."""
 
     led = False
@@ -61,13 +61,13 @@ class LocalMaker:
     def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
         generations.make(step, facts, body)
 
-    def told(self, pace: Pace) -> list[int]:
+    def told(self, pace: CommitPace) -> list[int]:
         return []
 
-    def heard(self, told: Sequence[Sequence[int]], pace: Pace, following: int) -> None:
+    def heard(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
         return
 
-    def agree(self, what: str, pace: Pace, following: int) -> None:
+    def agree(self, what: str, pace: CommitPace, following: int) -> None:
         return
 
     def require_made(self, step: int) -> None:

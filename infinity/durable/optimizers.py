@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Generic, Protocol, TypeVar
 
 from infinity.durable.records import OptimizerRecord
-from infinity.durable.resumed_generation import Resumed
+from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.errors import ModelError
 
 
@@ -16,9 +16,9 @@ class Checkpointed(Protocol):
 
     def checkpoint(self) -> OptimizerRecord: ...
 
-    def take_up(self, saved: OptimizerRecord) -> None: ...
+    def restore_progress(self, saved: OptimizerRecord) -> None: ...
 
-    def take_up_hyperparameters(self, saved: OptimizerRecord) -> None: ...
+    def restore_hyperparameters(self, saved: OptimizerRecord) -> None: ...
 
 
 T = TypeVar("T", bound=Checkpointed)
@@ -33,7 +33,7 @@ class Optimizers(Generic[T]):
     def __len__(self) -> int:
         return len(self._entered)
 
-    def enter(self, optimizer: T, resumed: Resumed | None) -> None:
+    def enter(self, optimizer: T, resumed: ResumedGeneration | None) -> None:
         """Register an optimizer, so that every commit keeps its state.
 
         It replaces the optimizers that have any of its parameters. In a resumed run the optimizer restores its state
@@ -47,7 +47,7 @@ class Optimizers(Generic[T]):
         try:
             saved = None if resumed is None else resumed.optimizer(len(self._entered))
             if saved is not None:
-                optimizer.take_up(saved)
+                optimizer.restore_progress(saved)
         except BaseException:
             self._entered = before
             raise
@@ -67,7 +67,7 @@ class Optimizers(Generic[T]):
                 "commits. Use one optimizer for each parameter."
             )
 
-    def require_apart(self, optimizer: object, names: set[str]) -> None:
+    def require_disjoint(self, optimizer: object, names: set[str]) -> None:
         """Raise ModelError if another optimizer has some of the parameters that this one is about to get.
 
         An optimizer that is still being constructed is not registered. It replaces the others when it is.
@@ -81,7 +81,7 @@ class Optimizers(Generic[T]):
                     f"parameter '{min(shared)}' belongs to another optimizer. Use one optimizer for each parameter."
                 )
 
-    def take_up_hyperparameters(self, resumed: Resumed | None, *, again: bool) -> None:
+    def restore_hyperparameters(self, resumed: ResumedGeneration | None, *, again: bool) -> None:
         """Restore learning rates and other hyperparameters in a resumed run.
 
         Args:
@@ -93,7 +93,7 @@ class Optimizers(Generic[T]):
         for index, optimizer in enumerate(self._entered):
             saved = resumed.optimizer(index)
             if saved is not None and (again or id(optimizer) not in resumed.with_hyperparameters):
-                optimizer.take_up_hyperparameters(saved)
+                optimizer.restore_hyperparameters(saved)
                 resumed.with_hyperparameters.add(id(optimizer))
 
     def checkpoint(self) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from infinity.errors import ResumeError, printable
 logger = logging.getLogger(__name__)
 
 
-class Resumed:
+class ResumedGeneration:
     """The generation from which a run was resumed. It is in use until the first step is done."""
 
     def __init__(self, step: int, body: Body) -> None:

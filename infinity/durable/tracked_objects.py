@@ -37,7 +37,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True)
-class Noted:
+class LoopState:
     """The state of a loop at one moment, in copies that do not change.
 
     Attributes:
@@ -73,8 +73,8 @@ class Tracking:
         self._between = False  # a step has ended, and no forward has begun for the loader's next item
         self._graphs: list[Callable[[], object]] = []  # graphs of the forwards since the step
         self._gave = False  # the loader has returned the item of the iteration that begins
-        self._step_end: Noted | None = None
-        self._top: Noted | None = None
+        self._step_end: LoopState | None = None
+        self._top: LoopState | None = None
 
     def take(
         self, objects: Sequence[Stateful], named: Mapping[str, Stateful], give_back: Callable[[str, Stateful], None]
@@ -141,7 +141,7 @@ class Tracking:
         elif self._between:
             self._graphs.append(graph)
 
-    def note(self) -> Noted:
+    def note(self) -> LoopState:
         """Return the state of the loop at the place where it is to be resumed.
 
         Raises:
@@ -193,10 +193,10 @@ class Tracking:
     def _given(self) -> None:
         self._gave = self._between
 
-    def _note(self, names: list[str]) -> Noted:
+    def _note(self, names: list[str]) -> LoopState:
         states = {name: state_of(name, self.items[name]) for name in names}
         around = document.copy_of({"optimizers": self._optimizers(), "buffers": self._buffers()})
-        return Noted(
+        return LoopState(
             rng.snapshot(),
             states,
             around,

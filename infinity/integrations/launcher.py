@@ -16,7 +16,7 @@ from infinity.config import SwapConfig
 from infinity.errors import ConfigError, cause_of
 from infinity.integrations import accelerate, checkpoint_folders, deepspeed, models, optimizers, ranks, strategy
 from infinity.integrations.patches import Patches
-from infinity.integrations.script_end import to_the_end
+from infinity.integrations.script_end import script_end
 from infinity.integrations.script_run import Run
 
 
@@ -36,7 +36,7 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
     """
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.absolute().parent))
-    with installed(config, resume), to_the_end():
+    with installed(config, resume), script_end():
         runpy.run_path(str(script), run_name="__main__")
 
 
@@ -59,7 +59,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
             strategy.replace_strategies(run, patches)
             strategy.replace_fabric(run, patches)
             patches.wrap(shutil, "rmtree", checkpoint_folders.removing(run.alive))
-            _patch_what_is_imported(run, patches)
+            _patch_imports(run, patches)
             yield run
         failed = False
     except SystemExit as end:
@@ -75,7 +75,7 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
         run.close(failed=failed, stopped=stopped, refused=refused)
 
 
-def _patch_what_is_imported(run: Run, patches: Patches) -> None:
+def _patch_imports(run: Run, patches: Patches) -> None:
     """Register patches that are applied when a library is imported, so that a script does not import unused
     libraries.
     """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infinity.errors import ManifestError
-from infinity.io.directory import parts_said
+from infinity.io.directory import parts_text
 from infinity.io.pins import Pin, read_pins
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import rank_and_world
@@ -17,7 +17,7 @@ from infinity.sharded.stores import counts_in, steps_of
 logger = logging.getLogger(__name__)
 
 
-def say_what_is_left(places: Sequence[Path], *, stopped: bool) -> None:
+def log_leftovers(places: Sequence[Path], *, stopped: bool) -> None:
     """Log which states a script left, after its models were closed. Only rank 0 logs.
 
     Args:
@@ -49,7 +49,7 @@ def _ways_on(first: Path, ranks: int) -> str:
         "which from_pretrained does not read) and its optimizer states"
     )
     gone = (
-        f"`infinity checkpoint remove {parts_said(first)}` removes them, so that the script "
+        f"`infinity checkpoint remove {parts_text(first)}` removes them, so that the script "
         "can start from the beginning"
     )
     pin = _newest(rank_path(first, 0, ranks))

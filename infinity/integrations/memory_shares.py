@@ -50,7 +50,7 @@ class Claim:
 
 
 @dataclass
-class Shares:
+class MemoryShares:
     """The division of the memory of one script.
 
     Attributes:

@@ -16,7 +16,7 @@ from infinity.integrations.checkpoint_folders import Saving
 from infinity.integrations.own_modules import holder_of
 from infinity.integrations.patches import Patches
 from infinity.integrations.saving import give_saving
-from infinity.integrations.script_messages import say_that_it_stays
+from infinity.integrations.script_messages import log_kept_optimizer
 from infinity.integrations.script_run import Run, parameters_in
 from infinity.optim.adagrad import Adagrad
 from infinity.optim.adamw import Adam, AdamW
@@ -79,7 +79,7 @@ def _warning_of_names() -> Callable[..., Any]:
 def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)
-        if type(self) is not theirs or not bring_home(run, parameters_in(params), ours):
+        if type(self) is not theirs or not offload_for(run, parameters_in(params), ours):
             original(self, params, *args, **kwargs)
             return
         self.__class__ = ours
@@ -94,7 +94,7 @@ def _bringing(run: Run) -> Callable[..., None]:
 
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)
-        bring_home(run, parameters_in(params), type(self))
+        offload_for(run, parameters_in(params), type(self))
         original(self, _in_tiles(params), *args, **kwargs)
         run.optimizer_made()
 
@@ -109,7 +109,7 @@ def optimizer_for(run: Run | None, kind: type[GroupedOptimizer], params: Any, **
     params = _listed(params)
     if run is None:
         return kind(params, **options)
-    bring_home(run, parameters_in(params), kind)
+    offload_for(run, parameters_in(params), kind)
     made = kind(_in_tiles(params), **({"accumulation_steps": run.wishes.accumulation_steps} | options))
     run.optimizer_made()
     return made
@@ -119,7 +119,7 @@ def _refusing(run: Run) -> Callable[..., None]:
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)
         ours = isinstance(self, GroupedOptimizer)
-        if not ours and bring_home(run, parameters_in(params), None):
+        if not ours and offload_for(run, parameters_in(params), None):
             known = ", ".join(f"torch.optim.{theirs.__name__}" for theirs in _OURS)
             raise ConfigError(
                 f"{type(self).__module__}.{type(self).__name__} works on weights in memory, and those of this model "
@@ -129,7 +129,7 @@ def _refusing(run: Run) -> Callable[..., None]:
         if not ours and type(self) not in _OURS:  # optimizers in _OURS were handled already
             stays = holder_of(parameters_in(params))
             if stays is not None:
-                say_that_it_stays(self, stays)
+                log_kept_optimizer(self, stays)
 
     return init
 
@@ -169,7 +169,7 @@ def _in_tiles(params: Any) -> Any:
     return found
 
 
-def bring_home(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
+def offload_for(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
     """Return whether these parameters belong to an offloaded model.
 
     A loaded model, or a module of the script that is large enough, is offloaded for this optimizer first.

@@ -26,7 +26,7 @@ RUN, FINETUNE = "infinity run", "infinity finetune"
 
 
 @dataclass(frozen=True)
-class Point:
+class PatchRow:
     """A function of a library that infinity replaces, or a private one that it uses.
 
     Attributes:
@@ -50,21 +50,21 @@ _TRAINER = "transformers.trainer.Trainer"
 _UNCHANGED = "an unchanged script calls the function itself, and passes nothing of infinity to it"
 
 POINTS = (
-    Point(
+    PatchRow(
         ("transformers.modeling_utils.PreTrainedModel.from_pretrained",),
         "loads a model without its weights",
         f"{_UNCHANGED}: a quantization_config is an argument of the script",
         "the whole model is in RAM",
         ("pretrained_model_name_or_path",),
     ),
-    Point(
+    PatchRow(
         ("peft.peft_model.PeftModel.__init__",),
         "registers the wrapper as the model that the script calls from then on",
         "PEFT has no hook for wrapping a model",
         "adapters are trained in memory, around a model that is offloaded without them",
         ("model",),
     ),
-    Point(
+    PatchRow(
         (
             "peft.prepare_model_for_kbit_training",
             "peft.utils.prepare_model_for_kbit_training",
@@ -75,7 +75,7 @@ POINTS = (
         "all weights are read into RAM, in fp32",
         ("model", "use_gradient_checkpointing", "gradient_checkpointing_kwargs"),
     ),
-    Point(
+    PatchRow(
         (
             "torch.optim.adamw.AdamW.__init__",
             "torch.optim.adam.Adam.__init__",
@@ -87,27 +87,27 @@ POINTS = (
         "the first step ends in ReleasedParameterError",
         ("params",),
     ),
-    Point(
+    PatchRow(
         ("torch.optim.optimizer.Optimizer.__init__",),
         "refuses other optimizers of an offloaded model",
         "torch has hooks for steps, but no hook for making an optimizer",
         "the refusal comes at the first step, as ReleasedParameterError",
         ("params",),
     ),
-    Point(
+    PatchRow(
         ("infinity.optim.groups.GroupedOptimizer.__init__",),
         "offloads the model of the parameters",
         "infinity's own optimizers do not know about scripts, which are a higher layer",
         "infinity.AdamW in a script fails: the model is not offloaded",
         ("params",),
     ),
-    Point(
+    PatchRow(
         ("infinity.optim.handles.StateHandle.__reduce__",),
         "warns that the file contains only the names of states",
         "infinity's own optimizers do not know about scripts, which are a higher layer",
         "the warning",
     ),
-    Point(
+    PatchRow(
         (
             "torch.nn.parallel.DistributedDataParallel",
             "torch.nn.parallel.distributed.DistributedDataParallel",
@@ -116,90 +116,90 @@ POINTS = (
         f"{_UNCHANGED}; communication hooks come after gradients are kept in buckets",
         "ranks hold all gradients in memory, or DDP refuses placeholders",
     ),
-    Point(
+    PatchRow(
         ("transformers.generation.utils.GenerationMixin.generate",),
         "synchronizes ranks that generate sequences of different lengths",
         "scripts do not pass the argument synced_gpus",
         "generate hangs with several ranks",
         ("inputs", "generation_config"),
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}.__init__",),
         "reads the arguments of the training",
         "on_init_end is for callbacks, and a script passes none",
         "checkpoint folders have no room for pins, and gradients take more space than they need",
         ("model", "args"),
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}.create_accelerator_and_postprocess",),
         "keeps the values of the arguments where the Trainer's Accelerator would set other ones",
         "no callback runs before the Accelerator is made",
         "the store has room for another number of pins than the arguments say",
         (),
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}.create_optimizer",),
         "offloads the model",
         "optimizer_cls_and_kwargs is an argument of the script, and trainers of TRL do not have it",
         "the optimizer offloads the model later; missing pins show only after hours of training",
         ("model",),
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}.get_optimizer_cls_and_kwargs",),
         "uses infinity's optimizers instead of those of bitsandbytes",
         "optim= accepts a fixed list of names",
         "optim='paged_adamw_8bit' asks for bitsandbytes",
         ("args", "model"),
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}.training_step",),
         "runs the micro-batches of a step unit by unit if the config has vertical: true",
         "callbacks do not get the inputs",
         "vertical: true does nothing",
         ("model", "inputs"),
     ),
-    Point(
+    PatchRow(
         ("torch.Tensor.backward",),
         "delays the backward pass of a micro-batch until all micro-batches of the step exist",
         "training_step calls it itself",
         "vertical: true runs each backward pass twice",
         ("gradient",),
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}.train",),
         "resumes from the folder that the launcher was given",
         f"{_UNCHANGED}: resume_from_checkpoint is an argument",
         "--resume is refused, because no model resumes from it",
         ("resume_from_checkpoint",),
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}._load_from_checkpoint",),
         "lets the model resume from the folder's generation",
         "callbacks are called after the weights of a resumed run were loaded",
         "a resumed run starts with weights and without states, and warns about it",
         ("resume_from_checkpoint", "model"),
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}._save_checkpoint", "transformers.trainer.rotate_checkpoints"),
         "pins the generation before older folders are removed",
         "on_save is called after older folders were removed: a kill between the two would "
         "leave no folder to resume from",
         "checkpoint folders pin nothing",
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}._save",),
         "lets ranks that write nothing take part in gathering the weights that rank 0 writes",
         "a Trainer saves on rank 0 alone",
         "saving hangs with several ranks",
         ("output_dir", "state_dict"),
     ),
-    Point(
+    PatchRow(
         ("transformers.training_args.TrainingArguments.__post_init__",),
         "refuses DeepSpeed and FSDP by name",
         "transformers imports DeepSpeed while it parses the argument",
         "DeepSpeed must be installed, or DeepSpeed shards the model",
     ),
-    Point(
+    PatchRow(
         (
             "accelerate.utils.dataclasses.DeepSpeedPlugin.__post_init__",
             "accelerate.utils.dataclasses.FullyShardedDataParallelPlugin.__post_init__",
@@ -208,33 +208,33 @@ POINTS = (
         "accelerate reads the environment of its launcher",
         "DeepSpeed must be installed, or FSDP shards the model",
     ),
-    Point(
+    PatchRow(
         ("accelerate.accelerator.Accelerator.__init__",),
         "reads its precision, its gradient accumulation and the number of its folders",
         "accelerate has no callbacks",
         "folders of save_state have no room for pins",
     ),
-    Point(
+    PatchRow(
         ("accelerate.accelerator.Accelerator.prepare_model",),
         "recognizes a model that is prepared for evaluation",
         "accelerate has no callbacks",
         "a reference model takes room for optimizer states",
         ("model", "device_placement", "evaluation_mode"),
     ),
-    Point(
+    PatchRow(
         ("accelerate.accelerator.Accelerator.save_state", "accelerate.accelerator.Accelerator.get_state_dict"),
         "pins the generation when the folder is complete, and streams weights that do not fit in RAM",
         "the pre-hook of save_state runs after all weights were gathered, and there is no later hook",
         "folders of save_state pin nothing",
     ),
-    Point(
+    PatchRow(
         ("accelerate.accelerator.Accelerator.load_state",),
         "checks that the model has the folder's generation",
         "the pre-hook of load_state gets no folder if accelerate chooses the folder itself",
         "load_state writes weights over those of another step",
         ("input_dir",),
     ),
-    Point(
+    PatchRow(
         (
             "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._choose_strategy",
             "lightning.pytorch.trainer.connectors.accelerator_connector._AcceleratorConnector._init_strategy",
@@ -245,32 +245,32 @@ POINTS = (
         "strategy= is an argument of the script",
         "a LightningModule is trained in memory",
     ),
-    Point(
+    PatchRow(
         ("infinity.integrations.strategy.Offloading.launched",),
         "gives infinity's strategy the swap config of the launcher",
         "Lightning makes the strategy without arguments",
         "the strategy asks for a swap config",
     ),
-    Point(
+    PatchRow(
         ("lightning.fabric.fabric.Fabric.__init__", "lightning_fabric.fabric.Fabric.__init__"),
         "reads its precision",
         "a Fabric's callbacks are arguments of the script",
         "fp32 weights stay fp32 under bf16-mixed",
     ),
-    Point(
+    PatchRow(
         ("shutil.rmtree",),
         "unpins the generation of a folder before the folder is removed",
         f"{_UNCHANGED}, and a Trainer does, too",
         "generations of removed folders stay pinned, and take space",
         ("path",),
     ),
-    Point(
+    PatchRow(
         ("atexit.register", "atexit.unregister"),
         "runs a script's functions while its models are open",
         "Python runs these functions after the launcher has closed the models",
         "a script that saves at its end fails",
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}._load_from_checkpoint",),
         "reads no weights: the model was offloaded from its generation",
         "resume_from_checkpoint is the one way to begin after step 0",
@@ -278,7 +278,7 @@ POINTS = (
         ("resume_from_checkpoint", "model"),
         FINETUNE,
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}._save_rng_state",),
         "writes the random numbers where train() reads them",
         "resume_from_checkpoint is the one way to begin after step 0",
@@ -286,7 +286,7 @@ POINTS = (
         ("output_dir",),
         FINETUNE,
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}._maybe_log_save_evaluate",),
         "evaluates and saves what an interruption has prevented",
         "evaluate() and save_model() tell neither schedules nor callbacks what train() tells them",
@@ -294,7 +294,7 @@ POINTS = (
         ("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
         FINETUNE,
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}._save_checkpoint",),
         "warns of a model that cannot be saved",
         "callbacks hear of a model once it is saved",
@@ -302,7 +302,7 @@ POINTS = (
         ("model", "trial"),
         FINETUNE,
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}._get_grad_norm",),
         "reads no gradients: the optimizer's update finds their norm",
         "max_grad_norm=0 does not switch it off",
@@ -310,7 +310,7 @@ POINTS = (
         ("model", "grad_norm"),
         FINETUNE,
     ),
-    Point(
+    PatchRow(
         (f"{_TRAINER}._prepare_inputs",),
         "brings a batch to the device in an evaluation",
         "prediction_step() is given batches in host memory",
@@ -318,7 +318,7 @@ POINTS = (
         ("inputs",),
         FINETUNE,
     ),
-    Point(
+    PatchRow(
         (
             "trl.trainer.dpo_trainer.DPOTrainer._prepare_dataset",
             "trl.trainer.reward_trainer.RewardTrainer._prepare_dataset",

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from infinity.errors import NotAvailableError
-from infinity.integrations.patch_table import TABLE, TESTED, Point
+from infinity.integrations.patch_table import TABLE, TESTED, PatchRow
 
 _active: list[str] = []
 
@@ -118,7 +118,7 @@ def place_of(owner: Any, name: str) -> str:
     return place
 
 
-def require_there(owner: Any, name: str, place: str, point: Point) -> None:
+def require_there(owner: Any, name: str, place: str, point: PatchRow) -> None:
     """Raise NotAvailableError if the owner lacks the attribute.
 
     `place` and `point` give the name and effect for the error.

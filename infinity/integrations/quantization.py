@@ -10,7 +10,7 @@ from torch import nn
 
 from infinity.config import SwapConfig
 from infinity.errors import NotAvailableError
-from infinity.state.frozen_codecs import FrozenName, given
+from infinity.state.frozen_codecs import FrozenName, encoded_form
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Forms:
         asked = "load_in_4bit=True" if form == "nf4" else "load_in_8bit=True"
         if config.frozen != "auto":
             done = f"the swap config says `frozen: {config.frozen}`, which is used instead"
-        elif any(given(parameter) is not None for parameter in model.parameters()):
+        elif any(encoded_form(parameter) is not None for parameter in model.parameters()):
             done = "the checkpoint is quantized already, and its frozen weights keep the checkpoint's form"
         else:
             self._of[model] = form

@@ -25,7 +25,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 
 
 @contextmanager
-def to_the_end() -> Iterator[None]:
+def script_end() -> Iterator[None]:
     """Run a script in this context.
 
     However the script ends, its threads and atexit functions finish before the context exits.
@@ -39,7 +39,7 @@ def to_the_end() -> Iterator[None]:
     except SystemExit:
         raise
     except BaseException as error:
-        _say_what_is_waited_for(error, there)
+        _print_awaited_threads(error, there)
         raise
     finally:
         try:
@@ -83,7 +83,7 @@ def _is_of_a_script(frame: FrameType) -> bool:
     return not (ours or frame.f_code.co_filename.startswith(_LIBRARIES))
 
 
-def _say_what_is_waited_for(error: BaseException, there: Collection[threading.Thread]) -> None:
+def _print_awaited_threads(error: BaseException, there: Collection[threading.Thread]) -> None:
     """Print the script's error before its threads are joined. Threads may wait for an event that never happens."""
     names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]
     if names:

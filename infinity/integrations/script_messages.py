@@ -38,7 +38,7 @@ def say(model: nn.Module, *, trained: bool) -> None:
     )
 
 
-def say_that_nothing_was_offloaded(*, failed: bool) -> None:
+def log_nothing_offloaded(*, failed: bool) -> None:
     """Log that nothing was offloaded until the end of the script.
 
     `failed` is whether the script failed by its own error.
@@ -55,7 +55,7 @@ def say_that_nothing_was_offloaded(*, failed: bool) -> None:
         )
 
 
-def say_that_it_stays(optimizer: object, model: nn.Module) -> None:
+def log_kept_optimizer(optimizer: object, model: nn.Module) -> None:
     """Log that a module of the script stays in memory.
 
     It is large enough to be offloaded, but an optimizer other than infinity's was made for it.

@@ -31,12 +31,12 @@ from infinity.integrations.checkpoint_folders import (
     remove_empty,
     remove_left,
 )
-from infinity.integrations.leftover_hint import say_what_is_left
-from infinity.integrations.memory_shares import Claim, Shares, naming_the_shares
+from infinity.integrations.leftover_hint import log_leftovers
+from infinity.integrations.memory_shares import Claim, MemoryShares, naming_the_shares
 from infinity.integrations.quantization import Forms
 from infinity.integrations.saving import give_saving, take_saving
-from infinity.integrations.script_messages import say, say_that_nothing_was_offloaded
-from infinity.io.directory import parts_said
+from infinity.integrations.script_messages import log_nothing_offloaded, say
+from infinity.io.directory import parts_text
 from infinity.io.rank_paths import place_of
 from infinity.ranks.ranks import require_ranks_met
 from infinity.runtime.deferred_parameters import defer_in_memory, is_a_deferred, is_deferred, values_of
@@ -113,11 +113,11 @@ class Run:
     _narrowed: list[weakref.ref[nn.Parameter]] = field(default_factory=list)
     _scratch: ExitStack = field(default_factory=ExitStack)
     _entered_before: int = field(default_factory=registry.entered)
-    _shares: Shares = field(init=False)
+    _shares: MemoryShares = field(init=False)
     _absent: list[Path] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._shares = Shares(self.config)
+        self._shares = MemoryShares(self.config)
         self._absent = [path for each in self.config.nvme.paths if not (path := each.expanduser()).exists()]
 
     @property
@@ -446,11 +446,11 @@ class Run:
             ending.callback(self._scratch.close)
             models = self.alive()
             if not (refused or stopped) and registry.entered() == self._entered_before:
-                say_that_nothing_was_offloaded(failed=failed)
+                log_nothing_offloaded(failed=failed)
             if stopped or (failed and models):
-                ending.callback(say_what_is_left, self._places(), stopped=stopped)
+                ending.callback(log_leftovers, self._places(), stopped=stopped)
             for model in models:
-                ending.callback(close if failed else _close_what_ended_well, model)
+                ending.callback(close if failed else _close_finished, model)
             if not failed:
                 for _, run, paths in (each for each in self._stores if each[0]() is None):
                     ending.callback(remove_left, paths, run)
@@ -503,7 +503,7 @@ class _FirstUse:
         return self if copied is None else _FirstUse(self._run, copied)
 
 
-def _close_what_ended_well(model: nn.Module) -> None:
+def _close_finished(model: nn.Module) -> None:
     coordinator = registry.coordinator_of(model)
     if keeps_generations(model) and not coordinator.closed:
         try:
@@ -521,7 +521,7 @@ def _close_what_ended_well(model: nn.Module) -> None:
             place,
             format_bytes(coordinator.world.size * store.nbytes),
             ", ".join(map(str, folders)),
-            parts_said(place),
+            parts_text(place),
         )
     close(model, discard=not folders)
 

@@ -33,7 +33,7 @@ from infinity.runtime.deferred_parameters import defer_in_memory
 from infinity.runtime.memory_fit import fits_memory, host_bytes_of, nbytes_of
 from infinity.runtime.pins import generation_of, unpin
 from infinity.sizes import format_bytes
-from infinity.state.frozen_codecs import given
+from infinity.state.frozen_codecs import encoded_form
 from infinity.state.tiles import tile_of
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class Offloading:
         for root in roots:
             frozen = [name for name, parameter in root.named_parameters() if not parameter.requires_grad]
             for parameter in root.parameters():
-                parameter.requires_grad_(parameter.requires_grad or given(parameter) is None)
+                parameter.requires_grad_(parameter.requires_grad or encoded_form(parameter) is None)
             try:
                 self._run.ensure_offloaded(root)
             finally:

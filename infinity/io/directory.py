@@ -27,7 +27,7 @@ from infinity.errors import (
 from infinity.io import atomic_file
 from infinity.io.disks import MEMORY_FILESYSTEMS, disk_under
 from infinity.io.manifest import read_header
-from infinity.io.pins import PINNED, PINS_NAME, read_pins, said
+from infinity.io.pins import PINNED, PINS_NAME, pins_text, read_pins
 
 logger = logging.getLogger(__name__)
 
@@ -238,7 +238,7 @@ class SwapDirectory(StoreDirectory):
         if kept is not None:
             newest = next(iter(kept.values()), None)
             what = f"a checkpoint of an earlier run ({newest})" if newest else "a part of an earlier run's store"
-            pinned, parts = _pinned_for_messages(self.path), parts_said(self.path)
+            pinned, parts = _pinned_for_messages(self.path), parts_text(self.path)
             remove = f"`infinity checkpoint remove {parts}`"
             if pinned:
                 what += f", and generations that checkpoint folders pin: {pinned}"
@@ -471,7 +471,7 @@ def ways_on(path: Path, *, folders: bool) -> str:
     )
 
 
-def parts_said(path: Path) -> str:
+def parts_text(path: Path) -> str:
     """Return the directories of the store that `path` belongs to, as arguments of the command that removes the store.
 
     The result is `path` alone if no header in it names the directories.
@@ -486,6 +486,6 @@ def parts_said(path: Path) -> str:
 def _pinned_for_messages(path: Path) -> str:
     """Return the folders that pin generations in a directory, or why they are not known; "" if there are none."""
     try:
-        return said(read_pins(path))
+        return pins_text(read_pins(path))
     except ManifestError as error:
         return printable(error)

@@ -42,15 +42,15 @@ TILE_EVENT = np.dtype(
 
 
 @dataclass(frozen=True)
-class Recorded:
+class NativeEvents:
     """Recorded events, and the number of events dropped because the log was full."""
 
     events: NDArray[Any]
     dropped: int
 
 
-def take(log: _native.IOEngine | _native.UpdatePipeline) -> Recorded:
+def take(log: _native.IOEngine | _native.UpdatePipeline) -> NativeEvents:
     """Return the events that a log recorded since the last call."""
     packed, dropped = log.take_trace()
     dtype = IO_EVENT if isinstance(log, _native.IOEngine) else TILE_EVENT
-    return Recorded(np.frombuffer(packed, dtype), dropped)
+    return NativeEvents(np.frombuffer(packed, dtype), dropped)

@@ -12,7 +12,7 @@ from infinity.errors import DamagedFileError, ManifestError, ResumeError, SwapIO
 from infinity.io.directory import HEADER_NAME, StoreDirectory
 from infinity.io.extent_reading import read_all
 from infinity.io.manifest import SUM_BLOCK_BYTES, SUM_BYTES, ExtentRecord, Manifest, manifest_bytes, read_own
-from infinity.io.pins import Pin, digest_of, read_pins, said
+from infinity.io.pins import Pin, digest_of, pins_text, read_pins
 from infinity.io.store import Extent, SwapStore
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def name_of(manifest: Manifest) -> Name:
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """Generation in one rank's store that a run may resume from.
 
     Attributes:
@@ -93,7 +93,7 @@ class Eligible:
 
     names: Container[Name] = _All()
     folders: Container[str] = _All()
-    way: Way | None = None
+    way: Candidate | None = None
 
 
 ANY = Eligible()
@@ -106,7 +106,7 @@ def newest_whole(
     use: Callable[[Manifest, Path], tuple[Used, Sequence[Extent]]],
     doing: str,
     digest: str | None = None,
-    only: Way | None = None,
+    only: Candidate | None = None,
 ) -> Used:
     """Find an undamaged generation, and return the result of `use` for it. Every byte of the generation is read.
 
@@ -159,7 +159,7 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
         if digest not in pinned:
             raise ResumeError(
                 f"the generation of the checkpoint folder is not in {directory.path} any more: it was unpinned, or the "
-                f"run was removed. Generations pinned there: {said(pins) or 'none'}."
+                f"run was removed. Generations pinned there: {pins_text(pins) or 'none'}."
             )
         return [pinned[digest]]
     if step is None:
@@ -172,13 +172,13 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
             found = found or {"": kept[step]}  # a pinned generation of that step is probably the same one, undamaged
     if not found:
         there = ", ".join(map(str, kept)) or "none"
-        there += f"; pinned: {said(pins)}" if pins else ""
+        there += f"; pinned: {pins_text(pins)}" if pins else ""
         raise ResumeError(f"{directory.path} has no generation {step}; it has: {there}")
     if len(found) > 1:
         raise ResumeError(
             f"{directory.path} has {len(found)} generations {step}, because a run was resumed from an earlier step and "
             "reached "
-            f"step {step} again; pins: {said(pins)}. Choose one with folder=, or unpin those that are not needed."
+            f"step {step} again; pins: {pins_text(pins)}. Choose one with folder=, or unpin those that are not needed."
         )
     return [(step, path) for path in found.values()]
 
@@ -202,7 +202,7 @@ def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]])
     return [each for each in pinned.values() if newest is None or each[0] <= newest]
 
 
-def ways(directory: StoreDirectory, run: str, step: int | None) -> list[Way]:
+def candidates(directory: StoreDirectory, run: str, step: int | None) -> list[Candidate]:
     """Return the generations that a rank may resume from: all of its store, or those of `step`, each once.
 
     A generation whose manifest is damaged is left out, with a warning.
@@ -212,21 +212,21 @@ def ways(directory: StoreDirectory, run: str, step: int | None) -> list[Way]:
     """
     kept, _, pinned = _there(directory, run)
     others = list(pinned.values()) if step is not None else _not_newer(kept, pinned)
-    found: dict[Name, Way] = {}
+    found: dict[Name, Candidate] = {}
     for is_kept, places in ((True, list(kept.items())), (False, others)):
         for number, path in places:
             if step not in (None, number):
                 continue
             try:
                 name = name_of(read_own(path, number, run))
-                found.setdefault(name, Way(name, is_kept, path))
+                found.setdefault(name, Candidate(name, is_kept, path))
             except ManifestError as error:
                 require_readable(error)
                 logger.warning("%s", error)
     return list(found.values())
 
 
-def common(told: Sequence[Iterable[tuple[Name, bool]]]) -> list[Name]:
+def common_candidates(told: Sequence[Iterable[tuple[Name, bool]]]) -> list[Name]:
     """Return the generations that all ranks have, in the order in which a run should try them.
 
     First come those that all ranks keep, then the others, each group newest first.

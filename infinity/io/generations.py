@@ -35,7 +35,7 @@ from typing import Any
 from infinity.errors import ManifestError, PlanError, ResumeError, SwapIOError
 from infinity.io import atomic_file
 from infinity.io.directory import StoreDirectory, pinned_in
-from infinity.io.generation_scan import ANY, Eligible, Way, name_of, newest_whole, require_readable, ways
+from infinity.io.generation_scan import ANY, Candidate, Eligible, candidates, name_of, newest_whole, require_readable
 from infinity.io.manifest import (
     ExtentRecord,
     Manifest,
@@ -44,7 +44,7 @@ from infinity.io.manifest import (
     require_known,
     write_manifest,
 )
-from infinity.io.pins import Pin, Pins, digest_of, is_gone, said
+from infinity.io.pins import Pin, Pins, digest_of, is_gone, pins_text
 from infinity.io.rank_paths import place_of
 from infinity.io.store import Extent, SwapStore, now
 
@@ -78,7 +78,7 @@ class Generations:
         self._pinned: dict[str, list[int]] = {}  # by digest, certainly or possibly pinned: the copy of each extent
         self._given_up: dict[Path, str] = {}  # manifests that settle() removes, and the reason for each
         self._retires = False  # whether retire() must still be called
-        self._unsettled: _Unsettled | None = None
+        self._unsettled: _PendingRecovery | None = None
 
     @property
     def newest(self) -> int | None:
@@ -118,7 +118,7 @@ class Generations:
                 raise self._no_room(extent)
 
     def _no_room(self, extent: Extent) -> PlanError:
-        pinned = said(self.pin_list) or "none"
+        pinned = pins_text(self.pin_list) or "none"
         return PlanError(
             f"{extent.state} of unit '{extent.unit}' has {len(extent.offsets)} copies in {self._directory.path}, and "
             f"generations name all of them: {', '.join(map(str, self._kept))} are kept, pinned by {pinned}. Nothing "
@@ -141,9 +141,9 @@ class Generations:
         """Steps of the kept generations, oldest first."""
         return sorted(self._kept)
 
-    def ways(self, step: int | None) -> list[Way]:
+    def candidates(self, step: int | None) -> list[Candidate]:
         """Return the generations that recover() may resume from, like `ways` of generation_scan.py."""
-        return ways(self._directory, self._store.run, step)
+        return candidates(self._directory, self._store.run, step)
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
         """Make generation `step` durable in a process that trains alone. Args and Raises: see prepare()."""
@@ -265,7 +265,7 @@ class Generations:
         stays = {pin.manifest_name for pin in staying}
         unpinned = (path for path in pinned_in(directory.path) if path.name not in stays)
         self._given_up |= dict.fromkeys(unpinned, "is not needed by any checkpoint folder")
-        self._unsettled = _Unsettled(staying, None if path == found.get(manifest.step) else manifest_bytes(path))
+        self._unsettled = _PendingRecovery(staying, None if path == found.get(manifest.step) else manifest_bytes(path))
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         return manifest
 
@@ -291,14 +291,14 @@ class Generations:
         if len(pinned) > self._pins_max:
             raise ResumeError(
                 f"{len(pinned)} generations in {self._directory.path} are pinned, and pins is {self._pins_max}: "
-                f"{said(staying)}. Set pins: {len(pinned)}, or unpin some with `infinity checkpoint unpin "
+                f"{pins_text(staying)}. Set pins: {len(pinned)}, or unpin some with `infinity checkpoint unpin "
                 f"{self._place} --folder FOLDER`."
             )
         gone = [pin for pin in staying if is_gone(pin)]
         if gone:
             logger.warning(
                 "checkpoint folders that no longer exist pin generations in %s: %s. `infinity checkpoint unpin %s "
-                "--all-gone` frees their space.", self._directory.path, said(gone), self._place,
+                "--all-gone` frees their space.", self._directory.path, pins_text(gone), self._place,
             )  # fmt: skip
         return staying, pinned
 
@@ -363,7 +363,7 @@ class Generations:
                 atomic_file.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])
             over = [pin for pin in self._pins.entries if pin not in self._unsettled.pins]
             if over:
-                logger.warning("no checkpoint folder needs these generations any more: %s", said(over))
+                logger.warning("no checkpoint folder needs these generations any more: %s", pins_text(over))
                 self._write_pins(self._unsettled.pins)
             self._unsettled = None
         if self._given_up:
@@ -397,7 +397,7 @@ class Generations:
         """Check that `folder` can pin a generation. Raises PlanError if other folders use all of `pins`."""
         if self.has_free_pin(folder):
             return
-        taken = f"are taken by {said(self.pin_list)}" if self._pins_max else "(the default) allows none"
+        taken = f"are taken by {pins_text(self.pin_list)}" if self._pins_max else "(the default) allows none"
         raise PlanError(
             f"{folder} cannot pin a generation: pins: {self._pins_max} {taken}. Remove a folder that pins one, or "
             f"begin a run with a larger `pins`; `infinity checkpoint unpin {self._place} --all-gone` unpins "
@@ -498,7 +498,7 @@ class Generations:
 
 
 @dataclass(frozen=True)
-class _Unsettled:
+class _PendingRecovery:
     """Work of settle() besides removing manifests.
 
     Attributes:

@@ -346,7 +346,7 @@ def is_gone(pin: Pin) -> bool:
     return not os.path.lexists(pin.folder)
 
 
-def said(pins: Collection[Pin]) -> str:
+def pins_text(pins: Collection[Pin]) -> str:
     """List the pins for messages: each folder, its step, and whether the folder is gone."""
     return ", ".join(f"{pin}{', which is gone' if is_gone(pin) else ''}" for pin in pins)
 

@@ -63,7 +63,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         given = [each for group in groups for each in parameters_of(group)]
         for index, group in enumerate(groups):
             self._check(index, defaults | group)
-        registry.keep_up(given)
+        registry.reoffload_if_changed(given)
         super().__init__(groups, defaults)
         self._require_in_range()
         if self._coordinator is None:
@@ -154,7 +154,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         coordinator.require_usable()
         self._require_room(coordinator, self.param_groups[index])
         if self._coordinator is not None:
-            coordinator.require_apart(self, {place.spec.name for place in places.values()})
+            coordinator.require_disjoint(self, {place.spec.name for place in places.values()})
         self._coordinator = coordinator
         self._places |= places
         for parameter, place in places.items():

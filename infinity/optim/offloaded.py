@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from infinity.access.exact import exact_moment
-from infinity.base.interrupt import whole
+from infinity.base.interrupt import uninterruptible
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.durable.records import OptimizerRecord, record_optimizer
 from infinity.errors import ConfigError, ModelError, NonFiniteGradientError, ReleasedParameterError, ResumeError
@@ -201,7 +201,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             by_factor.setdefault(each.handle.factors.clip, []).append(each.place)
         landed = clipped = 0.0
         for factor, places in by_factor.items():
-            part, bad = self.coordinator.gradient_norm(places)
+            part, bad = self.coordinator.gradient_sum_squares(places)
             if bad or not math.isfinite(factor):
                 return landed, clipped, bad or places[0].spec.name
             landed += part
@@ -330,7 +330,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         """Return the names of the parameters."""
         return {place.spec.name for place in self._places.values()}
 
-    def take_up(self, saved: OptimizerRecord) -> None:
+    def restore_progress(self, saved: OptimizerRecord) -> None:
         """Take the step of each parameter from the record of a resumed run, to match the states in the store.
 
         Raises:
@@ -350,7 +350,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             if state is not None:
                 self.state[parameter] = _State(state)
 
-    def take_up_hyperparameters(self, saved: OptimizerRecord) -> None:
+    def restore_hyperparameters(self, saved: OptimizerRecord) -> None:
         """Restore learning rates and other hyperparameters in a resumed run, as torch's load_state_dict does.
 
         Raises:
@@ -372,7 +372,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update(values)
 
-    @whole
+    @uninterruptible
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients.
 

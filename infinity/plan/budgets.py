@@ -12,11 +12,11 @@ from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, DeviceRoomError, PlanError
 from infinity.plan.device_memory import usable_cores
-from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, Resting
-from infinity.plan.plan_input import Limits, Problem
+from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, TierSplit
+from infinity.plan.plan_input import Limits, PlanInput
 from infinity.plan.ring import Ring, rings_of
 from infinity.sizes import PAGE_BYTES, enough_bytes, format_bytes, round_up
-from infinity.state.discover import HookSite
+from infinity.state.discover import HookedModule
 from infinity.state.dtypes import master_format, native_name
 from infinity.state.unit import Group, Unit
 
@@ -110,7 +110,7 @@ def update_threads(config: SwapConfig) -> int:
     return config.update.threads or min(usable_cores(), torch.get_num_threads())
 
 
-def plan_staging(problem: Problem, host_budget: int, *, gradients: bool) -> Staging:
+def plan_staging(problem: PlanInput, host_budget: int, *, gradients: bool) -> Staging:
     """Plan the memory that the update's tiles are read into. No budget gives less than a budget of 0.
 
     A thread works on pieces that fit its L2 cache. A tile has a few pieces for every thread, so that no thread waits
@@ -163,7 +163,7 @@ def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool
     )
 
 
-def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
+def copies_bytes(problem: PlanInput, weights: TierSplit, room: int) -> int:
     """Return the host memory for NVMe weights that updates take from the device, where the weights are anyway.
 
     It is for a few units, because updates give it back one after the other.
@@ -180,7 +180,7 @@ def copies_bytes(problem: Problem, weights: Resting, room: int) -> int:
     return min(_COPIES_MAX * largest, sum(sizes), room // PAGE_BYTES * PAGE_BYTES) if largest <= room else 0
 
 
-def device_bytes(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, Ring, int]:
+def device_bytes(problem: PlanInput, sites: Sequence[HookedModule], weights: TierSplit) -> tuple[int, Ring, int]:
     """Return the device memory for fetched weights, that for gradients, and the longest ring for gradients.
 
     The ring is the longest that leaves enough for the weights (ring.py).
@@ -262,7 +262,7 @@ def _and_for_encoded(nbytes: int) -> str:
     return f" and {format_bytes(nbytes)} for encoded weights" if nbytes else ""
 
 
-def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Collection[int]) -> list[Unit]:
+def needed_at_once(units: Sequence[Unit], sites: Sequence[HookedModule], fetched: Collection[int]) -> list[Unit]:
     """Return the units that must be on the device at once: those of the two largest modules, then those that stay.
 
     While a module runs, its own units and those of the modules around it are in use: the modules around it may use
@@ -294,7 +294,7 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookSite], fetched: Co
     return [units[index] for index in (*sorted(best), *sorted(staying))]
 
 
-def _sets(units: Sequence[Unit], sites: Sequence[HookSite]) -> list[set[int]]:
+def _sets(units: Sequence[Unit], sites: Sequence[HookedModule]) -> list[set[int]]:
     """Return for each module the indices of its units, with those of the modules around it and beside it."""
     if not sites:
         return [{unit.index} for unit in units]

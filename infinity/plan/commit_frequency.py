@@ -28,7 +28,7 @@ EVERY_MAX = 1000
 
 
 @dataclass(frozen=True)
-class Frequency:
+class CommitFrequency:
     """How often a run commits.
 
     Attributes:
@@ -51,11 +51,11 @@ class Frequency:
         return f"every {self.every} steps{sooner}{why}"
 
 
-NOTHING_TRAINED = Frequency(0, "nothing is trained")
-NO_PATHS = Frequency(0, "no nvme.paths")
+NOTHING_TRAINED = CommitFrequency(0, "nothing is trained")
+NO_PATHS = CommitFrequency(0, "no nvme.paths")
 
 
-def rarest(found: Sequence[Frequency]) -> Frequency:
+def rarest(found: Sequence[CommitFrequency]) -> CommitFrequency:
     """Return how often several ranks commit: as often as the rank that commits most rarely, or never if one cannot."""
     none = [each for each in found if not each.every]
     most = none[0] if none else max(found, key=lambda each: each.every)
@@ -75,7 +75,7 @@ def affordable_every(commit: float, step: float) -> int:
     return every if commit <= COMMITS_SHARE * every * step else every + 1  # where the division was rounded down
 
 
-def frequency_of(commit_bytes: int, step_bytes: int) -> Frequency:
+def frequency_of(commit_bytes: int, step_bytes: int) -> CommitFrequency:
     """Return how often to commit if the disks have room.
 
     Args:
@@ -83,9 +83,9 @@ def frequency_of(commit_bytes: int, step_bytes: int) -> Frequency:
         step_bytes: bytes that a step reads and writes without a commit.
     """
     if not commit_bytes:
-        return Frequency(1, "all states are on NVMe")
+        return CommitFrequency(1, "all states are on NVMe")
     every = affordable_every(commit_bytes, step_bytes)
     written = f"a commit writes {format_bytes(commit_bytes)} of states in RAM"
     if step_bytes:
         written += f": {100 * commit_bytes / (every * step_bytes):.1f} % of the I/O"
-    return Frequency(every, written, at_most=every > 1)
+    return CommitFrequency(every, written, at_most=every > 1)

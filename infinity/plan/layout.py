@@ -15,8 +15,8 @@ from functools import cached_property
 from infinity import _native
 from infinity.io.manifest import sum_bytes
 from infinity.plan.budgets import Budgets
-from infinity.plan.placement import GradientPlacement, Placement, Resting
-from infinity.plan.plan_input import Problem, UnitBytes
+from infinity.plan.placement import GradientPlacement, Placement, TierSplit
+from infinity.plan.plan_input import PlanInput, UnitBytes
 from infinity.state.dtypes import master_format
 from infinity.state.unit import Group, Unit
 
@@ -204,7 +204,7 @@ class _SwapFile:
         return offsets
 
 
-def lay_out(problem: Problem, placement: Placement, gradients: GradientPlacement, budgets: Budgets) -> Layout:
+def lay_out(problem: PlanInput, placement: Placement, gradients: GradientPlacement, budgets: Budgets) -> Layout:
     """Decide every extent and every lease."""
     file = _SwapFile()
     kept = [_lay_out_groups(unit, problem, placement, file) for unit in problem.units]
@@ -223,9 +223,9 @@ def lay_out(problem: Problem, placement: Placement, gradients: GradientPlacement
 
 
 def _lay_out_groups(
-    unit: UnitBytes, problem: Problem, placement: Placement, file: _SwapFile
+    unit: UnitBytes, problem: PlanInput, placement: Placement, file: _SwapFile
 ) -> tuple[GroupLayout, ...]:
-    def state(nbytes: int, resting: Resting, *, changes: bool = True) -> StateLayout:
+    def state(nbytes: int, resting: TierSplit, *, changes: bool = True) -> StateLayout:
         if not nbytes:
             return StateLayout(0, (), 0)  # a rank may have nothing of a group
         in_ram = unit.index in resting.in_ram

@@ -21,15 +21,15 @@ from dataclasses import dataclass
 from infinity.plan.budgets import Budgets
 from infinity.plan.nvme_traffic import gradient_traffic, traffic
 from infinity.plan.placement import Placement
-from infinity.plan.plan_input import Problem, UnitBytes
+from infinity.plan.plan_input import PlanInput, UnitBytes
 from infinity.plan.policy import long_from_top, unusual_from_top, worth_speculating
-from infinity.plan.slot_simulator import Fetched, Walk, in_order
+from infinity.plan.slot_simulator import FetchCounts, SlotSimulator, in_order
 from infinity.plan.speculation_memory import may_speculate
-from infinity.state.discover import HookSite
+from infinity.state.discover import HookedModule
 
 
 @dataclass(frozen=True)
-class Moved:
+class LinkBytes:
     """Bytes that one step moves; with several ranks, those of one rank.
 
     Attributes:
@@ -67,7 +67,7 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Uses:
+class UnitFetches:
     """Uses of a unit's weights in one step; means, if steps differ.
 
     Attributes:
@@ -84,14 +84,14 @@ class Uses:
         return self.forwards + self.backwards
 
 
-def expected(
-    problem: Problem,
+def link_bytes(
+    problem: PlanInput,
     placement: Placement,
     budgets: Budgets,
-    sites: Sequence[HookSite] = (),
+    sites: Sequence[HookedModule] = (),
     *,
     clips: bool = False,
-) -> Moved:
+) -> LinkBytes:
     """Count the bytes that a step moves once the run is under way.
 
     Args:
@@ -104,7 +104,7 @@ def expected(
     """
     in_ram = placement.weights.in_ram
     counted = traffic(problem, in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
-    uses = uses_of(problem, placement, budgets, sites, clips=clips)
+    uses = unit_fetches(problem, placement, budgets, sites, clips=clips)
     gradients = down = exchanged = 0
     weights = states = up = gathered = decoded = 0.0  # means, if steps differ
     ranks = max(problem.limits.shares, 1)
@@ -125,7 +125,7 @@ def expected(
         if not problem.limits.in_place:
             up += fetches * unit.weight + again * unit.whole.weight_bytes
             down += problem.passes * (unit.gradient_fp32 if budgets.ring.adds_up else unit.gradient_native)
-    return Moved(
+    return LinkBytes(
         weights=round(weights),
         states=round(states),
         gradients=gradients,
@@ -139,7 +139,7 @@ def expected(
     )
 
 
-def _from_copies(problem: Problem, unit: UnitBytes, used: Uses) -> float:
+def _from_copies(problem: PlanInput, unit: UnitBytes, used: UnitFetches) -> float:
     """Return how many fetches of a unit are served by the copies that the ranks keep (sharded/slots.py).
 
     These are all but the first fetch after an update.
@@ -153,9 +153,9 @@ def _decoded_bytes(unit: UnitBytes) -> int:
     return sum(group.group.weight_bytes for group in unit.groups if group.group.codec is not None)
 
 
-def uses_of(
-    problem: Problem, placement: Placement, budgets: Budgets, sites: Sequence[HookSite], *, clips: bool
-) -> dict[int, Uses]:
+def unit_fetches(
+    problem: PlanInput, placement: Placement, budgets: Budgets, sites: Sequence[HookedModule], *, clips: bool
+) -> dict[int, UnitFetches]:
     """Return the uses of each unit, by index. Steps are simulated, visit by visit, until two steps are alike."""
     limits = problem.limits
     slotted = [unit for unit in problem.units if _takes_slot(problem, placement, unit)]
@@ -170,20 +170,20 @@ def uses_of(
     reads_slot = in_place or (budgets.copies_bytes > 0 and not limits.shares)
     found = {}
     for unit in problem.units:
-        counted = visited.get(unit.index, Fetched())
+        counted = visited.get(unit.index, FetchCounts())
         there = (1 if unit.index in speculating else counted.at_end) if reads_slot else 0
         reads = 1 - there if unit in slotted and unit.trained_weight else 0
-        found[unit.index] = Uses(counted.forwards, counted.backwards, update=reads)
+        found[unit.index] = UnitFetches(counted.forwards, counted.backwards, update=reads)
     return found
 
 
 def _visited(
-    problem: Problem,
+    problem: PlanInput,
     slotted: Sequence[UnitBytes],
-    sites: Sequence[HookSite],
+    sites: Sequence[HookedModule],
     slot_bytes: int,
     void: Collection[int],
-) -> dict[int, Fetched]:
+) -> dict[int, FetchCounts]:
     """Return the fetches of a step. The update of a `void` unit leaves the unit's slot without its weights."""
     staying = [unit for unit in slotted if unit.unit.stays]
     sizes = {unit.index: unit.whole.weight_bytes for unit in slotted if not unit.unit.stays}
@@ -192,24 +192,24 @@ def _visited(
     order = in_order(list(sizes), sites)
     first = next((at for at, index in enumerate(order) if index in trained), len(order))
     visits = [(index, True) for index in order] + [(index, False) for index in reversed(order[first:])]
-    walk = Walk(visits * problem.passes, sizes, room, _from_top(problem, sizes.values(), slot_bytes))
-    once = {unit.index: Fetched(int(unit.index in void), 0, at_end=1) for unit in staying}
+    walk = SlotSimulator(visits * problem.passes, sizes, room, _from_top(problem, sizes.values(), slot_bytes))
+    once = {unit.index: FetchCounts(int(unit.index in void), 0, at_end=1) for unit in staying}
     return walk.steady(void) | once
 
 
-def _from_top(problem: Problem, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
+def _from_top(problem: PlanInput, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
     """Return the test for slots that come from the top of the room, by their bytes (tiers/slots.py)."""
     if problem.limits.shares:
         return None
     return long_from_top(slot_bytes) if problem.limits.in_place else unusual_from_top(sizes)
 
 
-def _takes_slot(problem: Problem, placement: Placement, unit: UnitBytes) -> bool:
+def _takes_slot(problem: PlanInput, placement: Placement, unit: UnitBytes) -> bool:
     at_home = problem.limits.used_at_home and unit.index in placement.weights.in_ram
     return unit.whole.weight_bytes > 0 and not (at_home and not unit.encoded)
 
 
-def speculates(problem: Problem, placement: Placement, *, clips: bool) -> frozenset[int]:
+def speculates(problem: PlanInput, placement: Placement, *, clips: bool) -> frozenset[int]:
     """Return the units whose updates begin during the backward pass.
 
     All steps decide as they are expected to, or, with `clips`, all steps clip.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from infinity.plan.plan_input import Problem, UnitBytes
+from infinity.plan.plan_input import PlanInput, UnitBytes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,10 @@ class Traffic:
 
 
 def traffic(
-    problem: Problem, weights_in_ram: Collection[int], states_in_ram: Collection[int], gradients_in_ram: Collection[int]
+    problem: PlanInput,
+    weights_in_ram: Collection[int],
+    states_in_ram: Collection[int],
+    gradients_in_ram: Collection[int],
 ) -> Traffic:
     """Count the bytes that a step moves. The collections are indices of the units that have these states in RAM."""
     passes, read, written, committed = problem.passes, 0, 0, 0
@@ -56,7 +59,7 @@ def traffic(
     return Traffic(read, written, committed, committed // max(problem.commit_every, 1))
 
 
-def gradient_traffic(problem: Problem, unit: UnitBytes) -> int:
+def gradient_traffic(problem: PlanInput, unit: UnitBytes) -> int:
     """Return the bytes that a unit's gradients, which spill, move in one step, in each direction."""
     # The first of several gradients comes from a device as autograd gives it; on the CPU it is in fp32 as the others.
     widens = not (problem.passes > 1 or problem.config.vertical) or not problem.limits.in_place

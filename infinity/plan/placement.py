@@ -29,8 +29,8 @@ from typing import Literal
 import torch
 
 from infinity import _native
-from infinity.plan.commit_frequency import Frequency
-from infinity.plan.plan_input import GroupBytes, Problem, UnitBytes, as_far_as
+from infinity.plan.commit_frequency import CommitFrequency
+from infinity.plan.plan_input import GroupBytes, PlanInput, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.moments import Moment
 
@@ -42,7 +42,7 @@ Overlap = Literal["auto", "during_backward", "before_forward", "off"]
 
 
 @dataclass(frozen=True)
-class Resting:
+class TierSplit:
     """Where the units' weights, states or gradients rest between uses.
 
     Attributes:
@@ -101,13 +101,13 @@ class Placement:
         pins: number of generations that checkpoint folders may pin at once.
     """
 
-    weights: Resting
-    optimizer: Resting
-    gradients: Resting
+    weights: TierSplit
+    optimizer: TierSplit
+    gradients: TierSplit
     form: Form
     updates: UpdateTiming
     activations: str
-    commits: Frequency
+    commits: CommitFrequency
     keep: int
     pins: int
 
@@ -123,7 +123,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedStates:
     """Where weights and states rest, and the memory that this takes.
 
     Attributes:
@@ -132,14 +132,14 @@ class Placed:
         host_bytes: host memory in total, checksums included.
     """
 
-    weights: Resting
-    optimizer: Resting
+    weights: TierSplit
+    optimizer: TierSplit
     upload_bytes: int
     bounce_bytes: int
     host_bytes: int
 
 
-def place(problem: Problem, room: int) -> Placed:
+def place(problem: PlanInput, room: int) -> PlacedStates:
     """Place weights and states.
 
     Where the config leaves the tier open, they take at most `room` bytes of host memory, including what the config
@@ -149,35 +149,35 @@ def place(problem: Problem, room: int) -> Placed:
     weights = _place_weights(problem, room, fixed)
     upload, bounce = _upload_bytes(problem, weights.in_ram), _bounce_bytes(problem)
     transfers = upload + bounce
-    optimizer = Resting(problem.config.optimizer, fixed)
+    optimizer = TierSplit(problem.config.optimizer, fixed)
     if problem.config.optimizer == "auto":
         optimizer = _place_states(problem, room - _host_bytes(problem, weights, fixed) - transfers)
     host = transfers + _host_bytes(problem, weights, optimizer.in_ram)
-    return Placed(weights, optimizer, upload, bounce, host)
+    return PlacedStates(weights, optimizer, upload, bounce, host)
 
 
-def _place_weights(problem: Problem, room: int, states_in_ram: frozenset[int]) -> Resting:
+def _place_weights(problem: PlanInput, room: int, states_in_ram: frozenset[int]) -> TierSplit:
     config, limits = problem.config, problem.limits
-    none = Resting("nvme", frozenset())
+    none = TierSplit("nvme", frozenset())
     if config.weights != "auto":
-        return none if config.weights == "nvme" else Resting(config.weights, problem.every)
+        return none if config.weights == "nvme" else TierSplit(config.weights, problem.every)
     room -= _host_bytes(problem, none, states_in_ram) + _bounce_bytes(problem)
     if problem.cost(problem.weight) <= room or not config.nvme.paths:
         share, there = limits.device * WEIGHT_SHARE_OF_DEVICE, problem.slots + problem.decoding_bytes
         on_device = not (limits.in_place or limits.shares) and there + problem.ring_bytes_min <= share
-        return Resting("device" if on_device else "host", problem.every)
+        return TierSplit("device" if on_device else "host", problem.every)
     room -= _upload_bytes(problem, none.in_ram)
-    return Resting("nvme", as_far_as(((unit.index, problem.cost(unit.weight)) for unit in problem.units), room))
+    return TierSplit("nvme", as_far_as(((unit.index, problem.cost(unit.weight)) for unit in problem.units), room))
 
 
-def _place_states(problem: Problem, room: int) -> Resting:
+def _place_states(problem: PlanInput, room: int) -> TierSplit:
     if problem.cost(problem.state) <= room or not problem.config.nvme.paths:
-        return Resting("host", problem.trained)
+        return TierSplit("host", problem.trained)
     trained = (unit for unit in problem.units if unit.state)
-    return Resting("nvme", as_far_as(((unit.index, problem.cost(unit.state)) for unit in trained), room))
+    return TierSplit("nvme", as_far_as(((unit.index, problem.cost(unit.state)) for unit in trained), room))
 
 
-def _upload_bytes(problem: Problem, weights_in_ram: frozenset[int]) -> int:
+def _upload_bytes(problem: PlanInput, weights_in_ram: frozenset[int]) -> int:
     """Return the room for the largest unit on NVMe, in pieces, so that one is read while others are copied.
 
     If the device has no memory of its own, return the room for encoded weights from NVMe, of the two largest units.
@@ -188,14 +188,14 @@ def _upload_bytes(problem: Problem, weights_in_ram: frozenset[int]) -> int:
     return round_up(largest, PIECES_MIN * PAGE_BYTES)
 
 
-def _bounce_bytes(problem: Problem) -> int:
+def _bounce_bytes(problem: PlanInput) -> int:
     """Return the room for gradients of the largest group after they leave the device and before they are added."""
     if problem.limits.in_place:
         return 0
     return max((group.gradient_native for unit in problem.units for group in unit.groups), default=0)
 
 
-def _host_bytes(problem: Problem, weights: Resting, states_in_ram: frozenset[int]) -> int:
+def _host_bytes(problem: PlanInput, weights: TierSplit, states_in_ram: frozenset[int]) -> int:
     of_device = weights.tier == "device" and problem.limits.in_place  # this RAM belongs to memory.device
     held = 0 if of_device else problem.weight_of(weights.in_ram)
     swap = problem.swap_bytes(weights.in_ram, states_in_ram)
@@ -215,7 +215,7 @@ class GradientPlacement:
         window: whether there is a window, and room in the swap file for every gradient without room for fp32 in RAM.
     """
 
-    problem: Problem
+    problem: PlanInput
     in_ram: frozenset[int]
     fp32: bool
     window: bool
@@ -269,7 +269,7 @@ class GradientPlacement:
         return sum(self._scratch)
 
 
-def gradient_placements(problem: Problem, room: int) -> Iterator[GradientPlacement]:
+def gradient_placements(problem: PlanInput, room: int) -> Iterator[GradientPlacement]:
     """Yield the placements to try, the best first.
 
     Args:
@@ -287,7 +287,7 @@ def gradient_placements(problem: Problem, room: int) -> Iterator[GradientPlaceme
         yield GradientPlacement(problem, problem.trained, fp32=False, window=False)
 
 
-def _as_many_as_fit(problem: Problem, room: int) -> frozenset[int]:
+def _as_many_as_fit(problem: PlanInput, room: int) -> frozenset[int]:
     """Return the units whose gradients fit RAM. The largest are taken first, which makes the window smaller."""
     nothing, everything = _spilled(problem, frozenset()), _spilled(problem, problem.trained)
     trained = (unit for unit in problem.units if unit.state)
@@ -296,5 +296,5 @@ def _as_many_as_fit(problem: Problem, room: int) -> frozenset[int]:
     return as_far_as(costs, room - nothing.host_bytes)
 
 
-def _spilled(problem: Problem, in_ram: frozenset[int]) -> GradientPlacement:
+def _spilled(problem: PlanInput, in_ram: frozenset[int]) -> GradientPlacement:
     return GradientPlacement(problem, in_ram, fp32=problem.adds_up, window=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from infinity.plan.budgets import Budgets
 from infinity.plan.layout import Layout, SwapBytes
-from infinity.plan.link_traffic import Moved, expected
+from infinity.plan.link_traffic import LinkBytes, link_bytes
 from infinity.plan.nvme_traffic import traffic
 from infinity.plan.placement import Placement
-from infinity.plan.plan_input import ALONE, Peers, Problem
+from infinity.plan.plan_input import NO_PEERS, Peers, PlanInput
 from infinity.sizes import format_bytes
-from infinity.state.discover import HookSite
+from infinity.state.discover import HookedModule
 from infinity.state.shard import Cut
 
 _OVERLAP = {
@@ -48,8 +48,8 @@ class Forecast:
     commit_bytes: int
     rate: float | None
     saves_bytes: int
-    moved: Moved
-    moved_clipping: Moved
+    moved: LinkBytes
+    moved_clipping: LinkBytes
 
     @property
     def step_bytes(self) -> int:
@@ -80,7 +80,7 @@ class Plan:
     budgets: Budgets
     layout: Layout
     forecast: Forecast
-    peers: Peers = ALONE
+    peers: Peers = NO_PEERS
 
     @property
     def needs_store(self) -> bool:
@@ -142,17 +142,17 @@ class Plan:
 
 
 def forecast(
-    problem: Problem,
+    problem: PlanInput,
     placement: Placement,
     budgets: Budgets,
     layout: Layout,
-    sites: Sequence[HookSite],
+    sites: Sequence[HookedModule],
     *,
     saves_bytes: int,
 ) -> Forecast:
     """Forecast the traffic of a step. `sites` are the units that each module needs; `saves_bytes` is as in Forecast."""
     in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
-    moved, usual = traffic(problem, *in_ram), expected(problem, placement, budgets, sites)
+    moved, usual = traffic(problem, *in_ram), link_bytes(problem, placement, budgets, sites)
     return Forecast(
         passes=problem.passes,
         read_bytes=moved.read_bytes,
@@ -161,7 +161,7 @@ def forecast(
         rate=problem.disks.rate if layout.swap.nbytes else None,
         saves_bytes=saves_bytes,
         moved=usual,
-        moved_clipping=expected(problem, placement, budgets, sites, clips=True),
+        moved_clipping=link_bytes(problem, placement, budgets, sites, clips=True),
     )
 
 

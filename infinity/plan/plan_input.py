@@ -1,6 +1,6 @@
 """Input of the planner: the config, the limits, and the bytes that each unit's states take in any tier.
 
-Every size in a plan comes from `GroupBytes`, and every number of copies in the swap file from `Problem.copies`. The
+Every size in a plan comes from `GroupBytes`, and every number of copies in the swap file from `PlanInput.copies`. The
 search for a placement and the layout use the same two.
 """
 
@@ -109,7 +109,7 @@ class Peers:
         return {"rank": cut.index, "ranks": cut.count, "slice_numel": cut.numel} if self.together else {}
 
 
-ALONE = Peers(Cut(1, 0), 1, together=False)
+NO_PEERS = Peers(Cut(1, 0), 1, together=False)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class UnitBytes:
 
 
 @dataclass(frozen=True)
-class Problem:
+class PlanInput:
     """Everything that is to be placed, and the limits.
 
     Attributes:

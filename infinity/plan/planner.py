@@ -11,7 +11,7 @@ import torch
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
 from infinity.plan.budgets import Budgets, Staging, copies_bytes, device_bytes, fits_slots, plan_staging
-from infinity.plan.commit_frequency import NO_PATHS, NOTHING_TRAINED, Frequency, frequency_of
+from infinity.plan.commit_frequency import NO_PATHS, NOTHING_TRAINED, CommitFrequency, frequency_of
 from infinity.plan.device_memory import available_device_bytes, available_host_bytes
 from infinity.plan.disk import Disks, disks_of
 from infinity.plan.layout import lay_out
@@ -19,17 +19,17 @@ from infinity.plan.nvme_traffic import Traffic, traffic
 from infinity.plan.placement import (
     Form,
     GradientPlacement,
-    Placed,
+    PlacedStates,
     Placement,
-    Resting,
+    TierSplit,
     gradient_placements,
     place,
 )
 from infinity.plan.plan import Plan, forecast
-from infinity.plan.plan_input import ALONE, Limits, Peers, Problem, UnitBytes, count, secondary_bytes
+from infinity.plan.plan_input import NO_PEERS, Limits, Peers, PlanInput, UnitBytes, count, secondary_bytes
 from infinity.plan.speculation_memory import ahead_bytes, reserve, reserve_in_ram, shadow_wanted, wanted_in_ram
 from infinity.sizes import enough_bytes, format_bytes
-from infinity.state.discover import HookSite
+from infinity.state.discover import HookedModule
 from infinity.state.moments import STORED
 from infinity.state.terms import Terms
 from infinity.state.unit import Unit
@@ -45,9 +45,9 @@ def make_plan(
     terms: Terms,
     *,
     can_recompute: bool,
-    sites: Sequence[HookSite] = (),
-    peers: Peers = ALONE,
-    commits: Frequency | None = None,
+    sites: Sequence[HookedModule] = (),
+    peers: Peers = NO_PEERS,
+    commits: CommitFrequency | None = None,
     disks: Disks | None = None,
 ) -> Plan:
     """Place every state, and decide how often to commit if the config leaves this open.
@@ -79,21 +79,21 @@ def make_plan(
         peers = replace(peers, near=None)  # weights that stay in their slots until their update are gathered once
     secondary = 0 if peers.near is None else secondary_bytes(units, peers.near)
 
-    def plan(commits: Frequency) -> Plan:
-        problem = Problem(config, limits, there, counted, stored, terms.accumulation_steps, commits.every, secondary)
+    def plan(commits: CommitFrequency) -> Plan:
+        problem = PlanInput(config, limits, there, counted, stored, terms.accumulation_steps, commits.every, secondary)
         made = _plan(problem, commits, terms.device, can_recompute=can_recompute, sites=sites, resumes=terms.resumes)
         return replace(made, peers=peers)
 
     if commits is not None:
         return plan(commits)
     if config.commit_every != "auto":
-        return plan(Frequency(config.commit_every))
+        return plan(CommitFrequency(config.commit_every))
     trains = any(unit.trainable_groups for unit in units)
     return _with_commits(plan, config, there, trains=trains, resumes=terms.resumes)
 
 
 def _with_commits(
-    plan: Callable[[Frequency], Plan], config: SwapConfig, disks: Disks, *, trains: bool, resumes: bool
+    plan: Callable[[CommitFrequency], Plan], config: SwapConfig, disks: Disks, *, trains: bool, resumes: bool
 ) -> Plan:
     """Return the plan that commits as often as the disks have room for at little cost.
 
@@ -105,11 +105,11 @@ def _with_commits(
             raise ConfigError("there is nothing to resume without nvme.paths: name the directories of the run")
         return plan(NO_PATHS)
     try:
-        every_step = plan(Frequency(1))
+        every_step = plan(CommitFrequency(1))
     except PlanError:
         if resumes:
             raise
-        return plan(Frequency(0, "memory.host has no room for the checksums of second copies"))
+        return plan(CommitFrequency(0, "memory.host has no room for the checksums of second copies"))
     layout, forecast = every_step.layout, every_step.forecast
     if not trains and not resumes:
         return plan(NOTHING_TRAINED)
@@ -118,18 +118,18 @@ def _with_commits(
         where = " and ".join(printable(path) for path in config.nvme.paths)
         count = config.keep + config.pins + 1
         copies = "a second copy needs" if count == 2 else f"{count} copies need"
-        return plan(Frequency(0, f"{copies} {format_bytes(missing)} more on {where}"))
+        return plan(CommitFrequency(0, f"{copies} {format_bytes(missing)} more on {where}"))
     commits = frequency_of(forecast.commit_bytes, forecast.step_bytes - forecast.commit_bytes)
     return plan(commits)
 
 
 def _plan(
-    problem: Problem,
-    commits: Frequency,
+    problem: PlanInput,
+    commits: CommitFrequency,
     device: torch.device,
     *,
     can_recompute: bool,
-    sites: Sequence[HookSite],
+    sites: Sequence[HookedModule],
     resumes: bool,
 ) -> Plan:
     config = problem.config
@@ -147,7 +147,7 @@ def _plan(
     placement = Placement(
         weights=placed.weights,
         optimizer=placed.optimizer,
-        gradients=Resting("nvme" if gradients.spills else "host", gradients.in_ram),
+        gradients=TierSplit("nvme" if gradients.spills else "host", gradients.in_ram),
         form=Form(config.master, config.moments, problem.stored, gradients.fp32),
         updates=reserved.updates,
         activations=_activations(config, can_recompute),
@@ -184,7 +184,7 @@ def _plan(
     return plan
 
 
-def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) -> Limits:
+def limits_of(config: SwapConfig, device: torch.device, peers: Peers = NO_PEERS) -> Limits:
     """Return the two budgets: those of the config, or a share of the memory that is available now.
 
     Memory that the ranks of a machine have in common is divided by their number.
@@ -203,12 +203,12 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = ALONE) ->
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _Choice:
     """A placement of everything, and the update's memory."""
 
-    problem: Problem
+    problem: PlanInput
     staging: Staging
-    placed: Placed
+    placed: PlacedStates
     gradients: GradientPlacement
 
     @cached_property
@@ -233,7 +233,7 @@ class _Chosen:
         return min(self.problem.limits.host - used, wanted_in_ram(self.problem, self.placed, self.gradients))
 
 
-def _place(problem: Problem, *, resumes: bool) -> _Chosen:
+def _place(problem: PlanInput, *, resumes: bool) -> _Choice:
     """Return the first placement of the gradients that fits.
 
     If a step is known to have one pass, return the placement that moves the fewest bytes; among equals, the one that
@@ -247,7 +247,7 @@ def _place(problem: Problem, *, resumes: bool) -> _Chosen:
     return min([first, *others], key=lambda each: (each.choice_bytes, -each.shadow_bytes))
 
 
-def _may_replace(first: _Chosen, other: _Chosen, *, resumes: bool) -> bool:
+def _may_replace(first: _Choice, other: _Choice, *, resumes: bool) -> bool:
     """Return whether another placement costs nothing but room.
 
     Gradients must still add up if they did before. A further pass may come nevertheless, and one pass alone may bring a
@@ -263,7 +263,7 @@ def _may_replace(first: _Chosen, other: _Chosen, *, resumes: bool) -> bool:
     return kept + gradients.swap_bytes <= other.problem.disks.room_bytes
 
 
-def _fitting(problem: Problem) -> Iterator[_Chosen]:
+def _fitting(problem: PlanInput) -> Iterator[_Choice]:
     """Yield the placements of the gradients that fit beside the necessary memory, the best first.
 
     Each comes with the weights and states that fit. Fewer tiles for the update are preferred to a worse placement.
@@ -289,7 +289,7 @@ def _fitting(problem: Problem) -> Iterator[_Chosen]:
                 placed = place(problem, room - shadow)
             if placed.host_bytes <= room:
                 found = True
-                yield _Chosen(problem, staging, placed, gradients)
+                yield _Choice(problem, staging, placed, gradients)
                 break
     if found:
         return
@@ -304,7 +304,7 @@ def _fitting(problem: Problem) -> Iterator[_Chosen]:
     raise _host_error(problem, least, gradients, needed)
 
 
-def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, needed: int) -> PlanError:
+def _host_error(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement, needed: int) -> PlanError:
     config, largest = problem.config, problem.largest
     advice = [f"raise memory.host to {enough_bytes(needed * problem.limits.ranks)}"]
     in_ram = {"weights": placed.weights.tier, "optimizer": placed.optimizer.tier}
@@ -328,7 +328,7 @@ def _host_error(problem: Problem, placed: Placed, gradients: GradientPlacement, 
     )
 
 
-def _require_paths(problem: Problem, placed: Placed, gradients: GradientPlacement) -> None:
+def _require_paths(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> None:
     on_nvme = gradients.spills or "nvme" in (placed.weights.tier, placed.optimizer.tier)
     _require_paths_for(problem.config, problem.commit_every, on_nvme=on_nvme)
 

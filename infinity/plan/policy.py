@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import itemgetter
 
 from infinity.plan.placement import Overlap
-from infinity.plan.visit_trace import Trace
+from infinity.plan.visit_trace import VisitTrace
 
 _WRONG_MAX = 0.3  # a wrong speculation moves the states once in vain
 _SLOT_SHARE = 4  # speculative updates may keep 1/4 of the memory for fetched weights from other uses
@@ -21,7 +21,11 @@ _SLOT_SHARE = 4  # speculative updates may keep 1/4 of the memory for fetched we
 
 
 def to_prefetch(
-    trace: Trace, nbytes: Callable[[int], int], room: int, there: Collection[int], is_released: Callable[[int], bool]
+    trace: VisitTrace,
+    nbytes: Callable[[int], int],
+    room: int,
+    there: Collection[int],
+    is_released: Callable[[int], bool],
 ) -> Iterator[tuple[int, int]]:
     """Yield (visits from now, unit) for the units to prefetch, nearest first.
 
@@ -67,7 +71,7 @@ def unusual_from_top(sizes: Iterable[int]) -> Callable[[int], bool]:
 # -- evictions ---------------------------------------------------------------------------------------------------------
 
 
-def victims(present: Iterable[int], trace: Trace, distance: int | None) -> Iterator[int]:
+def victims(present: Iterable[int], trace: VisitTrace, distance: int | None) -> Iterator[int]:
     """Return the units that may be evicted, the one with the farthest next use first; of equals the first in `present`.
 
     Args:
@@ -84,7 +88,7 @@ def victims(present: Iterable[int], trace: Trace, distance: int | None) -> Itera
 # -- when an update may begin ------------------------------------------------------------------------------------------
 
 
-def update_order(count: int, stays: Callable[[int], bool], trace: Trace) -> list[int]:
+def update_order(count: int, stays: Callable[[int], bool], trace: VisitTrace) -> list[int]:
     """Return all units by index, in the order in which the next training forward uses them.
 
     Units that stay on the device come first, because they are fetched when the forward begins.

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from infinity.plan.plan_input import Problem
-from infinity.state.discover import HookSite
+from infinity.plan.plan_input import PlanInput
+from infinity.state.discover import HookedModule
 from infinity.state.unit import Unit
 
 
@@ -24,7 +24,7 @@ class Ring:
     adds_up: bool = False
 
 
-def rings_of(problem: Problem, sites: Sequence[HookSite]) -> list[Ring]:
+def rings_of(problem: PlanInput, sites: Sequence[HookedModule]) -> list[Ring]:
     """Return the sizes that make sense, the shortest first.
 
     They are:
@@ -47,7 +47,7 @@ def rings_of(problem: Problem, sites: Sequence[HookSite]) -> list[Ring]:
     return rings
 
 
-def _adding_up(units: Sequence[Unit], sites: Sequence[HookSite]) -> int:
+def _adding_up(units: Sequence[Unit], sites: Sequence[HookedModule]) -> int:
     """Return the bytes of gradients in fp32 that are in the ring at once, while all micro-batches go through a unit.
 
     Gradients of a unit that several modules use, such as a tied embedding, stay until the last module has brought its

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from infinity.io.arena import Lease, Space
 from infinity.plan.policy import to_prefetch, victims
-from infinity.plan.visit_trace import Trace
-from infinity.state.discover import HookSite
+from infinity.plan.visit_trace import VisitTrace
+from infinity.state.discover import HookedModule
 
 _STEPS_MAX = 16
 """Most steps until a step is like the one before; if none is, the mean of the last half counts."""
 
 
 @dataclass
-class Fetched:
+class FetchCounts:
     """Fetches of one unit in one step.
 
     Attributes:
@@ -32,7 +32,7 @@ class Fetched:
     at_end: float = 0
 
 
-def in_order(units: Sequence[int], sites: Sequence[HookSite]) -> list[int]:
+def in_order(units: Sequence[int], sites: Sequence[HookedModule]) -> list[int]:
     """Return these units in the order in which a forward needs them; those with tied weights as often as needed.
 
     Args:
@@ -45,7 +45,7 @@ def in_order(units: Sequence[int], sites: Sequence[HookSite]) -> list[int]:
     return [index for at, index in enumerate(visits) if at == 0 or visits[at - 1] != index]
 
 
-class Walk:
+class SlotSimulator:
     """Simulation of steps that have the same visits.
 
     Args:
@@ -67,13 +67,13 @@ class Walk:
         self._visits = [visit for at, visit in enumerate(visits) if at == 0 or visits[at - 1][0] != visit[0]]
         self._sizes = sizes
         self._room = room
-        self._trace = Trace([index for index, _ in self._visits])
+        self._trace = VisitTrace([index for index, _ in self._visits])
         self._slots = _Slots(room, from_top)
-        self._fetched: dict[int, Fetched] = {}
+        self._fetched: dict[int, FetchCounts] = {}
 
-    def steady(self, void: Collection[int]) -> dict[int, Fetched]:
+    def steady(self, void: Collection[int]) -> dict[int, FetchCounts]:
         """Return the fetches of a step that is like the one before. Slots of `void` units end with each step."""
-        steps: list[dict[int, Fetched]] = []
+        steps: list[dict[int, FetchCounts]] = []
         while len(steps) < _STEPS_MAX:
             fetched = self._step()
             for index in [each for each in self._slots.there if each in void]:
@@ -83,8 +83,8 @@ class Walk:
             steps.append(fetched)
         return {index: _mean([step[index] for step in steps[_STEPS_MAX // 2 :]]) for index in self._sizes}
 
-    def _step(self) -> dict[int, Fetched]:
-        self._fetched = {index: Fetched() for index in self._sizes}
+    def _step(self) -> dict[int, FetchCounts]:
+        self._fetched = {index: FetchCounts() for index in self._sizes}
         for at, (index, forward) in enumerate(self._visits):
             self._trace.visit(index)
             if index not in self._slots.there:
@@ -120,9 +120,9 @@ class Walk:
         return True
 
 
-def _mean(each: Sequence[Fetched]) -> Fetched:
+def _mean(each: Sequence[FetchCounts]) -> FetchCounts:
     totals = (sum(getattr(one, name) for one in each) for name in ("forwards", "backwards", "at_end"))
-    return Fetched(*(total / len(each) for total in totals))
+    return FetchCounts(*(total / len(each) for total in totals))
 
 
 class _Slots:

@@ -19,8 +19,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from infinity.plan import policy
-from infinity.plan.placement import GradientPlacement, Placed, UpdateTiming
-from infinity.plan.plan_input import Problem, UnitBytes, as_far_as
+from infinity.plan.placement import GradientPlacement, PlacedStates, UpdateTiming
+from infinity.plan.plan_input import PlanInput, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
 _SHADOW_SHARE = 0.5  # of the weights, if states would be cached in the rest
@@ -28,7 +28,7 @@ _AHEAD_SHARE = 1 / 2  # of the states: the rest streams in while these are updat
 
 
 @dataclass(frozen=True)
-class Reserved:
+class SpeculationMemory:
     """Memory that is reserved for speculative updates.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reserved:
     host_bytes: int = 0
 
 
-def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room: int) -> Reserved:
+def reserve(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement, room: int) -> SpeculationMemory:
     """Reserve the memory and the second copies that speculative updates need.
 
     Updates of units whose gradients spill do not speculate: they would wait until the gradients have gone to the store
@@ -55,7 +55,7 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     """
     config = problem.config
     if not policy.worth_speculating(config.overlap, wrong=0):
-        return Reserved(UpdateTiming(config.overlap))
+        return SpeculationMemory(UpdateTiming(config.overlap))
     moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
     if not moved:
         return _none("the gradients spill to NVMe" if _moved(problem, placed) else "the states are in RAM")
@@ -78,12 +78,12 @@ def reserve(problem: Problem, placed: Placed, gradients: GradientPlacement, room
     shadow = min(sum(in_ram), room // PAGE_BYTES * PAGE_BYTES)
     if not able or (len(in_ram) == len(able) and shadow < min(in_ram)):
         return _none(reason or f"speculative updates need {format_bytes(min(in_ram, default=0))} more of memory.host")
-    return Reserved(UpdateTiming(config.overlap, reason, spare), shadow, shadow + checksums)
+    return SpeculationMemory(UpdateTiming(config.overlap, reason, spare), shadow, shadow + checksums)
 
 
 def reserve_in_ram(
-    problem: Problem, placed: Placed, gradients: GradientPlacement, before: Reserved, room: int
-) -> Reserved:
+    problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement, before: SpeculationMemory, room: int
+) -> SpeculationMemory:
     """Reserve memory and second copies for units whose states rest in RAM ([Note: speculation in RAM]).
 
     Args:
@@ -114,7 +114,7 @@ def reserve_in_ram(
     shadow = sum(shadows[index] for index in able)
     host = shadow + problem.checksum_bytes(sum(copies[index] for index in able))
     updates = UpdateTiming(config.overlap, reason, before.updates.spare_units | spare, able)
-    return Reserved(updates, before.shadow_bytes + shadow, before.host_bytes + host)
+    return SpeculationMemory(updates, before.shadow_bytes + shadow, before.host_bytes + host)
 
 
 def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
@@ -137,7 +137,7 @@ def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
     return frozenset(chosen) | as_far_as(((index, nbytes) for index, nbytes in costs if index not in chosen), room)
 
 
-def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> list[UnitBytes]:
+def _resting(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> list[UnitBytes]:
     """Return the units whose states rest in RAM and whose updates are to speculate, the last of the model first."""
     overlap, limits = problem.config.overlap, problem.limits
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
@@ -146,7 +146,7 @@ def _resting(problem: Problem, placed: Placed, gradients: GradientPlacement) -> 
     return [unit for unit in reversed(resting) if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
 
 
-def wanted_in_ram(problem: Problem, placed: Placed, gradients: GradientPlacement) -> int:
+def wanted_in_ram(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> int:
     """Return the bytes of shadows with which all updates of states in RAM could speculate."""
     return sum(_shadow_bytes(unit, placed) for unit in _resting(problem, placed, gradients))
 
@@ -160,35 +160,37 @@ def may_speculate(unit: UnitBytes, weights_in_ram: Collection[int], gradients_in
     )
 
 
-def _none(reason: str) -> Reserved:
-    return Reserved(UpdateTiming("before_forward", reason))
+def _none(reason: str) -> SpeculationMemory:
+    return SpeculationMemory(UpdateTiming("before_forward", reason))
 
 
-def _copy_bytes(unit: UnitBytes, placed: Placed) -> int:
+def _copy_bytes(unit: UnitBytes, placed: PlacedStates) -> int:
     """Return the bytes of a second copy of everything that a unit's update changes in the swap file."""
     state = 0 if unit.index in placed.optimizer.in_ram else unit.state
     return state + (0 if unit.index in placed.weights.in_ram else unit.trained_weight)
 
 
-def _shadow_bytes(unit: UnitBytes, placed: Placed) -> int:
+def _shadow_bytes(unit: UnitBytes, placed: PlacedStates) -> int:
     """Return the bytes of the shadow of a unit whose states rest in RAM."""
     return unit.state + (unit.weight if unit.index in placed.weights.in_ram else 0)
 
 
-def _swap_bytes(problem: Problem, placed: Placed, gradients: GradientPlacement, reserved: Reserved) -> int:
+def _swap_bytes(
+    problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement, reserved: SpeculationMemory
+) -> int:
     """Return the bytes of the swap file, with the second copies that are reserved."""
     spare = sum(_copy_bytes(unit, placed) for unit in problem.units if unit.index in reserved.updates.spare_units)
     return problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes + spare
 
 
-def _reach(problem: Problem, swap_bytes: int, room: int) -> int:
+def _reach(problem: PlanInput, swap_bytes: int, room: int) -> int:
     """Return by how much a swap file can grow on the disks, with its checksums in `room` bytes of RAM."""
     free = problem.disks.room_bytes - swap_bytes
     per_byte = problem.checksum_bytes(1 << 30) / (1 << 30)
     return min(free, int(room / per_byte)) if per_byte else free
 
 
-def shadow_wanted(problem: Problem, placed: Placed) -> int:
+def shadow_wanted(problem: PlanInput, placed: PlacedStates) -> int:
     """Return the host memory for shadows that takes precedence over caching more states; 0 if they do not compete."""
     config = problem.config
     if not policy.worth_speculating(config.overlap, wrong=0):
@@ -200,7 +202,7 @@ def shadow_wanted(problem: Problem, placed: Placed) -> int:
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 
 
-def ahead_bytes(problem: Problem, placed: Placed, tile_bytes: int, room: int, shadow_bytes: int) -> int:
+def ahead_bytes(problem: PlanInput, placed: PlacedStates, tile_bytes: int, room: int, shadow_bytes: int) -> int:
     """Return the bytes of staging, in whole tiles, for states that are read ahead.
 
     Args:
@@ -217,7 +219,7 @@ def ahead_bytes(problem: Problem, placed: Placed, tile_bytes: int, room: int, sh
     return max(min(room, wanted), 0) // tile_bytes * tile_bytes
 
 
-def _lent_bytes(problem: Problem, placed: Placed, tile_bytes: int, shadow_bytes: int) -> int:
+def _lent_bytes(problem: PlanInput, placed: PlacedStates, tile_bytes: int, shadow_bytes: int) -> int:
     """Return the bytes of tiles that the shadows have room for.
 
     Shadows are lent unit by unit, so only the whole tiles of each unit count. A unit whose weights are smaller than a
@@ -232,6 +234,6 @@ def _lent_bytes(problem: Problem, placed: Placed, tile_bytes: int, shadow_bytes:
     return lent
 
 
-def _moved(problem: Problem, placed: Placed) -> list[UnitBytes]:
+def _moved(problem: PlanInput, placed: PlacedStates) -> list[UnitBytes]:
     """Return the units whose states come from NVMe."""
     return [unit for unit in problem.units if unit.state and unit.index not in placed.optimizer.in_ram]

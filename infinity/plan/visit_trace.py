@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 
-class Trace:
+class VisitTrace:
     """The visits of one iteration: predicted at first, then as last seen.
 
     A visit that the prediction does not have at its position is looked up further on (something was skipped) and then

@@ -92,7 +92,7 @@ class Ticket:
         return self._told
 
 
-class _Begun:
+class _InFlight:
     """Operation whose header was sent, and the headers of all ranks as they arrive."""
 
     def __init__(self, operation: Operation, ticket: Ticket, index: int, ranks: Ranks, says: int) -> None:
@@ -136,7 +136,7 @@ class Exchange:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Operation, Ticket]] = deque()
         self._index = 0
-        self._begun: deque[_Begun] = deque()  # the operation in flight, and perhaps one whose header is in flight
+        self._begun: deque[_InFlight] = deque()  # the operation in flight, and perhaps one whose header is in flight
         self._works: list[Work] = []  # works of the operation in flight, which use its memory
         self._awaited: Sequence[Work] = ()
         self._broken: PeerError | None = None
@@ -287,14 +287,14 @@ class Exchange:
                 return False
             operation, ticket = self._queue.popleft()
         try:
-            self._begun.append(_Begun(operation, ticket, self._index, self._ranks, self._says))
+            self._begun.append(_InFlight(operation, ticket, self._index, self._ranks, self._says))
         except RuntimeError as error:
             ticket._finish([], trouble := self._inquire("connection", operation.name, _first_words(error)))
             raise trouble from error
         self._index += 1
         return True
 
-    def _carry_out(self, begun: _Begun) -> None:
+    def _carry_out(self, begun: _InFlight) -> None:
         operation, watch, index = begun.operation, self._ranks.watch, begun.index
         for each in operation.after:
             watch.note(index, _BEFORE, f"the work before {begun.what}")
@@ -307,11 +307,11 @@ class Exchange:
         watch.note(index + 1, _ELSEWHERE, f"its own work after {begun.what}")
         begun.ticket._finish(told, None)
 
-    def _alone(self, begun: _Begun) -> list[bytes]:
+    def _alone(self, begun: _InFlight) -> list[bytes]:
         self.heard = [begun.header.says]
         return collectives.alone(begun.operation)
 
-    def _move(self, begun: _Begun) -> list[bytes]:
+    def _move(self, begun: _InFlight) -> list[bytes]:
         self._await(begun.works, begun.what)
         said = begun.headers()
         self.heard = [header.says for header in said]

@@ -70,7 +70,7 @@ class World(ABC):
         """Do the same as once(), for work that may take longer than the ranks' deadline."""
 
     @abstractmethod
-    def gather_rest(self, parts: Iterable[list[Any]]) -> None:
+    def join_remaining_gathers(self, parts: Iterable[list[Any]]) -> None:
         """Take part in the remaining gathers of a common loop, even if this rank cannot continue."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Alone(World):
     def once_slow(self, what: str, act: Callable[[], None]) -> None:
         act()
 
-    def gather_rest(self, parts: Iterable[list[Any]]) -> None:
+    def join_remaining_gathers(self, parts: Iterable[list[Any]]) -> None:
         return
 
     def fail(self, error: BaseException) -> None:
@@ -106,7 +106,7 @@ class Alone(World):
         return True
 
 
-class Among(World):
+class SeveralRanks(World):
     """One of several ranks, or a single rank that behaves like one of several."""
 
     def __init__(self, exchange: Exchange) -> None:
@@ -143,7 +143,7 @@ class Among(World):
                 pass
             self.each(what, lambda: None if doing is None else doing.result())
 
-    def gather_rest(self, parts: Iterable[list[Any]]) -> None:
+    def join_remaining_gathers(self, parts: Iterable[list[Any]]) -> None:
         for part in parts:
             part.clear()
 

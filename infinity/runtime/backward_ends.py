@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from infinity.base.interrupt import whole
+from infinity.base.interrupt import uninterruptible
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.state.unit import Place
@@ -74,7 +74,7 @@ class BackwardEnds:
     def _know(self, under_way: list[_Pass]) -> None:
         self._passes = {each.task: weakref.ref(each) for each in under_way}
 
-    @whole
+    @uninterruptible
     def _end(self, ended: _Pass) -> None:
         under_way = self._under_way()
         outer = under_way[: under_way.index(ended)] if ended in under_way else under_way

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import ModelError
 from infinity.state.codec import decode
-from infinity.state.frozen_codecs import forget, given, pass_on
+from infinity.state.frozen_codecs import encoded_form, forget, pass_on
 from infinity.state.values import Source
 from infinity.units.released_parameters import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
 
@@ -179,7 +179,7 @@ def defer_in_memory(model: nn.Module) -> None:
 
 def _forget_if_changed(parameter: nn.Parameter) -> None:
     """Forget the encoded form of an ordinary parameter if the parameter has other values now."""
-    known = given(parameter)
+    known = encoded_form(parameter)
     if known is None or parameter.is_meta:
         return
     value = decode(known.read(), known.codec, parameter.shape, parameter.dtype)
@@ -210,7 +210,7 @@ def _placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.devi
 
 
 @runtime_checkable
-class Lasting(Protocol):
+class RereadableSource(Protocol):
     """A source that can be asked again later."""
 
     def unchanged(self) -> bool:

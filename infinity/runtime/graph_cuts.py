@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from infinity.runtime.graph_pieces import Tape, replaced
 
 
-class Site(NamedTuple):
+class CuttableModule(NamedTuple):
     """A module that reads weights. It does not keep the module alive.
 
     Attributes:
@@ -72,7 +72,7 @@ class Forward:
         finally:
             _here.forward = before
 
-    def enter(self, number: int, site: Site, given: tuple[Any, Any]) -> Any:
+    def enter(self, number: int, site: CuttableModule, given: tuple[Any, Any]) -> Any:
         """Enter a site with args and kwargs. Return those to call it with instead, or None to keep them."""
         self._depth += 1
         found = None
@@ -103,7 +103,7 @@ _here = threading.local()
 
 
 @contextmanager
-def watched(sites: Sequence[Site]) -> Iterator[None]:
+def watched(sites: Sequence[CuttableModule]) -> Iterator[None]:
     """Tell `running` forwards of every site that they enter and leave, in this context.
 
     Other threads are not affected.
@@ -114,7 +114,9 @@ def watched(sites: Sequence[Site]) -> Iterator[None]:
             if module is None:
                 continue
 
-            def enter(module: nn.Module, args: Any, kwargs: Any, number: int = number, site: Site = site) -> Any:
+            def enter(
+                module: nn.Module, args: Any, kwargs: Any, number: int = number, site: CuttableModule = site
+            ) -> Any:
                 forward = _running()
                 return None if forward is None else forward.enter(number, site, (args, kwargs))
 

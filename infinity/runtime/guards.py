@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from infinity.base.interrupt import whole
+from infinity.base.interrupt import uninterruptible
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ModelError, ReleasedParameterError
 from infinity.runtime.gathered import gathered, not_gathered
-from infinity.runtime.live_call import Call
+from infinity.runtime.live_call import LiveCall
 from infinity.runtime.memory_fit import fits_memory, host_bytes_of, nbytes_of
 from infinity.sizes import format_bytes
 
@@ -88,7 +88,7 @@ class _Gathers:
     def __init__(self, model: nn.Module, *beyond: str) -> None:
         self._of = weakref.ref(model)
         self._beyond = beyond
-        self._open: dict[int, tuple[Call, AbstractContextManager[None]]] = {}
+        self._open: dict[int, tuple[LiveCall, AbstractContextManager[None]]] = {}
         self._lock = threading.RLock()
 
     @property
@@ -99,7 +99,7 @@ class _Gathers:
         return model
 
     def _enter(self, module: nn.Module, context: AbstractContextManager[None]) -> None:
-        call = Call(self._beyond)
+        call = LiveCall(self._beyond)
         context.__enter__()
         self._open[id(module)] = call, context
 
@@ -113,7 +113,7 @@ class _Gathers:
         if found is not None:
             found[1].__exit__(None, None, None)
 
-    @whole
+    @uninterruptible
     def end_if_dead(self) -> None:
         for key, (call, context) in list(self._open.items()):
             if not call.runs:

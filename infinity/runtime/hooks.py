@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from infinity.base.interrupt import whole
+from infinity.base.interrupt import uninterruptible
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.gradient_handle import Factors, GradientHandle
@@ -32,10 +32,10 @@ from infinity.coordinator.structure import Structure
 from infinity.errors import ModelError
 from infinity.runtime.backward_ends import BackwardEnds
 from infinity.runtime.guards import Guard, not_compiled
-from infinity.runtime.live_call import Call
+from infinity.runtime.live_call import LiveCall
 from infinity.runtime.recomputed_weights import free_recomputed
 from infinity.runtime.saved_tensors import Kept, SavedTensors
-from infinity.state.discover import HookSite
+from infinity.state.discover import HookedModule
 from infinity.state.unit import Place
 from infinity.units.released_parameters import in_backward
 
@@ -71,7 +71,7 @@ class _Forward:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-class Scope:
+class RootForward:
     """The outermost forward in progress: it owns the pair of saved-tensor hooks.
 
     When all micro-batches go through one unit after the other (micro_batches.py), each micro-batch has a forward in a
@@ -91,7 +91,7 @@ class Scope:
         free_recomputed(self._saved)
         self._own = _Forward(self._saved)
         self._lanes: dict[int, _Forward] = {}  # by thread
-        self._call: Call | None = None
+        self._call: LiveCall | None = None
         self._refused: set[int] = set()  # threads in a call that its pre-hook refuses
         self._staying = [unit.index for unit in coordinator.units if unit.unit.stays]
 
@@ -114,7 +114,7 @@ class Scope:
             self._refused.add(threading.get_ident())
             self._require_no_other()
             self._refused.discard(threading.get_ident())
-            if self._own.depth == 0 or not self._runs_here():
+            if self._own.depth == 0 or not self._runs_in_this_thread():
                 self._begin()
             self._own.depth += 1
 
@@ -209,7 +209,7 @@ class Scope:
         self._ends.forget()
         self.coordinator.timeline.forget("forward", "backward")
         self.coordinator.begin_forward(training=training, graph=self._saved.forward_begins())
-        self._call = Call()
+        self._call = LiveCall()
         self.coordinator.forward_begins(self._end_if_dead)
         for index in self._staying:
             self.coordinator.acquire(index)
@@ -221,7 +221,7 @@ class Scope:
             self.coordinator.release(index)
         self.coordinator.forward_ends()
 
-    def _runs_here(self) -> bool:
+    def _runs_in_this_thread(self) -> bool:
         return self._call is not None and self._call.of_this_thread and self._call.runs
 
     def _end_if_dead(self) -> None:
@@ -230,22 +230,22 @@ class Scope:
 
 
 @not_compiled
-class ScopeEnter(Guard):
-    def __init__(self, scope: Scope) -> None:
+class RootPreForward(Guard):
+    def __init__(self, scope: RootForward) -> None:
         self._scope = scope
 
-    @whole
+    @uninterruptible
     def __call__(self, module: nn.Module, args: Any) -> None:
         if not _was_taken_back(self._scope.coordinator):
             self._scope.enter()
 
 
 @not_compiled
-class ScopeLeave(Guard):
-    def __init__(self, scope: Scope) -> None:
+class RootPostForward(Guard):
+    def __init__(self, scope: RootForward) -> None:
         self._scope = scope
 
-    @whole
+    @uninterruptible
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         self._scope.leave()
 
@@ -257,16 +257,16 @@ def _was_taken_back(coordinator: Coordinator) -> bool:
 
 
 @not_compiled
-class SiteEnter(Guard):
+class UnitPreForward(Guard):
     """Pre-forward hook of a module that owns parameters: it fetches the module's units."""
 
-    def __init__(self, coordinator: Coordinator, site: HookSite) -> None:
+    def __init__(self, coordinator: Coordinator, site: HookedModule) -> None:
         self._coordinator = coordinator
         self._units = site.units
         self._device_kind = torch.device(coordinator.plan.device).type
         self._would_copy = _autocast_would_copy(site.module)
 
-    @whole
+    @uninterruptible
     def __call__(self, module: nn.Module, args: Any) -> None:
         if _was_taken_back(self._coordinator):
             return
@@ -308,25 +308,25 @@ def _autocast_would_copy(module: nn.Module) -> bool:
 
 
 @not_compiled
-class SiteLeave(Guard):
+class UnitPostForward(Guard):
     """Post-forward hook of a module that owns parameters: it releases the units; outputs announce their backward.
 
     An input that the module returns unchanged keeps announcing the backward of the units that made it, and of no
     others.
     """
 
-    def __init__(self, coordinator: Coordinator, units: tuple[int, ...], scope: Scope) -> None:
+    def __init__(self, coordinator: Coordinator, units: tuple[int, ...], scope: RootForward) -> None:
         self._coordinator = coordinator
         self._units = units
         self._scope = scope
 
-    @whole
+    @uninterruptible
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if not (in_backward() or self._scope.was_refused):
             for index in self._units:
                 self._coordinator.timeline.end("forward", self._coordinator.units[index].name)
                 self._coordinator.release(index)
-            self._coordinator.site_left()
+            self._coordinator.module_call_ended()
         if output is None:
             return None
         output, leaves = self._without_aliases(output)
@@ -373,7 +373,7 @@ class _Announce:
         self._coordinator = coordinator
         self._units = units
 
-    @whole
+    @uninterruptible
     def __call__(self, gradient: torch.Tensor) -> None:
         timeline = self._coordinator.timeline
         timeline.end_all("backward")
@@ -393,7 +393,7 @@ class ParameterHooks(Guard):
         self._before: GradientHandle | None = None
         self._handle = coordinator.handle(parameter, place)
 
-    @whole
+    @uninterruptible
     def before(self, gradient: torch.Tensor) -> None:
         """Take the gradient handle out of .grad before autograd adds to .grad, and remember the handle."""
         parameter = self._parameter
@@ -406,7 +406,7 @@ class ParameterHooks(Guard):
         else:
             self._before = None
 
-    @whole
+    @uninterruptible
     def after(self, parameter: nn.Parameter) -> None:
         gradient, parameter.grad = parameter.grad, None
         before, self._before = self._before, None

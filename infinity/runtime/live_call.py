@@ -16,7 +16,7 @@ _AROUND_HOOKS = ("infinity.", "torch._dynamo.")
 """Modules whose frames may be between a hook and its caller: torch.compiler.disable wraps hooks."""
 
 
-class Call:
+class LiveCall:
     """The nearest call outside of infinity, at the moment when this object is made.
 
     Args:

@@ -40,13 +40,13 @@ from infinity.coordinator import registry
 from infinity.errors import ConfigError
 from infinity.runtime.backward_ends import BackwardEnds
 from infinity.runtime.chain import Attributes, Buffers, Chain, Recorder
-from infinity.runtime.graph_cuts import Site, watched
-from infinity.runtime.hooks import Scope
+from infinity.runtime.graph_cuts import CuttableModule, watched
+from infinity.runtime.hooks import RootForward
 from infinity.runtime.random_streams import RandomStreams
 from infinity.runtime.saved_tensors import is_hooked
 from infinity.runtime.vertical import Vertical
 from infinity.sizes import format_bytes
-from infinity.state.discover import HookSite
+from infinity.state.discover import HookedModule
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ def backward(
     return _known[offloaded].backward(loss_fn, micro_batches, vertical=vertical)
 
 
-def remember(model: nn.Module, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]) -> MicroBatches:
+def remember(model: nn.Module, scope: RootForward, ends: BackwardEnds, sites: Sequence[HookedModule]) -> MicroBatches:
     """Register the hooks of an offloaded model. Call `remove` of the returned object to forget them."""
     _known[model] = MicroBatches(model, scope, ends, sites)
     return _known[model]
@@ -120,13 +120,13 @@ class MicroBatches:
         fit: micro-batches that memory.device has room for at a time, judged by the memory that the first one kept.
     """
 
-    def __init__(self, model: nn.Module, scope: Scope, ends: BackwardEnds, sites: Sequence[HookSite]) -> None:
+    def __init__(self, model: nn.Module, scope: RootForward, ends: BackwardEnds, sites: Sequence[HookedModule]) -> None:
         self._model = weakref.ref(model)
         self._coordinator = scope.coordinator
         self._scope = scope
         self._ends = ends
         self._sites = [
-            Site(weakref.ref(site.module), site.units, not self._coordinator.staying.issuperset(site.units))
+            CuttableModule(weakref.ref(site.module), site.units, not self._coordinator.staying.issuperset(site.units))
             for site in sites
         ]
         self.chain: Chain | None = None

@@ -80,7 +80,7 @@ class ZeroGrad(_Method):
         return type(model).zero_grad(model, *args, **kwargs)
 
 
-class Given:
+class MethodHandle:
     """Handle of a method that was put on a model."""
 
     def __init__(self, model: nn.Module, name: str, method: Guard) -> None:
@@ -95,9 +95,9 @@ class Given:
             object.__delattr__(model, self._name)
 
 
-def give_methods(model: nn.Module, coordinator: Coordinator) -> list[Given]:
+def give_methods(model: nn.Module, coordinator: Coordinator) -> list[MethodHandle]:
     """Put the methods on a model; `no_sync` only if the model has none of its own."""
-    given = [Given(model, "zero_grad", ZeroGrad(coordinator, model))]
+    given = [MethodHandle(model, "zero_grad", ZeroGrad(coordinator, model))]
     if not hasattr(model, "no_sync"):
-        given.append(Given(model, "no_sync", NoSync(coordinator)))
+        given.append(MethodHandle(model, "no_sync", NoSync(coordinator)))
     return given

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from infinity import _native
 from infinity.access.opening import from_source, open_coordinator, plan_for
-from infinity.access.pinning import digest_here, require_none_pinned
+from infinity.access.pinning import local_digest, require_none_pinned
 from infinity.access.resuming import from_generation
 from infinity.base.fork import use
 from infinity.config import SwapConfig
@@ -29,14 +29,14 @@ from infinity.runtime.deferred_parameters import is_a_deferred, values_of
 from infinity.runtime.guards import guard
 from infinity.runtime.hooks import (
     ParameterHooks,
-    Scope,
-    ScopeEnter,
-    ScopeLeave,
-    SiteEnter,
-    SiteLeave,
+    RootForward,
+    RootPostForward,
+    RootPreForward,
+    UnitPostForward,
+    UnitPreForward,
 )
 from infinity.runtime.micro_batches import remember
-from infinity.runtime.model_methods import Given, give_methods
+from infinity.runtime.model_methods import MethodHandle, give_methods
 from infinity.runtime.parametrizations import watch_parametrizations
 from infinity.runtime.pins import generation_of
 from infinity.runtime.reoffload import Handle, Resize, remember_handles, remember_readers, take_back
@@ -98,7 +98,7 @@ def offload(
 
 def offload_on(model: Model, terms: Terms, source: Source | None = None) -> Model:
     """Offload a model as offload() does, on terms that are already parsed."""
-    _say_what_is_laid_out_anew(model)
+    _warn_of_changed_layout(model)
 
     def attempt() -> Model:
         return offload_values(model, terms, None if source is None else by_rows(model, source))
@@ -116,7 +116,7 @@ def offload_on(model: Model, terms: Terms, source: Source | None = None) -> Mode
     return attempt()
 
 
-def _say_what_is_laid_out_anew(model: nn.Module) -> None:
+def _warn_of_changed_layout(model: nn.Module) -> None:
     """Warn of weights in channels_last order: at home all weights are in row-major order."""
     turned = [
         name
@@ -160,7 +160,7 @@ def _digest(folder: str | Path, config: SwapConfig, step: int | None) -> str:
     marker = generation_of(folder, config)
     if step not in (None, marker.step):
         raise ResumeError(f"{folder} holds step {marker.step}, but step={step} is given: leave step= out")
-    digest = digest_here(marker)
+    digest = local_digest(marker)
     if digest is None:
         raise ResumeError(
             f"{folder} holds a portable copy of its generation, in {marker.portable}: resume from the copy, in other "
@@ -211,9 +211,9 @@ def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *,
     return model
 
 
-def _resizing(model: nn.Module) -> list[Given]:
+def _resizing(model: nn.Module) -> list[MethodHandle]:
     own = hasattr(type(model), "resize_token_embeddings")
-    return [Given(model, "resize_token_embeddings", Resize(model))] if own else []
+    return [MethodHandle(model, "resize_token_embeddings", Resize(model))] if own else []
 
 
 def _require_offloadable(model: nn.Module, terms: Terms) -> None:
@@ -332,17 +332,17 @@ def _install(
 ) -> tuple[list[RemovableHandle], list[Handle]]:
     """Install the hooks on parameters and on modules. Return the handles of both."""
     ends = BackwardEnds(coordinator)
-    scope = Scope(coordinator, structure, ends)
+    scope = RootForward(coordinator, structure, ends)
     on_parameters = [watch_parametrizations(coordinator)]
     on_modules: list[Handle] = []
     for site in found.sites:
-        on_modules.append(site.module.register_forward_pre_hook(SiteEnter(coordinator, site)))
-        leave = SiteLeave(coordinator, site.units, scope)
+        on_modules.append(site.module.register_forward_pre_hook(UnitPreForward(coordinator, site)))
+        leave = UnitPostForward(coordinator, site.units, scope)
         on_modules.append(site.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
     # These go around the sites' own hooks: a module may be a site and a scope.
     for module in found.scopes:
-        on_modules.append(module.register_forward_pre_hook(ScopeEnter(scope), prepend=True))
-        on_modules.append(module.register_forward_hook(ScopeLeave(scope), always_call=True))
+        on_modules.append(module.register_forward_pre_hook(RootPreForward(scope), prepend=True))
+        on_modules.append(module.register_forward_hook(RootPostForward(scope), always_call=True))
     for parameter, place in coordinator.places():
         if place.group.trainable:
             hooks = ParameterHooks(coordinator, parameter, place, ends)

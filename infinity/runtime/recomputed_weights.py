@@ -9,9 +9,9 @@ every block's slot would be kept,
     reentrant       by the graph of the recomputation, which has no hooks
 
 and no slot could be given to another unit until the backward of the checkpoint is over. A non-reentrant checkpoint is
-therefore given a `_Later` of the same shape, dtype and device to keep instead of a view, and autograd gets the view
-when it asks. Views that a reentrant checkpoint recomputes are packed by a pair of hooks. Both fetch the unit when its
-backward comes.
+therefore given a `_ViewStandIn` of the same shape, dtype and device to keep instead of a view, and autograd gets the
+view when it asks. Views that a reentrant checkpoint recomputes are packed by a pair of hooks. Both fetch the unit when
+its backward comes.
 
 torch has no official extension point for this: its classes are replaced while an offloaded model exists. A tensor that
 is no view of a slot is kept as torch keeps it.
@@ -37,7 +37,7 @@ _lock = threading.RLock()  # the garbage collector may call _forget anywhere
 _known: tuple[weakref.ref[SavedTensors], ...] = ()
 
 
-class _Later(torch.Tensor):
+class _ViewStandIn(torch.Tensor):
     """Stand-in for a view of a unit's weights, without the weights.
 
     Attributes:
@@ -47,8 +47,8 @@ class _Later(torch.Tensor):
     saved: SavedTensors
     weight: SavedWeight
 
-    def __new__(cls, view: torch.Tensor, saved: SavedTensors, weight: SavedWeight) -> _Later:
-        later: _Later = torch.Tensor._make_wrapper_subclass(  # calls no operation: a mode would see it
+    def __new__(cls, view: torch.Tensor, saved: SavedTensors, weight: SavedWeight) -> _ViewStandIn:
+        later: _ViewStandIn = torch.Tensor._make_wrapper_subclass(  # calls no operation: a mode would see it
             cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device
         )
         later.saved, later.weight = saved, weight
@@ -65,7 +65,7 @@ class _Later(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run the operation on the views: a checkpoint whose forward began before any offload unpacks no stand-in."""
-        args, kwargs = tree_map_only(_Later, _Later.view_of_now, (args, kwargs or {}))
+        args, kwargs = tree_map_only(_ViewStandIn, _ViewStandIn.view_of_now, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -88,7 +88,7 @@ def _pack_with(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any
         saved = of()
         weight = None if saved is None else saved.pack_weight(tensor)
         if saved is not None and weight is not None:
-            return pack(_Later(tensor, saved, weight))
+            return pack(_ViewStandIn(tensor, saved, weight))
     return pack(tensor)
 
 
@@ -97,15 +97,15 @@ _pack_uncompiled = _disable_dynamo(_pack_with)  # as torch does with its own
 
 def _unpack_with(unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
     kept = unpack(packed)
-    return kept.view_of_now() if isinstance(kept, _Later) else kept
+    return kept.view_of_now() if isinstance(kept, _ViewStandIn) else kept
 
 
-def _pack(tensor: torch.Tensor) -> _Later | tuple[torch.Tensor, int]:
-    return tensor if isinstance(tensor, _Later) else (tensor.detach(), tensor._version)
+def _pack(tensor: torch.Tensor) -> _ViewStandIn | tuple[torch.Tensor, int]:
+    return tensor if isinstance(tensor, _ViewStandIn) else (tensor.detach(), tensor._version)
 
 
-def _unpack(packed: _Later | tuple[torch.Tensor, int]) -> torch.Tensor:
-    return packed if isinstance(packed, _Later) else unchanged(*packed)
+def _unpack(packed: _ViewStandIn | tuple[torch.Tensor, int]) -> torch.Tensor:
+    return packed if isinstance(packed, _ViewStandIn) else unchanged(*packed)
 
 
 _HOOKS = partial(_pack_with, _pack), partial(_unpack_with, _unpack)

@@ -29,7 +29,7 @@ from infinity.base.interrupt import interrupts_deferred
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import TooLateError
-from infinity.runtime.deferred_parameters import Lasting, Reader, defer_again
+from infinity.runtime.deferred_parameters import Reader, RereadableSource, defer_again
 from infinity.runtime.guards import Guard
 from infinity.runtime.memory_fit import host_bytes_of
 from infinity.sizes import format_bytes
@@ -117,7 +117,7 @@ class Resize(Guard):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = self._of()
-        return registry.offload_anew(model, lambda: type(model).resize_token_embeddings(model, *args, **kwargs))
+        return registry.reoffload(model, lambda: type(model).resize_token_embeddings(model, *args, **kwargs))
 
 
 _WAY_OUT = (
@@ -128,7 +128,7 @@ _WAY_OUT = (
 
 
 def _require_untrained(model: nn.Module, coordinator: Coordinator) -> None:
-    why = coordinator.why_not_anew()
+    why = coordinator.why_not_reoffload()
     if why:
         raise TooLateError(
             f"this {type(model).__name__} was changed after it was offloaded, and cannot be "
@@ -164,5 +164,5 @@ class _Unchanged:
     def __call__(self, reader: Reader) -> bool:
         source = reader.source
         if id(source) not in self._asked:
-            self._asked[id(source)] = isinstance(source, Lasting) and source.unchanged()
+            self._asked[id(source)] = isinstance(source, RereadableSource) and source.unchanged()
         return self._asked[id(source)]

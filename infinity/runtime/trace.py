@@ -24,7 +24,7 @@ from infinity.base.timeline import JobTag, Recording, Span
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, InfinityError
-from infinity.io.events import IO_CLASSES, OPERATIONS, Recorded, take
+from infinity.io.events import IO_CLASSES, OPERATIONS, NativeEvents, take
 from infinity.io.store import Extent
 from infinity.runtime.chrome_trace import Event, document
 
@@ -78,7 +78,7 @@ def require_writable(path: str | Path) -> Path:
     return target
 
 
-def _stop(log: Any) -> Recorded | None:
+def _stop(log: Any) -> NativeEvents | None:
     """Stop recording and return the events; None if the model was closed meanwhile."""
     try:
         log.trace(False)
@@ -88,7 +88,11 @@ def _stop(log: Any) -> Recorded | None:
 
 
 def _write(
-    target: Path, coordinator: Coordinator, recording: Recording, requests: Recorded | None, tiles: Recorded | None
+    target: Path,
+    coordinator: Coordinator,
+    recording: Recording,
+    requests: NativeEvents | None,
+    tiles: NativeEvents | None,
 ) -> None:
     missing = [] if requests is not None and tiles is not None else ["transfers", "tiles"]
     if missing:
@@ -121,7 +125,7 @@ class _Events:
         self._step_numbers = [span.step for span in steps] + [coordinator.steps + 1]
         self._spans = recording.spans
 
-    def all(self, requests: Recorded | None, tiles: Recorded | None) -> Iterator[Event]:
+    def all(self, requests: NativeEvents | None, tiles: NativeEvents | None) -> Iterator[Event]:
         for span in self._spans:
             yield from self._of_span(span)
         if requests is not None:

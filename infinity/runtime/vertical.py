@@ -12,8 +12,8 @@ import torch
 from infinity.base.interrupt import interrupts_deferred
 from infinity.runtime.backward_ends import BackwardEnds
 from infinity.runtime.chain import Chain
-from infinity.runtime.graph_cuts import Forward, Site, watched
-from infinity.runtime.hooks import Scope
+from infinity.runtime.graph_cuts import CuttableModule, Forward, watched
+from infinity.runtime.hooks import RootForward
 from infinity.runtime.lanes import Lane, Surroundings
 from infinity.runtime.random_streams import RandomStreams
 
@@ -69,7 +69,9 @@ class Vertical:
         numbers: positions of these micro-batches among all of the call.
     """
 
-    def __init__(self, scope: Scope, ends: BackwardEnds, chain: Chain, streams: RandomStreams, numbers: range) -> None:
+    def __init__(
+        self, scope: RootForward, ends: BackwardEnds, chain: Chain, streams: RandomStreams, numbers: range
+    ) -> None:
         self.scope = scope
         self.chain = chain
         self._coordinator = scope.coordinator
@@ -79,7 +81,7 @@ class Vertical:
         self._kept: list[int] = []
 
     def run(
-        self, loss_fn: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any], sites: Sequence[Site]
+        self, loss_fn: Callable[[Any], torch.Tensor], micro_batches: Sequence[Any], sites: Sequence[CuttableModule]
     ) -> list[torch.Tensor]:
         """Compute the gradients, and return the losses, detached."""
         surroundings = Surroundings(self._coordinator.accelerator)

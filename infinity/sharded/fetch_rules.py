@@ -13,8 +13,8 @@ from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
 
 
-class AgreedFetches:
-    """Policy of ranks that fetch their units together (FetchPolicy).
+class AgreedFetchRules:
+    """Policy of ranks that fetch their units together (FetchRules).
 
     Args:
         slot_bytes: planned bytes of all slots together.
@@ -26,7 +26,7 @@ class AgreedFetches:
     def __init__(self, slot_bytes: int) -> None:
         self._slot_bytes = slot_bytes
 
-    def may_come(self, unit: OffloadedUnit) -> bool:
+    def may_prefetch(self, unit: OffloadedUnit) -> bool:
         """Return True: the thread of the exchange waits for the unit's update."""
         return True
 

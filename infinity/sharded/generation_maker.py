@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from infinity.durable.commit_pace import Pace
+from infinity.durable.commit_pace import CommitPace
 from infinity.errors import InfinityError
 from infinity.io.generations import Generations
-from infinity.ranks.world import Among
+from infinity.ranks.world import SeveralRanks
 
 
-class SharedMaker:
-    """This rank's part in making generations (durable/generation_maker.py: Maker)."""
+class SharedGenerationMaker:
+    """This rank's part in making generations (durable/generation_maker.py: GenerationMaker)."""
 
     led = True
     decides_alone = False
     makes_again = False  # a generation made again by only some of the ranks would be complete on none
 
-    def __init__(self, world: Among, generations: Generations | None) -> None:
+    def __init__(self, world: SeveralRanks, generations: Generations | None) -> None:
         self._world = world
         self._generations = generations
 
@@ -26,10 +26,10 @@ class SharedMaker:
         generations.prepare(step, facts, body)
         self._world.exchange.say(step)
 
-    def told(self, pace: Pace) -> list[int]:
+    def told(self, pace: CommitPace) -> list[int]:
         return [pace.every, *(() if self._generations is None else self._generations.steps)]
 
-    def heard(self, told: Sequence[Sequence[int]], pace: Pace, following: int) -> None:
+    def heard(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
         """Keep the generations that all ranks have, and delete the others.
 
         Adopt the longest commit interval of all ranks.
@@ -38,7 +38,7 @@ class SharedMaker:
             pace.lead(max(every for every, *_ in told), following)
             self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
 
-    def agree(self, what: str, pace: Pace, following: int) -> None:
+    def agree(self, what: str, pace: CommitPace, following: int) -> None:
         self.heard(self._world.tell(what, self.told(pace)), pace, following)
 
     def require_made(self, step: int) -> None:

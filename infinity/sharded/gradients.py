@@ -27,7 +27,7 @@ PARTIAL_NUMEL = 64 << 10
 """Elements per partial of a sum of squares (_native.sums_of_squares)."""
 
 
-class Agreement:
+class GradientAgreement:
     """The facts about gradients that all ranks agree on: which parameters have a gradient, and their sums of squares.
 
     The facts are valid until the next gradient arrives.
@@ -225,7 +225,7 @@ class SharedGroup:
     """
 
     def __init__(
-        self, shard: Shard, group_index: int, local: GroupGradients | None, outbox: Outbox, agreement: Agreement
+        self, shard: Shard, group_index: int, local: GroupGradients | None, outbox: Outbox, agreement: GradientAgreement
     ) -> None:
         self.mean = 1.0 / shard.cut.count
         self._shard = shard
@@ -249,7 +249,7 @@ class SharedGroup:
         self._agreement.came(spec.name)
 
     def partials(self, spec: ParameterSpec) -> Sequence[float]:
-        """Return the partial sums of squares over all ranks' slices (Agreement.partials)."""
+        """Return the partial sums of squares over all ranks' slices (GradientAgreement.partials)."""
         return self._agreement.partials(spec.name)
 
     def sum_squares(self, spec: ParameterSpec) -> float:
@@ -288,7 +288,7 @@ class SharedGradients:
     ) -> None:
         self._units = local
         self._outbox = outbox
-        self.agreement = Agreement(shards, local, exchange, outbox)
+        self.agreement = GradientAgreement(shards, local, exchange, outbox)
         self._groups = {
             (shard.unit.index, index): SharedGroup(
                 shard, index, local[shard.unit.index].groups.get(index), outbox, self.agreement
@@ -340,7 +340,7 @@ class SharedGradients:
             self._outbox.send(index, complete=self._units[index].arrivals.all_came)
         self._outbox.land()
 
-    def about_to_land(self, index: int, /) -> None:
+    def before_landing(self, index: int, /) -> None:
         return  # the outbox calls `before` when gradients of all ranks land
 
     def complete(self, index: int) -> Sequence[int]:

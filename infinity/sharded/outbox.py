@@ -47,7 +47,7 @@ class _Box:
 
 
 @dataclass(frozen=True)
-class _OnWay:
+class _BoxInFlight:
     """A box in flight.
 
     Attributes:
@@ -91,7 +91,7 @@ class Outbox:
         self._space = space
         self._before = before
         self._boxes: dict[int, _Box] = {}
-        self._on_way: deque[_OnWay] = deque()
+        self._on_way: deque[_BoxInFlight] = deque()
         self._completed: list[int] = []
 
     def take(self, place: Place, gradient: torch.Tensor) -> None:
@@ -146,7 +146,7 @@ class Outbox:
         tickets, at = [], 0
         for group_index in trained(shard):
             group = shard.unit.groups[group_index]
-            _zero_the_rest(box, shard, group_index)
+            _zero_missing(box, shard, group_index)
             itemsize = group.dtype.itemsize
             nbytes = shard.cut.count * _mine_bytes(shard, group_index)
             operation = Operation(
@@ -161,7 +161,7 @@ class Outbox:
             )
             tickets.append(self._exchange.submit(operation))
             at += nbytes
-        self._on_way.append(_OnWay(shard, box, complete, received, tickets))
+        self._on_way.append(_BoxInFlight(shard, box, complete, received, tickets))
 
     def land(self) -> None:
         """Land the boxes that have arrived."""
@@ -187,7 +187,7 @@ class Outbox:
             ticket.result()
         self._land(self._on_way[0])
 
-    def _land(self, arrived: _OnWay) -> None:
+    def _land(self, arrived: _BoxInFlight) -> None:
         shard, at = arrived.shard, 0
         self._before(shard.unit.index)
         self._on_way.popleft()
@@ -246,7 +246,7 @@ def _flat(lease: Lease, shard: Shard, group_index: int) -> torch.Tensor:
     return torch.frombuffer(lease.view(begin, group.numel * group.dtype.itemsize), dtype=group.dtype)
 
 
-def _zero_the_rest(box: _Box, shard: Shard, group_index: int) -> None:
+def _zero_missing(box: _Box, shard: Shard, group_index: int) -> None:
     flat = _flat(box.lease, shard, group_index)
     for spec in shard.unit.groups[group_index].specs:
         if spec.name not in box.names:

@@ -17,13 +17,13 @@ from infinity.errors import DeviceRoomError, NotAvailableError, ResumeError
 from infinity.io import atomic_file
 from infinity.io.directory import FINISHED_NAME, HEADER_NAME
 from infinity.io.store import new_run
-from infinity.plan.commit_frequency import Frequency, rarest
-from infinity.plan.plan_input import ALONE, Peers, secondary_bytes
+from infinity.plan.commit_frequency import CommitFrequency, rarest
+from infinity.plan.plan_input import NO_PEERS, Peers, secondary_bytes
 from infinity.plan.planner import limits_of
 from infinity.ranks.exchange import Exchange
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import Ranks, rank_and_world, require_ranks_met
-from infinity.ranks.world import Alone, Among, World
+from infinity.ranks.world import Alone, SeveralRanks, World
 from infinity.sharded.gradients import require_same
 from infinity.sharded.stores import (
     clear_leftovers,
@@ -69,18 +69,18 @@ def meeting(deadline_s: float) -> Iterator[Tell]:
         world.close()
 
 
-def peers_here() -> Peers:
+def local_peers() -> Peers:
     """Return the ranks and this process's slices, before the ranks have met."""
     rank, ranks = rank_and_world()
-    return ALONE if ranks == 1 else Peers(Cut(ranks, rank), 1)
+    return NO_PEERS if ranks == 1 else Peers(Cut(ranks, rank), 1)
 
 
 def _world_of(ranks: Ranks | None) -> World:
-    return Alone() if ranks is None else Among(Exchange(ranks))
+    return Alone() if ranks is None else SeveralRanks(Exchange(ranks))
 
 
 @dataclass(frozen=True)
-class Together:
+class RankAgreement:
     """This process and the other ranks, if there are any.
 
     Attributes:
@@ -106,7 +106,7 @@ class Together:
             self.world.close()
             raise
 
-    def agreed(self, terms: Terms, units: Sequence[Unit]) -> Together:
+    def agreed(self, terms: Terms, units: Sequence[Unit]) -> RankAgreement:
         """Agree on the facts that all plans have in common: the form of the states, and the memory of each rank.
 
         The memory of each rank is that of the rank that has the least. All ranks call this.
@@ -155,7 +155,7 @@ class Together:
             make_directory(path)
         return config.model_copy(update={"paths": self._own(config)})
 
-    def begin_anew(self, config: NvmeConfig, *, replaces: str) -> None:
+    def begin_run(self, config: NvmeConfig, *, replaces: str) -> None:
         """Prepare nvme.paths for a new run. All ranks call this.
 
         Remove the stores of runs with another number of ranks, once per machine, and the stores of a run that ended
@@ -174,7 +174,7 @@ class Together:
         """
         mine = self._own(config)
         if not replaces:
-            self._remove_what_no_rank_can_resume(mine)
+            self._remove_unresumable(mine)
         elif any((path / HEADER_NAME).exists() for path in mine):
             require_none_pinned(mine[0])
             remove_rank_stores([[path for path in mine if path.exists()]])
@@ -183,7 +183,7 @@ class Together:
             clear_others([path.expanduser().absolute() for path in config.paths], self.peers.cut.count)
         self.world.tell("opening the stores", None)
 
-    def _remove_what_no_rank_can_resume(self, mine: Sequence[Path]) -> None:
+    def _remove_unresumable(self, mine: Sequence[Path]) -> None:
         """Remove manifests that never became a generation.
 
         Every rank has a store of the same run, and each manifest is missing on some rank.
@@ -246,7 +246,7 @@ class Together:
         cut = self.peers.cut
         return [rank_path(path.expanduser().absolute(), cut.index, cut.count) for path in config.paths]
 
-    def commits(self, mine: Frequency) -> Frequency:
+    def commits(self, mine: CommitFrequency) -> CommitFrequency:
         """Agree on how often all ranks commit. All ranks call this.
 
         Raises:
@@ -255,7 +255,7 @@ class Together:
         if not self.peers.together:
             return mine
         told = self.world.tell("planning", [mine.every, mine.reason, mine.at_most])
-        return rarest([Frequency(*each) for each in told])
+        return rarest([CommitFrequency(*each) for each in told])
 
 
 def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
@@ -263,7 +263,7 @@ def _common(told: Sequence[tuple[str, Sequence[int]]]) -> set[int]:
     return set.intersection(*(set(steps) for _, steps in told))
 
 
-def come_together(config: SwapConfig, device: torch.device) -> Together:
+def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
     """Connect to the other ranks, if there are any. All ranks call this.
 
     Raises:
@@ -275,10 +275,10 @@ def come_together(config: SwapConfig, device: torch.device) -> Together:
     ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.nvme.deadline_s + _MARGIN_S)
     world = _world_of(ranks)
     if ranks is None:
-        return Together(world, ALONE)
+        return RankAgreement(world, NO_PEERS)
     near = Cut(ranks.gather.size, ranks.gather.position) if ranks.gather.size < ranks.world else None
     peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world, near=near)
-    together = Together(world, peers, is_first=ranks.local_rank == 0)
+    together = RankAgreement(world, peers, is_first=ranks.local_rank == 0)
     with together.telling():
         if device.type != "cpu":
             raise NotAvailableError(

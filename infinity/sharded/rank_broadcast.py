@@ -14,7 +14,7 @@ import torch
 
 from infinity.errors import ModelError, PeerError
 from infinity.ranks.operations import Gather, Operation
-from infinity.ranks.world import Among
+from infinity.ranks.world import SeveralRanks
 from infinity.state.values import Source, sum_of_bits
 from infinity.units.unit import OffloadedUnit
 
@@ -25,7 +25,7 @@ _SAMPLE_NUMEL = 16 << 10
 ranks read all of it."""
 
 
-class Comparison(Protocol):
+class RankBroadcast(Protocol):
     """Comparison of tensors between ranks. All ranks make the same calls in the same order."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
@@ -42,8 +42,8 @@ class Comparison(Protocol):
         """Log which values were taken from rank 0."""
 
 
-class NoComparison:
-    """Comparison in one process, which changes nothing (Comparison)."""
+class NoBroadcast:
+    """Comparison in one process, which changes nothing (RankBroadcast)."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
         return source
@@ -55,10 +55,10 @@ class NoComparison:
         return
 
 
-class SameOnAllRanks:
-    """Comparison between several ranks (Comparison)."""
+class BroadcastFromFirst:
+    """Comparison between several ranks (RankBroadcast)."""
 
-    def __init__(self, world: Among) -> None:
+    def __init__(self, world: SeveralRanks) -> None:
         self._world = world
         self._taken: list[str] = []
 

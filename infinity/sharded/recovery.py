@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from infinity.errors import ManifestError, ResumeError
-from infinity.io.generation_scan import ANY, Eligible, common, require_one
+from infinity.io.generation_scan import ANY, Eligible, common_candidates, require_one
 from infinity.io.generations import Generations
 from infinity.io.manifest import Manifest
 from infinity.ranks.world import Alone, World
@@ -43,9 +43,9 @@ def recover(
     """
     if isinstance(world, Alone):
         return attempt(ANY)
-    mine = {way.name: way for way in generations.ways(None if pinned else step)}
+    mine = {way.name: way for way in generations.candidates(None if pinned else step)}
     told = world.tell("resuming", [[[*way.name, way.kept] for way in mine.values()], generations.pins_found()])
-    names = common([[((number, life), kept) for number, life, kept in found] for found, _ in told])
+    names = common_candidates([[((number, life), kept) for number, life, kept in found] for found, _ in told])
     folders = set.intersection(*(set(pins) for _, pins in told))
     if not pinned:
         require_one(names, step, place)

@@ -13,14 +13,14 @@ from infinity.io.directory import (
     SwapDirectory,
     entries_of,
     generations_in,
-    parts_said,
+    parts_text,
     pinned_in,
     remove_store,
     ways_on,
 )
 from infinity.io.headers import header_in, members_of
 from infinity.io.manifest import read_header
-from infinity.io.pins import read_pins, said
+from infinity.io.pins import pins_text, read_pins
 from infinity.io.rank_paths import NAME, is_rank_path, place_of
 from infinity.ranks.paths import rank_path, rank_paths
 
@@ -88,9 +88,9 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
             if generations_in(entry) or pinned_in(entry):
                 folders = any(pinned_in(each) for each, _ in _stores_in(path))
                 raise StoreNotEmptyError(
-                    f"{path} holds the checkpoint of an earlier run of {ranks_said(its)}. "
+                    f"{path} holds the checkpoint of an earlier run of {ranks_text(its)}. "
                     f"{ways_on(path, folders=folders)} To start over: give this run another directory in nvme.paths, "
-                    f"or remove the old one with `infinity checkpoint remove {parts_said(path)}`."
+                    f"or remove the old one with `infinity checkpoint remove {parts_text(path)}`."
                 )
             if its != count:
                 others.append(entry)
@@ -249,13 +249,13 @@ def require_none_pinned(path: Path) -> None:
     if pins:
         raise ResumeError(
             f"checkpoint folders pin generations in {path}, and another number of ranks cannot keep them:"
-            f" {said(pins)}. Unpin them with `infinity checkpoint unpin {place_of(path)} --folder "
+            f" {pins_text(pins)}. Unpin them with `infinity checkpoint unpin {place_of(path)} --folder "
             "FOLDER`, or resume with as many "
             "ranks as before."
         )
 
 
-def ranks_said(count: int) -> str:
+def ranks_text(count: int) -> str:
     """Return the number of ranks in words, for messages."""
     return f"{count} ranks" if count > 1 else "one process"
 

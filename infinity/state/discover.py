@@ -31,7 +31,7 @@ _OWN_UNIT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class HookSite:
+class HookedModule:
     """Module whose forward reads parameters of these units, including units that own a tied parameter of the module.
 
     Attributes:
@@ -62,7 +62,7 @@ class Discovery:
 
     units: tuple[Unit, ...]
     parameters: tuple[dict[str, nn.Parameter], ...]
-    sites: tuple[HookSite, ...]
+    sites: tuple[HookedModule, ...]
     scopes: tuple[nn.Module, ...]
 
 
@@ -148,7 +148,7 @@ class _Cut:
             if block is not None and not isinstance(module, Tile):
                 beside[block].update(dict.fromkeys(self._found[found] for found in needed))
         sites = tuple(
-            HookSite(
+            HookedModule(
                 name,
                 module,
                 tuple(self._found[found] for found in needed),

@@ -26,7 +26,7 @@ _NOT_ENCODED = (nn.Embedding, nn.EmbeddingBag, nn.modules.conv._ConvNd, nn.Layer
 _FORMS: dict[FrozenName, tuple[Codec, ...]] = {"int8": ("int8", "int8_rows"), "nf4": ("nf4", "nf4_fp32")}
 
 
-class Given(NamedTuple):
+class EncodedForm(NamedTuple):
     """Encoded form of a parameter that a checkpoint provides.
 
     Attributes:
@@ -49,12 +49,12 @@ def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Ten
         codec: the form.
         read: see Given.
     """
-    _given[parameter] = Given(codec, read)
+    _given[parameter] = EncodedForm(codec, read)
 
 
-def given(parameter: nn.Parameter) -> Given | None:
+def encoded_form(parameter: nn.Parameter) -> EncodedForm | None:
     """Return the encoded form that a checkpoint has of the parameter; None if it has none."""
-    found: Given | None = _given.get(parameter)
+    found: EncodedForm | None = _given.get(parameter)
     return found
 
 
@@ -65,7 +65,7 @@ def forget(parameter: nn.Parameter) -> None:
 
 def pass_on(parameter: nn.Parameter, another: nn.Parameter) -> None:
     """Copy the record of one parameter to another that has the same values, in any dtype."""
-    if (known := given(parameter)) is None:
+    if (known := encoded_form(parameter)) is None:
         forget(another)
     else:
         _given[another] = known
@@ -92,7 +92,7 @@ def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenNam
                     continue
                 if parameter in embedded:
                     continue
-                known = given(parameter)
+                known = encoded_form(parameter)
                 if known is not None and (frozen == "auto" or known.codec in _FORMS[frozen]):
                     found[parameter] = known.codec
                 elif frozen != "auto" and not isinstance(module, _NOT_ENCODED) and parameter not in apart:

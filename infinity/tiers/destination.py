@@ -94,7 +94,7 @@ Written = Mapping[int, Destination]
 """Destinations of the new weights of a decided update, by group index."""
 
 
-def destination(home: Home, beside: Lease | None, copy: int | None, *, speculative: bool) -> Destination:
+def destination_of(home: Home, beside: Lease | None, copy: int | None, *, speculative: bool) -> Destination:
     """Return the row of [Note: where new values go] for one state.
 
     Args:

@@ -75,7 +75,7 @@ class Landing:
 
 
 @dataclass(eq=False)
-class Packed:
+class GradientBatch:
     """Gradients of one group in the ring.
 
     Attributes:
@@ -119,7 +119,7 @@ class Packed:
         return not (add and self.adds_up)
 
 
-class _Downward:
+class _D2HStream:
     """A stream from the device to the host, and the native thread that processes the copies."""
 
     def __init__(self, accelerator: Accelerator, gate: _native.DeviceGate, pool: _native.ThreadPool) -> None:
@@ -137,7 +137,7 @@ class _Downward:
         self._accelerator.synchronize(self._accelerator.record(self._stream))
 
 
-class GradientQueue(_Downward):
+class GradientQueue(_D2HStream):
     """Queue of gradients from the device to the host.
 
     Invariant: `_open` has the pieces that are not sent yet, oldest first; each has a lease of the ring.
@@ -149,10 +149,10 @@ class GradientQueue(_Downward):
         super().__init__(accelerator, gate, pool)
         self._ring = ring
         self._bounce = bounce
-        self._open: list[Packed] = []
+        self._open: list[GradientBatch] = []
         self._bounced: deque[tuple[Landing, Lease]] = deque()
 
-    def begin(self, group: Group, target: memoryview, dtype: torch.dtype, *, adds_up: bool = False) -> Packed:
+    def begin(self, group: Group, target: memoryview, dtype: torch.dtype, *, adds_up: bool = False) -> GradientBatch:
         """Lease a piece of the ring for gradients of a group. Send older pieces if the ring is full.
 
         Args:
@@ -170,12 +170,12 @@ class GradientQueue(_Downward):
             if not self._open:
                 raise AssertionError(f"a ring of {self._ring.nbytes} bytes has no room for {group.numel} gradients")
             self.send(self._open[0])
-        packed = Packed(group, target, dtype, held, adds_up, lease, Uses(self._accelerator, lambda: lease.after))
+        packed = GradientBatch(group, target, dtype, held, adds_up, lease, Uses(self._accelerator, lambda: lease.after))
         self._open.append(packed)
         return packed
 
-    def pack(self, packed: Packed, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
-        """Put one gradient into a piece that takes it (Packed.takes), in the order of this thread's stream."""
+    def pack(self, packed: GradientBatch, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
+        """Put one gradient into a piece that takes it (GradientBatch.takes), in the order of this thread's stream."""
         if spec in packed.specs:
             packed.uses.begin_behind_others()
             packed.of(spec).add_(gradient.reshape(-1))
@@ -186,7 +186,7 @@ class GradientQueue(_Downward):
         packed.uses.begin()
         packed.of(spec).copy_(gradient.reshape(-1))
 
-    def send(self, packed: Packed) -> Landing:
+    def send(self, packed: GradientBatch) -> Landing:
         """Queue the copy of a piece to the host. The piece takes no further gradients.
 
         If this raises, the piece is unchanged: it may be sent again, or dropped.
@@ -202,14 +202,14 @@ class GradientQueue(_Downward):
             self._ring.give_back(packed.lease, [packed.landing.event])
         return packed.landing
 
-    def drop(self, packed: Packed) -> None:
+    def drop(self, packed: GradientBatch) -> None:
         """Drop a piece whose gradients are no longer needed."""
         if packed.landing is None:
             self._open.remove(packed)
             before = () if packed.specs else packed.lease.after  # packing has waited for these events
             self._ring.give_back(packed.lease, [*before, *packed.uses.events()])
 
-    def _send_to_bounce(self, packed: Packed) -> Landing:
+    def _send_to_bounce(self, packed: GradientBatch) -> Landing:
         lease = self._make_room(packed.lease.nbytes)
         try:
             landing = self._copy_to(lease.view(0, packed.lease.nbytes), packed)
@@ -220,7 +220,7 @@ class GradientQueue(_Downward):
         self._bounced.append((landing, lease))
         return landing
 
-    def _copy_to(self, memory: memoryview, packed: Packed) -> Landing:
+    def _copy_to(self, memory: memoryview, packed: GradientBatch) -> Landing:
         """Copy a piece to host memory, and start its landing.
 
         Args:
@@ -242,7 +242,7 @@ class GradientQueue(_Downward):
         future = self._native.land(self._accelerator.handle(event), pieces)
         return Landing(future, tuple(spec.name for spec in packed.specs), event)
 
-    def _copy(self, packed: Packed, into: torch.Tensor) -> Event:
+    def _copy(self, packed: GradientBatch, into: torch.Tensor) -> Event:
         """Copy the packed gradients in as few copies as the gaps between them allow."""
         after = [] if not packed.specs else packed.uses.events()
         event = None
@@ -276,10 +276,10 @@ class GroupDownload:
     def __init__(self, queue: GradientQueue, group: Group) -> None:
         self.queue = queue
         self._group = group
-        self.packed: Packed | None = None
+        self.packed: GradientBatch | None = None
         self._on_way: list[Landing] = []  # landings of the pieces sent before, in order
 
-    def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> Packed:
+    def begin(self, target: memoryview, dtype: torch.dtype, *, adds_up: bool) -> GradientBatch:
         """Lease another piece of the ring, after the previous one was sent. Args as GradientQueue.begin."""
         self.packed = self.queue.begin(self._group, target, dtype, adds_up=adds_up)
         return self.packed
@@ -290,7 +290,7 @@ class GroupDownload:
             self._on_way.append(self.queue.send(self.packed))
             self.packed = None
 
-    def on_their_way(self) -> list[_native.IOFuture]:
+    def landing_futures(self) -> list[_native.IOFuture]:
         """Send the packed gradients, and return the futures of all landings in flight."""
         self.send()
         return [landing.future for landing in self._on_way]
@@ -339,7 +339,7 @@ class WeightsCopy:
         self.lease.release()
 
 
-class WeightsQueue(_Downward):
+class WeightsQueue(_D2HStream):
     """Queue of weights from the device to the host.
 
     An update of a unit whose weights are kept in the store gets the current weights from the slot, and need not read

@@ -24,7 +24,7 @@ from infinity.io.store import Extent, SwapStore
 from infinity.tiers.downloads import GroupDownload
 
 
-class _Where(enum.Enum):
+class _SpillState(enum.Enum):
     EMPTY = "nowhere"
     HERE = "in the window"
     LEAVING = "being written"
@@ -106,7 +106,7 @@ class Spill:
         self._landing = landing
         self._down = down
         self._used_bytes = extent.nbytes
-        self._where = _Where.EMPTY
+        self._where = _SpillState.EMPTY
         self._lease: Lease | None = None
         self._transfer: Transfer | None = None
         self._stored_bytes = 0
@@ -125,7 +125,7 @@ class Spill:
 
     def announce(self) -> None:
         """Start to read the gradients from the store for a `bring` that will follow soon, if there is room at once."""
-        if self._where is _Where.AWAY and self._failure is None:
+        if self._where is _SpillState.AWAY and self._failure is None:
             lease = self._landing.space.try_lease(self.nbytes)
             if lease is not None:
                 self._read(lease)
@@ -137,14 +137,14 @@ class Spill:
             SwapIOError: a transfer of these gradients failed, or the write of others that had to make room.
         """
         self._require_whole()
-        if self._where is _Where.EMPTY:
+        if self._where is _SpillState.EMPTY:
             self._lease = self._landing.make_room(self.nbytes)
-            self._move(_Where.HERE)
-        elif self._where is _Where.AWAY:
+            self._move(_SpillState.HERE)
+        elif self._where is _SpillState.AWAY:
             self._read(self._landing.make_room(self.nbytes))
-        if self._where in (_Where.COMING, _Where.LEAVING):
+        if self._where in (_SpillState.COMING, _SpillState.LEAVING):
             self._wait()
-            self._move(_Where.HERE)
+            self._move(_SpillState.HERE)
         if self._lease is None:
             raise AssertionError("gradients in the window without a lease")
         return self._lease.view()
@@ -155,15 +155,15 @@ class Spill:
         Raises:
             SwapIOError: the read under way failed.
         """
-        if self._where is _Where.COMING:
+        if self._where is _SpillState.COMING:
             self._wait()
-            self._release(_Where.AWAY)
-        elif self._where is _Where.HERE and self._lease is not None:
-            landings = [] if self._down is None else self._down.on_their_way()
+            self._release(_SpillState.AWAY)
+        elif self._where is _SpillState.HERE and self._lease is not None:
+            landings = [] if self._down is None else self._down.landing_futures()
             self._stored_bytes = self._used_bytes
             view, landed = self._lease.view(0, self._stored_bytes), landings[-1] if landings else None
             self._transfer = self._landing.store.write(self._extent, view, io_class="states", after=landed)
-            self._move(_Where.LEAVING)
+            self._move(_SpillState.LEAVING)
 
     def gone(self) -> None:
         """Wait until the write under way is complete, and give the lease back.
@@ -171,20 +171,20 @@ class Spill:
         Raises:
             SwapIOError: the write failed.
         """
-        if self._where is _Where.LEAVING:
+        if self._where is _SpillState.LEAVING:
             self._wait()
-            self._release(_Where.AWAY)
+            self._release(_SpillState.AWAY)
 
     def forget(self) -> None:
         """Forget the gradients."""
         try:
-            if self._where in (_Where.COMING, _Where.LEAVING):
+            if self._where in (_SpillState.COMING, _SpillState.LEAVING):
                 self._wait()
         except SwapTimeoutError:
             raise
         except SwapIOError:
             pass  # these gradients are no longer needed
-        self._release(_Where.EMPTY)
+        self._release(_SpillState.EMPTY)
         self._failure = None
 
     def stream(self) -> _native.StateStream:
@@ -206,7 +206,7 @@ class Spill:
         self._lease = lease
         view = lease.view(0, self._stored_bytes)
         self._transfer = self._landing.store.read(self._extent, view, io_class="states")
-        self._move(_Where.COMING)
+        self._move(_SpillState.COMING)
 
     def _wait(self) -> None:
         """Wait for the transfer under way. Ctrl-C changes nothing."""
@@ -216,19 +216,19 @@ class Spill:
             self._transfer.result()
         except SwapTimeoutError as error:
             self._failure, self._lease, self._transfer = error, None, None
-            self._release(_Where.EMPTY)
+            self._release(_SpillState.EMPTY)
             raise
         except SwapIOError as error:
             self._failure = error
-            self._release(_Where.EMPTY)
+            self._release(_SpillState.EMPTY)
             raise
         self._transfer = None
 
-    def _move(self, where: _Where) -> None:
+    def _move(self, where: _SpillState) -> None:
         self._where = where
-        self._landing.enter(self, leaving=where is _Where.LEAVING)
+        self._landing.enter(self, leaving=where is _SpillState.LEAVING)
 
-    def _release(self, where: _Where) -> None:
+    def _release(self, where: _SpillState) -> None:
         lease, self._lease, self._transfer, self._where = self._lease, None, None, where
         self._landing.forget(self)
         if lease is not None:

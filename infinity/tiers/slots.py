@@ -217,7 +217,7 @@ class SlotPool(Protocol):
         """Return whether a fetch of these weights needs memory that other fetches use until they are finished."""
 
 
-class _There(Fetch):
+class _ResidentFetch(Fetch):
     def __init__(self, slot: Slot) -> None:
         super().__init__()
         self._there = slot
@@ -246,7 +246,7 @@ class HostSlots:
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         decodes = home.encoded_bytes > 0
         if home.lease is not None and not decodes:
-            return _There(HostSlot(home.lease.tensor(), None))
+            return _ResidentFetch(HostSlot(home.lease.tensor(), None))
         if decodes and self.waits(home):
             return None
         lease = self._resources.arena.try_lease(home.slot_bytes, from_top=self._from_top(home.slot_bytes))

@@ -13,7 +13,7 @@ from infinity.units.unit import OffloadedUnit
 from infinity.units.weights import Residency
 
 
-class FetchPolicy(Protocol):
+class FetchRules(Protocol):
     """Questions that the room asks before it brings or evicts units.
 
     Attributes:
@@ -26,7 +26,7 @@ class FetchPolicy(Protocol):
     rearranges: bool
     keeps_slots: bool
 
-    def may_come(self, unit: OffloadedUnit) -> bool:
+    def may_prefetch(self, unit: OffloadedUnit) -> bool:
         """Return whether a prefetch of the unit may begin."""
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:
@@ -42,13 +42,13 @@ class FetchPolicy(Protocol):
         """
 
 
-class LocalFetches:
-    """Policy of a process that brings its units alone (FetchPolicy)."""
+class LocalFetchRules:
+    """Policy of a process that brings its units alone (FetchRules)."""
 
     rearranges = True
     keeps_slots = True
 
-    def may_come(self, unit: OffloadedUnit) -> bool:
+    def may_prefetch(self, unit: OffloadedUnit) -> bool:
         return unit.can_be_fetched()
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:

@@ -19,18 +19,18 @@ from infinity.base.profiler_ranges import profiled
 from infinity.base.timeline import Timeline
 from infinity.errors import InfinityError, PlanError
 from infinity.plan.policy import to_prefetch, update_order, victims
-from infinity.plan.visit_trace import Trace
+from infinity.plan.visit_trace import VisitTrace
 from infinity.sizes import format_bytes
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import Slot, SlotPool
-from infinity.units.fetch_rules import FetchPolicy
+from infinity.units.fetch_rules import FetchRules
 from infinity.units.released_parameters import in_backward
 from infinity.units.unit import OffloadedUnit
-from infinity.units.update_queue import Updates
+from infinity.units.update_queue import UpdateQueue
 from infinity.units.weights import Residency
 
 
-class Room:
+class Fetcher:
     """Memory for weights on the device, and the units in it. The methods are called under the coordinator's lock.
 
     Invariant: `_present` has the units that are not RELEASED, `_fetching` the FETCHING ones, `_held` the units that are
@@ -48,10 +48,10 @@ class Room:
         self,
         units: Sequence[OffloadedUnit],
         resources: Resources,
-        updates: Updates,
+        updates: UpdateQueue,
         timeline: Timeline,
         slots: SlotPool,
-        policy: FetchPolicy,
+        policy: FetchRules,
     ) -> None:
         self.units = units
         self._resources = resources
@@ -69,7 +69,7 @@ class Room:
         self._staying = [unit.index for unit in units if unit.unit.stays]
         self._takes_room = frozenset(unit.index for unit in units if slots.counts(unit.homes.weights))
         self._sizes = [unit.unit.weight_bytes if unit.index in self._takes_room else 0 for unit in units]
-        self._traces = {True: Trace(forward + forward[::-1]), False: Trace(forward)}
+        self._traces = {True: VisitTrace(forward + forward[::-1]), False: VisitTrace(forward)}
         self._training = True
 
     # -- iterations ---------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Room:
         return [self.units[index] for index in order]
 
     @property
-    def _trace(self) -> Trace:
+    def _trace(self) -> VisitTrace:
         return self._traces[self._training]
 
     def hold(self, indices: Collection[int]) -> list[int]:
@@ -203,7 +203,7 @@ class Room:
         )
         for distance, index in upcoming:
             unit = self.units[index]
-            if self._policy.may_come(unit) and not self._start(unit, distance):
+            if self._policy.may_prefetch(unit) and not self._start(unit, distance):
                 return
 
     def _prefetch_staying(self) -> None:
@@ -213,7 +213,7 @@ class Room:
         """
         for index in self._staying:
             unit = self.units[index]
-            if unit.weights.residency is Residency.RELEASED and self._policy.may_come(unit):
+            if unit.weights.residency is Residency.RELEASED and self._policy.may_prefetch(unit):
                 self._start(unit, 0)
 
     def finish_fetches(self) -> None:

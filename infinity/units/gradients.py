@@ -179,9 +179,9 @@ class GroupGradients:
         if self._down is not None:
             self._down.send()
 
-    def on_their_way(self) -> list[_native.IOFuture]:
+    def landing_futures(self) -> list[_native.IOFuture]:
         """Return the landings in flight, which an update that reads the gradients has to wait for."""
-        return [] if self._down is None else self._down.on_their_way()
+        return [] if self._down is None else self._down.landing_futures()
 
     def settle(self) -> None:
         """Wait until all gradients in flight have landed.
@@ -362,7 +362,7 @@ class UnitGradients:
             group.backward_begins()
 
 
-class Landed(Protocol):
+class GradientGroup(Protocol):
     """The gradients of one group, as optimizers and gradient handles see them.
 
     Attributes:
@@ -411,7 +411,7 @@ class Gradients(Protocol):
     def elsewhere(self) -> Set[str]:
         """Names of the parameters with a gradient on any rank; always empty when no other rank can have gradients."""
 
-    def of(self, place: Place) -> Landed: ...
+    def of(self, place: Place) -> GradientGroup: ...
 
     def has(self, place: Place) -> bool: ...
 
@@ -442,7 +442,7 @@ class Gradients(Protocol):
             PeerError: another rank failed.
         """
 
-    def about_to_land(self, index: int, /) -> None:
+    def before_landing(self, index: int, /) -> None:
         """Prepare for a gradient of a unit, which backward is about to bring."""
 
     def complete(self, index: int) -> Iterable[int]:
@@ -524,7 +524,7 @@ class LocalGradients:
     ) -> None:
         self._units = units
         self._window = window
-        self.about_to_land = before
+        self.before_landing = before
 
     def of(self, place: Place) -> GroupGradients:
         return self._units[place.unit.index].groups[place.group_index]
@@ -588,7 +588,7 @@ class LocalGradients:
         return sum_of(self.of, places)
 
 
-def sum_of(of: Callable[[Place], Landed], places: Iterable[Place]) -> tuple[float, str]:
+def sum_of(of: Callable[[Place], GradientGroup], places: Iterable[Place]) -> tuple[float, str]:
     """Return Σ g² over `places`, as Gradients.sum_squares.
 
     Args:

@@ -18,17 +18,17 @@ from infinity.durable.commits import Commits
 from infinity.errors import InfinityError, SwapIOError
 from infinity.tiers.resources import Resources
 from infinity.units.health import Health
-from infinity.units.update_queue import Updates
+from infinity.units.update_queue import UpdateQueue
 
 
-class Progress:
+class Pump:
     """The pump of one model. Its methods are called under the coordinator's lock.
 
     After a failed commit the model refuses every call: states that were reported durable are not.
     """
 
     def __init__(
-        self, resources: Resources, updates: Updates, commits: Commits, health: Health, timeline: Timeline
+        self, resources: Resources, updates: UpdateQueue, commits: Commits, health: Health, timeline: Timeline
     ) -> None:
         self._resources = resources
         self._updates = updates
@@ -64,7 +64,7 @@ class Progress:
                 self._commits.begin(step)
             self._advance_commit()
         else:
-            self._commits.pass_by()
+            self._commits.skip_commit()
 
     def make_way(self) -> bool:
         """Prepare for a write to the store: finish a frozen commit, withdraw another one, and finish all updates.
@@ -109,6 +109,6 @@ class Progress:
     def _advance_commit(self) -> None:
         if self._commits.under_way and self._updates.oldest_decided is None:
             with self.committing():
-                self._commits.write_rest()
+                self._commits.write_remaining()
                 if self._commits.ready:
                     self._commits.finish()

@@ -60,7 +60,7 @@ class Counts:
     clipped: int = 0
 
 
-class Timed:
+class TimedChoice:
     """Choice of the faster way ([Note: steps that are timed]).
 
     Args:
@@ -101,7 +101,7 @@ class Timed:
             self._steps, self._seconds = _LEARNING, {}
 
 
-class Speculation:
+class SpeculationChoice:
     """Whether to speculate, learned from the steps so far.
 
     A speculation always expects the same: no clipping, no skipping, no change of hyperparameters or loss scale, and no
@@ -116,7 +116,7 @@ class Speculation:
         counts: counts of the updates by outcome.
     """
 
-    def __init__(self, mode: Overlap, timed: Timed | None = None) -> None:
+    def __init__(self, mode: Overlap, timed: TimedChoice | None = None) -> None:
         self.mode = mode
         self._timed = timed
         self.counts = Counts()

@@ -8,11 +8,11 @@ from infinity.durable.commits import Commits
 from infinity.state.request import is_clipped
 from infinity.state.shard import Shard
 from infinity.units.arrivals import Passes
-from infinity.units.pump import Progress
-from infinity.units.speculation_choice import Predictable, Speculation
+from infinity.units.pump import Pump
+from infinity.units.speculation_choice import Predictable, SpeculationChoice
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest
-from infinity.units.update_queue import Updates
+from infinity.units.update_queue import UpdateQueue
 
 
 class Speculator:
@@ -33,11 +33,11 @@ class Speculator:
 
     def __init__(
         self,
-        speculation: Speculation,
-        updates: Updates,
+        speculation: SpeculationChoice,
+        updates: UpdateQueue,
         passes: Passes,
         commits: Commits,
-        progress: Progress,
+        progress: Pump,
         units: Sequence[OffloadedUnit],
         shards: Sequence[Shard],
     ) -> None:
@@ -101,7 +101,7 @@ class Speculator:
     def undo(self, cause: str, advice: str) -> None:
         """Warn once why speculation was wrong, and undo all speculative updates, before the step.
 
-        Updates.decide undoes the updates that the step itself rejects, for example when it clips.
+        UpdateQueue.decide undoes the updates that the step itself rejects, for example when it clips.
 
         Raises:
             SwapIOError: the device failed.
@@ -109,7 +109,7 @@ class Speculator:
         self._speculation.warn(cause, advice)
         self.drop()
 
-    def gradients_land(self, index: int) -> None:
+    def before_landing(self, index: int) -> None:
         """Make the gradients of a unit free for further gradients, which are about to land.
 
         Apply a decided update of the unit; undo all speculative updates if the unit has one.
@@ -140,8 +140,8 @@ class Speculator:
     def wrong(self, requests: Mapping[int, UnitRequest]) -> set[int]:
         """Return the units whose speculative updates differ from the requested ones.
 
-        Updates.decide also undoes updates that were not wrong: those that had not begun, which then run in the order of
-        the next forward.
+        UpdateQueue.decide also undoes updates that were not wrong: those that had not begun, which then run in the
+        order of the next forward.
         """
         return {
             unit.index

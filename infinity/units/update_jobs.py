@@ -42,7 +42,7 @@ def submit_update(
     group, wanted = unit.local.groups[group_index], update.wanted[group_index]
     destinations, gradients = update.destinations[group_index], unit.gradients.groups
     streams = {state: destination.stream(resources.store) for state, destination in destinations.items()}
-    landings = [landing for index in update.wanted for landing in gradients[index].on_their_way()]
+    landings = [landing for index in update.wanted for landing in gradients[index].landing_futures()]
     copies = [] if update.copy is None else [update.copy.landed]
     future = resources.pipeline.submit(
         numel=group.numel,

@@ -10,7 +10,7 @@ from infinity.base.profiler_ranges import profiled
 from infinity.errors import SwapIOError
 from infinity.io.arena import Lease
 from infinity.plan.policy import may_keep_slot, may_speculate
-from infinity.tiers.destination import destination
+from infinity.tiers.destination import destination_of
 from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
@@ -23,7 +23,7 @@ from infinity.units.update_jobs import submit_update
 logger = logging.getLogger(__name__)
 
 
-class Updates:
+class UpdateQueue:
     """All updates under way.
 
     Invariant: `_under_way` has the units with an update, in the order in which the updates began. Units with a decided
@@ -237,7 +237,7 @@ class Updates:
         beside.update(shadow or {})
         destinations = {
             index: {
-                state: destination(
+                state: destination_of(
                     home,
                     beside.get(home),
                     self._copy_to_write(home, speculative=speculative, committed=committed),

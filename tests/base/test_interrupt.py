@@ -11,10 +11,10 @@ from types import FrameType
 import pytest
 
 from infinity.base import interrupt
-from infinity.base.interrupt import give_back, interruptible, interrupts_deferred, whole
+from infinity.base.interrupt import give_back, interruptible, interrupts_deferred, uninterruptible
 
 
-@whole
+@uninterruptible
 def interrupted(done: list[str]) -> None:
     signal.raise_signal(signal.SIGINT)
     done.append("to the end")
@@ -28,7 +28,7 @@ def test_something_whole_ends_before_ctrl_c_comes() -> None:
 
 
 def test_ctrl_c_comes_where_something_whole_waits() -> None:
-    @whole
+    @uninterruptible
     def waiting() -> None:
         signal.raise_signal(signal.SIGINT)
         with interruptible():
@@ -75,13 +75,13 @@ def test_handlers_are_given_back_also_those_that_raise() -> None:
     signal.signal(signal.SIGTERM, stop)
     handlers = [signal.getsignal(number) for number in NUMBERS]
     with pytest.raises(SystemExit):
-        whole(signal.raise_signal)(signal.SIGTERM)
+        uninterruptible(signal.raise_signal)(signal.SIGTERM)
     give_back()
     assert [signal.getsignal(number) for number in NUMBERS] == handlers
 
 
 def test_no_handler_is_installed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = whole(lambda: None)
+    nothing = uninterruptible(lambda: None)
     nothing()
     installed: list[object] = []
     monkeypatch.setattr(signal, "signal", lambda *arguments: installed.append(arguments))
@@ -91,7 +91,7 @@ def test_no_handler_is_installed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_handler_that_is_installed_later_waits_too() -> None:
-    whole(lambda: None)()
+    uninterruptible(lambda: None)()
     signal.signal(signal.SIGINT, stop)
     done: list[str] = []
     with pytest.raises(SystemExit):
@@ -100,7 +100,7 @@ def test_a_handler_that_is_installed_later_waits_too() -> None:
 
 
 def test_a_handler_that_calls_the_one_before_it_does_not_go_in_circles() -> None:
-    whole(lambda: None)()
+    uninterruptible(lambda: None)()
     ours = signal.getsignal(signal.SIGINT)
     calls: list[int] = []
 
@@ -117,7 +117,7 @@ def test_a_handler_that_calls_the_one_before_it_does_not_go_in_circles() -> None
 
 
 def test_a_handler_of_ours_that_was_saved_and_put_back_works() -> None:
-    whole(lambda: None)()
+    uninterruptible(lambda: None)()
     saved = signal.signal(signal.SIGINT, stop)
     give_back()
     signal.signal(signal.SIGINT, saved)
@@ -132,12 +132,12 @@ def test_a_handler_of_ours_that_was_saved_and_put_back_works() -> None:
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
 def test_what_is_no_function_is_left_alone(handler: signal.Handlers) -> None:
     signal.signal(signal.SIGTERM, handler)
-    whole(lambda: None)()
+    uninterruptible(lambda: None)()
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_of_several_signals_the_first_is_delivered_and_none_comes_late() -> None:
-    @whole
+    @uninterruptible
     def twice() -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
@@ -145,7 +145,7 @@ def test_of_several_signals_the_first_is_delivered_and_none_comes_late() -> None
     signal.signal(signal.SIGTERM, stop)
     with pytest.raises(SystemExit):
         twice()
-    whole(lambda: None)()
+    uninterruptible(lambda: None)()
 
 
 def test_other_threads_defer_nothing() -> None:
@@ -154,7 +154,7 @@ def test_other_threads_defer_nothing() -> None:
         over.wait()
 
     began, over = threading.Event(), threading.Event()
-    thread = threading.Thread(target=whole(wait))
+    thread = threading.Thread(target=uninterruptible(wait))
     thread.start()
     began.wait()
     try:
@@ -166,7 +166,7 @@ def test_other_threads_defer_nothing() -> None:
 
 
 def test_a_child_that_is_forked_in_something_whole_can_be_stopped() -> None:
-    @whole
+    @uninterruptible
     def fork() -> int:
         child = os.fork()
         if child == 0:
@@ -188,6 +188,6 @@ def test_where_no_thread_gets_signals_nothing_is_deferred(monkeypatch: pytest.Mo
     with monkeypatch.context() as patched:
         patched.setattr(interrupt, "_signals", interrupt._Signals())
         patched.setattr(signal, "signal", refuse)
-        run = whole(lambda: interrupt._signals.deferred)
+        run = uninterruptible(lambda: interrupt._signals.deferred)
         run()
         assert not run()

@@ -17,7 +17,7 @@ import infinity
 from infinity.coordinator import registry
 from infinity.errors import ModelError
 from infinity.state.codec import encoded_bytes
-from infinity.state.frozen_codecs import given
+from infinity.state.frozen_codecs import encoded_form
 from tests.checkpoint.quantized import QUANTIZATIONS, decoded_by_bitsandbytes, plain_from, quantize, tensors_of
 from tests.conftest import weights_of
 from tests.models import gpt2, llama, loss_of, mixtral, tied_llama
@@ -129,7 +129,7 @@ def test_every_weight_has_the_values_that_bitsandbytes_decodes(
 ) -> None:
     model, tensors, quantized = deferred(checkpoints[kind]), tensors_of(checkpoints[kind]), 0
     for name, parameter in model.named_parameters():
-        decoded, known = decoded_by_bitsandbytes(tensors, name), given(parameter)
+        decoded, known = decoded_by_bitsandbytes(tensors, name), encoded_form(parameter)
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter.clone(), tensors[name] if decoded is None else decoded), name
         assert (known is None) == (decoded is None)
@@ -159,15 +159,15 @@ def test_a_checkpoint_in_shards_is_the_same_model(
     whole, shards = deferred(checkpoints[kind]), deferred(tmp_path / "shards")
     for (name, one), another in zip(whole.named_parameters(), shards.parameters(), strict=True):
         assert torch.equal(one.clone(), another.clone()), name
-        assert (given(one) is None) == (given(another) is None)
+        assert (encoded_form(one) is None) == (encoded_form(another) is None)
 
 
 def test_tied_weights_stay_tied(deferred: Any, tmp_path: Path) -> None:
     tied_llama()[0].bfloat16().save_pretrained(tmp_path / "base")
     model = deferred(quantize(tmp_path / "base", tmp_path / "nf4", "nf4"))
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert given(model.lm_head.weight) is None
-    assert given(model.get_parameter(LAYER)) is not None
+    assert encoded_form(model.lm_head.weight) is None
+    assert encoded_form(model.get_parameter(LAYER)) is not None
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_larger_blocks_and_other_storage_are_read(
         decoded.append(flat.reshape(128, 64))
 
     weight = deferred(damaged(checkpoints["nf4"], tmp_path / "other", change)).get_parameter(LAYER)
-    assert given(weight).codec == codec  # type: ignore[union-attr]
+    assert encoded_form(weight).codec == codec  # type: ignore[union-attr]
     assert torch.equal(weight.clone(), decoded[0])
 
 
@@ -207,7 +207,7 @@ def test_nested_scales_with_another_map_are_computed(
 
     path = damaged(checkpoints["nf4"], tmp_path / "other", change)
     weight = deferred(path).get_parameter(LAYER)
-    assert given(weight).codec == "nf4_fp32"  # type: ignore[union-attr]
+    assert encoded_form(weight).codec == "nf4_fp32"  # type: ignore[union-attr]
     assert torch.equal(weight.clone(), decoded_by_bitsandbytes(tensors_of(path), LAYER))  # type: ignore[arg-type]
 
 
@@ -220,15 +220,15 @@ def test_the_encoded_form_stays_with_values_that_stay(
     """DoRA reads the weights, and PiSSA changes them."""
     model = deferred(checkpoints["nf4"]).requires_grad_(False)
     read, changed, converted = (model.get_parameter(LAYER.replace("1", number)) for number in "123")
-    known = given(converted)
+    known = encoded_form(converted)
     converted.data = converted.to(torch.float32)
     assert torch.isfinite(read.data.sum())
     changed.data.mul_(2)
     model.to(torch.bfloat16)
     offloaded(model)
-    assert given(read) is not None
-    assert given(changed) is None
-    assert given(converted) == known
+    assert encoded_form(read) is not None
+    assert encoded_form(changed) is None
+    assert encoded_form(converted) == known
     specs = {
         spec.name: group
         for unit in registry.coordinator_of(model).units

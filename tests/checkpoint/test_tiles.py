@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.checkpoint import save
-from infinity.checkpoint.tensor_names import InFiles
+from infinity.checkpoint.tensor_names import TensorNames
 from infinity.errors import ModelError, ResumeError
 from tests.checkpoint.runs import STEPS, Config, begin, example, go_on, tensors_in, train
 from tests.conftest import states_of, weights_of
@@ -177,10 +177,10 @@ def test_a_copy_of_a_run_in_tiles_is_not_taken_for_other_tiles(config: Config, t
 
 def test_a_tensor_that_files_have_in_another_form_is_not_written_by_tiles() -> None:
     shapes = {"x.infinity_tile_0.weight": (2, 3), "x.infinity_tile_1.weight": (2, 3)}
-    halves = InFiles(shapes, lambda part: {f"{name}.half": value[:2] for name, value in part.items()})
+    halves = TensorNames(shapes, lambda part: {f"{name}.half": value[:2] for name, value in part.items()})
     with pytest.raises(ModelError, match="'x.weight' in another form"):
         halves.meta({"x.infinity_tile_0.weight": torch.empty(2, 3)})
-    renamed = InFiles(shapes, lambda part: {f"old.{name}": value for name, value in part.items()})
+    renamed = TensorNames(shapes, lambda part: {f"old.{name}": value for name, value in part.items()})
     assert renamed.meta({"x.infinity_tile_0.weight": torch.empty(2, 3)})["old.x.weight"].shape == (4, 3)
     ((name, first, value),) = renamed.pieces({"x.infinity_tile_1.weight": torch.ones(2, 3)})
     assert (name, first, value.shape) == ("old.x.weight", 6, (2, 3))

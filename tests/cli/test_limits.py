@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import infinity
 from infinity.cli.main import main
 from infinity.cli.trainers import Sft
-from infinity.units.fetcher import Room
+from infinity.units.fetcher import Fetcher
 from tests.cli.test_finetune import TEXT, run, tokenizer
 from tests.models import VOCABULARY, gpt2, llama
 
@@ -139,10 +139,10 @@ def test_a_pass_of_too_many_tokens_is_done_in_several(job: Job, monkeypatch: pyt
 
 
 def test_a_device_that_fails_a_copy_is_told_as_that(job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def bring(room: Room, unit: Any) -> None:
+    def bring(room: Fetcher, unit: Any) -> None:
         raise infinity.DeviceCopyError("copying", path="device 0", detail="the device's runtime returned error 2")
 
-    monkeypatch.setattr(Room, "bring", bring)
+    monkeypatch.setattr(Fetcher, "bring", bring)
     assert run(job) == 1
     told = capsys.readouterr().err
     assert "device 0: the device's runtime returned error 2" in told

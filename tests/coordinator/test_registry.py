@@ -82,9 +82,9 @@ def add(model: nn.Linear) -> None:
 def test_a_model_that_was_changed_is_offloaded_anew_for_an_optimizer_of_it(change: Any, anews: int) -> None:
     model, coordinator, _ = entered()
     change(model)
-    registry.keep_up(nn.Linear(2, 2).parameters())
+    registry.reoffload_if_changed(nn.Linear(2, 2).parameters())
     assert coordinator.anews == 0
-    registry.keep_up(list(model.parameters())[-1:])
+    registry.reoffload_if_changed(list(model.parameters())[-1:])
     assert coordinator.anews == anews
 
 
@@ -93,7 +93,7 @@ def test_a_model_that_keeps_its_room_is_not_offloaded_anew_for_what_was_frozen(c
     model, coordinator, _ = entered()
     coordinator.keeps_room = True
     change(model)
-    registry.keep_up(list(model.parameters()))
+    registry.reoffload_if_changed(list(model.parameters()))
     assert coordinator.anews == anews
 
 
@@ -101,10 +101,10 @@ def test_when_it_is_too_late_frozen_parameters_stay_and_others_are_refused() -> 
     model, coordinator, _ = entered()
     coordinator.too_late = True
     freeze(model)
-    registry.keep_up(model.parameters())
+    registry.reoffload_if_changed(model.parameters())
     add(model)
     with pytest.raises(TooLateError):
-        registry.keep_up(model.parameters())
+        registry.reoffload_if_changed(model.parameters())
 
 
 @pytest.mark.parametrize("raised", [False, True])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.base.interrupt import whole
+from infinity.base.interrupt import uninterruptible
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from tests.models import llama
@@ -24,7 +24,7 @@ def test_ctrl_c_between_two_units_leaves_none_in_use(
     coordinator = registry.coordinator_of(offload(llama()[0], tier="nvme"))
     original = getattr(Coordinator, method)
 
-    @whole
+    @uninterruptible
     def interrupted(self: Coordinator, index: int) -> None:
         original(self, index)
         signal.raise_signal(signal.SIGINT)

@@ -34,7 +34,7 @@ RUNS = {
 
 
 @dataclass
-class Recorded:
+class NativeEvents:
     """A run that was recorded, in a directory whose disk is put into one state after the other."""
 
     setup: Setup
@@ -80,7 +80,7 @@ class Recorded:
             self.looked += 1
 
 
-def record(setup: Setup, kill: AtAct | None, root: Path) -> Recorded:
+def record(setup: Setup, kill: AtAct | None, root: Path) -> NativeEvents:
     """Run the job to its end, with a life that is killed before if `kill` says where."""
     if kill is not None:
         undisturbed = root / "undisturbed"
@@ -91,7 +91,7 @@ def record(setup: Setup, kill: AtAct | None, root: Path) -> Recorded:
     else:
         expected, saved = _end_of(setup, root, root / "journal")
     sizes = {file: file.stat().st_size for file in root.glob("disk/*/*.infinity-swap")}
-    return Recorded(setup, root, read_journal(root / "journal"), sizes, expected, saved)
+    return NativeEvents(setup, root, read_journal(root / "journal"), sizes, expected, saved)
 
 
 def _end_of(setup: Setup, root: Path, journal: Path | None = None) -> tuple[Result, dict[int, str]]:

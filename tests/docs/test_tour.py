@@ -65,8 +65,8 @@ def test_every_file_and_name_of_the_tour_exists(section: str) -> None:
 
 
 def test_a_file_or_name_that_went_is_found() -> None:
-    assert wrong_in("| a | `units/gone.py`: `Room.bring` | `units/fetcher.py`: `Room.gone` | `gone` |") == [
+    assert wrong_in("| a | `units/gone.py`: `Fetcher.bring` | `units/fetcher.py`: `Fetcher.gone` | `gone` |") == [
         "units/gone.py",
-        "Room.gone",
+        "Fetcher.gone",
         "gone",
     ]

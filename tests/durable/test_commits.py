@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from infinity.durable.commits import Commit, Commits, facts_of
-from infinity.durable.generation_maker import LocalMaker
+from infinity.durable.generation_maker import LocalGenerationMaker
 from infinity.durable.records import ModelRecord
-from infinity.durable.resumed_generation import Resumed
+from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.errors import ConfigError, InfinityError, SwapIOError
-from infinity.plan.commit_frequency import Frequency
-from infinity.plan.plan_input import ALONE, Peers
-from infinity.sharded.generation_maker import SharedMaker
+from infinity.plan.commit_frequency import CommitFrequency
+from infinity.plan.plan_input import NO_PEERS, Peers
+from infinity.sharded.generation_maker import SharedGenerationMaker
 from infinity.sizes import PAGE_BYTES
 from infinity.state.shard import Cut
 from infinity.tiers.home import Home, WeightsHome
@@ -29,7 +29,7 @@ EVERY = 2
 def plan_of(commit_every: int) -> Any:
     """What commits ask of a plan."""
     form = SimpleNamespace(stored=("exp_avg",))
-    return SimpleNamespace(peers=ALONE, placement=SimpleNamespace(commits=Frequency(commit_every), form=form))
+    return SimpleNamespace(peers=NO_PEERS, placement=SimpleNamespace(commits=CommitFrequency(commit_every), form=form))
 
 
 class Optimizers:
@@ -44,7 +44,7 @@ class Optimizers:
     def checkpoint(self) -> list[dict[str, Any]]:
         return [{"at": self.at}]
 
-    def take_up_hyperparameters(self, resumed: Resumed | None, *, again: bool) -> None:
+    def restore_hyperparameters(self, resumed: ResumedGeneration | None, *, again: bool) -> None:
         self.taken_up += 1
 
 
@@ -82,7 +82,7 @@ class Run:
         )
         kept: Any = below.generations
         world: Any = SimpleNamespace(exchange=self.exchange)
-        maker = SharedMaker(world, kept) if several else LocalMaker()
+        maker = SharedGenerationMaker(world, kept) if several else LocalGenerationMaker()
         optimizers: Any = self.optimizers
         model = ModelRecord(class_name="A", config=None, generation_config=None, groups=[], parameters=[])
         self.commits = Commits(below, optimizers, maker, model, dict)
@@ -165,7 +165,7 @@ class CommitsMachine(RuleBasedStateMachine):
         before = self.commits._commit
         assert before is not None
         synced = before.sync is not None
-        self.commits.write_rest()
+        self.commits.write_remaining()
         assert len(self.run.store.syncs) == syncs + (not synced)
         assert not self.run.store.under_way
         assert not any(home.dirty for home in self.run.homes) or synced
@@ -236,7 +236,7 @@ def test_a_commit_is_frozen_once_and_synced_once() -> None:
 def test_a_sync_that_failed_fails_the_generation_and_is_not_tried_again() -> None:
     run = Run()
     run.begin().forward_begins()
-    run.commits.write_rest()
+    run.commits.write_remaining()
     run.store.syncs[0].end(Failure(operation="sync"))
     with pytest.raises(
         InfinityError, match="generation 2 could not be made durable: sync .* resumable generation is none"
@@ -279,7 +279,7 @@ def test_a_write_that_failed_fails_the_generation_before_it_is_synced() -> None:
 def test_a_commit_that_no_forward_froze_gives_way_and_the_next_step_owes_one() -> None:
     run = Run()
     commits = run.begin()
-    commits.write_rest()
+    commits.write_remaining()
     commits.step_begins()
     assert not commits.under_way
     assert run.store.syncs[0].done()
@@ -290,7 +290,7 @@ def test_a_commit_that_no_forward_froze_gives_way_and_the_next_step_owes_one() -
 
 def test_a_sync_of_a_commit_that_gave_way_tells_its_failure() -> None:
     run = Run()
-    run.begin().write_rest()
+    run.begin().write_remaining()
     run.store.syncs[0].fate = Failure(operation="sync")
     with pytest.raises(SwapIOError):
         run.commits.step_begins()
@@ -373,7 +373,7 @@ def test_facts_say_what_a_run_that_resumes_must_agree_on() -> None:
     states = [SimpleNamespace(master=master, moments="fp32") for master in ("weight", "split16", "weight")]
     weights = WeightsHome((), 0)
     units = [SimpleNamespace(states=dict(enumerate(states)), weights=weights)]
-    below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY), facts=ALONE.facts)
+    below: Any = SimpleNamespace(units=units, plan=plan_of(EVERY), facts=NO_PEERS.facts)
     facts = {"master": ["split16", "weight"], "moments": ["fp32"], "stored": ["exp_avg"]}
     assert facts_of(below) == facts
     below.facts = Peers(Cut(3, 1), 3).facts

@@ -23,12 +23,12 @@ class Optimizer:
     def checkpoint(self) -> OptimizerRecord:
         return record(self.lr)
 
-    def take_up(self, saved: OptimizerRecord) -> None:
+    def restore_progress(self, saved: OptimizerRecord) -> None:
         if self.refuses:
             raise ResumeError("another model's")
         self.took.append(saved.param_groups[0]["lr"])
 
-    def take_up_hyperparameters(self, saved: OptimizerRecord) -> None:
+    def restore_hyperparameters(self, saved: OptimizerRecord) -> None:
         self.lr = saved.param_groups[0]["lr"]
 
 
@@ -73,23 +73,23 @@ def test_one_that_does_not_fit_has_not_entered_and_nobody_left() -> None:
 def test_hyperparameters_are_taken_up_once_unless_they_are_asked_for_again() -> None:
     run, optimizer = resumed(optimizers=1), Optimizer("a")
     optimizers = entered(optimizer)
-    optimizers.take_up_hyperparameters(None, again=True)
+    optimizers.restore_hyperparameters(None, again=True)
     assert optimizer.lr == 0.5
-    optimizers.take_up_hyperparameters(run, again=False)
+    optimizers.restore_hyperparameters(run, again=False)
     assert optimizer.lr == 0.0
     optimizer.lr = 0.7
-    optimizers.take_up_hyperparameters(run, again=False)
+    optimizers.restore_hyperparameters(run, again=False)
     assert optimizer.lr == 0.7
-    optimizers.take_up_hyperparameters(run, again=True)
+    optimizers.restore_hyperparameters(run, again=True)
     assert optimizer.lr == 0.0
 
 
 def test_a_parameter_belongs_to_one_optimizer() -> None:
     first, second = Optimizer("a", "b"), Optimizer("c")
     optimizers = entered(first, second)
-    optimizers.require_apart(first, {"a", "d"})
+    optimizers.require_disjoint(first, {"a", "d"})
     with pytest.raises(ModelError, match="parameter 'a' belongs to another optimizer"):
-        optimizers.require_apart(second, {"b", "a"})
+        optimizers.require_disjoint(second, {"b", "a"})
 
 
 def test_a_checkpoint_has_all_of_them_in_order() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from infinity.durable import rng
 from infinity.durable.records import Body, ModelRecord, OptimizerRecord
-from infinity.durable.resumed_generation import Resumed
+from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.errors import ResumeError
 
 
@@ -24,9 +24,9 @@ def record(lr: float = 0.1) -> OptimizerRecord:
     )
 
 
-def resumed(tracked: dict[str, Any] | None = None, optimizers: int = 0) -> Resumed:
+def resumed(tracked: dict[str, Any] | None = None, optimizers: int = 0) -> ResumedGeneration:
     model = ModelRecord(class_name="A", config=None, generation_config=None, groups=[], parameters=[])
-    return Resumed(
+    return ResumedGeneration(
         7,
         Body(
             optimizers=[record(float(index)) for index in range(optimizers)],

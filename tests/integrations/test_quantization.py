@@ -19,7 +19,7 @@ from transformers import (
 import infinity
 from examples.make_demo_checkpoint import make_checkpoint
 from infinity.coordinator import registry
-from infinity.state.frozen_codecs import given
+from infinity.state.frozen_codecs import encoded_form
 from tests.checkpoint.quantized import quantize
 from tests.integrations.conftest import Launch
 from tests.integrations.test_peft import log_of, trainer
@@ -158,7 +158,7 @@ def test_a_quantized_base_stays_as_it_is(
 ) -> None:
     with launch(memory={"device": "2MiB", "host": "96MiB"}):
         model = AutoModelForCausalLM.from_pretrained(quantized, quantization_config=quantization)
-        known = given(model.get_parameter(LAYER))
+        known = encoded_form(model.get_parameter(LAYER))
         assert known is not None
         one = trainer(adapted(model), rows, tmp_path / "out")
         one.train()

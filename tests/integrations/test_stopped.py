@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import infinity
 from infinity.cli.main import main
-from infinity.integrations.leftover_hint import say_what_is_left
+from infinity.integrations.leftover_hint import log_leftovers
 from tests import processes
 from tests.integrations.conftest import Launch
 from tests.integrations.training import SAVING, Rows, trainer
@@ -132,7 +132,7 @@ def test_a_store_on_two_disks_goes_with_the_command_that_is_said_at_the_end(
             one.add_callback(_Stop())
         one.train()
     if not ends_well:
-        say_what_is_left(paths[:1], stopped=True)
+        log_leftovers(paths[:1], stopped=True)
     command = caplog.text.partition("`infinity checkpoint remove ")[2].partition("`")[0]
     assert main(["checkpoint", "remove", *shlex.split(command)]) == 0
     assert not any(os.listdir(path) for path in paths if path.exists())

@@ -26,7 +26,7 @@ OF_RANKS = [
     Mutant(
         "what a rank has no gradient of is zero",
         "infinity/sharded/outbox.py",
-        "            _zero_the_rest(box, shard, group_index)\n",
+        "            _zero_missing(box, shard, group_index)\n",
         "",
         (_SHARED, "-k", "sums_of_one_process"),
     ),

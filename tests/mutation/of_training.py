@@ -229,8 +229,8 @@ OF_TRAINING = [
     Mutant(
         "gradients that were lost are missed until they are forgotten",
         "infinity/tiers/landing_window.py",
-        "            self._failure = error\n            self._release(_Where.EMPTY)\n",
-        "            self._release(_Where.EMPTY)\n",
+        "            self._failure = error\n            self._release(_SpillState.EMPTY)\n",
+        "            self._release(_SpillState.EMPTY)\n",
         ("tests/tiers/test_landing_window.py",),
     ),
     Mutant(
@@ -313,8 +313,8 @@ OF_TRAINING = [
     Mutant(
         "offloading anew reads only files that are as they were",
         "infinity/runtime/reoffload.py",
-        "isinstance(source, Lasting) and source.unchanged()",
-        "isinstance(source, Lasting)",
+        "isinstance(source, RereadableSource) and source.unchanged()",
+        "isinstance(source, RereadableSource)",
         ("tests/runtime/test_reoffload.py",),
     ),
     Mutant(
@@ -355,21 +355,21 @@ OF_TRAINING = [
     Mutant(
         "what a reentrant checkpoint changes in place is noticed",
         "infinity/runtime/recomputed_weights.py",
-        "isinstance(packed, _Later) else unchanged(*packed)\n",
-        "isinstance(packed, _Later) else packed[0]\n",
+        "isinstance(packed, _ViewStandIn) else unchanged(*packed)\n",
+        "isinstance(packed, _ViewStandIn) else packed[0]\n",
         (_RECOMPUTED, "-k", "in_place"),
     ),
     Mutant(
         "a checkpoint of before the offload may hand on what stands for a weight",
         "infinity/runtime/recomputed_weights.py",
-        "tree_map_only(_Later, _Later.view_of_now, (args, kwargs or {}))\n",
+        "tree_map_only(_ViewStandIn, _ViewStandIn.view_of_now, (args, kwargs or {}))\n",
         "args, kwargs or {}\n",
         (_RECOMPUTED, "-k", "before_the_model"),
     ),
     Mutant(
         "autograd gets the weight, not what stands for it",
         "infinity/runtime/recomputed_weights.py",
-        "    return kept.view_of_now() if isinstance(kept, _Later) else kept\n",
+        "    return kept.view_of_now() if isinstance(kept, _ViewStandIn) else kept\n",
         "    return kept\n",
         (_RECOMPUTED, "-k", "stands_for_a_weight"),
     ),

@@ -18,7 +18,7 @@ from infinity.plan.budgets import needed_at_once
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.sizes import PAGE_BYTES, exact_bytes, parse_bytes
-from infinity.state.discover import HookSite, discover
+from infinity.state.discover import HookedModule, discover
 from infinity.state.terms import Terms
 from tests.conftest import weights_of
 
@@ -151,7 +151,7 @@ def test_the_largest_two_modules_are_counted_with_what_is_around_them_and_what_s
     assert [unit.name for unit in found.units if unit.stays] == ["remainder"]
 
     def needed(fetched: set[str], *sites: tuple[str, set[str]]) -> tuple[int, list[str]]:
-        made = [HookSite(name, nn.Module(), tuple(of[unit].index for unit in units)) for name, units in sites]
+        made = [HookedModule(name, nn.Module(), tuple(of[unit].index for unit in units)) for name, units in sites]
         result = needed_at_once(found.units, made, {of[name].index for name in fetched})
         return sum(unit.weight_bytes for unit in result) // PAGE_BYTES, [unit.name for unit in result]
 

@@ -15,7 +15,14 @@ from infinity.config import load_config
 from infinity.errors import ConfigError, PlanError
 from infinity.io.directory import SWAP_NAME
 from infinity.plan import disk
-from infinity.plan.commit_frequency import COMMITS_SHARE, EVERY_MAX, Frequency, affordable_every, frequency_of, rarest
+from infinity.plan.commit_frequency import (
+    COMMITS_SHARE,
+    EVERY_MAX,
+    CommitFrequency,
+    affordable_every,
+    frequency_of,
+    rarest,
+)
 from infinity.plan.plan import Plan
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
@@ -68,7 +75,7 @@ def test_states_on_nvme_are_committed_every_step(room: Any) -> None:
 def test_auto_is_the_default_and_a_number_is_taken_as_it_is(room: Any) -> None:
     assert plan(**NVME).placement == plan(**NVME, commit_every="auto").placement
     room(0)
-    assert plan(**NVME, commit_every=3).placement.commits == Frequency(3)
+    assert plan(**NVME, commit_every=3).placement.commits == CommitFrequency(3)
     assert (
         said(plan(**NVME, commit_every=0)) == "none (commit_every: 0): a run that is killed must start "
         "again from a saved model"
@@ -114,7 +121,9 @@ def test_states_in_ram_are_committed_as_often_as_the_io_allows(room: Any) -> Non
 
 def test_where_a_step_moves_nothing_only_measured_times_tell(room: Any) -> None:
     made = plan(**HOST)
-    assert made.placement.commits == Frequency(EVERY_MAX, "a commit writes 48.00 MiB of states in RAM", at_most=True)
+    assert made.placement.commits == CommitFrequency(
+        EVERY_MAX, "a commit writes 48.00 MiB of states in RAM", at_most=True
+    )
     assert made.forecast.written_bytes == STATES // EVERY_MAX
 
 
@@ -176,8 +185,10 @@ def test_a_tenth_of_the_disk_stays_free_and_what_a_killed_run_left_counts_as_fre
 
 
 def test_ranks_commit_as_rarely_as_any_of_them_must() -> None:
-    assert rarest([Frequency(1, "a"), Frequency(4, "b", at_most=True), Frequency(2, "c")]) == Frequency(
-        4, "b", at_most=True
-    )
-    assert rarest([Frequency(3, "a"), Frequency(0, "no room"), Frequency(0, "no path")]) == Frequency(0, "no room")
-    assert rarest([Frequency(1, "a"), Frequency(1, "b")]) == Frequency(1, "a")
+    assert rarest(
+        [CommitFrequency(1, "a"), CommitFrequency(4, "b", at_most=True), CommitFrequency(2, "c")]
+    ) == CommitFrequency(4, "b", at_most=True)
+    assert rarest(
+        [CommitFrequency(3, "a"), CommitFrequency(0, "no room"), CommitFrequency(0, "no path")]
+    ) == CommitFrequency(0, "no room")
+    assert rarest([CommitFrequency(1, "a"), CommitFrequency(1, "b")]) == CommitFrequency(1, "a")

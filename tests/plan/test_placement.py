@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from infinity.config import load_config
-from infinity.plan.placement import Resting
+from infinity.plan.placement import TierSplit
 from infinity.plan.plan import Plan
 from infinity.plan.plan_input import as_far_as
 from infinity.plan.planner import make_plan
@@ -72,9 +72,9 @@ def test_one_page_too_few_is_one_unit_fewer(every: int) -> None:
 def test_weights_come_before_states_and_gradients_before_both() -> None:
     made = plan(LEAST + cost(2 * NUMEL) - PAGE_BYTES).placement
     assert made.form.gradient_fp32
-    assert (made.weights, made.optimizer.in_ram) == (Resting("nvme", frozenset({0, 1, 2})), frozenset())
+    assert (made.weights, made.optimizer.in_ram) == (TierSplit("nvme", frozenset({0, 1, 2})), frozenset())
     made = plan(LEAST + cost(2 * NUMEL) + cost(STATES[1])).placement
-    assert (made.weights.tier, made.optimizer) == ("host", Resting("nvme", frozenset({1})))
+    assert (made.weights.tier, made.optimizer) == ("host", TierSplit("nvme", frozenset({1})))
     assert made.form.gradient_fp32
     tight = plan(LEAST - PAGE_BYTES)
     assert not tight.placement.form.gradient_fp32

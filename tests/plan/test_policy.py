@@ -17,7 +17,7 @@ from infinity.plan.policy import (
     victims,
     worth_speculating,
 )
-from infinity.plan.visit_trace import Trace
+from infinity.plan.visit_trace import VisitTrace
 from tests.tiers.fakes import few
 
 COUNT = 6
@@ -25,9 +25,9 @@ UNITS = st.integers(0, COUNT - 1)
 ORDER = st.lists(UNITS, min_size=1, max_size=12)
 
 
-def after(order: list[int], visits: list[int]) -> Trace:
+def after(order: list[int], visits: list[int]) -> VisitTrace:
     """A trace that expects an order, in an iteration that has made visits."""
-    trace = Trace(order)
+    trace = VisitTrace(order)
     for unit in visits:
         trace.visit(unit)
     return trace
@@ -57,7 +57,7 @@ def test_for_a_unit_that_is_used_now_each_may_go_and_for_a_prefetch_those_that_a
 
 def test_a_unit_that_was_released_meanwhile_is_seen() -> None:
     released = {0}
-    coming = to_prefetch(Trace([0, 1]), lambda unit: 1, 2, [], released.__contains__)
+    coming = to_prefetch(VisitTrace([0, 1]), lambda unit: 1, 2, [], released.__contains__)
     assert next(coming) == (0, 0)
     released.add(1)
     assert next(coming) == (1, 1)
@@ -87,7 +87,7 @@ def test_updates_go_in_the_order_of_the_next_forward(order: list[int], staying: 
     expected = [index for index in range(COUNT) if index in staying]
     expected += [index for index in dict.fromkeys(order) if index not in staying]
     expected += [index for index in range(COUNT) if index not in expected]
-    made = update_order(COUNT, staying.__contains__, Trace(order))
+    made = update_order(COUNT, staying.__contains__, VisitTrace(order))
     first = [index for index in made if index in staying]
     assert made[: len(first)] == first
     assert [index for index in made if index not in staying] == [each for each in expected if each not in staying]

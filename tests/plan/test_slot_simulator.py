@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.plan.slot_simulator import Walk
-from infinity.plan.visit_trace import Trace
+from infinity.plan.slot_simulator import SlotSimulator
+from infinity.plan.visit_trace import VisitTrace
 from infinity.sizes import PAGE_BYTES
 from infinity.units.unit import OffloadedUnit
 from tests.tiers.fakes import few
@@ -22,7 +22,7 @@ VISITS = st.lists(st.integers(0, COUNT - 1).filter(lambda index: index != STAYS)
 def evicted_by_the_engine(sizes: list[int], room_pages: int, order: list[int]) -> list[list[int]]:
     """Units, in each step. The one that stays is there from the beginning."""
     room, _ = alone(room_pages + sizes[STAYS], sizes)
-    room._traces[True] = Trace(order)
+    room._traces[True] = VisitTrace(order)
     room.bring(room.units[STAYS])
     evict, evicted, steps = room._evict, list[int](), list[list[int]]()
 
@@ -45,7 +45,7 @@ def evicted_by_the_engine(sizes: list[int], room_pages: int, order: list[int]) -
 
 def evicted_by_the_walk(sizes: list[int], room_pages: int, order: list[int]) -> list[list[int]]:
     nbytes = {index: sizes[index] * PAGE_BYTES for index in range(COUNT) if index != STAYS}
-    walk = Walk([(index, True) for index in order], nbytes, room_pages * PAGE_BYTES, None)
+    walk = SlotSimulator([(index, True) for index in order], nbytes, room_pages * PAGE_BYTES, None)
     leave, evicted, steps = walk._slots.leave, list[int](), list[list[int]]()
 
     def leave_and_tell(index: int) -> None:

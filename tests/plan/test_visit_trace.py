@@ -5,23 +5,23 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.plan.visit_trace import Trace
+from infinity.plan.visit_trace import VisitTrace
 from tests.tiers.fakes import few
 
 
-def visit(trace: Trace, units: list[int]) -> None:
+def visit(trace: VisitTrace, units: list[int]) -> None:
     for unit in units:
         trace.visit(unit)
 
 
 def test_the_first_iteration_follows_the_prediction() -> None:
-    trace = Trace([0, 1, 2, 2, 1, 0])
+    trace = VisitTrace([0, 1, 2, 2, 1, 0])
     visit(trace, [0, 1])
     assert list(trace.upcoming()) == [2, 2, 1, 0]
 
 
 def test_the_next_iteration_follows_what_was_seen() -> None:
-    trace = Trace([0, 1, 2, 2, 1, 0])
+    trace = VisitTrace([0, 1, 2, 2, 1, 0])
     visit(trace, [2, 0, 1, 0, 2])
     trace.close()
     trace.visit(2)
@@ -29,7 +29,7 @@ def test_the_next_iteration_follows_what_was_seen() -> None:
 
 
 def test_it_finds_itself_again_after_something_was_skipped_or_repeated() -> None:
-    trace = Trace([0, 1, 2, 3])
+    trace = VisitTrace([0, 1, 2, 3])
     visit(trace, [0, 2])
     assert list(trace.upcoming()) == [3]
     trace.visit(1)
@@ -39,13 +39,13 @@ def test_it_finds_itself_again_after_something_was_skipped_or_repeated() -> None
 
 
 def test_the_next_use_may_be_in_the_next_iteration() -> None:
-    trace = Trace([0, 1, 2, 1])
+    trace = VisitTrace([0, 1, 2, 1])
     visit(trace, [0, 1])
     assert [trace.next_use(unit) for unit in (2, 1, 0, 7)] == [0, 1, 2, 9]
 
 
 def test_an_iteration_without_visits_changes_nothing() -> None:
-    trace = Trace([0, 1])
+    trace = VisitTrace([0, 1])
     trace.close()
     assert list(trace.upcoming()) == [0, 1]
 
@@ -85,7 +85,7 @@ UNITS = st.integers(0, COUNT - 1)
 @few
 @given(st.lists(UNITS), st.lists(st.none() | UNITS, max_size=40))
 def test_it_expects_what_a_search_of_the_last_iteration_finds(order: list[int], visits: list[int | None]) -> None:
-    trace, naive = Trace(order), Naive(order)
+    trace, naive = VisitTrace(order), Naive(order)
     for unit in visits:
         if unit is None:
             trace.close(), naive.close()

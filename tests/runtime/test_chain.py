@@ -204,7 +204,7 @@ def test_blocks_that_add_to_a_list_are_no_chain(offload: Any, tmp_path: Path, ca
             notes.append(x.square().mean())
             return x
 
-    class Noted(nn.Module):
+    class LoopState(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList([Noting(32, 32) for _ in range(3)])
@@ -215,7 +215,7 @@ def test_blocks_that_add_to_a_list_are_no_chain(offload: Any, tmp_path: Path, ca
                 x = block(x, notes)
             return x.square().mean() + sum(notes)
 
-    ordinary(Noted, offload, tmp_path, "do not form a chain", caplog)
+    ordinary(LoopState, offload, tmp_path, "do not form a chain", caplog)
 
 
 def test_modules_that_are_told_something_by_a_forward_are_no_chain(

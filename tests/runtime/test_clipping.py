@@ -99,7 +99,9 @@ def test_clipping_with_torch_and_with_the_optimizer_end_in_the_same_bits(offload
             if of_torch:
                 parameter.grad.mul_(torch.tensor(0.25))
         if not of_torch:
-            norm = math.sqrt(optim.coordinator.gradient_norm([place for _, place in optim.coordinator.places()])[0])
+            norm = math.sqrt(
+                optim.coordinator.gradient_sum_squares([place for _, place in optim.coordinator.places()])[0]
+            )
             optim.max_grad_norm = 0.25 * (norm + 1e-6)
         optim.step()
         ends.append(weights_of(model) | states_of(model))

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.checkpoint.generation import opened
+from infinity.checkpoint.generation import open_stores
 from infinity.errors import ResumeError
 from infinity.io.directory import HEADER_NAME, SWAP_NAME, generations_in
 from infinity.io.generation_scan import extents_of
@@ -176,7 +176,7 @@ def test_every_corruption_is_found_and_named_and_the_generation_before_is_taken(
             shutil.rmtree(directory)
             continue
         if touched:
-            with opened([directory]) as (files,):
+            with open_stores([directory]) as (files,):
                 named = list(verify(files, extents_of(store.newest), store.newest, memory))
             assert {(d.extent.unit, d.extent.group, d.extent.state) for d in named} == {
                 (e.unit, e.group, e.state) for e in touched

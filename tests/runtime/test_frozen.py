@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity import _native
-from infinity.checkpoint.generation import newest_whole, opened
+from infinity.checkpoint.generation import newest_stored_generation, open_stores
 from infinity.coordinator import registry
 from infinity.errors import ModelError, PlanError, ResumeError, SwapCorruptionError, SwapIOError
 from infinity.state.codec import decode as decoded_values
@@ -224,8 +224,8 @@ def test_what_reads_a_generation_finds_the_decoded_values(
     trained(model, llama()[1], optimizer_of(model))
     expected = weights_of(model)
     infinity.close(model)
-    with opened([Path(config["nvme"]["paths"][0])]) as stores:
-        generation = newest_whole(stores)
+    with open_stores([Path(config["nvme"]["paths"][0])]) as stores:
+        generation = newest_stored_generation(stores)
         assert {name for of_unit in generation.shapes() for name in of_unit} == expected.keys()
         for name, value in expected.items():
             assert torch.equal(generation.weight(name), value), name

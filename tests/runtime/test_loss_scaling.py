@@ -16,7 +16,7 @@ from torch import nn
 
 import infinity
 from infinity.coordinator import registry
-from infinity.units.update_queue import Updates
+from infinity.units.update_queue import UpdateQueue
 from tests import sampling
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
@@ -58,7 +58,7 @@ def offloaded(tmp_path: Path) -> Iterator[Make]:
 @pytest.fixture
 def _all_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A right speculation counts as late where its update had not begun at the step, which is a matter of time."""
-    monkeypatch.setattr(Updates, "_withdraw", lambda updates, candidates: set())
+    monkeypatch.setattr(UpdateQueue, "_withdraw", lambda updates, candidates: set())
 
 
 def small(dtype: torch.dtype = torch.float16) -> tuple[nn.Module, list[Any]]:

@@ -561,7 +561,7 @@ def unreadable(folder: str) -> str:
         raise SwapIOError("reading", path=folder, errno=errno.EIO)
 
     if dist.get_rank() == 1:
-        reshard.newest_whole = fail
+        reshard.newest_stored_generation = fail
     with pytest.raises(InfinityError) as error:
         taken_over(folder)
     return str(error.value)

@@ -166,7 +166,7 @@ def test_a_function_of_the_users_gets_weights_with_an_address(reentrant: bool, o
 def test_no_operation_is_given_what_stands_for_a_weight(offload: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     operations: list[Any] = []
     monkeypatch.setattr(
-        recomputed_weights._Later, "__torch_dispatch__", lambda operation, *given: operations.append(operation)
+        recomputed_weights._ViewStandIn, "__torch_dispatch__", lambda operation, *given: operations.append(operation)
     )
     model = made(partial(body, reentrant=False))
     model = offload(model, memory=tight(model))

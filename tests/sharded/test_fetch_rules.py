@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.sharded.fetch_rules import AgreedFetches
+from infinity.sharded.fetch_rules import AgreedFetchRules
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import Destination
-from infinity.units.fetch_rules import FetchPolicy, LocalFetches
-from infinity.units.fetcher import Room
+from infinity.units.fetch_rules import FetchRules, LocalFetchRules
+from infinity.units.fetcher import Fetcher
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate
 from tests.tiers.fakes import UpdateFuture
@@ -20,11 +20,11 @@ from tests.units.fakes import under_way, wanted
 from tests.units.rooms import alone, brought, residencies
 
 
-def agreed(pages: int) -> FetchPolicy:
-    return AgreedFetches(pages * PAGE_BYTES)
+def agreed(pages: int) -> FetchRules:
+    return AgreedFetchRules(pages * PAGE_BYTES)
 
 
-def decided(room: Room) -> OffloadedUnit:
+def decided(room: Fetcher) -> OffloadedUnit:
     """The first unit, whose update is not computed."""
     unit = room.units[0]
     places = {0: {"weight": Destination(unit.homes.weights.groups[0])}}
@@ -34,24 +34,24 @@ def decided(room: Room) -> OffloadedUnit:
     return unit
 
 
-@pytest.mark.parametrize(("policy", "left"), [(agreed(2), "released"), (LocalFetches(), "resident")])
-def test_ranks_fetch_into_the_bytes_that_are_planned_whatever_memory_is_free(policy: FetchPolicy, left: str) -> None:
+@pytest.mark.parametrize(("policy", "left"), [(agreed(2), "released"), (LocalFetchRules(), "resident")])
+def test_ranks_fetch_into_the_bytes_that_are_planned_whatever_memory_is_free(policy: FetchRules, left: str) -> None:
     room, _ = alone(budget=4, sizes=(1, 1, 1), policy=policy)
     room.begin_pass(training=False)
     brought(room, 0, 1, 2)
     assert residencies(room)[0] == left
 
 
-@pytest.mark.parametrize(("policy", "fetches"), [(agreed(2), True), (LocalFetches(), False)])
-def test_how_far_an_update_is_on_one_rank_does_not_change_what_ranks_fetch(policy: FetchPolicy, fetches: bool) -> None:
+@pytest.mark.parametrize(("policy", "fetches"), [(agreed(2), True), (LocalFetchRules(), False)])
+def test_how_far_an_update_is_on_one_rank_does_not_change_what_ranks_fetch(policy: FetchRules, fetches: bool) -> None:
     room, _ = alone(budget=2, sizes=(1, 1), in_place=False, in_ram=(0,), policy=policy)
     decided(room)
     room.prefetch()
     assert (0 in room._fetching) == fetches
 
 
-@pytest.mark.parametrize(("policy", "left"), [(agreed(2), "released"), (LocalFetches(), "resident")])
-def test_views_that_a_script_of_one_rank_holds_keep_no_unit_of_ranks(policy: FetchPolicy, left: str) -> None:
+@pytest.mark.parametrize(("policy", "left"), [(agreed(2), "released"), (LocalFetchRules(), "resident")])
+def test_views_that_a_script_of_one_rank_holds_keep_no_unit_of_ranks(policy: FetchRules, left: str) -> None:
     room, _ = alone(budget=3, sizes=(1, 1, 1), policy=policy)
     room.begin_pass(training=False)
     brought(room, 0)
@@ -62,16 +62,16 @@ def test_views_that_a_script_of_one_rank_holds_keep_no_unit_of_ranks(policy: Fet
     assert not slot.freed
 
 
-@pytest.mark.parametrize(("policy", "left"), [(agreed(2), "released"), (LocalFetches(), "resident")])
-def test_an_update_of_other_ranks_slices_alone_voids_a_slot(policy: FetchPolicy, left: str) -> None:
+@pytest.mark.parametrize(("policy", "left"), [(agreed(2), "released"), (LocalFetchRules(), "resident")])
+def test_an_update_of_other_ranks_slices_alone_voids_a_slot(policy: FetchRules, left: str) -> None:
     room, _ = alone(budget=2, sizes=(1, 1), policy=policy)
     brought(room, 0)
     room.update_decided(room.units[0])
     assert residencies(room)[0] == left
 
 
-@pytest.mark.parametrize(("policy", "moves"), [(agreed(3), False), (LocalFetches(), True)])
-def test_ranks_move_no_unit_that_is_in_use(policy: FetchPolicy, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("policy", "moves"), [(agreed(3), False), (LocalFetchRules(), True)])
+def test_ranks_move_no_unit_that_is_in_use(policy: FetchRules, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     room, _ = alone(budget=3, sizes=(2, 2), in_place=False, policy=policy)
     room.units[0].weights.use()
     brought(room, 0)
@@ -82,8 +82,8 @@ def test_ranks_move_no_unit_that_is_in_use(policy: FetchPolicy, moves: bool, mon
     assert bool(asked) == moves
 
 
-@pytest.mark.parametrize("policy", [agreed(2), LocalFetches()])
-def test_a_unit_whose_parameters_autograd_saved_stays(policy: FetchPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", [agreed(2), LocalFetchRules()])
+def test_a_unit_whose_parameters_autograd_saved_stays(policy: FetchRules, monkeypatch: pytest.MonkeyPatch) -> None:
     room, _ = alone(budget=2, sizes=(1, 1, 1), policy=policy)
     room.begin_pass(training=False)
     brought(room, 0)
@@ -92,8 +92,8 @@ def test_a_unit_whose_parameters_autograd_saved_stays(policy: FetchPolicy, monke
     assert residencies(room) == ["resident", "released", "resident"]
 
 
-@pytest.mark.parametrize("policy", [agreed(1), LocalFetches()])
-def test_a_unit_on_its_way_makes_room_for_what_is_needed_now_only(policy: FetchPolicy) -> None:
+@pytest.mark.parametrize("policy", [agreed(1), LocalFetchRules()])
+def test_a_unit_on_its_way_makes_room_for_what_is_needed_now_only(policy: FetchRules) -> None:
     room, _ = alone(budget=1, sizes=(1, 1), policy=policy)
     room.prefetch()
     assert residencies(room) == ["fetching", "released"]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from infinity.plan import planner
-from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, Resting
-from infinity.plan.plan_input import Problem
+from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, TierSplit
+from infinity.plan.plan_input import PlanInput
 from infinity.plan.ring import Ring, rings_of
-from infinity.state.discover import HookSite
+from infinity.state.discover import HookedModule
 from infinity.tiers import resources
 from tests.sim.accelerator import Misuse, SimAccelerator
 from tests.sim.host import follow_the_host
@@ -73,7 +73,7 @@ class Simulation:
 def _leave_memory_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     device_bytes = planner.device_bytes
 
-    def with_gradients(problem: Problem, sites: Sequence[HookSite], weights: Resting) -> tuple[int, Ring, int]:
+    def with_gradients(problem: PlanInput, sites: Sequence[HookedModule], weights: TierSplit) -> tuple[int, Ring, int]:
         for ring in rings_of(problem, sites):
             more = int(ring.nbytes / WEIGHT_SHARE_OF_DEVICE)
             limits = replace(problem.limits, device=problem.limits.device + more)

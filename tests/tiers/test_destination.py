@@ -8,7 +8,7 @@ import pytest
 
 from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.destination import Destination, destination
+from infinity.tiers.destination import Destination, destination_of
 from infinity.tiers.home import Home
 from tests.tiers.fakes import Store, extent, imitate_streams, pages
 
@@ -51,7 +51,7 @@ def test_every_row_of_the_note(in_ram: bool, speculative: bool, written: bool, b
     current = memory(CURRENT) if beside and not in_ram else None
     shadow = memory(SHADOW) if in_ram and speculative else None
     copy = int(speculative) if written or not in_ram else None
-    made = destination(home(in_ram=in_ram), current or shadow, copy, speculative=speculative)
+    made = destination_of(home(in_ram=in_ram), current or shadow, copy, speculative=speculative)
     store: Any = Store()
     stream: Any = made.stream(store)
     has = None if current is None else CURRENT
@@ -71,12 +71,12 @@ def test_every_row_of_the_note(in_ram: bool, speculative: bool, written: bool, b
 
 def test_what_rests_in_ram_is_never_overwritten_on_speculation() -> None:
     with pytest.raises(AssertionError, match="would overwrite"):
-        destination(home(in_ram=True), None, None, speculative=True)
+        destination_of(home(in_ram=True), None, None, speculative=True)
 
 
 def test_a_copy_is_of_a_store() -> None:
     with pytest.raises(AssertionError, match="without a store"):
-        destination(home(in_ram=False), None, 0, speculative=False).stream(None)
+        destination_of(home(in_ram=False), None, 0, speculative=False).stream(None)
 
 
 def test_a_copy_that_is_not_the_newest_is_another_place() -> None:
@@ -88,7 +88,7 @@ def test_a_copy_that_is_not_the_newest_is_another_place() -> None:
 
 def test_a_home_that_has_moved_moves_no_more() -> None:
     state, shadow = home(in_ram=True), memory(SHADOW)
-    made = destination(state, shadow, None, speculative=True)
+    made = destination_of(state, shadow, None, speculative=True)
     state.move(shadow)
     assert not made.moves
     assert made.rests_in is shadow

@@ -13,7 +13,7 @@ from infinity.errors import DeviceError
 from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Group, ParameterSpec
-from infinity.tiers.downloads import GradientQueue, Packed
+from infinity.tiers.downloads import GradientBatch, GradientQueue
 from tests.sim.queues import EAGER, LAZY, Policy, random_policy
 from tests.tiers.rig import Rig
 
@@ -40,7 +40,7 @@ def target_of(rig: Rig, dtype: torch.dtype = torch.bfloat16) -> Lease:
 
 def begin(
     queue: GradientQueue, target: Lease, group: Group | None = None, dtype: torch.dtype = torch.bfloat16
-) -> Packed:
+) -> GradientBatch:
     return queue.begin(group or group_of(), target.view(0, PARTS * NUMEL * dtype.itemsize), dtype)
 
 

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from infinity.errors import SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.landing_window import LandingWindow, Spill, _Where
+from infinity.tiers.landing_window import LandingWindow, Spill, _SpillState
 from tests.tiers.fakes import TIMEOUT, Failure, Future, Store, Stream, extent, few, imitate_streams, pages
 
 SIZES = (1, 2, 1, 2)
@@ -145,17 +145,17 @@ class WindowMachine(RuleBasedStateMachine):
         inside = [spill for spill in self.spills if spill._lease is not None]
         assert self.space.free_bytes + sum(spill.nbytes for spill in inside) == self.nbytes
         assert {id(spill) for spill in inside} == {
-            id(spill) for spill in self._in(_Where.HERE, _Where.COMING, _Where.LEAVING)
+            id(spill) for spill in self._in(_SpillState.HERE, _SpillState.COMING, _SpillState.LEAVING)
         }
 
     @invariant()
     def the_window_knows_who_is_in_it(self) -> None:
         here, leaving = self.landing._here, self.landing._leaving
-        assert {id(spill) for spill in here} == {id(spill) for spill in self._in(_Where.HERE, _Where.COMING)}
-        assert {id(spill) for spill in leaving} == {id(spill) for spill in self._in(_Where.LEAVING)}
+        assert {id(spill) for spill in here} == {id(spill) for spill in self._in(_SpillState.HERE, _SpillState.COMING)}
+        assert {id(spill) for spill in leaving} == {id(spill) for spill in self._in(_SpillState.LEAVING)}
         assert (len(set(here)), len(set(leaving))) == (len(here), len(leaving))
 
-    def _in(self, *places: _Where) -> list[Spill]:
+    def _in(self, *places: _SpillState) -> list[Spill]:
         return [spill for spill in self.spills if spill._where in places]
 
     def teardown(self) -> None:
@@ -179,7 +179,7 @@ def window(count: int, *sizes: int) -> tuple[LandingWindow, Store, list[Spill]]:
 def test_what_is_in_use_leaves_once_the_last_of_it_has_landed() -> None:
     landing, store, _ = window(2)
     landings = [Future(), Future()]
-    down: Any = SimpleNamespace(on_their_way=lambda: landings)
+    down: Any = SimpleNamespace(landing_futures=lambda: landings)
     spill = Spill(extent("0", "grad", count=2, copies=1), landing, down)
     spill.bring()[:] = b"\1" * (2 * PAGE_BYTES)
     spill.use(PAGE_BYTES)
@@ -195,7 +195,11 @@ def test_writes_that_were_begun_first_are_waited_for_first() -> None:
         spill.bring()
         spill.leave()
     third.bring()
-    assert [spill._where for spill in (first, second, third)] == [_Where.AWAY, _Where.LEAVING, _Where.HERE]
+    assert [spill._where for spill in (first, second, third)] == [
+        _SpillState.AWAY,
+        _SpillState.LEAVING,
+        _SpillState.HERE,
+    ]
     assert len(store.under_way) == 1
 
 
@@ -203,7 +207,7 @@ def test_what_others_brought_first_leaves_first() -> None:
     _, _, (first, second, third) = window(2, 1, 1, 1)
     for spill in (second, first, third):
         spill.bring()
-    assert [spill._where for spill in (first, second, third)] == [_Where.HERE, _Where.AWAY, _Where.HERE]
+    assert [spill._where for spill in (first, second, third)] == [_SpillState.HERE, _SpillState.AWAY, _SpillState.HERE]
 
 
 @pytest.mark.parametrize("coming", [False, True])

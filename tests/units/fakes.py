@@ -106,7 +106,7 @@ class Gradients:
             index: SimpleNamespace(
                 dtype=torch.float32,
                 stream=lambda index=index: f"gradients of {unit.name}.{index}",
-                on_their_way=lambda: [],
+                landing_futures=lambda: [],
             )
             for index in range(len(unit.groups))
         }

@@ -11,8 +11,8 @@ from infinity.base.timeline import Timeline
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import Written
 from infinity.tiers.home import WeightsHome
-from infinity.units.fetch_rules import FetchPolicy, LocalFetches
-from infinity.units.fetcher import Room
+from infinity.units.fetch_rules import FetchRules, LocalFetchRules
+from infinity.units.fetcher import Fetcher
 from infinity.units.unit import OffloadedUnit
 from tests.tiers.fakes import pages
 from tests.units.fakes import (
@@ -98,8 +98,8 @@ def alone(
     *,
     in_place: bool = True,
     in_ram: Sequence[int] = (),
-    policy: FetchPolicy | None = None,
-) -> tuple[Room, Pool]:
+    policy: FetchRules | None = None,
+) -> tuple[Fetcher, Pool]:
     """Return a room of units whose homes are in the store, or in RAM. Args: policy: None: that of one process."""
     below, pool = resources(slot_pages=budget, in_place=in_place), Pool(budget, at_home=in_place)
     shadows = no_shadows(below.pipeline)
@@ -107,13 +107,13 @@ def alone(
     space = pages(sum(sizes))
     units = [offloaded(unit, homes_of(unit, space if unit.index in in_ram else None), shadows) for unit in made]
     updates: Any = NoUpdates(units)
-    return Room(units, below, updates, Timeline(), pool, policy or LocalFetches()), pool
+    return Fetcher(units, below, updates, Timeline(), pool, policy or LocalFetchRules()), pool
 
 
-def brought(room: Room, *indices: int) -> None:
+def brought(room: Fetcher, *indices: int) -> None:
     for index in indices:
         room.bring(room.units[index])
 
 
-def residencies(room: Room) -> list[str]:
+def residencies(room: Fetcher) -> list[str]:
     return [unit.weights.residency.value for unit in room.units]

@@ -14,7 +14,7 @@ import infinity
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.tiers.destination import Destination
-from infinity.units.fetcher import Room
+from infinity.units.fetcher import Fetcher
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate
 from infinity.units.weights import Residency
@@ -206,7 +206,7 @@ def test_who_needs_room_waits_for_updates_that_read_slots() -> None:
     assert residencies(room) == ["released", "resident"]
 
 
-def decided(room: Room, index: int = 0) -> OffloadedUnit:
+def decided(room: Fetcher, index: int = 0) -> OffloadedUnit:
     """A unit whose update was decided."""
     unit = room.units[index]
     update = UnitUpdate(

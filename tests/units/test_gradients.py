@@ -268,13 +268,13 @@ def test_a_gradient_takes_the_place_of_another_once_that_has_landed(rig: Rig, dr
 
 def test_what_reads_the_gradients_is_told_what_to_wait_for(rig: Rig) -> None:
     group = queued(rig, home=2)
-    assert group.on_their_way() == []
+    assert group.landing_futures() == []
     group.land(SPECS[0], gradient(1.0), accumulate=False)
-    (future,) = group.on_their_way()
-    assert group.on_their_way() == [future]
+    (future,) = group.landing_futures()
+    assert group.landing_futures() == [future]
     group.settle()
     assert future.done()
-    assert group.on_their_way() == []
+    assert group.landing_futures() == []
 
 
 def test_a_gradient_that_is_dropped_gives_the_ring_back(rig: Rig) -> None:

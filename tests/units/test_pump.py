@@ -14,7 +14,7 @@ from infinity.base.timeline import Timeline
 from infinity.errors import InfinityError, SwapIOError
 from infinity.ranks.world import Alone
 from infinity.units.health import Health
-from infinity.units.pump import Progress
+from infinity.units.pump import Pump
 from tests.tiers.fakes import Generations, few
 
 
@@ -39,7 +39,7 @@ class Model:
         below: Any = SimpleNamespace(generations=self.generations)
         updates: Any = self
         commits: Any = self
-        self.progress = Progress(below, updates, commits, self.health, Timeline())
+        self.progress = Pump(below, updates, commits, self.health, Timeline())
 
     def _log(self, what: str) -> None:
         self.log.append(what)
@@ -75,7 +75,7 @@ class Model:
     def due(self, step: int) -> bool:
         return self.generations is not None and step % 2 == 0
 
-    def pass_by(self) -> None:
+    def skip_commit(self) -> None:
         assert not self.under_way
 
     def begin(self, step: int) -> None:
@@ -85,7 +85,7 @@ class Model:
     def freeze(self) -> None:
         self.frozen = self.under_way
 
-    def write_rest(self) -> None:
+    def write_remaining(self) -> None:
         assert not self.running, "what is not written yet would be synced"
         self._log("write rest")
         self.written_once = True
@@ -218,7 +218,7 @@ def test_speculation_is_dropped_and_counted() -> None:
     assert model.speculative == []
 
 
-ACTS: dict[str, Callable[[Progress], object]] = {
+ACTS: dict[str, Callable[[Pump], object]] = {
     "begin 2": lambda progress: progress.begin_commit(2),
     "write rest": lambda progress: progress.begin_commit(2),
     "step begins": lambda progress: progress.make_way(),

@@ -7,20 +7,20 @@ import logging
 import pytest
 
 from infinity.plan.placement import Overlap
-from infinity.units.speculation_choice import Counts, Speculation, Timed
+from infinity.units.speculation_choice import Counts, SpeculationChoice, TimedChoice
 
 NONE: set[int] = set()
 
 
-def step(speculation: Speculation, *, wrong: bool, clipped: bool = False) -> None:
+def step(speculation: SpeculationChoice, *, wrong: bool, clipped: bool = False) -> None:
     speculation.step_decided({0} - ({0} if wrong else NONE), {0} if wrong else NONE, {0, 1}, clipped=clipped)
 
 
 def test_the_mode_decides_and_what_was_seen_only_with_auto() -> None:
     expected = {"auto": (True, False), "during_backward": (True, True)}
     expected |= {"before_forward": (False, False), "off": (False, False)}
-    modes: list[Speculation] = [Speculation("auto"), Speculation("during_backward")]
-    modes += [Speculation("before_forward"), Speculation("off")]
+    modes: list[SpeculationChoice] = [SpeculationChoice("auto"), SpeculationChoice("during_backward")]
+    modes += [SpeculationChoice("before_forward"), SpeculationChoice("off")]
     for speculation in modes:
         before = speculation.worth_it
         for _ in range(9):
@@ -29,7 +29,7 @@ def test_the_mode_decides_and_what_was_seen_only_with_auto() -> None:
 
 
 def test_one_wrong_step_is_borne_and_two_are_not() -> None:
-    speculation = Speculation("auto")
+    speculation = SpeculationChoice("auto")
     step(speculation, wrong=True)
     assert speculation.worth_it
     step(speculation, wrong=True)
@@ -37,7 +37,7 @@ def test_one_wrong_step_is_borne_and_two_are_not() -> None:
 
 
 def test_it_is_tried_again_when_it_would_have_been_right() -> None:
-    speculation = Speculation("auto")
+    speculation = SpeculationChoice("auto")
     for _ in range(99):
         speculation.dropped(1)
     seen = []
@@ -48,7 +48,7 @@ def test_it_is_tried_again_when_it_would_have_been_right() -> None:
 
 
 def test_a_clip_would_have_made_it_wrong_though_nothing_was_begun() -> None:
-    speculation = Speculation("auto")
+    speculation = SpeculationChoice("auto")
     for _ in range(2):
         speculation.step_decided(NONE, NONE, {0}, clipped=True)
     assert not speculation.worth_it
@@ -56,7 +56,7 @@ def test_a_clip_would_have_made_it_wrong_though_nothing_was_begun() -> None:
 
 
 def test_nothing_that_was_dropped_teaches_nothing() -> None:
-    speculation = Speculation("auto")
+    speculation = SpeculationChoice("auto")
     for _ in range(9):
         speculation.dropped(0)
     assert speculation.worth_it
@@ -64,7 +64,7 @@ def test_nothing_that_was_dropped_teaches_nothing() -> None:
 
 
 def test_every_update_is_counted_once() -> None:
-    speculation = Speculation("during_backward")
+    speculation = SpeculationChoice("during_backward")
     speculation.step_decided({0, 1}, {2}, {0, 1, 2, 3}, clipped=False)
     assert speculation.counts == Counts(early=2, undone=1, late=2)
     speculation.dropped(3)
@@ -72,13 +72,13 @@ def test_every_update_is_counted_once() -> None:
 
 
 def test_clips_are_counted_where_updates_might_have_speculated() -> None:
-    for speculation in (Speculation("before_forward"), Speculation("off")):
+    for speculation in (SpeculationChoice("before_forward"), SpeculationChoice("off")):
         step(speculation, wrong=False, clipped=True)
         assert speculation.counts.clipped == 0
 
 
 def test_each_cause_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    speculation = Speculation("auto")
+    speculation = SpeculationChoice("auto")
     with caplog.at_level(logging.WARNING, logger="infinity"):
         step(speculation, wrong=True)
         step(speculation, wrong=True)
@@ -96,7 +96,7 @@ class Machine:
 
     def __init__(self, during: float, before: float) -> None:
         self._seconds, self._now = {True: during, False: before}, 0.0
-        self.timed = Timed(lambda: self._now)
+        self.timed = TimedChoice(lambda: self._now)
 
     def steps(self, count: int) -> list[bool]:
         ways = []
@@ -133,4 +133,4 @@ def test_no_step_is_timed_where_the_config_decides(mode: Overlap) -> None:
     def clock() -> float:
         raise AssertionError
 
-    step(Speculation(mode, Timed(clock)), wrong=False)
+    step(SpeculationChoice(mode, TimedChoice(clock)), wrong=False)

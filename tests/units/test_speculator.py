@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import SwapIOError
-from infinity.units.speculation_choice import Counts, Speculation
+from infinity.units.speculation_choice import Counts, SpeculationChoice
 from infinity.units.speculator import Speculator
 from infinity.units.update import UnitUpdate
 from tests.units.fakes import unit_of, wanted
@@ -27,7 +27,7 @@ class Model:
         self.expected: Any = wanted(UNIT)
         self.mine: Any = lambda of_whole: of_whole
         self.failure: BaseException | None = None
-        self.speculation = Speculation("during_backward")
+        self.speculation = SpeculationChoice("during_backward")
         self.accumulation_steps = None
         self.expected_scale = 1.0
         self.speculative: list[Any] = []
@@ -95,7 +95,7 @@ def test_an_update_begins_when_nothing_it_writes_is_named_by_a_commit_that_is_no
     "but",
     [
         {"last": False},
-        {"speculation": Speculation("before_forward")},
+        {"speculation": SpeculationChoice("before_forward")},
         {"under_way": True},
         {"finite": False},
         {"optimizer": None},
@@ -140,7 +140,7 @@ def test_before_the_last_backward_states_are_read_that_no_speculative_update_nee
     model.fits = False
     assert model.begin_backward() == ["retire_early", "reclaim_shadows", ("read ahead", [2, 1], 3)]
     model = Model()
-    model.speculator._speculation = Speculation("before_forward")
+    model.speculator._speculation = SpeculationChoice("before_forward")
     assert model.begin_backward() == ["lend", ("read ahead", [2, 1], 3)]
 
 

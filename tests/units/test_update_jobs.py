@@ -13,7 +13,7 @@ from infinity.base.timeline import JobTag
 from infinity.errors import DeviceError
 from infinity.sizes import PAGE_BYTES
 from infinity.state.unit import Unit
-from infinity.tiers.destination import destination
+from infinity.tiers.destination import destination_of
 from infinity.tiers.home import UnitHomes
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate, UpdateTransfer
@@ -39,7 +39,7 @@ def update(
     requests = {index: replace(each, **request) for index, each in wanted(unit.unit).items()}
     destinations = {
         index: {
-            state: destination(
+            state: destination_of(
                 home,
                 current if state == "weight" else None,
                 None if home.in_memory else int(speculative),
@@ -103,7 +103,7 @@ def test_what_is_lost_on_its_way_from_a_device_is_named(lost: str, state: str) -
     landing, copied, future = Future(), Future(), UpdateFuture()
     one = unit(homes_of(UNIT, pages(4)))
     gradients: Any = one.gradients.groups
-    gradients[0].on_their_way = lambda: [landing]
+    gradients[0].landing_futures = lambda: [landing]
     below: Any = resources()
     below.pipeline.submit = lambda **_: future
     transfer = submit(one, update(one, copy=SimpleNamespace(landed=copied)), below=below)
@@ -119,7 +119,7 @@ def test_each_group_waits_for_the_gradients_of_all_and_for_a_copy_of_the_weights
     one = unit(of=unit_of(0, (1, 1)))
     gradients: Any = one.gradients.groups
     for index, group in gradients.items():
-        group.on_their_way = lambda index=index: [f"landing {index}"]
+        group.landing_futures = lambda index=index: [f"landing {index}"]
     made = update(one, copy=SimpleNamespace(landed="the copy"))
     for index in gradients:
         transfer = submit(one, made, index)

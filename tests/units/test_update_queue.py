@@ -21,7 +21,7 @@ from infinity.tiers.slots import HostSlot
 from infinity.units.shadows import Shadows
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitRequest, UnitUpdate
-from infinity.units.update_queue import Updates
+from infinity.units.update_queue import UpdateQueue
 from tests.tiers.fakes import CANCELED, Failure, UpdateFuture, few, imitate_streams, pages
 from tests.units.fakes import Fetch, homes_of, offloaded, resources, unit_of, wanted
 
@@ -44,7 +44,7 @@ class UpdatesMachine(RuleBasedStateMachine):
         self.space = space = pages(2 * len(IN_RAM) + 4 * len(STATES_IN_RAM) + SHADOW_PAGES)
         self.shadows = Shadows(space, self.pipeline, SHADOW_PAGES * PAGE_BYTES, [2 * PAGE_BYTES])
         self.units = [self._unit(index, space) for index in range(COUNT)]
-        self.updates = Updates(self.below, self.shadows)
+        self.updates = UpdateQueue(self.below, self.shadows)
         self.begun: list[int] = []  # units, as their updates began
         self.committed = False
         for index in (0, 1):  # others were not fetched

@@ -51,7 +51,7 @@ def _busy() -> str:
     )
 
 
-def machine_here(
+def local_machine(
     paths: Sequence[Path],
     device: torch.device,
     *,

@@ -14,7 +14,7 @@ from infinity.base.accelerator import resolve
 from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.options import options_of, require_alone
-from infinity.cli.planning.local_rates import machine_here
+from infinity.cli.planning.local_rates import local_machine
 from infinity.cli.planning.machines import MACHINES, SYSTEM_BYTES
 from infinity.cli.planning.model import Batch, adapt, build, widths
 from infinity.cli.planning.options import PlanOptions
@@ -101,7 +101,7 @@ def _scenario(options: PlanOptions, model: Any, device: torch.device, dtype: tor
         ranks = options.ranks or 1
         width, inner = widths(model)
         disks = disks_of(config, ranks)
-        machine = machine_here(
+        machine = local_machine(
             config.nvme.paths,
             device,
             dtype=dtype,

@@ -64,7 +64,7 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
         ConfigError, ModelError: there is no such model, or it cannot be planned for.
     """
     from infinity.checkpoint.load import load_config_of
-    from infinity.checkpoint.quantized_files import codec_said, without_quantization
+    from infinity.checkpoint.quantized_files import codec_text, without_quantization
 
     said = None
     if name in PRESETS:
@@ -75,7 +75,7 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
         _require_place(name)
         found = {} if revision is None else {"revision": revision}
         given = load_config_of(name, trust_remote_code=trust_remote_code, **found)
-        said, config = codec_said(name, given), without_quantization(given)
+        said, config = codec_text(name, given), without_quantization(given)
     model = on_meta(name, config, dtype, trust_remote_code=trust_remote_code)
     if said is not None:
         _rest_encoded(model, *said)

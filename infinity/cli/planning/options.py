@@ -15,7 +15,7 @@ _MODEL = "directory of a Hugging Face checkpoint (its config.json is enough), a 
 
 
 @dataclass(frozen=True)
-class What:
+class PlannedModel:
     """The model and the swap config to plan for."""
 
     model: str = argument(_MODEL + ", ".join(PRESETS), types.name, required=True)
@@ -31,7 +31,7 @@ class What:
 
 
 @dataclass(frozen=True)
-class Where:
+class PlannedMachine:
     """The machine; by default this one."""
 
     machine: str | None = argument("another one, with rates from data sheets", types.word, choices=MACHINES)
@@ -57,5 +57,5 @@ class Training:
 
 
 @dataclass(frozen=True)
-class PlanOptions(Training, Where, What):
+class PlanOptions(Training, PlannedMachine, PlannedModel):
     """All options of `infinity plan`."""

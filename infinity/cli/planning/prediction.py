@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from infinity.cli.planning.rates import ADAM_BYTES, Machine
-from infinity.plan.link_traffic import Moved
+from infinity.plan.link_traffic import LinkBytes
 from infinity.plan.plan import Plan
 
 OVERLAPPED = 1.08
@@ -55,7 +55,7 @@ class Prediction:
     seconds: float
     busy: Mapping[str, float]
     compute_s: float
-    moved: Moved
+    moved: LinkBytes
 
     @property
     def bound(self) -> str:
@@ -104,7 +104,7 @@ class _Share:
         of_mix = mixed / machine.disk_read + mixed / machine.disk_write
         return self._ranks * (by_turns + (1 / machine.disk_mixed - 1) * of_mix)
 
-    def passes(self, moved: Moved, work: Work) -> dict[str, float]:
+    def passes(self, moved: LinkBytes, work: Work) -> dict[str, float]:
         """Return the seconds of each resource for forward and backward."""
         machine, cores = self._machine, self._of_cores
         # Each of the micro-batches that pass a layer together has its own gradients, unless they are added up before.
@@ -127,7 +127,7 @@ class _Share:
             busy["between"] = (moved.gathered + landings * moved.exchanged) / machine.between
         return busy
 
-    def updates(self, moved: Moved) -> dict[str, float]:
+    def updates(self, moved: LinkBytes) -> dict[str, float]:
         machine, numel = self._machine, self._plan.layout.trainable_numel
         moments = self._plan.placement.form.moments
         adam = self._of_cores(numel / machine.adam.get(moments, machine.adam["fp32"]))

@@ -21,7 +21,7 @@ from infinity.echo import quoted
 from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
 from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import ALONE, Peers
+from infinity.plan.plan_input import NO_PEERS, Peers
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import Discovery, discover
@@ -148,7 +148,7 @@ class Scenario:
             )
 
     def _plan(self, config: SwapConfig, found: Discovery) -> Plan:
-        peers = ALONE
+        peers = NO_PEERS
         if self.ranks > 1:
             near = Cut(1, 0) if config.ranks.gather == "none" else None
             peers = Peers(Cut(self.ranks, 0), self.ranks, near=near)

@@ -15,7 +15,7 @@ from infinity.cli.planning.rates import Machine
 from infinity.config import load_config
 from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
-from infinity.plan.plan_input import ALONE, Peers
+from infinity.plan.plan_input import NO_PEERS, Peers
 from infinity.plan.planner import make_plan
 from infinity.state.discover import discover
 from infinity.state.shard import Cut
@@ -36,7 +36,7 @@ def planned(device: str = "cpu", ranks: int = 1, **config: Any) -> Plan:
         "weights": "nvme", "optimizer": "nvme", "commit_every": 0, "nvme": {"paths": ["/not/there"]},
         "memory": {"device": "16MiB", "host": "1GiB"},
     } | config  # fmt: skip
-    peers = ALONE if ranks == 1 else Peers(Cut(ranks, 0), ranks)
+    peers = NO_PEERS if ranks == 1 else Peers(Cut(ranks, 0), ranks)
     terms = Terms(load_config(given), torch.device(device))
     return make_plan(discover(blocks).units, terms, can_recompute=False, peers=peers, disks=Disks(1 << 40))
 
