@@ -112,7 +112,7 @@ def plan_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Plan
     peers = Peers(
         Cut(count, 0),  # rank 0 never has less than another rank
         min(count, ON_MACHINE),
-        together=count > 1,
+        sharded=count > 1,
         near=Cut(near, 0) if near < count else None,
     )
     return make_plan(units, Terms(config, torch.device("cuda"), accumulation_steps=1), can_recompute=True, peers=peers)

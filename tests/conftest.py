@@ -179,7 +179,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the current weights of an offloaded model, by first name."""
     coordinator, result = registry.coordinator_of(model), {}
     for record in coordinator.units:
-        with coordinator.taking([record.unit.index]):
+        with coordinator.taking([record.full.index]):
             result |= {name: parameter.detach().clone() for name, parameter in record.parameters.items()}
     return result
 
@@ -230,14 +230,14 @@ def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
 
 def _bytes_of_slots(coordinator: Coordinator) -> int:
     """Return the slot bytes of fetched units, and of slots that are freed when memory is needed."""
-    slots = coordinator.room._slots
+    slots = coordinator.fetcher._slots
     fetched = [
-        record.unit.weight_bytes
+        record.full.weight_bytes
         for record in coordinator.units
         if slots.counts(record.homes.weights) and record.weights.residency is not Residency.RELEASED
     ]
     on_device = coordinator.resources.device is not None
-    viewed = [slot for slot in coordinator.room._viewed if on_device or slot.lease is not None]
+    viewed = [slot for slot in coordinator.fetcher._viewed if on_device or slot.lease is not None]
     assert not any(slot.outstanding() for slot in viewed)
     return sum(round_up(nbytes, PAGE_BYTES) for nbytes in [*fetched, *(slot.tensor.numel() for slot in viewed)])
 
@@ -248,22 +248,22 @@ def require_no_leaks(model: torch.nn.Module) -> None:
     Expected are homes, gradients that wait in RAM, staging, and the slots of fetched units.
     """
     coordinator = registry.coordinator_of(model)
-    coordinator.fence()
+    coordinator.finish_updates()
     gc.collect()  # objects kept by a raised exception may be in reference cycles with views of slots
-    assert not coordinator.updates.speculative
-    assert not coordinator.updates.decided
+    assert not coordinator.update_queue.speculative
+    assert not coordinator.update_queue.decided
     resources, plan = coordinator.resources, coordinator.resources.plan
     if resources.device is None:
         slots = plan.budgets.slot_bytes if plan.placement.weights.tier == "nvme" or plan.budgets.decodes else 0
         assert resources.arena.free_bytes + _bytes_of_slots(coordinator) == round_up(slots, PAGE_BYTES)
         if resources.decoding is not None:
-            coordinator.room.finish_fetches()
-            landing = resources.decoding.landing
-            assert not any(not fetch.give_landing_back() for fetch in coordinator.room._slots._landed)
+            coordinator.fetcher.finish_fetches()
+            landing = resources.decoding.encoded_space
+            assert not any(not fetch.give_landing_back() for fetch in coordinator.fetcher._slots._landed)
             assert landing.free_bytes == landing.nbytes
     else:
         assert resources.device.ring.free_bytes == resources.device.ring.nbytes
-        coordinator.room.finish_fetches()
+        coordinator.fetcher.finish_fetches()
         assert resources.device.decoding.free_bytes == resources.device.decoding.nbytes
         slabs = resources.device.slots, resources.device.staying
         free, nbytes = sum(slab.free_bytes for slab in slabs), sum(slab.nbytes for slab in slabs)
@@ -272,13 +272,13 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         assert copies.free_bytes == copies.nbytes
         landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)  # freed when memory is needed
         assert bounce.free_bytes + landed == bounce.nbytes
-    lent = coordinator.updates.shadows.lent_bytes
+    lent = coordinator.update_queue.shadows.lent_bytes
     assert resources.resting.free_bytes + lent == plan.budgets.shadow_bytes
-    assert coordinator.updates.shadows.free_bytes + lent == plan.budgets.shadow_bytes
-    if resources.landing is not None:
-        assert resources.landing.space.free_bytes == resources.landing.space.nbytes
+    assert coordinator.update_queue.shadows.free_bytes + lent == plan.budgets.shadow_bytes
+    if resources.landing_window is not None:
+        assert resources.landing_window.space.free_bytes == resources.landing_window.space.nbytes
     for home in resources.homes():
         if resources.generations is not None:
             spare = resources.spare_copy(home.stored())
-            assert spare != home.stored().copy
+            assert spare != home.stored().newest_copy
             assert spare not in resources.generations._named(home.stored())

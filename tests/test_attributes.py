@@ -106,10 +106,10 @@ PARTS = (
     "commits",
     "masters",
     "passes",
-    "updates",
-    "speculation",
-    "room",
-    "progress",
+    "update_queue",
+    "speculation_choice",
+    "fetcher",
+    "pump",
     "gradients",
     "shards",
 )
@@ -117,7 +117,7 @@ PARTS = (
 
 
 _PARTS_OF_UNIT = ("homes", "views", "weights", "gradients", "update")
-"""What a unit asks; its description (`unit.unit`, `unit.local`, `unit.shard`) is a value, which anybody may read."""
+"""What a unit asks; its description (`unit.full`, `unit.local`, `unit.shard`) is a value, which anybody may read."""
 
 
 def test_use_cases_hooks_and_optimizers_reach_nothing_beneath_the_coordinator() -> None:

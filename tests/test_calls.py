@@ -64,9 +64,9 @@ ACTS = {
     "plan: update_order.<locals>.<lambda>",
 }
 LEGS = {
-    "a weight arrives": ("Coordinator.acquire", "Coordinator.hold"),
+    "a weight arrives": ("Coordinator.begin_use", "Coordinator.begin_units_backward"),
     "a weight leaves": ("Fetcher._evict",),
-    "a gradient lands": ("Coordinator.arrive",),
+    "a gradient lands": ("Coordinator.land_gradient",),
     "an update begins": ("Coordinator._completed", "Coordinator.update"),
     "an update is finished": ("Pump.finish_updates",),
     "a step is committed": ("Pump.begin_commit", "Pump._advance_commit", "Coordinator._freeze_commit"),

@@ -78,7 +78,7 @@ def test_only_sharded_asks_whether_there_are_other_ranks() -> None:
     )
     number = r"(\b_?(ranks|count)|world\.size|rank_and_world\(\)\[1\])"
     compared = r"\s*(==|!=|<=|>=|<|>)\s*"
-    counts = re.compile(rf"\b(peers|self)\.together\b|{number}{compared}1\b|\b1{compared}\S*{number}")
+    counts = re.compile(rf"\b(peers|self)\.sharded\b|{number}{compared}1\b|\b1{compared}\S*{number}")
     rooms = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] not in ("sharded", "ranks", "cli")]
     assert [path.name for path in rooms if asks.search(path.read_text())] == []
     found = [

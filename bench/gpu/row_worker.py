@@ -127,7 +127,7 @@ def _infinity(job: Job, device: torch.device) -> Rows:
     model = infinity.offload(model, job.options["config"], device=device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optim = infinity.AdamW(trained, lr=work.lr, betas=work.betas, eps=work.eps, weight_decay=work.weight_decay)
-    speculation = registry.coordinator_of(model).speculation
+    speculation = registry.coordinator_of(model).speculation_choice
     planned, now = speculation.mode, dict[str, Any]()
 
     def begin(row: dict[str, Any]) -> None:

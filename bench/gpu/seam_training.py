@@ -184,7 +184,7 @@ def _exact_weights(
         early = infinity.statistics(model).updates.early
         coordinator, found = registry.coordinator_of(model), {}
         for unit in coordinator.units:
-            with coordinator.taking([unit.unit.index]):
+            with coordinator.taking([unit.full.index]):
                 found |= {name: parameter.detach().cpu().clone() for name, parameter in unit.parameters.items()}
         infinity.close(model)
     return found, early

@@ -135,18 +135,18 @@ class Rooms:
         gradients = [UnitGradients(unit, groups_of(unit, self.resources)) for unit in units]
         self.units = [self._unit(unit, of_unit) for unit, of_unit in zip(units, gradients, strict=True)]
         self.passes = Passes([each.arrivals for each in gradients])
-        self.updates = UpdateQueue(self.resources, self.shadows)
-        self.speculation = SpeculationChoice(plan.placement.updates.overlap)
+        self.update_queue = UpdateQueue(self.resources, self.shadows)
+        self.speculation_choice = SpeculationChoice(plan.placement.updates.overlap)
         commits: Any = Commits()
         shards = [plan.peers.cut.of(unit) for unit in units]
         timeline: Any = self.timeline
-        self.progress = Pump(self.resources, self.updates, commits, self.health, timeline)
+        self.pump = Pump(self.resources, self.update_queue, commits, self.health, timeline)
         self.speculator = Speculator(
-            self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards
+            self.speculation_choice, self.update_queue, self.passes, commits, self.pump, self.units, shards
         )
-        self.gradients = LocalGradients(gradients, self.resources.landing, self.speculator.before_landing)
-        self.room = Fetcher(
-            self.units, self.resources, self.updates, timeline, open_slots(self.resources), LocalFetchRules()
+        self.gradients = LocalGradients(gradients, self.resources.landing_window, self.speculator.before_landing)
+        self.fetcher = Fetcher(
+            self.units, self.resources, self.update_queue, timeline, open_slots(self.resources), LocalFetchRules()
         )
 
     def _unit(self, unit: Unit, gradients: UnitGradients) -> OffloadedUnit:

@@ -81,8 +81,8 @@ class Training:
         self._in_step = 0.0
         self._gradient = torch.empty(0, dtype=getattr(torch, task.work.dtype))
         self._queued: deque[Future] = deque()
-        self._order = [unit for unit in self.rooms.units if not unit.unit.stays]
-        self._staying = [unit for unit in self.rooms.units if unit.unit.stays]
+        self._order = [unit for unit in self.rooms.units if not unit.full.stays]
+        self._staying = [unit for unit in self.rooms.units if unit.full.stays]
         if machine.busy_cores:
             endless = Activity(1e15, machine.busy_cores, {"cores": 1.0}, weight=machine.busy_cores)
             self.rooms.fluid.start(endless, lambda: None)
@@ -107,22 +107,22 @@ class Training:
 
     def _forward(self) -> None:
         rooms = self.rooms
-        rooms.progress.carry_on()
-        rooms.room.begin_pass(training=True)
+        rooms.pump.advance()
+        rooms.fetcher.begin_pass(training=True)
         for unit in self._staying:
             self._acquire(unit)
         for unit in self._order:
             self._acquire(unit)
             for _ in range(self._micro_batches):
                 self._compute(self._task.forward[unit.index])
-            rooms.room.unuse(unit)
+            rooms.fetcher.unuse(unit)
         for unit in self._staying:
-            rooms.room.unuse(unit)
+            rooms.fetcher.unuse(unit)
 
     def _acquire(self, unit: OffloadedUnit) -> None:
         unit.weights.use()
-        self.rooms.progress.carry_on()
-        self.rooms.room.bring(unit)
+        self.rooms.pump.advance()
+        self.rooms.fetcher.fetch(unit)
 
     def _backward(self) -> None:
         rooms = self.rooms
@@ -135,23 +135,23 @@ class Training:
                     self._begin_backward()
                 self._land(unit, passed)
         rooms.passes.end()
-        rooms.room.hold(())
+        rooms.fetcher.hold(())
         rooms.gradients.send()
         rooms.gradients.backward_begins((), ())
 
     def _hold(self, unit: OffloadedUnit) -> None:
         rooms = self.rooms
-        rooms.progress.carry_on()
-        rooms.room.hold([unit.index])
+        rooms.pump.advance()
+        rooms.fetcher.hold([unit.index])
         rooms.gradients.backward_begins([unit.index], [each.index for each in self._staying])
-        rooms.progress.carry_on()
-        rooms.room.bring(unit)
+        rooms.pump.advance()
+        rooms.fetcher.fetch(unit)
 
     def _begin_backward(self) -> None:
         rooms = self.rooms
         rooms.passes.begin()
-        rooms.progress.carry_on()
-        rooms.speculator.backward_begins(rooms.room.order, self._optimizer, self._steps + 1)
+        rooms.pump.advance()
+        rooms.speculator.backward_begins(rooms.fetcher.order, self._optimizer, self._steps + 1)
 
     def _compute(self, flops: float) -> None:
         """Compute `flops`. On the CPU the work is done on return; on a GPU it is queued."""
@@ -172,17 +172,17 @@ class Training:
         future.wait()
 
     def _land(self, unit: OffloadedUnit, passed: int) -> None:
-        """Simulate Coordinator.arrive, parameter by parameter. Args: passed: micro-batches before this one."""
+        """Simulate Coordinator.land_gradient, parameter by parameter. Args: passed: micro-batches before this one."""
         complete, more = False, passed + 1 < self._micro_batches
         unit.apply_update()
         for index, group in unit.gradients.groups.items():
-            for spec in unit.unit.groups[index].specs:
+            for spec in unit.full.groups[index].specs:
                 with self.rooms.timeline.stall("gradient"):
                     group.land(spec, self._gradient, accumulate=passed > 0, more=more)
                 complete = not more and unit.gradients.arrivals.came(spec.name)
         if complete:
             unit.gradients.send()
-            self.rooms.speculator.complete(unit, self._optimizer, self._steps + 1)
+            self.rooms.speculator.gradients_complete(unit, self._optimizer, self._steps + 1)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -192,24 +192,24 @@ class Training:
         with rooms.timeline.stall("gradient"):
             rooms.resources.idle.begins()
             rooms.gradients.synchronize()
-        rooms.progress.finish_updates()
-        rooms.progress.make_way()
-        rooms.room.hold(())
-        rooms.room.finish_fetches()
+        rooms.pump.finish_updates()
+        rooms.pump.make_way()
+        rooms.fetcher.hold(())
+        rooms.fetcher.finish_fetches()
         rooms.resources.synchronize_uploads()
         requests = self._optimizer.requests(self._scale)
         wrong = rooms.speculator.wrong(requests)
-        rooms.room.end_iteration()
-        begun = rooms.updates.decide(requests, rooms.room.order(), self._steps + 1, committed=False)
+        rooms.fetcher.end_iteration()
+        begun = rooms.update_queue.decide(requests, rooms.fetcher.order(), self._steps + 1, committed=False)
         rooms.speculator.step_decided(begun, wrong, requests, self._optimizer)
         for unit in begun:
-            rooms.room.update_decided(unit)
+            rooms.fetcher.update_decided(unit)
         rooms.passes.step_ended()
-        rooms.room.begin_pass(training=True)
+        rooms.fetcher.begin_pass(training=True)
         self._steps += 1
-        if rooms.speculation.mode == "off":
-            rooms.progress.finish_updates()
-        rooms.room.prefetch()
+        if rooms.speculation_choice.mode == "off":
+            rooms.pump.finish_updates()
+        rooms.fetcher.prefetch()
         rooms.resources.idle.ends()
 
     def _zero_grad(self) -> None:

@@ -67,7 +67,7 @@ def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torc
         raise AssertionError(f"the run keeps no {moment}")
     values = torch.empty(place.group.numel, dtype=torch.float32)
     with coordinator.locked():
-        coordinator.fence()
+        coordinator.finish_updates()
         encoded = coordinator.read_part(home, 0, home.nbytes)
     is_signed = moment == "exp_avg"
     _native.decode_moments(encoded.numpy(), place.group.moments, is_signed=is_signed, values=values.numpy())

@@ -160,7 +160,7 @@ def _require_memory(coordinator: Coordinator, wanted: Named, nbytes: int) -> Non
     """
     device = coordinator.torch_device
     for index, names in wanted.items():
-        unit = coordinator.units[index].unit
+        unit = coordinator.units[index].full
         nbytes += sum(spec.numel * group.dtype.itemsize for group, spec in map(unit.find, names))
     free = available_device_bytes(device)
     if nbytes > free:
@@ -241,7 +241,7 @@ def _changed(unit: OffloadedUnit, names: Sequence[str]) -> list[str]:
 
 def _require_shapes(unit: OffloadedUnit, names: Sequence[str]) -> None:
     for name in names:
-        group, spec = unit.unit.find(name)
+        group, spec = unit.full.find(name)
         now = unit.parameters[name]
         if now.shape != spec.shape or now.dtype != group.dtype:
             raise ModelError(
@@ -271,11 +271,11 @@ def _first_changed(coordinator: Coordinator, unit: OffloadedUnit, names: Sequenc
 
 def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
     """Check that no weights kept in 4 or 8 bits were changed, since they are encoded only once."""
-    encoded = [name for name in names if unit.unit.find(name)[0].codec is not None]
+    encoded = [name for name in names if unit.full.find(name)[0].codec is not None]
     changed = _first_changed(coordinator, unit, encoded)
     if changed is not None:
         raise ModelError(
-            f"parameter '{changed}' of unit '{unit.name}' is stored as {unit.unit.find(changed)[0].codec}, and was "
+            f"parameter '{changed}' of unit '{unit.name}' is stored as {unit.full.find(changed)[0].codec}, and was "
             "changed in infinity.gathered(..., write=True). Change it before infinity.offload, or set frozen: bf16. "
             "Nothing was written."
         )
@@ -284,7 +284,7 @@ def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: S
 def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
     """Check that no frozen weights were changed, since the generations of a run share one copy of them."""
     generations = coordinator.generations
-    frozen = [name for name in names if not unit.unit.find(name)[0].trainable]
+    frozen = [name for name in names if not unit.full.find(name)[0].trainable]
     if generations is None or generations.newest is None:
         return
     changed = _first_changed(coordinator, unit, frozen)
@@ -301,7 +301,7 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
     fresh = _residuals(coordinator, unit, changed)
     for name in changed:
         unit.own_value(name).copy_(unit.parameters[name])
-    touched = {unit.unit.groups.index(unit.unit.find(name)[0]) for name in changed}
+    touched = {unit.full.groups.index(unit.full.find(name)[0]) for name in changed}
     if touched:
         coordinator.synchronize_uploads()
     for index in sorted(touched):
@@ -326,8 +326,8 @@ def _residuals(
     """
     fresh: dict[int, dict[int, torch.Tensor]] = {}
     for name in changed:
-        group, spec = unit.unit.find(name)
-        index = unit.unit.groups.index(group)
+        group, spec = unit.full.find(name)
+        index = unit.full.groups.index(group)
         states, piece = unit.states_of(index), unit.shard.piece(spec, index)
         if states is None or states.residual is None or piece is None:
             continue

@@ -51,12 +51,12 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
         ModelError: `source` gave another shape, or a parameter has no values (meta device).
         PeerError: another rank's file has other values.
     """
-    comparison = open_broadcast(coordinator.world)
+    broadcast = open_broadcast(coordinator.world)
     with _Writes(coordinator.arena) as writes:
         for unit in coordinator.units:
-            _ingest_unit(coordinator, unit, comparison.values_of(unit, source, in_memory), writes)
+            _ingest_unit(coordinator, unit, broadcast.values_of(unit, source, in_memory), writes)
             unit.adopt(coordinator.torch_device)
-    comparison.say()
+    broadcast.say()
 
 
 class _Writes:
@@ -134,7 +134,7 @@ def _ingest_unit(coordinator: Coordinator, unit: OffloadedUnit, source: Source |
 
 
 def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: Source | None) -> None:
-    for index, group in enumerate(unit.unit.groups):
+    for index, group in enumerate(unit.full.groups):
         if group.codec is not None:
             _fill_encoded(coordinator, unit, index, lease, source)
             continue
@@ -155,7 +155,7 @@ def _fill_encoded(
     coordinator: Coordinator, unit: OffloadedUnit, index: int, lease: Lease, source: Source | None
 ) -> None:
     """Fill the homes of an encoded group: with the checkpoint's bytes if they have this codec, else encoded now."""
-    group, home = unit.unit.groups[index], unit.weights_home.groups[index]
+    group, home = unit.full.groups[index], unit.weights_home.groups[index]
     if group.codec is None:
         raise AssertionError("a group without a codec is not encoded")
     for name, (begin, end) in group.encoded.items():
@@ -164,7 +164,7 @@ def _fill_encoded(
         if known is not None and known.codec == group.codec:
             torch.frombuffer(into, dtype=torch.uint8).copy_(known.read())
             continue
-        _, spec = unit.unit.find(name)
+        _, spec = unit.full.find(name)
         value = _value_of(unit, spec, source)
         if value.dtype != group.dtype:  # encode the same bits as from a model in this dtype
             rounded = torch.empty(value.numel(), dtype=group.dtype)
@@ -262,7 +262,7 @@ def fill_moments(coordinator: Coordinator, source: MomentSource) -> None:
     states: tuple[Moment, ...] = ("exp_avg", "exp_avg_sq")
     for unit in coordinator.units:
         for index, group, homes in unit.trained():
-            whole = {spec.name: spec for spec in unit.unit.groups[index].specs}
+            whole = {spec.name: spec for spec in unit.full.groups[index].specs}
             for state in states:
                 home = homes.moment(state)
                 named = [(spec, source(spec.name, state)) for spec in group.specs if spec.numel]
@@ -307,7 +307,7 @@ def _fill_moment(
         at, end = (_native.moment_bytes(group.moments, count) for count in (begin, begin + numel))
         if memory is None:
             target = home.view()[at:end]
-            home.changed()
+            home.mark_changed()
         else:
             target = memory.view(0, round_up(end - at, PAGE_BYTES))[: end - at]
         _native.encode_moments(values.numpy(), group.moments, is_signed=state == "exp_avg", data=target)

@@ -87,14 +87,16 @@ class LentGradients:
 
     @uninterruptible
     def take_back(self) -> None:
-        """Make changed copies the gradients of the step. Raises as Coordinator.land."""
+        """Make changed copies the gradients of the step. Raises as Coordinator.set_gradient."""
         for loan in self._loans:
             now = loan.parameter.grad
             if now is None:
                 self._coordinator.drop_gradient(loan.place)
             elif not isinstance(now, GradientHandle) and _changed(loan, now):
                 inverse = loan.handle.factors.inverse_scale
-                self._coordinator.land(loan.place, now if inverse == 1.0 else now.float() / inverse, accumulate=False)
+                self._coordinator.set_gradient(
+                    loan.place, now if inverse == 1.0 else now.float() / inverse, accumulate=False
+                )
                 loan.handle.forget_clip()
                 loan.parameter.grad = loan.handle
             else:

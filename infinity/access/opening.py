@@ -56,24 +56,24 @@ def open_coordinator(
         ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: as Resources, and as `fill`.
         NotAvailableError, PeerError: as meet_ranks; or another rank failed.
     """
-    together = meet_ranks(terms.config, terms.device)
-    with together.telling():
+    agreement = meet_ranks(terms.config, terms.device)
+    with agreement.telling():
         found = discover(model, terms.config.moments, terms.config.frozen)
         _require_free(found)
-        together = together.agreed(terms, found.units)
+        agreement = agreement.agreed(terms, found.units)
 
         def plan_of(commits: CommitFrequency | None) -> Plan:
-            return plan_for(model, found, terms, together.peers, commits)
+            return plan_for(model, found, terms, agreement.peers, commits)
 
         try:
             plan = plan_of(None)
         except DeviceRoomError as error:
-            together.world.tell("planning", None)
-            raise error.among(together.peers) from None
-        commits = together.commits(plan.placement.commits)
+            agreement.world.tell("planning", None)
+            raise error.among(agreement.peers) from None
+        commits = agreement.commits(plan.placement.commits)
         if commits != plan.placement.commits:
             plan = plan_of(commits)
-        return _open(model, found, terms, plan, together, fill), found
+        return _open(model, found, terms, plan, agreement, fill), found
 
 
 def _open(
@@ -81,7 +81,7 @@ def _open(
     found: Discovery,
     terms: Terms,
     plan: Plan,
-    together: RankAgreement,
+    agreement: RankAgreement,
     fill: Callable[[Coordinator], None],
 ) -> Coordinator:
     """Open the resources of a plan, and fill them with values."""
@@ -95,12 +95,12 @@ def _open(
         logger.info("memory.host has no room to add up several micro-batches in fp32; step after every backward pass")
     record, read_buffers = describe(model, found, config.master), buffers.reader(model)
     if resumes:
-        together.require_resumable(config.nvme)
+        agreement.require_resumable(config.nvme)
     else:
-        together.begin_run(config.nvme, replaces=terms.replaces)
-    nvme = together.nvme(config.nvme)
+        agreement.begin_run(config.nvme, replaces=terms.replaces)
+    nvme = agreement.nvme(config.nvme)
     resources = Resources(
-        plan, nvme, terms.device, terms.faults, resume=resumes, world=together.world, run=together.run
+        plan, nvme, terms.device, terms.faults, resume=resumes, world=agreement.world, run=agreement.run
     )
     try:
         optimizers = Optimizers[Optimizer]()
@@ -111,8 +111,8 @@ def _open(
         resources.close()
         raise
     try:
-        with together.telling():
-            together.stores_are_open(config.nvme, resume=resumes)
+        with agreement.telling():
+            agreement.stores_are_open(config.nvme, resume=resumes)
             fill(coordinator)
     except BaseException:
         coordinator.close()

@@ -49,7 +49,7 @@ def _pin(coordinator: Coordinator, kept: Generations, folder: Path, into: Path |
     world = coordinator.world
     world.once(f"beginning {folder}", lambda: begin_folder(folder, into))
     try:
-        digests = world.each(f"pinning {folder}", lambda: kept.hold(coordinator.steps, folder))
+        digests = world.each(f"pinning {folder}", lambda: kept.pin(coordinator.steps, folder))
     except PeerError:
         raise
     except Exception:  # some ranks may have the new pin, others the old one: neither is valid

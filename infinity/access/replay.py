@@ -54,12 +54,12 @@ def replay_step(coordinator: Coordinator, micro_batches: int = 1) -> ReplayedSte
 
 def _replay_passes(coordinator: Coordinator) -> None:
     indices = [unit.index for unit in coordinator.units]
-    coordinator.begin_forward(training=True)
+    coordinator.begin_root_forward(training=True)
     for index in indices:
-        coordinator.acquire(index)
-        coordinator.release(index)
+        coordinator.begin_use(index)
+        coordinator.end_use(index)
     for index in reversed(indices):
-        coordinator.hold([index])
+        coordinator.begin_units_backward([index])
         coordinator.units[index].replay_gradients()
     coordinator.end_backward(outermost=True)
 
@@ -73,7 +73,7 @@ def _replay_update(coordinator: Coordinator) -> None:
             requests[unit.index, group_index] = GroupUpdate((whole,), None, arithmetic=False)
     coordinator.update(requests)
     coordinator.end_step()
-    coordinator.fence()
+    coordinator.finish_updates()
     for unit in coordinator.units:
         unit.forget_gradients()
 

@@ -13,7 +13,7 @@ Only the main thread receives signals. Autograd on a GPU runs hooks on another t
 a fork belong to the parent: a forked child starts with nothing deferred, and may be stopped like any process.
 
 [Note: whose handler it is]
-A handler is wrapped when a `uninterruptible` function begins, and stays wrapped: a step has hundreds of transitions,
+A handler is wrapped when an `uninterruptible` function begins, and stays wrapped: a step has hundreds of transitions,
 and installing a handler costs more than most of them. The wrapper calls the handler at once, or when the
 `uninterruptible` function ends. A handler that is not a function (SIG_DFL, SIG_IGN, or one not installed from Python)
 raises nothing and is not wrapped.
@@ -49,7 +49,7 @@ _NUMBERS = (int(signal.SIGINT), int(signal.SIGTERM))
 
 
 class _Wrapper:
-    """Handler of a signal that defers the wrapped handler while a `uninterruptible` function runs."""
+    """Handler of a signal that defers the wrapped handler while an `uninterruptible` function runs."""
 
     __slots__ = ("handler",)
 
@@ -68,7 +68,7 @@ class _Signals:
     Invariant: while `deferred`, handlers that are functions are wrapped, unless the user replaced one meanwhile.
 
     Attributes:
-        deferred: whether a `uninterruptible` function runs, and is not in an interruptible wait.
+        deferred: whether an `uninterruptible` function runs, and is not in an interruptible wait.
         strict: whether no signal is let in during its waits either.
         came: handlers to call, with their arguments, in the order in which the signals arrived.
         main: id of the only thread that may defer; 0 if Python does not say which thread gets signals.
@@ -165,7 +165,7 @@ def uninterruptible(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let signals in during a wait within a `uninterruptible` function. Nothing may be half done at this point."""
+    """Let signals in during a wait within an `uninterruptible` function. Nothing may be half done at this point."""
     if not _signals.deferred or _signals.strict or threading.get_ident() != _signals.main:
         yield
         return

@@ -51,7 +51,7 @@ def to_save(model: nn.Module) -> Coordinator:
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
-    coordinator.room.require_untouched()
+    coordinator.fetcher.require_untouched()
     return coordinator
 
 
@@ -114,7 +114,7 @@ def _saved(parameter: nn.Parameter) -> torch.Tensor:
     if found is None or found[1].spec.name not in found[0].saved_wide:
         return parameter.detach()
     coordinator, place = found
-    coordinator.fence()
+    coordinator.finish_updates()
     return exact_value(coordinator, place)
 
 

@@ -142,14 +142,14 @@ def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: 
     """Write the weights unit by unit, then the buffers, then the configs."""
     record, buffers = generation.body.model, generation.body.buffers
     model = RecordedModel(record, generation.source)
-    in_files = TensorNames(record.shapes(), model.revert)
+    tensor_names = TensorNames(record.shapes(), model.revert)
     parts = [*generation.shapes(), {name: buffer.to("meta") for name, buffer in buffers.items()}]
     values = (
-        in_files.pieces({name: buffers[name] if name in buffers else generation.weight(name) for name in part})
+        tensor_names.pieces({name: buffers[name] if name in buffers else generation.weight(name) for name in part})
         for part in parts
     )
     numel = sum(parameter.numel for parameter in record.parameters)
-    write_weights(directory, map(in_files.meta, parts), values, numel, max_shard_size)
+    write_weights(directory, map(tensor_names.meta, parts), values, numel, max_shard_size)
     model.write_configs(directory)
 
 

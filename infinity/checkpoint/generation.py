@@ -117,9 +117,12 @@ def newest_stored_generation(
     if len(stores) == 1:
         return StoredGeneration([part_of(stores[0], step)], place, rank)
     found = [
-        {way.name: way for way in generation_scan.candidates(each.directories[0], each.run, step)} for each in stores
+        {candidate.name: candidate for candidate in generation_scan.candidates(each.directories[0], each.run, step)}
+        for each in stores
     ]
-    names = generation_scan.common_candidates([[(way.name, way.kept) for way in each.values()] for each in found])
+    names = generation_scan.common_candidates(
+        [[(candidate.name, candidate.kept) for candidate in each.values()] for each in found]
+    )
     generation_scan.require_one(names, step, place)
     problems = []
     for name in names:

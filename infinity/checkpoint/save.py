@@ -139,7 +139,7 @@ class Parts:
         self.model = model
         self.coordinator = coordinator
         shapes = {name: p.shape for unit in coordinator.units for name, p in self._parameters(unit).items()}
-        self._in_files = TensorNames(shapes, revert_of(model))
+        self._tensor_names = TensorNames(shapes, revert_of(model))
         self._given = dict(coordinator.saved_from)
         self._wide = {
             place.spec.name: place for _, place in coordinator.places() if place.spec.name in coordinator.saved_wide
@@ -159,18 +159,20 @@ class Parts:
         for unit in self.coordinator.units:
             named, wide = self._parameters(unit).items(), {*self._wide, *self._given}
             dtypes = {name: torch.float32 if name in wide else p.dtype for name, p in named}
-            yield self._in_files.meta(
+            yield self._tensor_names.meta(
                 {name: torch.empty(p.shape, dtype=dtypes[name], device="meta") for name, p in named}
             )
-        yield self._in_files.meta({name: buffer.to("meta") for name, buffer in self._buffers().items()})
+        yield self._tensor_names.meta({name: buffer.to("meta") for name, buffer in self._buffers().items()})
 
     def values(self) -> Iterator[list[Piece]]:
         if self._wide:
-            self.coordinator.fence()  # updates write the masters: wait for them
+            self.coordinator.finish_updates()  # updates write the masters: wait for them
         for unit in self.coordinator.units:
             with self.coordinator.taking([unit.index]):
-                yield self._in_files.pieces({name: self._value(name, p) for name, p in self._parameters(unit).items()})
-        yield self._in_files.pieces(self._buffers())
+                yield self._tensor_names.pieces(
+                    {name: self._value(name, p) for name, p in self._parameters(unit).items()}
+                )
+        yield self._tensor_names.pieces(self._buffers())
 
     def _parameters(self, unit: OffloadedUnit) -> Mapping[str, nn.Parameter]:
         """Return the model's parameters of a unit, by their names in the model."""

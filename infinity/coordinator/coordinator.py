@@ -129,24 +129,24 @@ class Coordinator(Lender):
         self.staying = frozenset(unit.index for unit in units if unit.stays)
         shards = [resources.plan.peers.cut.of(unit) for unit in units]
         released, shadows = released_class(self), _open_shadows(shards, resources)
-        gradients = [UnitGradients(each.unit, groups_of(each.local, resources)) for each in shards]
+        gradients = [UnitGradients(each.full, groups_of(each.local, resources)) for each in shards]
         self.units = [
             OffloadedUnit(
-                each, ParameterViews(each.unit, named, released), homes, of_unit, self.timeline, self.health, shadows
+                each, ParameterViews(each.full, named, released), homes, of_unit, self.timeline, self.health, shadows
             )
             for each, named, homes, of_unit in zip(shards, parameters, resources.units, gradients, strict=True)
         ]
         self.shards = shards
         self.passes = Passes([each.arrivals for each in gradients])
-        self.updates = UpdateQueue(resources, shadows)
+        self.update_queue = UpdateQueue(resources, shadows)
         timed = None if resources.device is None else TimedChoice()
-        self.speculation = SpeculationChoice(resources.plan.placement.updates.overlap, timed)
+        self.speculation_choice = SpeculationChoice(resources.plan.placement.updates.overlap, timed)
         pool, fetches = open_pool(resources, shards), open_fetch_rules(resources)
-        self.room = Fetcher(self.units, resources, self.updates, self.timeline, pool, fetches)
-        self.unit_at = self.room.unit_at
-        self.progress = Pump(resources, self.updates, commits, self.health, self.timeline)
+        self.fetcher = Fetcher(self.units, resources, self.update_queue, self.timeline, pool, fetches)
+        self.unit_at = self.fetcher.unit_at
+        self.pump = Pump(resources, self.update_queue, commits, self.health, self.timeline)
         self._speculator = Speculator(
-            self.speculation, self.updates, self.passes, commits, self.progress, self.units, shards
+            self.speculation_choice, self.update_queue, self.passes, commits, self.pump, self.units, shards
         )
         self.gradients = open_gradients(resources, shards, gradients, self._speculator.before_landing)
 
@@ -208,7 +208,7 @@ class Coordinator(Lender):
             updates=self.resources.pipeline.counters(),
             stalled_ns=self.timeline.stalled_ns(),
             idle_s=self.resources.idle.seconds,
-            speculation=replace(self.speculation.counts),
+            speculation=replace(self.speculation_choice.counts),
             committed=self.commits.newest,
             arena_bytes=self.resources.arena.nbytes,
             engine=self.resources.engine.name,
@@ -251,9 +251,9 @@ class Coordinator(Lender):
 
     def places(self) -> Iterator[tuple[nn.Parameter, Place]]:
         for unit in self.units:
-            for index, group in enumerate(unit.unit.groups):
+            for index, group in enumerate(unit.full.groups):
                 for spec in group.specs:
-                    yield unit.parameters[spec.name], Place(unit.unit, index, spec)
+                    yield unit.parameters[spec.name], Place(unit.full, index, spec)
 
     def handle(self, parameter: nn.Parameter, place: Place) -> GradientHandle:
         """Return the object to put into `parameter.grad` for a gradient that has landed."""
@@ -293,11 +293,11 @@ class Coordinator(Lender):
         """
         self.health.require_usable()
         with self._lock, self.health.failing(SwapIOError):  # other threads change the updates under way
-            self.updates.require_well()
+            self.update_queue.require_well()
 
     def _close_if_nobody_reads(self) -> None:
         if self.readers.nobody:
-            self.room.close_all()
+            self.fetcher.close_all()
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
@@ -331,17 +331,17 @@ class Coordinator(Lender):
         self.require_usable()
         self.readers.step_begins()
         self._close_if_nobody_reads()
-        self.room.require_untouched()
+        self.fetcher.require_untouched()
         with self._failing_if_cut_off, self.timeline.stall("gradient"):
             self.resources.idle.begins()
             self.gradients.synchronize()
         self._rest_for_step()
         self.gradients.drop_cleared(self.places)
         with self.health.failing(PeerError), self.timeline.stall("gradient"):
-            decided = self.gradients.decide({**facts, "the step": self.steps + 1}, skip, self.commits.told())
-        with self.progress.committing():
-            self.commits.heard(decided.told, self.steps + 1)
-            self.progress.settle()
+            decided = self.gradients.decide({**facts, "the step": self.steps + 1}, skip, self.commits.payload())
+        with self.pump.committing():
+            self.commits.receive(decided.payloads, self.steps + 1)
+            self.pump.finish_recovery()
         self._show(self.gradients.elsewhere)
         return decided.skip
 
@@ -355,13 +355,13 @@ class Coordinator(Lender):
                     parameter.grad = self.handle(parameter, place)
 
     def _rest_for_step(self) -> None:
-        with self.progress.committing():
-            self.progress.finish_updates()
+        with self.pump.committing():
+            self.pump.finish_updates()
             self.optimizers.restore_hyperparameters(self.commits.resumed, again=False)
-        self.progress.make_way()
+        self.pump.make_way()
         with self._failing_if_cut_off:
-            self.room.hold(())
-            self.room.finish_fetches()
+            self.fetcher.hold(())
+            self.fetcher.finish_fetches()
             self.resources.synchronize_uploads()
 
     @transition
@@ -390,15 +390,15 @@ class Coordinator(Lender):
         mine = {index: self.shards[index].localize(wanted) for index, wanted in by_unit.items()}
         by_unit = {index: wanted for index, wanted in mine.items() if wanted}
         wrong = self._speculator.wrong(by_unit)
-        self.room.end_iteration()
+        self.fetcher.end_iteration()
         with self._failing_for_good():
-            begun = self.updates.decide(
-                by_unit, self.room.order(), self.steps + 1, committed=self.commits.due(self.steps + 1)
+            begun = self.update_queue.decide(
+                by_unit, self.fetcher.order(), self.steps + 1, committed=self.commits.due(self.steps + 1)
             )
         self.masters.forget()
         self._speculator.step_decided(begun, wrong, by_unit, self.optimizers.sole)
         with self._failing_if_cut_off:
-            self.room.updates_decided(begun, everywhere)
+            self.fetcher.updates_decided(begun, everywhere)
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
@@ -415,7 +415,7 @@ class Coordinator(Lender):
     @transition
     def skip(self) -> None:
         """End a step that changes nothing, and undo speculative updates."""
-        self.room.end_iteration()
+        self.fetcher.end_iteration()
         self._speculator.drop()
 
     @transition
@@ -426,15 +426,15 @@ class Coordinator(Lender):
             SwapIOError: an update failed; the states are partly updated, and every later call raises.
         """
         self.passes.step_ended()
-        self.room.begin_pass(training=True)
+        self.fetcher.begin_pass(training=True)
         self.at_step(self.steps + 1)
         self.commits.step_done()
-        if self.speculation.mode == "off":
-            self.progress.finish_updates()
-        self.progress.begin_commit(self.steps)
+        if self.speculation_choice.mode == "off":
+            self.pump.finish_updates()
+        self.pump.begin_commit(self.steps)
         self.timeline.end_step(self.steps)
         with self._failing_if_cut_off:
-            self.room.prefetch()
+            self.fetcher.prefetch()
         self.resources.idle.ends()
 
     def at_step(self, step: int, run: str = "") -> None:
@@ -452,7 +452,7 @@ class Coordinator(Lender):
     # -- forward ------------------------------------------------------------------------------------------------------
 
     @transition
-    def begin_forward(self, *, training: bool, graph: Callable[[], object] = lambda: None) -> None:
+    def begin_root_forward(self, *, training: bool, graph: Callable[[], object] = lambda: None) -> None:
         """Begin a forward of the outermost module.
 
         Before a training forward, the body of the last step's commit is frozen. Raises as `require_usable`,
@@ -464,59 +464,59 @@ class Coordinator(Lender):
         """
         self.require_usable()
         self.readers.forget_dead_others()
-        self.room.require_untouched()
+        self.fetcher.require_untouched()
         if training:
             self._freeze_commit(graph)
-            self.progress.carry_on()
+            self.pump.advance()
             self.commits.rewind()
         else:
             self.commits.tracking.evaluated()
-        self.room.begin_pass(training=training)
+        self.fetcher.begin_pass(training=training)
 
     def _freeze_commit(self, graph: Callable[[], object]) -> None:
-        with self.progress.committing():
+        with self.pump.committing():
             self.optimizers.restore_hyperparameters(self.commits.resumed, again=False)
             self.commits.forward_begins(graph)
-            if self.speculation.mode == "off" and self.commits.frozen:
+            if self.speculation_choice.mode == "off" and self.commits.frozen:
                 self.commits.finish()
 
     @transition
-    def acquire(self, index: int) -> None:
+    def begin_use(self, index: int) -> None:
         """Begin a forward that reads unit `index`: on return its parameters have their values."""
         unit = self.units[index]
         unit.weights.use()
         try:
-            self._bring(unit)
+            self._fetch(unit)
         except BaseException:
             unit.weights.unuse()
             raise
 
-    def _bring(self, unit: OffloadedUnit) -> None:
+    def _fetch(self, unit: OffloadedUnit) -> None:
         self.require_usable()
-        self.progress.carry_on()
-        self._heap.used(unit.unit.weight_bytes)
+        self.pump.advance()
+        self._heap.used(unit.full.weight_bytes)
         with self._failing_if_cut_off:
-            self.room.bring(unit)
+            self.fetcher.fetch(unit)
 
     @transition
-    def release(self, index: int) -> None:
+    def end_use(self, index: int) -> None:
         """End a forward that reads unit `index`, after it returned or raised."""
-        self.room.unuse(self.units[index])
+        self.fetcher.unuse(self.units[index])
 
     @transition
-    def reset(self) -> None:
+    def forget_uses(self) -> None:
         """Forget the uses and holds of a forward or backward that an exception ended."""
-        self.room.forget_uses()
+        self.fetcher.forget_uses()
         self.passes.interrupted()
 
     @transition
-    def forward_begins(self, end_if_dead: Callable[[], None]) -> None:
-        """Allow reads of parameters, since a forward begins. Args as Readers.forward_begins."""
-        self.readers.forward_begins(end_if_dead)
+    def begin_reading(self, end_if_dead: Callable[[], None]) -> None:
+        """Allow reads of parameters, since a forward begins. Args as Readers.begin_reading."""
+        self.readers.begin_reading(end_if_dead)
 
     @transition
-    def forward_ends(self) -> None:
-        self.readers.forward_ends()
+    def end_reading(self) -> None:
+        self.readers.end_reading()
         self._close_if_nobody_reads()
 
     @transition
@@ -549,25 +549,25 @@ class Coordinator(Lender):
         self.gradients.drop_cleared(self.places)
         self.passes.begin(spanning=spanning)
         self.gradients.begin_pass()
-        self.progress.carry_on()
+        self.pump.advance()
         if self.health.failure is None and not self.health.closed:
-            self._speculator.backward_begins(self.room.order, self.optimizers.sole, self.steps + 1)
+            self._speculator.backward_begins(self.fetcher.order, self.optimizers.sole, self.steps + 1)
 
     @transition
-    def hold(self, indices: Sequence[int]) -> None:
+    def begin_units_backward(self, indices: Sequence[int]) -> None:
         """Begin the backward of these units: bring them, and keep them until the backward of other units begins."""
         self.readers.backward_begins()
-        self.progress.carry_on()
-        left = self.room.hold(indices)
+        self.pump.advance()
+        left = self.fetcher.hold(indices)
         with self._failing_if_cut_off:
             if not self.passes.spanning:
-                self.gradients.left(left)
+                self.gradients.backward_left(left)
                 self._completed(self.gradients.take_completed())
             self.gradients.backward_begins(indices, self.staying)
         for index in indices:
-            self._bring(self.units[index])
+            self._fetch(self.units[index])
 
-    def require(self, index: int) -> torch.Tensor:
+    def weights_view(self, index: int) -> torch.Tensor:
         """Return the slot of unit `index` with its weights, as a view, uint8 on the device.
 
         The view keeps the slot alive.
@@ -582,10 +582,10 @@ class Coordinator(Lender):
 
     @transition
     def _require_absent(self, unit: OffloadedUnit) -> None:
-        self._bring(unit)
+        self._fetch(unit)
 
     @transition
-    def land(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
+    def set_gradient(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
         """Take a parameter's gradient to host memory (GroupGradients.land).
 
         Raises:
@@ -605,7 +605,7 @@ class Coordinator(Lender):
         self._speculator.undo(cause, "Set overlap: before_forward if this happens often.")
 
     @transition
-    def arrive(
+    def land_gradient(
         self,
         parameter: nn.Parameter,
         place: Place,
@@ -638,7 +638,7 @@ class Coordinator(Lender):
                 self.gradients.of(place).land(place.spec, gradient, accumulate=accumulate, more=more)
 
     @transition
-    def passed(self, indices: Sequence[int], *, complete: Collection[int]) -> None:
+    def micro_batch_passed(self, indices: Sequence[int], *, complete: Collection[int]) -> None:
         """End the backward of a micro-batch through these units, in a spanning pass.
 
         Args:
@@ -646,11 +646,11 @@ class Coordinator(Lender):
             complete: those of the units that now have the gradients of all micro-batches.
         """
         with self._failing_if_cut_off:
-            self._completed(self.gradients.passed(indices, complete))
+            self._completed(self.gradients.micro_batch_passed(indices, complete))
 
     def _completed(self, indices: Iterable[int]) -> None:
         for index in indices:
-            self._speculator.complete(self.units[index], self.optimizers.sole, self.steps + 1)
+            self._speculator.gradients_complete(self.units[index], self.optimizers.sole, self.steps + 1)
 
     @transition
     def end_backward(self, *, outermost: bool) -> None:
@@ -659,10 +659,10 @@ class Coordinator(Lender):
         Args:
             outermost: the pass was not inside another backward pass.
         """
-        left = self.room.hold(())
+        left = self.fetcher.hold(())
         with self._failing_if_cut_off:
             if not self.passes.spanning:
-                self.gradients.left(left)
+                self.gradients.backward_left(left)
             if outermost:
                 self.gradients.pass_ended()
                 self._show(self.gradients.elsewhere)
@@ -690,7 +690,7 @@ class Coordinator(Lender):
     @transition
     def zero_grad(self, parameters: Iterable[tuple[nn.Parameter, Place]]) -> None:
         """Forget gradients, set `.grad` to None, and undo speculative updates."""
-        if self.updates.speculative:
+        if self.update_queue.speculative:
             self._undo_speculation("the gradients were dropped without a step")
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter would answer each .grad in Python
             for parameter, place in parameters:
@@ -749,14 +749,14 @@ class Coordinator(Lender):
         return self.passes.accumulating()
 
     @transition
-    def fence(self) -> None:
+    def finish_updates(self) -> None:
         """Wait until the states are those after the last step.
 
         Raises:
             InfinityError: an update or a commit failed.
         """
         self.require_usable()
-        self.progress.finish_updates()
+        self.pump.finish_updates()
 
     @transition
     def finish_commit(self) -> None:
@@ -765,7 +765,7 @@ class Coordinator(Lender):
         Raises:
             InfinityError: the generation was not made, and the model refuses further calls.
         """
-        self.progress.finish_commit()
+        self.pump.finish_commit()
 
     @transition
     def commit(self) -> None:
@@ -781,9 +781,9 @@ class Coordinator(Lender):
             fresh: the buffers do not come from a generation; otherwise nothing is done.
         """
         if fresh:
-            comparison = open_broadcast(self.world)
-            comparison.take("comparing buffers", buffers)
-            comparison.say()
+            broadcast = open_broadcast(self.world)
+            broadcast.take("comparing buffers", buffers)
+            broadcast.say()
 
     @transition
     def end_iteration(self) -> None:
@@ -795,18 +795,18 @@ class Coordinator(Lender):
             self._commit(begun_only=True)
 
     def _commit(self, *, begun_only: bool = False) -> None:
-        with self.progress.committing():
+        with self.pump.committing():
             self._wait_until_idle()
-            self.progress.settle()
+            self.pump.finish_recovery()
             if self.commits.under_way or not begun_only:  # otherwise this rank has already made it
                 self.commits.commit(self.steps)
             self.commits.agree("committing", self.steps + 1)
             self.commits.require_made(self.steps)
 
     def _wait_until_idle(self) -> None:
-        self.progress.finish_updates()
+        self.pump.finish_updates()
         self._speculator.drop()  # they write where others may write now
-        self.updates.ahead.drop(but=())
+        self.update_queue.ahead.drop(but=())
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -818,9 +818,9 @@ class Coordinator(Lender):
         self.require_usable()
         with self._lock:
             self._wait_until_idle()
-            with self.progress.committing():
+            with self.pump.committing():
                 self.commits.write_begins()
-            gave_way = self.progress.make_way()
+            gave_way = self.pump.make_way()
             self.commits.agree("writing weights", self.steps + 1)  # the writes reuse copies of older generations
             try:
                 yield
@@ -836,7 +836,7 @@ class Coordinator(Lender):
         changed.
         """
         if self.readers.nobody:
-            self.room.require_untouched()
+            self.fetcher.require_untouched()
 
     @transition
     def set_to_itself(self, place: Place) -> None:
@@ -859,13 +859,13 @@ class Coordinator(Lender):
     def _take(self, indices: Iterable[int], taken: list[int]) -> None:
         """Acquire units, and append each acquired one to `taken`, also when this raises."""
         for index in indices:
-            self.acquire(index)
+            self.begin_use(index)
             taken.append(index)
 
     @transition
     def _give_back(self, taken: list[int]) -> None:
         while taken:
-            self.release(taken.pop())
+            self.end_use(taken.pop())
         self._close_if_nobody_reads()
 
     @contextmanager
@@ -928,7 +928,7 @@ class Coordinator(Lender):
             SwapIOError: a read failed.
         """
         self.resources.read_homes()
-        self.room.adopt()
+        self.fetcher.adopt()
 
     def resume(self, step: int, run: str, body: Body) -> None:
         """Continue the run from a generation whose states the model has."""
@@ -1006,7 +1006,7 @@ class Coordinator(Lender):
                 self.commits.tracking.forget()
                 self.resources.close(discard=discard and alone is None)
                 self.health.forget()
-            if not failed and self.room.leave_all():
+            if not failed and self.fetcher.release_all():
                 self.resources.give_back()
         if alone is not None and not broken and not failed:
             raise alone
@@ -1021,8 +1021,8 @@ class Coordinator(Lender):
 
     def _commit_the_end(self, *, broken: bool) -> None:
         self._speculator.drop()
-        self.updates.ahead.drop(but=())
-        self.progress.finish_updates()
+        self.update_queue.ahead.drop(but=())
+        self.pump.finish_updates()
         self.commits.end(self.steps, broken=broken)
 
 

@@ -39,7 +39,7 @@ class Readers:
         """Whether no thread may read parameters now."""
         return not (self._in_forward or self._in_backward or self._gathering)
 
-    def forward_begins(self, end_if_dead: Callable[[], None]) -> None:
+    def begin_reading(self, end_if_dead: Callable[[], None]) -> None:
         """Begin a forward.
 
         Args:
@@ -68,7 +68,7 @@ class Readers:
             if (end_if_dead := each()) is not None:
                 end_if_dead()
 
-    def forward_ends(self) -> None:
+    def end_reading(self) -> None:
         self._in_forward = False
 
     def backward_begins(self) -> None:

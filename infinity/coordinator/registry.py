@@ -35,14 +35,14 @@ class _Offloaded:
     Attributes:
         coordinator: coordinator of the model.
         hooks: hooks on the model's parameters.
-        anew: function that changes the model, offloads it anew and returns the result of the change.
+        reoffload: function that changes the model, offloads it anew and returns the result of the change.
         structure: structure of the model when it was offloaded.
         end: finalizer that runs when the model is collected.
     """
 
     coordinator: Coordinator
     hooks: Sequence[RemovableHandle]
-    anew: Reoffload
+    reoffload: Reoffload
     structure: Structure
     end: weakref.finalize[..., nn.Module]
 
@@ -56,7 +56,7 @@ def enter(
     model: nn.Module,
     coordinator: Coordinator,
     hooks: Sequence[RemovableHandle],
-    anew: Reoffload,
+    reoffload: Reoffload,
     structure: Structure,
 ) -> None:
     """Record an offloaded model. Its coordinator is closed when the model is collected, or at exit.
@@ -65,12 +65,12 @@ def enter(
         model: the model.
         coordinator: coordinator of the model.
         hooks: hooks on the model's parameters.
-        anew: as in _Offloaded; must not keep the model alive.
+        reoffload: as in _Offloaded; must not keep the model alive.
         structure: as in _Offloaded; must not keep the model alive.
     """
     _entered[0] += 1
     end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
-    _models[model] = _Offloaded(coordinator, hooks, anew, structure, end)
+    _models[model] = _Offloaded(coordinator, hooks, reoffload, structure, end)
     for parameter, place in coordinator.places():
         _places[parameter] = (coordinator, place)
 
@@ -151,7 +151,7 @@ def reoffload(model: nn.Module, change: Callable[[], Any]) -> Any:
         TooLateError: the model cannot be offloaded anew; says what to do, and nothing was changed.
         others: as infinity.offload, and as `change`.
     """
-    return _models[model].anew(model, change)
+    return _models[model].reoffload(model, change)
 
 
 def reoffload_if_changed(parameters: Iterable[object]) -> None:
@@ -176,7 +176,7 @@ def reoffload_if_changed(parameters: Iterable[object]) -> None:
         if (now == planned or fits) and not replaced:
             continue
         try:
-            offloaded.anew(model, None)
+            offloaded.reoffload(model, None)
         except TooLateError as error:
             if replaced or any(trained and not planned.get(parameter) for parameter, trained in now.items()):
                 raise

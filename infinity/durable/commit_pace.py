@@ -30,15 +30,15 @@ class CommitPace:
 
     Args:
         commits: interval between commits from the plan.
-        led: whether this process is one of several ranks (GenerationMaker).
+        agreed: whether this process is one of several ranks (GenerationMaker).
         clock: returns the time in seconds.
     """
 
     def __init__(
-        self, commits: CommitFrequency, *, led: bool = False, clock: Callable[[], float] = time.perf_counter
+        self, commits: CommitFrequency, *, agreed: bool = False, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._most = commits.every
-        self._led = led
+        self._agreed = agreed
         self._measures = commits.at_most
         self._clock = clock
         self._every = self._asked_every = self._measured = 1 if self._measures else commits.every
@@ -85,6 +85,6 @@ class CommitPace:
             if every != self._measured:
                 logger.info("commits: every %d steps (one takes %.3g s, a step %.3g s)", every, cost_s, step_s)
             self._measured = every
-            if not self._led:
+            if not self._agreed:
                 self._every = every
         self._last, self._held_s = (step, now), 0.0

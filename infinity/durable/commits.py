@@ -93,7 +93,7 @@ class Commits:
         self._optimizers = optimizers
         self._model = model.model_dump()
         self._maker = maker
-        self._pace = CommitPace(resources.plan.placement.commits, led=maker.led)
+        self._pace = CommitPace(resources.plan.placement.commits, agreed=maker.agrees_on_pace)
         self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written outside a step since the newest generation was begun
@@ -208,13 +208,13 @@ class Commits:
             for home in self._resources.homes():
                 if home.dirty:
                     extent = home.stored()
-                    copy = generations.destination(extent)
-                    writes.append(store.write(extent, home.view(), io_class="states", copy=copy))
+                    copy = generations.copy_to_write(extent)
+                    writes.append(store.write(extent, home.view(), io_class="states", copy_index=copy))
                     moved.append((home, copy))
         finally:
             wait_all(writes)
         for home, copy in moved:
-            home.written(copy)
+            home.mark_written(copy)
 
     def forward_begins(self, graph: Callable[[], object] = lambda: None) -> None:
         """Freeze the body of the current commit if the loop is at its top.
@@ -314,13 +314,13 @@ class Commits:
 
     # -- other ranks --------------------------------------------------------------------------------------------------
 
-    def told(self) -> list[int]:
-        """Return this rank's report to the other ranks. See GenerationMaker.told."""
-        return self._maker.told(self._pace)
+    def payload(self) -> list[int]:
+        """Return this rank's report to the other ranks. See GenerationMaker.payload."""
+        return self._maker.payload(self._pace)
 
-    def heard(self, told: Sequence[Sequence[int]], following: int) -> None:
-        """Process the reports of all ranks. See GenerationMaker.heard."""
-        self._maker.heard(told, self._pace, following)
+    def receive(self, told: Sequence[Sequence[int]], following: int) -> None:
+        """Process the reports of all ranks. See GenerationMaker.receive."""
+        self._maker.receive(told, self._pace, following)
 
     def agree(self, what: str, following: int) -> None:
         """Send and process reports. See GenerationMaker.agree."""

@@ -13,26 +13,27 @@ class GenerationMaker(Protocol):
     """A maker of generations. All ranks make the same calls in the same order.
 
     Attributes:
-        led: whether several ranks agree which steps are committed. A single process decides by its own clock.
+        agrees_on_pace: whether several ranks agree which steps are committed. A single process decides by its own
+            clock.
         decides_alone: whether this process alone decides if the loop has reached its top.
         makes_again: whether a generation can be made a second time, after states were written outside a step.
     """
 
-    led: bool
+    agrees_on_pace: bool
     decides_alone: bool
     makes_again: bool
 
     def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
         """Make generation `step` of states that are already durable. Raises the errors of Generations.prepare."""
 
-    def told(self, pace: CommitPace) -> list[int]:
+    def payload(self, pace: CommitPace) -> list[int]:
         """Return this rank's report to the others before each step.
 
         The report has the number of steps between commits that this process measured, and the steps of its generations.
         It is empty for a single process.
         """
 
-    def heard(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
+    def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
         """Process the reports of all ranks while no write is in flight.
 
         Generations that not all ranks have are retired. `following` is the next step.
@@ -54,17 +55,17 @@ class GenerationMaker(Protocol):
 class LocalGenerationMaker:
     """Maker for a single process."""
 
-    led = False
+    agrees_on_pace = False
     decides_alone = True
     makes_again = True
 
     def make(self, generations: Generations, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
         generations.make(step, facts, body)
 
-    def told(self, pace: CommitPace) -> list[int]:
+    def payload(self, pace: CommitPace) -> list[int]:
         return []
 
-    def heard(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
+    def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
         return
 
     def agree(self, what: str, pace: CommitPace, following: int) -> None:

@@ -22,7 +22,7 @@ def say(model: nn.Module, *, trained: bool) -> None:
     plan = coordinator.plan
     if not coordinator.world.leads:
         return
-    units = [each.unit for each in coordinator.units]
+    units = [each.full for each in coordinator.units]
     numel = sum(unit.numel for unit in units)
     part = sum(spec.numel for unit in units for group in unit.trainable_groups for spec in group.specs)
     states = f", optimizer states on {plan.placement.optimizer.tier}" if trained else ", and it has no optimizer states"

@@ -88,12 +88,12 @@ class Eligible:
     Attributes:
         names: names of the generations.
         folders: checkpoint folders whose pins count; other pins are dropped.
-        way: the generation to resume from; None for the newest, or for the one that a checkpoint folder names.
+        candidate: the generation to resume from; None for the newest, or for the one that a checkpoint folder names.
     """
 
     names: Container[Name] = _All()
     folders: Container[str] = _All()
-    way: Candidate | None = None
+    candidate: Candidate | None = None
 
 
 ANY = Eligible()

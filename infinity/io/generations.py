@@ -4,7 +4,7 @@ This module makes a generation durable, pins it for a checkpoint folder, and res
 (generation_scan.py).
 
 [Note: why no crash loses a generation]
-1. A copy that a kept or pinned manifest names is never written (`Generations.destination`).
+1. A copy that a kept or pinned manifest names is never written (`Generations.copy_to_write`).
 2. A manifest is written only after an fdatasync of the swap files. The fdatasync begins when all data of the generation
    have been written.
 3. A manifest gets its name only when it is complete: it is written under another name, fsynced and renamed; then the
@@ -78,25 +78,25 @@ class Generations:
         self._pinned: dict[str, list[int]] = {}  # by digest, certainly or possibly pinned: the copy of each extent
         self._given_up: dict[Path, str] = {}  # manifests that settle() removes, and the reason for each
         self._retires = False  # whether retire() must still be called
-        self._unsettled: _PendingRecovery | None = None
+        self._pending_recovery: _PendingRecovery | None = None
 
     @property
     def newest(self) -> int | None:
         """Step of the newest generation; None before the first."""
         return max(self._kept, default=None)
 
-    def destination(self, extent: Extent) -> int:
+    def copy_to_write(self, extent: Extent) -> int:
         """Return the copy to write new values of a state to; no generation names it."""
-        if extent.copy not in self._named(extent):
-            return extent.copy
-        free = self.spare(extent)
+        if extent.newest_copy not in self._named(extent):
+            return extent.newest_copy
+        free = self.spare_copy(extent)
         if free is None:
             raise self._no_room(extent)
         return free
 
-    def spare(self, extent: Extent) -> int | None:
+    def spare_copy(self, extent: Extent) -> int | None:
         """Return a copy that no generation names and that does not hold the newest values; None if none exists."""
-        taken = self._named(extent) | {extent.copy}
+        taken = self._named(extent) | {extent.newest_copy}
         return next((copy for copy in range(len(extent.offsets)) if copy not in taken), None)
 
     def _named(self, extent: Extent) -> set[int]:
@@ -114,7 +114,11 @@ class Generations:
         if len(self._kept) + len(self._pinned) <= self._keep + self._pins_max:
             return
         for extent in self._extents:
-            if len(extent.offsets) > 1 and extent.copy in self._named(extent) and self.spare(extent) is None:
+            if (
+                len(extent.offsets) > 1
+                and extent.newest_copy in self._named(extent)
+                and self.spare_copy(extent) is None
+            ):
                 raise self._no_room(extent)
 
     def _no_room(self, extent: Extent) -> PlanError:
@@ -171,7 +175,7 @@ class Generations:
                     unit=extent.unit,
                     group=extent.group,
                     state=extent.state,
-                    slot=extent.copy,
+                    slot=extent.newest_copy,
                     offset=extent.offset,
                     nbytes=extent.nbytes,
                 )
@@ -186,7 +190,7 @@ class Generations:
         directory = self._directory
         path = directory.generation_path(step)
         atomic_file.write_file(path, write_manifest(manifest))
-        self._kept[step] = [extent.copy for extent in self._extents]
+        self._kept[step] = [extent.newest_copy for extent in self._extents]
         self._retires = True
         return path
 
@@ -249,13 +253,13 @@ class Generations:
                 extent.turn_to(record.slot)
             return (manifest, path), self._extents
 
-        before = [extent.copy for extent in self._extents]
+        before = [extent.newest_copy for extent in self._extents]
         try:
             self._pins.load()
             staying, pinned = self._staying_pins(eligible)
-            manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest, eligible.way)
+            manifest, path = newest_whole(self._store, memory, step, point_to, "resume", digest, eligible.candidate)
             self._store.write_rebuilt_headers(self._extents)
-            newest = step is None and digest is None and eligible.way is None
+            newest = step is None and digest is None and eligible.candidate is None
             self._keep_with(manifest, found, eligible, "is damaged" if newest else "is newer")
         except BaseException:
             for extent, copy in zip(self._extents, before, strict=True):
@@ -265,7 +269,9 @@ class Generations:
         stays = {pin.manifest_name for pin in staying}
         unpinned = (path for path in pinned_in(directory.path) if path.name not in stays)
         self._given_up |= dict.fromkeys(unpinned, "is not needed by any checkpoint folder")
-        self._unsettled = _PendingRecovery(staying, None if path == found.get(manifest.step) else manifest_bytes(path))
+        self._pending_recovery = _PendingRecovery(
+            staying, None if path == found.get(manifest.step) else manifest_bytes(path)
+        )
         logger.info("resuming generation %d of %s, committed %s", manifest.step, directory.path, manifest.created)
         return manifest
 
@@ -330,7 +336,7 @@ class Generations:
             eligible: the generations that all ranks have.
             newer: the reason for giving up newer ones.
         """
-        self._kept = {chosen.step: [extent.copy for extent in self._extents]}
+        self._kept = {chosen.step: [extent.newest_copy for extent in self._extents]}
         self._given_up = {path: newer for number, path in found.items() if number > chosen.step}
         older = {number: path for number, path in found.items() if number < chosen.step}
         for number, path in older.items():
@@ -348,7 +354,7 @@ class Generations:
             self._given_up[path] = why  # its copies have been overwritten, or will be
         self._kept = dict(sorted(self._kept.items()))
 
-    def settle(self) -> None:
+    def finish_recovery(self) -> None:
         """Make the decisions of recover() durable: remove the manifests it gave up and the pins it dropped.
 
         Call this before anything is written.
@@ -357,15 +363,15 @@ class Generations:
             SwapIOError: a manifest cannot be written or removed.
             PlanError: see require_room.
         """
-        if self._unsettled is not None:
-            if self._unsettled.manifest is not None and self.newest is not None:
+        if self._pending_recovery is not None:
+            if self._pending_recovery.manifest is not None and self.newest is not None:
                 # From now on the pinned generation is also the newest of the run, and must be found without its pin.
-                atomic_file.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])
-            over = [pin for pin in self._pins.entries if pin not in self._unsettled.pins]
+                atomic_file.write_file(self._directory.generation_path(self.newest), [self._pending_recovery.manifest])
+            over = [pin for pin in self._pins.entries if pin not in self._pending_recovery.pins]
             if over:
                 logger.warning("no checkpoint folder needs these generations any more: %s", pins_text(over))
-                self._write_pins(self._unsettled.pins)
-            self._unsettled = None
+                self._write_pins(self._pending_recovery.pins)
+            self._pending_recovery = None
         if self._given_up:
             for path, why in self._given_up.items():
                 step = int(path.name.partition(".")[0].split("-")[1])
@@ -386,7 +392,7 @@ class Generations:
     @property
     def pin_list(self) -> list[Pin]:
         """Pins, oldest first, without the pins that settle() will remove."""
-        return list(self._pins.entries if self._unsettled is None else self._unsettled.pins)
+        return list(self._pins.entries if self._pending_recovery is None else self._pending_recovery.pins)
 
     def has_free_pin(self, folder: Path) -> bool:
         """Return whether a folder can pin a generation."""
@@ -404,7 +410,7 @@ class Generations:
             "those whose folder is gone. Nothing was written."
         )
 
-    def hold(self, step: int, folder: Path) -> str:
+    def pin(self, step: int, folder: Path) -> str:
         """Pin generation `step` for a folder, durably, and return the digest of the generation.
 
         The folder has no marker yet (begin_folder).
@@ -417,7 +423,7 @@ class Generations:
             ResumeError: the store keeps no such generation.
             SwapIOError: the pin may or may not be durable: unpin the folder.
         """
-        self.settle()
+        self.finish_recovery()
         self._require_kept(step)
         manifest = manifest_bytes(self._directory.generation_path(step))
         new = Pin(folder=str(folder), step=step, digest=digest_of(manifest), finished=False)
@@ -448,7 +454,7 @@ class Generations:
     def keep_pins(self, folders: Collection[str]) -> None:
         """Unpin the generations of all other folders, because another rank has unpinned them. Raises SwapIOError."""
         if any(pin.folder not in folders for pin in self.pin_list):
-            self.settle()
+            self.finish_recovery()
             self._write_pins([pin for pin in self._pins.entries if pin.folder in folders])
 
     def pins_found(self) -> list[str]:
@@ -472,7 +478,7 @@ class Generations:
         Raises:
             SwapIOError: the generation stays pinned; the folder may have lost its marker. Try again.
         """
-        self.settle()
+        self.finish_recovery()
         pin = self._pins.of(folder)
         if pin is None:
             return False

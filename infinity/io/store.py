@@ -42,7 +42,7 @@ class Extent:
         unit, group, state: the state that the extent holds; `group` is an index.
         offsets: bytes from the start of the file, one per copy, each 4 KiB-aligned.
         nbytes: size of each copy, a multiple of 4 KiB.
-        copy: index of the copy that holds the newest values.
+        newest_copy: index of the copy that holds the newest values.
     """
 
     unit: str
@@ -50,15 +50,15 @@ class Extent:
     state: str
     offsets: tuple[int, ...]
     nbytes: int
-    copy: int = 0
+    newest_copy: int = 0
 
     @property
     def offset(self) -> int:
-        return self.offsets[self.copy]
+        return self.offsets[self.newest_copy]
 
     def turn_to(self, copy: int) -> None:
         """Make `copy` the copy that holds the newest values."""
-        self.copy = copy
+        self.newest_copy = copy
 
 
 Mode = Literal["in place", "generations", "resume", "read", "share"]
@@ -300,7 +300,7 @@ class SwapStore:
         at: int = 0,
         io_class: _native.IOClassName = "weights",
         verify: bool = True,
-        copy: int | None = None,
+        copy_index: int | None = None,
         after: Transfer | None = None,
     ) -> Transfer:
         """Start reading bytes [at, at + len(into)) of an extent's newest values.
@@ -311,7 +311,7 @@ class SwapStore:
             at: bytes from the start of the copy.
             io_class: priority class of the request.
             verify: compare every page with the checksum of what was written there.
-            copy: index of the copy to read instead of the newest values.
+            copy_index: index of the copy to read instead of the newest values.
             after: start when this transfer is done; if it fails, fail with its error.
 
         Raises (from `Transfer.result`):
@@ -319,7 +319,7 @@ class SwapStore:
             SwapCorruptionError: a page differs from what was written there.
             SwapTimeoutError: the device was given up; `into` must never be used again.
         """
-        file, offset = self.place(extent, copy)
+        file, offset = self.place(extent, copy_index)
         first = None if after is None else after.future
         return self.transfer(self.engine.read(file, offset + at, into, io_class, verify=verify, after=first), extent)
 
@@ -330,26 +330,26 @@ class SwapStore:
         *,
         at: int = 0,
         io_class: _native.IOClassName = "weights",
-        copy: int | None = None,
+        copy_index: int | None = None,
         after: _native.IOFuture | None = None,
     ) -> Transfer:
-        """Start writing into `copy`, by default over the newest values. Arguments and errors are those of `read`.
+        """Start writing into `copy_index`, by default over the newest values. Arguments and errors are those of `read`.
 
         Args:
             extent: the extent to write to.
             data: 4 KiB-aligned memory, a multiple of 4 KiB; must not be changed until the transfer is done.
             at: bytes from the start of the copy.
             io_class: priority class of the request.
-            copy: index of the copy to write; None: the copy that holds the newest values.
+            copy_index: index of the copy to write; None: the copy that holds the newest values.
             after: start when this request is done, and write the data that `data` holds then. If the request fails,
                 fail with its error.
         """
-        file, offset = self.place(extent, copy)
+        file, offset = self.place(extent, copy_index)
         return self.transfer(self.engine.write(file, offset + at, data, io_class, after=after), extent)
 
-    def place(self, extent: Extent, copy: int | None) -> tuple[_native.File, int]:
+    def place(self, extent: Extent, copy_index: int | None) -> tuple[_native.File, int]:
         """Return the file and the offset of a copy of an extent, for native code; None is the copy of newest values."""
-        return self.file, extent.offset if copy is None else extent.offsets[copy]
+        return self.file, extent.offset if copy_index is None else extent.offsets[copy_index]
 
     def transfer(self, future: _native.IOFuture, extent: Extent) -> Transfer:
         """Wrap a request of native code as a transfer whose errors name the extent."""

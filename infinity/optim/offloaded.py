@@ -186,7 +186,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             if not place.group.trainable:
                 raise ModelError(f"parameter '{place.spec.name}' has a gradient, and {NO_STATES}")
             if not isinstance(gradient, GradientHandle):  # set by hand
-                self.coordinator.land(place, gradient, accumulate=False)
+                self.coordinator.set_gradient(place, gradient, accumulate=False)
                 gradient = parameter.grad = self.coordinator.handle(parameter, place)
             active.append(_Active(parameter, place, group, gradient))
         return active

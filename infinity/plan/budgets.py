@@ -110,21 +110,21 @@ def update_threads(config: SwapConfig) -> int:
     return config.update.threads or min(usable_cores(), torch.get_num_threads())
 
 
-def plan_staging(problem: PlanInput, host_budget: int, *, gradients: bool) -> Staging:
+def plan_staging(inputs: PlanInput, host_budget: int, *, gradients: bool) -> Staging:
     """Plan the memory that the update's tiles are read into. No budget gives less than a budget of 0.
 
     A thread works on pieces that fit its L2 cache. A tile has a few pieces for every thread, so that no thread waits
     long for the last piece.
 
     Args:
-        problem: the input of the planner.
+        inputs: the input of the planner.
         host_budget: bytes of host memory, of which the tiles take a share.
         gradients: whether the tiles contain gradients, too.
     """
     _require_isa()
-    config = problem.config
+    config = inputs.config
     threads = update_threads(config)
-    groups = [group for unit in problem.units for group in unit.unit.trainable_groups]
+    groups = [group for unit in inputs.units for group in unit.local.trainable_groups]
     largest = round_up(max((group.numel for group in groups), default=1), _native.CUT_NUMEL)
     if config.update.tile is not None:
         numel = max(config.update.tile // 4, 1)
@@ -163,24 +163,24 @@ def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool
     )
 
 
-def copies_bytes(problem: PlanInput, weights: TierSplit, room: int) -> int:
+def copies_bytes(inputs: PlanInput, weights: TierSplit, room: int) -> int:
     """Return the host memory for NVMe weights that updates take from the device, where the weights are anyway.
 
     It is for a few units, because updates give it back one after the other.
 
     Args:
-        problem: the input of the planner.
+        inputs: the input of the planner.
         weights: where the weights rest.
         room: bytes of host memory that nothing else wants.
     """
-    if problem.limits.in_place:
+    if inputs.limits.in_place:
         return 0
-    sizes = [unit.trained_weight for unit in problem.units if unit.state and unit.index not in weights.in_ram]
+    sizes = [unit.trained_weight for unit in inputs.units if unit.state and unit.index not in weights.in_ram]
     largest = max(sizes, default=0)
     return min(_COPIES_MAX * largest, sum(sizes), room // PAGE_BYTES * PAGE_BYTES) if largest <= room else 0
 
 
-def device_bytes(problem: PlanInput, sites: Sequence[HookedModule], weights: TierSplit) -> tuple[int, Ring, int]:
+def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: TierSplit) -> tuple[int, Ring, int]:
     """Return the device memory for fetched weights, that for gradients, and the longest ring for gradients.
 
     The ring is the longest that leaves enough for the weights (ring.py).
@@ -190,44 +190,44 @@ def device_bytes(problem: PlanInput, sites: Sequence[HookedModule], weights: Tie
     Raises:
         PlanError: memory.device is too small for the units that are needed at once.
     """
-    limits = problem.limits
-    rings = rings_of(problem, sites)
-    if not problem.every <= weights.in_ram:
+    limits = inputs.limits
+    rings = rings_of(inputs, sites)
+    if not inputs.every <= weights.in_ram:
         rings = rings[:2]  # each slot saves a read from NVMe, which is more than adding up on the device saves
     longest = rings[-1].nbytes
-    decoding = 0 if limits.in_place else problem.decoding_bytes
+    decoding = 0 if limits.in_place else inputs.decoding_bytes
 
     def ring_beside(nbytes: int) -> Ring:
         room = min(limits.device // 4, limits.device - nbytes - decoding)
         return next((ring for ring in reversed(rings) if ring.nbytes <= room), rings[0])
 
-    if limits.shares and weights.tier == "device":
+    if limits.slice_count and weights.tier == "device":
         raise PlanError(
             "weights: device keeps all weights on every device, but with several ranks each "
             "rank keeps only a slice. Set "
             "weights: host or auto."
         )
-    if weights.tier == "device" and limits.in_place and problem.decoded:
+    if weights.tier == "device" and limits.in_place and inputs.decoded:
         raise PlanError(
-            f"weights: device keeps weights decoded on the device, but frozen: {problem.config.frozen} decodes them "
+            f"weights: device keeps weights decoded on the device, but frozen: {inputs.config.frozen} decodes them "
             "at each use. On the CPU set weights: host or auto, or frozen: bf16."
         )
-    if weights.tier == "device" or (limits.used_at_home and weights.tier == "host" and not problem.decoded):
-        ring = ring_beside(problem.slots)
-        needs = problem.slots + decoding
+    if weights.tier == "device" or (limits.used_at_home and weights.tier == "host" and not inputs.decoded):
+        ring = ring_beside(inputs.slots)
+        needs = inputs.slots + decoding
         if weights.tier == "device" and needs + ring.nbytes > limits.device:
             raise PlanError(
                 f"weights: device needs {format_bytes(needs)}{_and_for_gradients(ring.nbytes)}; memory.device is "
                 f"{format_bytes(limits.device)}. Raise it to {enough_bytes(needs + ring.nbytes)} plus what "
                 "activations need, or set weights: host or nvme."
             )
-        return problem.slots, ring, longest
-    fetched = problem.every - (weights.in_ram - problem.decoded) if limits.used_at_home else problem.every
-    needed = needed_at_once([unit.whole for unit in problem.units], sites, fetched)
+        return inputs.slots, ring, longest
+    fetched = inputs.every - (weights.in_ram - inputs.decoded) if limits.used_at_home else inputs.every
+    needed = needed_at_once([unit.full for unit in inputs.units], sites, fetched)
     nbytes = sum(unit.weight_bytes for unit in needed)
     ring = ring_beside(nbytes)
     share = int(limits.device * WEIGHT_SHARE_OF_DEVICE) - ring.nbytes - decoding
-    slots = min(max(share, nbytes), sum(unit.whole.weight_bytes for unit in problem.units if unit.index in fetched))
+    slots = min(max(share, nbytes), sum(unit.full.weight_bytes for unit in inputs.units if unit.index in fetched))
     if slots + ring.nbytes + decoding > limits.device:
         largest = max(needed, key=lambda unit: unit.weight_bytes)
         names = ", ".join(unit.name for unit in needed[:_NAMED_MAX])

@@ -63,7 +63,7 @@ class UnitLayout:
         gradients: places of the gradients of each group, in the order of the groups; of 0 bytes for a frozen group.
     """
 
-    unit: Unit
+    local: Unit
     groups: tuple[GroupLayout, ...]
     gradients: tuple[StateLayout, ...]
 
@@ -163,11 +163,11 @@ class Layout:
     @cached_property
     def numel(self) -> int:
         """Number of parameters."""
-        return sum(unit.unit.numel for unit in self.units)
+        return sum(unit.local.numel for unit in self.units)
 
     @cached_property
     def trainable_numel(self) -> int:
-        groups = [group for unit in self.units for group in unit.unit.trainable_groups]
+        groups = [group for unit in self.units for group in unit.local.trainable_groups]
         return sum(spec.numel for group in groups for spec in group.specs)
 
     @cached_property
@@ -178,12 +178,12 @@ class Layout:
     @cached_property
     def weight_bytes(self) -> int:
         """Bytes of all weights of the model at home, in any tier."""
-        return sum(unit.unit.home_bytes for unit in self.units)
+        return sum(unit.local.home_bytes for unit in self.units)
 
     @cached_property
     def encoded_bytes(self) -> int:
         """The part of weight_bytes that rests encoded."""
-        return sum(unit.unit.encoded_bytes for unit in self.units)
+        return sum(unit.local.encoded_bytes for unit in self.units)
 
     @cached_property
     def state_bytes(self) -> int:
@@ -204,32 +204,32 @@ class _SwapFile:
         return offsets
 
 
-def lay_out(problem: PlanInput, placement: Placement, gradients: GradientPlacement, budgets: Budgets) -> Layout:
+def lay_out(inputs: PlanInput, placement: Placement, gradients: GradientPlacement, budgets: Budgets) -> Layout:
     """Decide every extent and every lease."""
     file = _SwapFile()
-    kept = [_lay_out_groups(unit, problem, placement, file) for unit in problem.units]
+    kept = [_lay_out_groups(unit, inputs, placement, file) for unit in inputs.units]
     kept_bytes = file.nbytes
-    spilled = [_lay_out_gradients(unit, gradients, file) for unit in problem.units]
-    units = tuple(map(UnitLayout, (unit.unit for unit in problem.units), kept, spilled))
+    spilled = [_lay_out_gradients(unit, gradients, file) for unit in inputs.units]
+    units = tuple(map(UnitLayout, (unit.local for unit in inputs.units), kept, spilled))
     stored = [state.nbytes for unit in units for state in unit.kept() if state.offsets]
     swap = SwapBytes(sum(stored), kept_bytes - sum(stored), file.nbytes - kept_bytes)
     return Layout(
         units=units,
         swap=swap,
         arena=_lay_out_arena(units, placement, budgets),
-        checksum_bytes=problem.checksum_bytes(swap.nbytes),
+        checksum_bytes=inputs.checksum_bytes(swap.nbytes),
         manifest_bytes=_manifest_bytes(stored, placement),
     )
 
 
 def _lay_out_groups(
-    unit: UnitBytes, problem: PlanInput, placement: Placement, file: _SwapFile
+    unit: UnitBytes, inputs: PlanInput, placement: Placement, file: _SwapFile
 ) -> tuple[GroupLayout, ...]:
     def state(nbytes: int, resting: TierSplit, *, changes: bool = True) -> StateLayout:
         if not nbytes:
             return StateLayout(0, (), 0)  # a rank may have nothing of a group
         in_ram = unit.index in resting.in_ram
-        copies = problem.copies(changes=changes, in_ram=in_ram)
+        copies = inputs.copies(changes=changes, in_ram=in_ram)
         if copies and changes and unit.index in placement.updates.spare_units:
             copies += 1
         return StateLayout(nbytes, file.add(nbytes, copies), nbytes if in_ram else 0)
@@ -257,7 +257,7 @@ def _lay_out_gradients(unit: UnitBytes, gradients: GradientPlacement, file: _Swa
 
 def _lay_out_arena(units: Sequence[UnitLayout], placement: Placement, budgets: Budgets) -> ArenaBytes:
     limits = budgets.limits
-    slots_are_here = limits.in_place and (limits.shares or placement.weights.tier == "nvme" or budgets.decodes)
+    slots_are_here = limits.in_place and (limits.slice_count or placement.weights.tier == "nvme" or budgets.decodes)
     weights = sum(unit.weight_lease_bytes for unit in units)
     return ArenaBytes(
         weights=weights,

@@ -85,7 +85,7 @@ class UnitFetches:
 
 
 def link_bytes(
-    problem: PlanInput,
+    inputs: PlanInput,
     placement: Placement,
     budgets: Budgets,
     sites: Sequence[HookedModule] = (),
@@ -95,7 +95,7 @@ def link_bytes(
     """Count the bytes that a step moves once the run is under way.
 
     Args:
-        problem: the input of the planner.
+        inputs: the input of the planner.
         placement: where states rest.
         budgets: the memory for moving states.
         sites: the units that each module needs, in the order of the forward; none: every unit has a module of its own.
@@ -103,14 +103,14 @@ def link_bytes(
             open.
     """
     in_ram = placement.weights.in_ram
-    counted = traffic(problem, in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
-    uses = unit_fetches(problem, placement, budgets, sites, clips=clips)
+    counted = traffic(inputs, in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
+    uses = unit_fetches(inputs, placement, budgets, sites, clips=clips)
     gradients = down = exchanged = 0
     weights = states = up = gathered = decoded = 0.0  # means, if steps differ
-    ranks = max(problem.limits.shares, 1)
-    for unit in problem.units:
+    ranks = max(inputs.limits.slice_count, 1)
+    for unit in inputs.units:
         used = uses[unit.index]
-        again = _from_copies(problem, unit, used)
+        again = _from_copies(inputs, unit, used)
         fetches = used.fetches - again
         if unit.index not in in_ram:
             weights += fetches * unit.weight
@@ -118,13 +118,13 @@ def link_bytes(
         if unit.index not in placement.optimizer.in_ram:
             states += unit.state
         if unit.index not in placement.gradients.in_ram:
-            gradients += gradient_traffic(problem, unit)
-        gathered += fetches * (ranks - 1) * unit.whole.weight_bytes / ranks
-        exchanged += problem.passes * (ranks - 1) * unit.gradient_native
+            gradients += gradient_traffic(inputs, unit)
+        gathered += fetches * (ranks - 1) * unit.full.weight_bytes / ranks
+        exchanged += inputs.passes * (ranks - 1) * unit.gradient_native
         decoded += used.fetches * _decoded_bytes(unit)
-        if not problem.limits.in_place:
-            up += fetches * unit.weight + again * unit.whole.weight_bytes
-            down += problem.passes * (unit.gradient_fp32 if budgets.ring.adds_up else unit.gradient_native)
+        if not inputs.limits.in_place:
+            up += fetches * unit.weight + again * unit.full.weight_bytes
+            down += inputs.passes * (unit.gradient_fp32 if budgets.ring.adds_up else unit.gradient_native)
     return LinkBytes(
         weights=round(weights),
         states=round(states),
@@ -139,12 +139,12 @@ def link_bytes(
     )
 
 
-def _from_copies(problem: PlanInput, unit: UnitBytes, used: UnitFetches) -> float:
+def _from_copies(inputs: PlanInput, unit: UnitBytes, used: UnitFetches) -> float:
     """Return how many fetches of a unit are served by the copies that the ranks keep (sharded/slots.py).
 
     These are all but the first fetch after an update.
     """
-    if not problem.secondary_bytes or unit.unit.stays:
+    if not inputs.secondary_bytes or unit.local.stays:
         return 0
     return max(used.fetches - 1, 0) if unit.trained_weight else used.fetches
 
@@ -154,22 +154,22 @@ def _decoded_bytes(unit: UnitBytes) -> int:
 
 
 def unit_fetches(
-    problem: PlanInput, placement: Placement, budgets: Budgets, sites: Sequence[HookedModule], *, clips: bool
+    inputs: PlanInput, placement: Placement, budgets: Budgets, sites: Sequence[HookedModule], *, clips: bool
 ) -> dict[int, UnitFetches]:
     """Return the uses of each unit, by index. Steps are simulated, visit by visit, until two steps are alike."""
-    limits = problem.limits
-    slotted = [unit for unit in problem.units if _takes_slot(problem, placement, unit)]
-    speculating = speculates(problem, placement, clips=clips)
+    limits = inputs.limits
+    slotted = [unit for unit in inputs.units if _takes_slot(inputs, placement, unit)]
+    speculating = speculates(inputs, placement, clips=clips)
     # A slot on a device, or one that several ranks fill together, is of no use after an update.
-    in_place = limits.in_place and not limits.shares
+    in_place = limits.in_place and not limits.slice_count
     # The same holds for encoded weights in RAM, whose slot is a copy.
     copied = {unit.index for unit in slotted if unit.encoded and unit.index in placement.weights.in_ram}
     stale = speculating | copied if in_place else {unit.index for unit in slotted}
     void = {unit.index for unit in slotted if unit.trained_weight and unit.index in stale}
-    visited = _visited(problem, slotted, sites, budgets.slot_bytes, void)
-    reads_slot = in_place or (budgets.copies_bytes > 0 and not limits.shares)
+    visited = _visited(inputs, slotted, sites, budgets.slot_bytes, void)
+    reads_slot = in_place or (budgets.copies_bytes > 0 and not limits.slice_count)
     found = {}
-    for unit in problem.units:
+    for unit in inputs.units:
         counted = visited.get(unit.index, FetchCounts())
         there = (1 if unit.index in speculating else counted.at_end) if reads_slot else 0
         reads = 1 - there if unit in slotted and unit.trained_weight else 0
@@ -178,38 +178,38 @@ def unit_fetches(
 
 
 def _visited(
-    problem: PlanInput,
+    inputs: PlanInput,
     slotted: Sequence[UnitBytes],
     sites: Sequence[HookedModule],
     slot_bytes: int,
     void: Collection[int],
 ) -> dict[int, FetchCounts]:
     """Return the fetches of a step. The update of a `void` unit leaves the unit's slot without its weights."""
-    staying = [unit for unit in slotted if unit.unit.stays]
-    sizes = {unit.index: unit.whole.weight_bytes for unit in slotted if not unit.unit.stays}
+    staying = [unit for unit in slotted if unit.local.stays]
+    sizes = {unit.index: unit.full.weight_bytes for unit in slotted if not unit.local.stays}
     trained = {unit.index for unit in slotted if unit.trained_weight}
-    room = slot_bytes - sum(unit.whole.weight_bytes for unit in staying)
+    room = slot_bytes - sum(unit.full.weight_bytes for unit in staying)
     order = in_order(list(sizes), sites)
     first = next((at for at, index in enumerate(order) if index in trained), len(order))
     visits = [(index, True) for index in order] + [(index, False) for index in reversed(order[first:])]
-    walk = SlotSimulator(visits * problem.passes, sizes, room, _from_top(problem, sizes.values(), slot_bytes))
+    simulator = SlotSimulator(visits * inputs.passes, sizes, room, _from_top(inputs, sizes.values(), slot_bytes))
     once = {unit.index: FetchCounts(int(unit.index in void), 0, at_end=1) for unit in staying}
-    return walk.steady(void) | once
+    return simulator.steady(void) | once
 
 
-def _from_top(problem: PlanInput, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
+def _from_top(inputs: PlanInput, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
     """Return the test for slots that come from the top of the room, by their bytes (tiers/slots.py)."""
-    if problem.limits.shares:
+    if inputs.limits.slice_count:
         return None
-    return long_from_top(slot_bytes) if problem.limits.in_place else unusual_from_top(sizes)
+    return long_from_top(slot_bytes) if inputs.limits.in_place else unusual_from_top(sizes)
 
 
-def _takes_slot(problem: PlanInput, placement: Placement, unit: UnitBytes) -> bool:
-    at_home = problem.limits.used_at_home and unit.index in placement.weights.in_ram
-    return unit.whole.weight_bytes > 0 and not (at_home and not unit.encoded)
+def _takes_slot(inputs: PlanInput, placement: Placement, unit: UnitBytes) -> bool:
+    at_home = inputs.limits.used_at_home and unit.index in placement.weights.in_ram
+    return unit.full.weight_bytes > 0 and not (at_home and not unit.encoded)
 
 
-def speculates(problem: PlanInput, placement: Placement, *, clips: bool) -> frozenset[int]:
+def speculates(inputs: PlanInput, placement: Placement, *, clips: bool) -> frozenset[int]:
     """Return the units whose updates begin during the backward pass.
 
     All steps decide as they are expected to, or, with `clips`, all steps clip.
@@ -219,7 +219,7 @@ def speculates(problem: PlanInput, placement: Placement, *, clips: bool) -> froz
         return frozenset()
     moved = frozenset(
         unit.index
-        for unit in problem.units
+        for unit in inputs.units
         if unit.state
         and unit.index not in placement.optimizer.in_ram
         and may_speculate(unit, placement.weights.in_ram, placement.gradients.in_ram)

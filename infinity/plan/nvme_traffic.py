@@ -33,14 +33,14 @@ class Traffic:
 
 
 def traffic(
-    problem: PlanInput,
+    inputs: PlanInput,
     weights_in_ram: Collection[int],
     states_in_ram: Collection[int],
     gradients_in_ram: Collection[int],
 ) -> Traffic:
     """Count the bytes that a step moves. The collections are indices of the units that have these states in RAM."""
-    passes, read, written, committed = problem.passes, 0, 0, 0
-    for unit in problem.units:
+    passes, read, written, committed = inputs.passes, 0, 0, 0
+    for unit in inputs.units:
         if unit.index in weights_in_ram:
             committed += unit.trained_weight
         else:
@@ -52,16 +52,16 @@ def traffic(
             read += unit.state
             written += unit.state
         if unit.index not in gradients_in_ram:
-            moved = gradient_traffic(problem, unit)
+            moved = gradient_traffic(inputs, unit)
             read += moved
             written += moved
-    committed = committed if problem.commit_every else 0
-    return Traffic(read, written, committed, committed // max(problem.commit_every, 1))
+    committed = committed if inputs.commit_every else 0
+    return Traffic(read, written, committed, committed // max(inputs.commit_every, 1))
 
 
-def gradient_traffic(problem: PlanInput, unit: UnitBytes) -> int:
+def gradient_traffic(inputs: PlanInput, unit: UnitBytes) -> int:
     """Return the bytes that a unit's gradients, which spill, move in one step, in each direction."""
     # The first of several gradients comes from a device as autograd gives it; on the CPU it is in fp32 as the others.
-    widens = not (problem.passes > 1 or problem.config.vertical) or not problem.limits.in_place
+    widens = not (inputs.passes > 1 or inputs.config.vertical) or not inputs.limits.in_place
     first = unit.gradient_native if widens else unit.gradient_fp32
-    return first + (problem.passes - 1) * unit.gradient_fp32
+    return first + (inputs.passes - 1) * unit.gradient_fp32

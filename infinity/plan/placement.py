@@ -139,67 +139,67 @@ class PlacedStates:
     host_bytes: int
 
 
-def place(problem: PlanInput, room: int) -> PlacedStates:
+def place(inputs: PlanInput, room: int) -> PlacedStates:
     """Place weights and states.
 
     Where the config leaves the tier open, they take at most `room` bytes of host memory, including what the config
     places in RAM. Without nvme.paths all of them go to RAM.
     """
-    fixed = problem.trained if problem.config.optimizer == "host" else frozenset[int]()
-    weights = _place_weights(problem, room, fixed)
-    upload, bounce = _upload_bytes(problem, weights.in_ram), _bounce_bytes(problem)
+    fixed = inputs.trained if inputs.config.optimizer == "host" else frozenset[int]()
+    weights = _place_weights(inputs, room, fixed)
+    upload, bounce = _upload_bytes(inputs, weights.in_ram), _bounce_bytes(inputs)
     transfers = upload + bounce
-    optimizer = TierSplit(problem.config.optimizer, fixed)
-    if problem.config.optimizer == "auto":
-        optimizer = _place_states(problem, room - _host_bytes(problem, weights, fixed) - transfers)
-    host = transfers + _host_bytes(problem, weights, optimizer.in_ram)
+    optimizer = TierSplit(inputs.config.optimizer, fixed)
+    if inputs.config.optimizer == "auto":
+        optimizer = _place_states(inputs, room - _host_bytes(inputs, weights, fixed) - transfers)
+    host = transfers + _host_bytes(inputs, weights, optimizer.in_ram)
     return PlacedStates(weights, optimizer, upload, bounce, host)
 
 
-def _place_weights(problem: PlanInput, room: int, states_in_ram: frozenset[int]) -> TierSplit:
-    config, limits = problem.config, problem.limits
+def _place_weights(inputs: PlanInput, room: int, states_in_ram: frozenset[int]) -> TierSplit:
+    config, limits = inputs.config, inputs.limits
     none = TierSplit("nvme", frozenset())
     if config.weights != "auto":
-        return none if config.weights == "nvme" else TierSplit(config.weights, problem.every)
-    room -= _host_bytes(problem, none, states_in_ram) + _bounce_bytes(problem)
-    if problem.cost(problem.weight) <= room or not config.nvme.paths:
-        share, there = limits.device * WEIGHT_SHARE_OF_DEVICE, problem.slots + problem.decoding_bytes
-        on_device = not (limits.in_place or limits.shares) and there + problem.ring_bytes_min <= share
-        return TierSplit("device" if on_device else "host", problem.every)
-    room -= _upload_bytes(problem, none.in_ram)
-    return TierSplit("nvme", as_far_as(((unit.index, problem.cost(unit.weight)) for unit in problem.units), room))
+        return none if config.weights == "nvme" else TierSplit(config.weights, inputs.every)
+    room -= _host_bytes(inputs, none, states_in_ram) + _bounce_bytes(inputs)
+    if inputs.cost(inputs.weight) <= room or not config.nvme.paths:
+        share, there = limits.device * WEIGHT_SHARE_OF_DEVICE, inputs.slots + inputs.decoding_bytes
+        on_device = not (limits.in_place or limits.slice_count) and there + inputs.ring_bytes_min <= share
+        return TierSplit("device" if on_device else "host", inputs.every)
+    room -= _upload_bytes(inputs, none.in_ram)
+    return TierSplit("nvme", as_far_as(((unit.index, inputs.cost(unit.weight)) for unit in inputs.units), room))
 
 
-def _place_states(problem: PlanInput, room: int) -> TierSplit:
-    if problem.cost(problem.state) <= room or not problem.config.nvme.paths:
-        return TierSplit("host", problem.trained)
-    trained = (unit for unit in problem.units if unit.state)
-    return TierSplit("nvme", as_far_as(((unit.index, problem.cost(unit.state)) for unit in trained), room))
+def _place_states(inputs: PlanInput, room: int) -> TierSplit:
+    if inputs.cost(inputs.state) <= room or not inputs.config.nvme.paths:
+        return TierSplit("host", inputs.trained)
+    trained = (unit for unit in inputs.units if unit.state)
+    return TierSplit("nvme", as_far_as(((unit.index, inputs.cost(unit.state)) for unit in trained), room))
 
 
-def _upload_bytes(problem: PlanInput, weights_in_ram: frozenset[int]) -> int:
+def _upload_bytes(inputs: PlanInput, weights_in_ram: frozenset[int]) -> int:
     """Return the room for the largest unit on NVMe, in pieces, so that one is read while others are copied.
 
     If the device has no memory of its own, return the room for encoded weights from NVMe, of the two largest units.
     """
-    if problem.limits.in_place:
-        return sum(sorted(unit.encoded for unit in problem.units if unit.index not in weights_in_ram)[-2:])
-    largest = max((unit.weight for unit in problem.units if unit.index not in weights_in_ram), default=0)
+    if inputs.limits.in_place:
+        return sum(sorted(unit.encoded for unit in inputs.units if unit.index not in weights_in_ram)[-2:])
+    largest = max((unit.weight for unit in inputs.units if unit.index not in weights_in_ram), default=0)
     return round_up(largest, PIECES_MIN * PAGE_BYTES)
 
 
-def _bounce_bytes(problem: PlanInput) -> int:
+def _bounce_bytes(inputs: PlanInput) -> int:
     """Return the room for gradients of the largest group after they leave the device and before they are added."""
-    if problem.limits.in_place:
+    if inputs.limits.in_place:
         return 0
-    return max((group.gradient_native for unit in problem.units for group in unit.groups), default=0)
+    return max((group.gradient_native for unit in inputs.units for group in unit.groups), default=0)
 
 
-def _host_bytes(problem: PlanInput, weights: TierSplit, states_in_ram: frozenset[int]) -> int:
-    of_device = weights.tier == "device" and problem.limits.in_place  # this RAM belongs to memory.device
-    held = 0 if of_device else problem.weight_of(weights.in_ram)
-    swap = problem.swap_bytes(weights.in_ram, states_in_ram)
-    return held + problem.state_of(states_in_ram) + problem.checksum_bytes(swap)
+def _host_bytes(inputs: PlanInput, weights: TierSplit, states_in_ram: frozenset[int]) -> int:
+    of_device = weights.tier == "device" and inputs.limits.in_place  # this RAM belongs to memory.device
+    held = 0 if of_device else inputs.weight_of(weights.in_ram)
+    swap = inputs.swap_bytes(weights.in_ram, states_in_ram)
+    return held + inputs.state_of(states_in_ram) + inputs.checksum_bytes(swap)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class GradientPlacement:
         window: whether there is a window, and room in the swap file for every gradient without room for fp32 in RAM.
     """
 
-    problem: PlanInput
+    inputs: PlanInput
     in_ram: frozenset[int]
     fp32: bool
     window: bool
@@ -233,12 +233,12 @@ class GradientPlacement:
 
     @cached_property
     def ram_bytes(self) -> int:
-        return sum(self.lease_bytes(unit, group) for unit in self.problem.units for group in unit.groups)
+        return sum(self.lease_bytes(unit, group) for unit in self.inputs.units for group in unit.groups)
 
     @cached_property
     def _scratch(self) -> list[int]:
         """Room in the swap file for the gradients of each unit."""
-        return [sum(self.scratch_bytes(unit, group) for group in unit.groups) for unit in self.problem.units]
+        return [sum(self.scratch_bytes(unit, group) for group in unit.groups) for unit in self.inputs.units]
 
     @property
     def accumulates(self) -> bool:
@@ -256,45 +256,47 @@ class GradientPlacement:
         The window has room for the two largest units. If it is only for a further pass, which the caller said does not
         come, it has room for the largest unit, and each unit waits for the one before.
         """
-        unexpected = self.problem.told == 1 and not self.problem.config.vertical and self.in_ram == self.problem.trained
+        unexpected = (
+            self.inputs.known_passes == 1 and not self.inputs.config.vertical and self.in_ram == self.inputs.trained
+        )
         return sum(sorted(self._scratch, reverse=True)[: 1 if unexpected else 2])
 
     @property
     def host_bytes(self) -> int:
         """Host memory for gradients, checksums included."""
-        return self.ram_bytes + self.landing_bytes + self.problem.checksum_bytes(self.swap_bytes)
+        return self.ram_bytes + self.landing_bytes + self.inputs.checksum_bytes(self.swap_bytes)
 
     @property
     def swap_bytes(self) -> int:
         return sum(self._scratch)
 
 
-def gradient_placements(problem: PlanInput, room: int) -> Iterator[GradientPlacement]:
+def gradient_placements(inputs: PlanInput, room: int) -> Iterator[GradientPlacement]:
     """Yield the placements to try, the best first.
 
     Args:
-        problem: the input of the planner.
+        inputs: the input of the planner.
         room: host memory for gradients, if some of them spill.
     """
-    config = problem.config
+    config = inputs.config
     if config.gradients != "nvme":
-        yield GradientPlacement(problem, problem.trained, fp32=True, window=False)
+        yield GradientPlacement(inputs, inputs.trained, fp32=True, window=False)
     if config.gradients == "nvme":
-        yield _spilled(problem, frozenset())
-    elif config.gradients == "auto" and config.nvme.paths and problem.trained:
-        yield _spilled(problem, _as_many_as_fit(problem, room))
-    if config.gradients != "nvme" and not problem.adds_up:
-        yield GradientPlacement(problem, problem.trained, fp32=False, window=False)
+        yield _spilled(inputs, frozenset())
+    elif config.gradients == "auto" and config.nvme.paths and inputs.trained:
+        yield _spilled(inputs, _as_many_as_fit(inputs, room))
+    if config.gradients != "nvme" and not inputs.adds_up:
+        yield GradientPlacement(inputs, inputs.trained, fp32=False, window=False)
 
 
-def _as_many_as_fit(problem: PlanInput, room: int) -> frozenset[int]:
+def _as_many_as_fit(inputs: PlanInput, room: int) -> frozenset[int]:
     """Return the units whose gradients fit RAM. The largest are taken first, which makes the window smaller."""
-    nothing, everything = _spilled(problem, frozenset()), _spilled(problem, problem.trained)
-    trained = (unit for unit in problem.units if unit.state)
+    nothing, everything = _spilled(inputs, frozenset()), _spilled(inputs, inputs.trained)
+    trained = (unit for unit in inputs.units if unit.state)
     ordered = sorted(trained, key=lambda unit: unit.gradient_native, reverse=True)
     costs = [(unit.index, sum(everything.lease_bytes(unit, group) for group in unit.groups)) for unit in ordered]
     return as_far_as(costs, room - nothing.host_bytes)
 
 
-def _spilled(problem: PlanInput, in_ram: frozenset[int]) -> GradientPlacement:
-    return GradientPlacement(problem, in_ram, fp32=problem.adds_up, window=True)
+def _spilled(inputs: PlanInput, in_ram: frozenset[int]) -> GradientPlacement:
+    return GradientPlacement(inputs, in_ram, fp32=inputs.adds_up, window=True)

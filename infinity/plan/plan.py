@@ -85,7 +85,7 @@ class Plan:
     @property
     def needs_store(self) -> bool:
         """Whether there is a swap file. A rank whose slices are empty still has manifests of every generation."""
-        return bool(self.layout.swap.nbytes or (self.peers.shares and self.placement.commit_every))
+        return bool(self.layout.swap.nbytes or (self.peers.slice_count and self.placement.commit_every))
 
     @property
     def device_bytes(self) -> int:
@@ -142,7 +142,7 @@ class Plan:
 
 
 def forecast(
-    problem: PlanInput,
+    inputs: PlanInput,
     placement: Placement,
     budgets: Budgets,
     layout: Layout,
@@ -152,16 +152,16 @@ def forecast(
 ) -> Forecast:
     """Forecast the traffic of a step. `sites` are the units that each module needs; `saves_bytes` is as in Forecast."""
     in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
-    moved, usual = traffic(problem, *in_ram), link_bytes(problem, placement, budgets, sites)
+    moved, usual = traffic(inputs, *in_ram), link_bytes(inputs, placement, budgets, sites)
     return Forecast(
-        passes=problem.passes,
+        passes=inputs.passes,
         read_bytes=moved.read_bytes,
         written_bytes=moved.written_bytes + moved.commit_share_bytes,
         commit_bytes=moved.commit_bytes,
-        rate=problem.disks.rate if layout.swap.nbytes else None,
+        rate=inputs.disks.rate if layout.swap.nbytes else None,
         saves_bytes=saves_bytes,
         moved=usual,
-        moved_clipping=link_bytes(problem, placement, budgets, sites, clips=True),
+        moved_clipping=link_bytes(inputs, placement, budgets, sites, clips=True),
     )
 
 

@@ -29,15 +29,15 @@ class Limits:
         device: bytes for weights, activations and gradients in flight, on the device.
         host: bytes of RAM for everything that is kept or staged there.
         in_place: whether the device has no memory of its own, so that both budgets are RAM.
-        shares: number of ranks over which every unit is cut. Its weights are put together in a slot for use. 0: no unit
-            is cut.
+        slice_count: number of ranks over which every unit is cut. Its weights are put together in a slot for use. 0: no
+            unit is cut.
         ranks: number of ranks that divide the machine's budgets; these limits are one rank's.
     """
 
     device: int
     host: int
     in_place: bool
-    shares: int = 0
+    slice_count: int = 0
     ranks: int = 1
 
     @property
@@ -53,7 +53,7 @@ class Limits:
     @property
     def used_at_home(self) -> bool:
         """Whether weights that rest in RAM are used in place."""
-        return self.in_place and not self.shares
+        return self.in_place and not self.slice_count
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Peers:
     Attributes:
         cut: the slice of every unit that is this rank's.
         on_machine: number of ranks on this machine, which divide its RAM and its cores.
-        together: whether weights are gathered and gradients exchanged, even if there is only one rank.
+        sharded: whether weights are gathered and gradients exchanged, even if there is only one rank.
         memory: bytes of the device and of RAM that each rank may take, as all ranks agreed; None: as the config says,
             or as is available here.
         near: the slice of every unit that this rank keeps a copy of, for the gather group G (sharded/slots.py); None:
@@ -93,23 +93,23 @@ class Peers:
 
     cut: Cut
     on_machine: int
-    together: bool = True
+    sharded: bool = True
     memory: tuple[int, int] | None = None
     near: Cut | None = None
 
     @property
-    def shares(self) -> int:
-        """Number of ranks over which every unit is cut, as Limits.shares."""
-        return self.cut.count if self.together else 0
+    def slice_count(self) -> int:
+        """Number of ranks over which every unit is cut, as Limits.slice_count."""
+        return self.cut.count if self.sharded else 0
 
     @property
     def facts(self) -> dict[str, int]:
         """Values that must be the same in a run that resumes states of this rank."""
         cut = self.cut
-        return {"rank": cut.index, "ranks": cut.count, "slice_numel": cut.numel} if self.together else {}
+        return {"rank": cut.index, "ranks": cut.count, "slice_numel": cut.numel} if self.sharded else {}
 
 
-NO_PEERS = Peers(Cut(1, 0), 1, together=False)
+NO_PEERS = Peers(Cut(1, 0), 1, sharded=False)
 
 
 @dataclass(frozen=True)
@@ -117,27 +117,27 @@ class UnitBytes:
     """Bytes of one unit; those of its groups together.
 
     Attributes:
-        unit: the part of the unit that this rank keeps: all of it, or its slice.
-        whole: the whole unit, as in a slot.
+        local: the part of the unit that this rank keeps: all of it, or its slice.
+        full: the whole unit, as in a slot.
     """
 
-    unit: Unit
-    whole: Unit
+    local: Unit
+    full: Unit
     groups: tuple[GroupBytes, ...]
 
     @property
     def index(self) -> int:
-        return self.unit.index
+        return self.local.index
 
     @property
     def weight(self) -> int:
         """Bytes of the weights at home."""
-        return self.unit.home_bytes
+        return self.local.home_bytes
 
     @property
     def encoded(self) -> int:
         """The part of the weights at home that is decoded into a slot, in bytes."""
-        return self.unit.encoded_bytes
+        return self.local.encoded_bytes
 
     @cached_property
     def trained_weight(self) -> int:
@@ -165,7 +165,7 @@ class PlanInput:
     Attributes:
         units: in the order of their indices.
         stored: the moments that the optimizer keeps.
-        told: backward passes before a step, as the caller said; None: not known.
+        known_passes: backward passes before a step, as the caller said; None: not known.
         commit_every: steps between durable generations; 0: none. If the config leaves this open, it is the value that
             is being tried.
         secondary_bytes: host memory for copies of weights that this rank keeps for the gather group G
@@ -177,14 +177,14 @@ class PlanInput:
     disks: Disks
     units: tuple[UnitBytes, ...]
     stored: tuple[Moment, ...]
-    told: int | None
+    known_passes: int | None
     commit_every: int
     secondary_bytes: int = 0
 
     @property
     def passes(self) -> int:
         """Number of backward passes before a step that the plan counts."""
-        return self.told or 1
+        return self.known_passes or 1
 
     @cached_property
     def weight(self) -> int:
@@ -193,7 +193,7 @@ class PlanInput:
     @cached_property
     def slots(self) -> int:
         """Bytes of all weights in slots."""
-        return sum(unit.whole.weight_bytes for unit in self.units)
+        return sum(unit.full.weight_bytes for unit in self.units)
 
     @cached_property
     def decoded(self) -> frozenset[int]:
@@ -221,12 +221,12 @@ class PlanInput:
 
     @property
     def largest(self) -> Unit:
-        return max(self.units, key=lambda unit: unit.weight).unit
+        return max(self.units, key=lambda unit: unit.weight).local
 
     @cached_property
     def ring_bytes_min(self) -> int:
         """Least device memory for gradients on their way to the host: those of the largest unit."""
-        return 0 if self.limits.in_place else max(unit.whole.gradient_bytes for unit in self.units)
+        return 0 if self.limits.in_place else max(unit.full.gradient_bytes for unit in self.units)
 
     @cached_property
     def exchange_bytes(self) -> int:
@@ -235,11 +235,11 @@ class PlanInput:
         It is for the gradients of the two largest units, as they are sent and as they arrive from all ranks. It is also
         for those of the units that stay, which are sent last.
         """
-        if not self.limits.shares:
+        if not self.limits.slice_count:
             return 0
-        staying = sum(unit.whole.gradient_bytes for unit in self.units if unit.whole.stays)
+        staying = sum(unit.full.gradient_bytes for unit in self.units if unit.full.stays)
         # Every rank sends its gradients of this rank's slice; slices are rounded up.
-        boxes = [unit.whole.gradient_bytes + self.limits.shares * unit.unit.gradient_bytes for unit in self.units]
+        boxes = [unit.full.gradient_bytes + self.limits.slice_count * unit.local.gradient_bytes for unit in self.units]
         return sum(sorted(boxes)[-2:]) + staying
 
     @property
@@ -250,7 +250,7 @@ class PlanInput:
     @property
     def adds_up(self) -> bool:
         """Whether a parameter gets several gradients before a step: from several passes, micro-batches or ranks."""
-        return self.passes > 1 or self.config.vertical or self.limits.shares > 0
+        return self.passes > 1 or self.config.vertical or self.limits.slice_count > 0
 
     def weight_of(self, indices: Collection[int]) -> int:
         return sum(unit.weight for unit in self.units if unit.index in indices)

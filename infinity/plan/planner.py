@@ -80,8 +80,8 @@ def make_plan(
     secondary = 0 if peers.near is None else secondary_bytes(units, peers.near)
 
     def plan(commits: CommitFrequency) -> Plan:
-        problem = PlanInput(config, limits, there, counted, stored, terms.accumulation_steps, commits.every, secondary)
-        made = _plan(problem, commits, terms.device, can_recompute=can_recompute, sites=sites, resumes=terms.resumes)
+        inputs = PlanInput(config, limits, there, counted, stored, terms.accumulation_steps, commits.every, secondary)
+        made = _plan(inputs, commits, terms.device, can_recompute=can_recompute, sites=sites, resumes=terms.resumes)
         return replace(made, peers=peers)
 
     if commits is not None:
@@ -124,7 +124,7 @@ def _with_commits(
 
 
 def _plan(
-    problem: PlanInput,
+    inputs: PlanInput,
     commits: CommitFrequency,
     device: torch.device,
     *,
@@ -132,52 +132,52 @@ def _plan(
     sites: Sequence[HookedModule],
     resumes: bool,
 ) -> Plan:
-    config = problem.config
-    chosen = _place(problem, resumes=resumes)
+    config = inputs.config
+    chosen = _place(inputs, resumes=resumes)
     staging, placed, gradients = chosen.staging, chosen.placed, chosen.gradients
-    _require_paths(problem, placed, gradients)
-    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes + problem.ranks_bytes
-    reserved = reserve(problem, placed, gradients, problem.limits.host - host_bytes)
-    copies = copies_bytes(problem, placed.weights, problem.limits.host - host_bytes - reserved.host_bytes)
+    _require_paths(inputs, placed, gradients)
+    host_bytes = staging.nbytes + placed.host_bytes + gradients.host_bytes + inputs.ranks_bytes
+    reserved = reserve(inputs, placed, gradients, inputs.limits.host - host_bytes)
+    copies = copies_bytes(inputs, placed.weights, inputs.limits.host - host_bytes - reserved.host_bytes)
     host_bytes += reserved.host_bytes + copies
-    room = problem.limits.host - host_bytes
-    ahead = ahead_bytes(problem, placed, staging.tile_bytes, room, reserved.shadow_bytes)
-    reserved, before = reserve_in_ram(problem, placed, gradients, reserved, room - ahead), reserved
+    room = inputs.limits.host - host_bytes
+    ahead = ahead_bytes(inputs, placed, staging.tile_bytes, room, reserved.shadow_bytes)
+    reserved, before = reserve_in_ram(inputs, placed, gradients, reserved, room - ahead), reserved
     host_bytes += reserved.host_bytes - before.host_bytes
     placement = Placement(
         weights=placed.weights,
         optimizer=placed.optimizer,
         gradients=TierSplit("nvme" if gradients.spills else "host", gradients.in_ram),
-        form=Form(config.master, config.moments, problem.stored, gradients.fp32),
+        form=Form(config.master, config.moments, inputs.stored, gradients.fp32),
         updates=reserved.updates,
         activations=_activations(config, can_recompute),
         commits=commits,
         keep=config.keep,
         pins=config.pins,
     )
-    slots, ring, longest = device_bytes(problem, sites, placed.weights)
+    slots, ring, longest = device_bytes(inputs, sites, placed.weights)
     budgets = Budgets(
-        limits=problem.limits,
+        limits=inputs.limits,
         slot_bytes=slots,
         ring=ring,
         longest_ring_bytes=longest,
-        decoding_bytes=0 if problem.limits.in_place else problem.decoding_bytes,
-        decodes=bool(problem.decoded),
+        decoding_bytes=0 if inputs.limits.in_place else inputs.decoding_bytes,
+        decodes=bool(inputs.decoded),
         upload_bytes=placed.upload_bytes,
         bounce_bytes=placed.bounce_bytes,
         copies_bytes=copies,
-        exchange_bytes=problem.exchange_bytes,
-        secondary_bytes=problem.secondary_bytes,
+        exchange_bytes=inputs.exchange_bytes,
+        secondary_bytes=inputs.secondary_bytes,
         landing_bytes=gradients.landing_bytes,
         shadow_bytes=reserved.shadow_bytes,
         staging=replace(staging, ahead_bytes=ahead),
     )
-    layout = lay_out(problem, placement, gradients, budgets)
+    layout = lay_out(inputs, placement, gradients, budgets)
     saves = 0
-    if problem.told is None:
-        one_pass = _place(replace(problem, told=1), resumes=resumes)
+    if inputs.known_passes is None:
+        one_pass = _place(replace(inputs, known_passes=1), resumes=resumes)
         saves = chosen.moved.step_bytes - one_pass.moved.step_bytes
-    predicted = forecast(problem, placement, budgets, layout, sites, saves_bytes=saves)
+    predicted = forecast(inputs, placement, budgets, layout, sites, saves_bytes=saves)
     plan = Plan(str(device), placement, budgets, layout, predicted)
     if plan.host_bytes != host_bytes + ahead:
         raise AssertionError(f"placed within {host_bytes + ahead} bytes of host memory, laid out in {plan.host_bytes}")
@@ -191,13 +191,13 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = NO_PEERS)
     """
     in_place, ranks = device.type == "cpu", peers.on_machine
     if peers.memory is not None:
-        return Limits(*peers.memory, in_place, peers.shares, ranks)
+        return Limits(*peers.memory, in_place, peers.slice_count, ranks)
     on_device = config.memory.device or int(available_device_bytes(device) * (0.4 if in_place else DEVICE_SHARE))
     return Limits(
         device=on_device // ranks if in_place else on_device,
         host=(config.memory.host or int(available_host_bytes() * HOST_SHARE)) // ranks,
         in_place=in_place,
-        shares=peers.shares,
+        slice_count=peers.slice_count,
         ranks=ranks,
     )
 
@@ -206,7 +206,7 @@ def limits_of(config: SwapConfig, device: torch.device, peers: Peers = NO_PEERS)
 class _Choice:
     """A placement of everything, and the update's memory."""
 
-    problem: PlanInput
+    inputs: PlanInput
     staging: Staging
     placed: PlacedStates
     gradients: GradientPlacement
@@ -214,7 +214,7 @@ class _Choice:
     @cached_property
     def moved(self) -> Traffic:
         placed = self.placed
-        return traffic(self.problem, placed.weights.in_ram, placed.optimizer.in_ram, self.gradients.in_ram)
+        return traffic(self.inputs, placed.weights.in_ram, placed.optimizer.in_ram, self.gradients.in_ram)
 
     @property
     def choice_bytes(self) -> int:
@@ -223,25 +223,25 @@ class _Choice:
         While the frequency of commits is still open, commits are left out. The planner makes commits cost little, and
         the placement must not depend on their frequency.
         """
-        commits = 0 if self.problem.config.commit_every == "auto" else self.moved.commit_share_bytes
+        commits = 0 if self.inputs.config.commit_every == "auto" else self.moved.commit_share_bytes
         return self.moved.read_bytes + self.moved.written_bytes + commits
 
     @property
     def shadow_bytes(self) -> int:
         """Host memory left for shadows of states in RAM, up to the bytes that let all their updates speculate."""
-        used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.problem.ranks_bytes
-        return min(self.problem.limits.host - used, wanted_in_ram(self.problem, self.placed, self.gradients))
+        used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.inputs.ranks_bytes
+        return min(self.inputs.limits.host - used, wanted_in_ram(self.inputs, self.placed, self.gradients))
 
 
-def _place(problem: PlanInput, *, resumes: bool) -> _Choice:
+def _place(inputs: PlanInput, *, resumes: bool) -> _Choice:
     """Return the first placement of the gradients that fits.
 
     If a step is known to have one pass, return the placement that moves the fewest bytes; among equals, the one that
     lets the most updates speculate.
     """
-    fitting = _fitting(problem)
+    fitting = _fitting(inputs)
     first = next(fitting)
-    if problem.told != 1 or problem.adds_up:
+    if inputs.known_passes != 1 or inputs.adds_up:
         return first
     others = [each for each in fitting if _may_replace(first, each, resumes=resumes)]
     return min([first, *others], key=lambda each: (each.choice_bytes, -each.shadow_bytes))
@@ -259,11 +259,11 @@ def _may_replace(first: _Choice, other: _Choice, *, resumes: bool) -> bool:
         return False
     if not gradients.spills:
         return True
-    kept = 0 if resumes else other.problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram)
-    return kept + gradients.swap_bytes <= other.problem.disks.room_bytes
+    kept = 0 if resumes else other.inputs.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram)
+    return kept + gradients.swap_bytes <= other.inputs.disks.room_bytes
 
 
-def _fitting(problem: PlanInput) -> Iterator[_Choice]:
+def _fitting(inputs: PlanInput) -> Iterator[_Choice]:
     """Yield the placements of the gradients that fit beside the necessary memory, the best first.
 
     Each comes with the weights and states that fit. Fewer tiles for the update are preferred to a worse placement.
@@ -271,66 +271,66 @@ def _fitting(problem: PlanInput) -> Iterator[_Choice]:
     Raises:
         PlanError: none fits.
     """
-    host = problem.limits.host - problem.ranks_bytes
-    least = place(problem, 0)
+    host = inputs.limits.host - inputs.ranks_bytes
+    least = place(inputs, 0)
     stagings = {
         spills: [
-            plan_staging(problem, nbytes, gradients=spills)
+            plan_staging(inputs, nbytes, gradients=spills)
             for nbytes in (host, 0)  # the one that suits the budget, and the least one
         ]
         for spills in (False, True)
     }
     found = False
-    for gradients in gradient_placements(problem, host - stagings[True][1].nbytes - least.host_bytes):
+    for gradients in gradient_placements(inputs, host - stagings[True][1].nbytes - least.host_bytes):
         for staging in stagings[gradients.spills]:
             room = host - staging.nbytes - gradients.host_bytes
-            placed = place(problem, room)
-            if placed.host_bytes <= room and (shadow := shadow_wanted(problem, placed)):
-                placed = place(problem, room - shadow)
+            placed = place(inputs, room)
+            if placed.host_bytes <= room and (shadow := shadow_wanted(inputs, placed)):
+                placed = place(inputs, room - shadow)
             if placed.host_bytes <= room:
                 found = True
-                yield _Choice(problem, staging, placed, gradients)
+                yield _Choice(inputs, staging, placed, gradients)
                 break
     if found:
         return
     tried = [
         (
-            stagings[gradients.spills][1].nbytes + gradients.host_bytes + least.host_bytes + problem.ranks_bytes,
+            stagings[gradients.spills][1].nbytes + gradients.host_bytes + least.host_bytes + inputs.ranks_bytes,
             gradients,
         )
-        for gradients in gradient_placements(problem, 0)
+        for gradients in gradient_placements(inputs, 0)
     ]
     needed, gradients = min(tried, key=lambda each: each[0])
-    raise _host_error(problem, least, gradients, needed)
+    raise _host_error(inputs, least, gradients, needed)
 
 
-def _host_error(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement, needed: int) -> PlanError:
-    config, largest = problem.config, problem.largest
-    advice = [f"raise memory.host to {enough_bytes(needed * problem.limits.ranks)}"]
+def _host_error(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, needed: int) -> PlanError:
+    config, largest = inputs.config, inputs.largest
+    advice = [f"raise memory.host to {enough_bytes(needed * inputs.limits.ranks)}"]
     in_ram = {"weights": placed.weights.tier, "optimizer": placed.optimizer.tier}
     if keys := [key for key, tier in in_ram.items() if tier == "host"]:
         advice.append(f"set {' or '.join(keys)} to nvme")
     if config.gradients == "host":
         advice.append("set gradients: auto")
     kept = ""
-    if problem.secondary_bytes:
+    if inputs.secondary_bytes:
         advice.append("set ranks: {gather: world}")
-        kept = f", {format_bytes(problem.secondary_bytes)} for copies of weights (ranks.gather)"
+        kept = f", {format_bytes(inputs.secondary_bytes)} for copies of weights (ranks.gather)"
     measured = "" if config.memory.host else f" ({HOST_SHARE:.0%} of the RAM that is available now)"
     return PlanError(
-        f"memory.host is {format_bytes(problem.limits.host)}{problem.limits.for_each}{measured}, but the plan needs "
+        f"memory.host is {format_bytes(inputs.limits.host)}{inputs.limits.for_each}{measured}, but the plan needs "
         f"{format_bytes(needed)}: "
         f"{format_bytes(gradients.host_bytes)} for gradients{' on their way to NVMe' if gradients.spills else ''} and "
-        f"{format_bytes(needed - gradients.host_bytes - problem.secondary_bytes)} for states and staging kept "
+        f"{format_bytes(needed - gradients.host_bytes - inputs.secondary_bytes)} for states and staging kept "
         f"there{kept}. The largest unit is "
         f"'{largest.name}' with {format_bytes(largest.weight_bytes)} of weights. To fit, "
         f"{' or '.join(advice)}."
     )
 
 
-def _require_paths(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> None:
+def _require_paths(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> None:
     on_nvme = gradients.spills or "nvme" in (placed.weights.tier, placed.optimizer.tier)
-    _require_paths_for(problem.config, problem.commit_every, on_nvme=on_nvme)
+    _require_paths_for(inputs.config, inputs.commit_every, on_nvme=on_nvme)
 
 
 def require_paths(config: SwapConfig) -> None:

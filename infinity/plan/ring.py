@@ -24,7 +24,7 @@ class Ring:
     adds_up: bool = False
 
 
-def rings_of(problem: PlanInput, sites: Sequence[HookedModule]) -> list[Ring]:
+def rings_of(inputs: PlanInput, sites: Sequence[HookedModule]) -> list[Ring]:
     """Return the sizes that make sense, the shortest first.
 
     They are:
@@ -34,15 +34,15 @@ def rings_of(problem: PlanInput, sites: Sequence[HookedModule]) -> list[Ring]:
     * with vertical micro-batches, room for gradients that add up (`_adding_up`).
 
     Args:
-        problem: the model and the budgets.
+        inputs: the model and the budgets.
         sites: the units that each module needs; none: every unit has a module of its own.
     """
-    if problem.limits.in_place:
+    if inputs.limits.in_place:
         return [Ring(0)]
-    units = [unit.whole for unit in problem.units]
+    units = [unit.full for unit in inputs.units]
     two = sorted(unit.gradient_bytes for unit in units)[-2:]
-    rings = [Ring(problem.ring_bytes_min), Ring(sum(two))]
-    if problem.config.vertical:
+    rings = [Ring(inputs.ring_bytes_min), Ring(sum(two))]
+    if inputs.config.vertical:
         rings.append(Ring(_adding_up(units, sites), adds_up=True))
     return rings
 

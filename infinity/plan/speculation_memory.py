@@ -41,39 +41,39 @@ class SpeculationMemory:
     host_bytes: int = 0
 
 
-def reserve(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement, room: int) -> SpeculationMemory:
+def reserve(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, room: int) -> SpeculationMemory:
     """Reserve the memory and the second copies that speculative updates need.
 
     Updates of units whose gradients spill do not speculate: they would wait until the gradients have gone to the store
     and back.
 
     Args:
-        problem: the input of the planner.
+        inputs: the input of the planner.
         placed: where weights and states rest.
         gradients: where gradients wait.
         room: bytes of host memory that nothing else wants.
     """
-    config = problem.config
+    config = inputs.config
     if not policy.worth_speculating(config.overlap, wrong=0):
         return SpeculationMemory(UpdateTiming(config.overlap))
-    moved = [unit for unit in _moved(problem, placed) if unit.index in gradients.in_ram]
+    moved = [unit for unit in _moved(inputs, placed) if unit.index in gradients.in_ram]
     if not moved:
-        return _none("the gradients spill to NVMe" if _moved(problem, placed) else "the states are in RAM")
+        return _none("the gradients spill to NVMe" if _moved(inputs, placed) else "the states are in RAM")
     moved = [unit for unit in moved if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
     if not moved:
         return _none("weights are in RAM together with frozen weights")
     reason, spare, checksums = "", frozenset[int](), 0
-    if problem.commit_every == 0:
+    if inputs.commit_every == 0:
         copies = {unit.index: _copy_bytes(unit, placed) for unit in reversed(moved)}
-        swap = problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes
-        spare = as_far_as(copies.items(), _reach(problem, swap, room))
-        checksums = problem.checksum_bytes(sum(copies[index] for index in spare))
+        swap = inputs.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes
+        spare = as_far_as(copies.items(), _reach(inputs, swap, room))
+        checksums = inputs.checksum_bytes(sum(copies[index] for index in spare))
         room -= checksums
         if len(spare) < len(moved):
             reason = f"speculative updates of all units would need {format_bytes(sum(copies.values()))} more on disk"
-    elif problem.commit_every > 1:
-        reason = f"commit_every: {problem.commit_every} leaves a free copy only in the step after each commit"
-    able = [unit for unit in moved if problem.commit_every or unit.index in spare]
+    elif inputs.commit_every > 1:
+        reason = f"commit_every: {inputs.commit_every} leaves a free copy only in the step after each commit"
+    able = [unit for unit in moved if inputs.commit_every or unit.index in spare]
     in_ram = [unit.weight for unit in able if unit.index in placed.weights.in_ram]
     shadow = min(sum(in_ram), room // PAGE_BYTES * PAGE_BYTES)
     if not able or (len(in_ram) == len(able) and shadow < min(in_ram)):
@@ -82,29 +82,29 @@ def reserve(problem: PlanInput, placed: PlacedStates, gradients: GradientPlaceme
 
 
 def reserve_in_ram(
-    problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement, before: SpeculationMemory, room: int
+    inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, before: SpeculationMemory, room: int
 ) -> SpeculationMemory:
     """Reserve memory and second copies for units whose states rest in RAM ([Note: speculation in RAM]).
 
     Args:
-        problem: the input of the planner.
+        inputs: the input of the planner.
         placed: where weights and states rest.
         gradients: where gradients wait.
         before: the memory that is reserved already.
         room: bytes of host memory that nothing else wants.
     """
-    config = problem.config
-    resting = _resting(problem, placed, gradients)
+    config = inputs.config
+    resting = _resting(inputs, placed, gradients)
     if not resting:
         return before
-    copies = {unit.index: 0 if problem.commit_every else _copy_bytes(unit, placed) for unit in resting}
+    copies = {unit.index: 0 if inputs.commit_every else _copy_bytes(unit, placed) for unit in resting}
     shadows = {unit.index: _shadow_bytes(unit, placed) for unit in resting}
-    costs = [(index, shadows[index] + problem.checksum_bytes(copies[index])) for index in shadows]
+    costs = [(index, shadows[index] + inputs.checksum_bytes(copies[index])) for index in shadows]
     fits = spread_out(costs, room)
     missing = {index: copies[index] for index in shadows if index in fits and copies[index]}
-    spare = as_far_as(missing.items(), _reach(problem, _swap_bytes(problem, placed, gradients, before), room))
+    spare = as_far_as(missing.items(), _reach(inputs, _swap_bytes(inputs, placed, gradients, before), room))
     able = fits - missing.keys() | spare
-    reason = before.updates.reason if _moved(problem, placed) else ""
+    reason = before.updates.reason if _moved(inputs, placed) else ""
     if len(fits) < len(resting):
         reason = f"speculative updates of all units would need {format_bytes(sum(shadows.values()) - room)} more of RAM"
     elif len(able) < len(resting):
@@ -112,7 +112,7 @@ def reserve_in_ram(
     if not able:
         return replace(before, updates=replace(before.updates, reason=reason))
     shadow = sum(shadows[index] for index in able)
-    host = shadow + problem.checksum_bytes(sum(copies[index] for index in able))
+    host = shadow + inputs.checksum_bytes(sum(copies[index] for index in able))
     updates = UpdateTiming(config.overlap, reason, before.updates.spare_units | spare, able)
     return SpeculationMemory(updates, before.shadow_bytes + shadow, before.host_bytes + host)
 
@@ -137,24 +137,24 @@ def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
     return frozenset(chosen) | as_far_as(((index, nbytes) for index, nbytes in costs if index not in chosen), room)
 
 
-def _resting(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> list[UnitBytes]:
+def _resting(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> list[UnitBytes]:
     """Return the units whose states rest in RAM and whose updates are to speculate, the last of the model first."""
-    overlap, limits = problem.config.overlap, problem.limits
+    overlap, limits = inputs.config.overlap, inputs.limits
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
         return []
-    resting = [unit for unit in problem.units if unit.state and unit.index in placed.optimizer.in_ram]
+    resting = [unit for unit in inputs.units if unit.state and unit.index in placed.optimizer.in_ram]
     return [unit for unit in reversed(resting) if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
 
 
-def wanted_in_ram(problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> int:
+def wanted_in_ram(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> int:
     """Return the bytes of shadows with which all updates of states in RAM could speculate."""
-    return sum(_shadow_bytes(unit, placed) for unit in _resting(problem, placed, gradients))
+    return sum(_shadow_bytes(unit, placed) for unit in _resting(inputs, placed, gradients))
 
 
 def may_speculate(unit: UnitBytes, weights_in_ram: Collection[int], gradients_in_ram: Collection[int]) -> bool:
     """Return the policy's answer for a placement."""
     return policy.may_speculate(
-        trained_whole=unit.unit.trained_whole,
+        trained_whole=unit.local.trained_whole,
         weights_in_ram=unit.index in weights_in_ram,
         gradients_in_ram=unit.index in gradients_in_ram,
     )
@@ -176,64 +176,64 @@ def _shadow_bytes(unit: UnitBytes, placed: PlacedStates) -> int:
 
 
 def _swap_bytes(
-    problem: PlanInput, placed: PlacedStates, gradients: GradientPlacement, reserved: SpeculationMemory
+    inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, reserved: SpeculationMemory
 ) -> int:
     """Return the bytes of the swap file, with the second copies that are reserved."""
-    spare = sum(_copy_bytes(unit, placed) for unit in problem.units if unit.index in reserved.updates.spare_units)
-    return problem.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes + spare
+    spare = sum(_copy_bytes(unit, placed) for unit in inputs.units if unit.index in reserved.updates.spare_units)
+    return inputs.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes + spare
 
 
-def _reach(problem: PlanInput, swap_bytes: int, room: int) -> int:
+def _reach(inputs: PlanInput, swap_bytes: int, room: int) -> int:
     """Return by how much a swap file can grow on the disks, with its checksums in `room` bytes of RAM."""
-    free = problem.disks.room_bytes - swap_bytes
-    per_byte = problem.checksum_bytes(1 << 30) / (1 << 30)
+    free = inputs.disks.room_bytes - swap_bytes
+    per_byte = inputs.checksum_bytes(1 << 30) / (1 << 30)
     return min(free, int(room / per_byte)) if per_byte else free
 
 
-def shadow_wanted(problem: PlanInput, placed: PlacedStates) -> int:
+def shadow_wanted(inputs: PlanInput, placed: PlacedStates) -> int:
     """Return the host memory for shadows that takes precedence over caching more states; 0 if they do not compete."""
-    config = problem.config
+    config = inputs.config
     if not policy.worth_speculating(config.overlap, wrong=0):
         return 0
     if config.optimizer != "auto" or placed.optimizer.tier != "nvme":
         return 0
-    moved = [unit for unit in _moved(problem, placed) if may_speculate(unit, placed.weights.in_ram, problem.trained)]
+    moved = [unit for unit in _moved(inputs, placed) if may_speculate(unit, placed.weights.in_ram, inputs.trained)]
     weights = [unit.weight for unit in moved if unit.index in placed.weights.in_ram]
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 
 
-def ahead_bytes(problem: PlanInput, placed: PlacedStates, tile_bytes: int, room: int, shadow_bytes: int) -> int:
+def ahead_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, room: int, shadow_bytes: int) -> int:
     """Return the bytes of staging, in whole tiles, for states that are read ahead.
 
     Args:
-        problem: the input of the planner.
+        inputs: the input of the planner.
         placed: where weights and states rest.
         tile_bytes: bytes of a tile.
         room: bytes of host memory that nothing else wants.
         shadow_bytes: bytes of shadows, which are lent to the staging while updates do not speculate.
     """
-    if problem.config.overlap == "off":
+    if inputs.config.overlap == "off":
         return 0
-    wanted = int(sum(unit.state for unit in _moved(problem, placed)) * _AHEAD_SHARE)
-    wanted -= _lent_bytes(problem, placed, tile_bytes, shadow_bytes)
+    wanted = int(sum(unit.state for unit in _moved(inputs, placed)) * _AHEAD_SHARE)
+    wanted -= _lent_bytes(inputs, placed, tile_bytes, shadow_bytes)
     return max(min(room, wanted), 0) // tile_bytes * tile_bytes
 
 
-def _lent_bytes(problem: PlanInput, placed: PlacedStates, tile_bytes: int, shadow_bytes: int) -> int:
+def _lent_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, shadow_bytes: int) -> int:
     """Return the bytes of tiles that the shadows have room for.
 
     Shadows are lent unit by unit, so only the whole tiles of each unit count. A unit whose weights are smaller than a
     tile lends nothing.
     """
     lent = 0
-    for unit in problem.units:
-        lends = unit.index in placed.weights.in_ram and unit.unit.trained_whole
+    for unit in inputs.units:
+        lends = unit.index in placed.weights.in_ram and unit.local.trained_whole
         if lends and unit.weight <= shadow_bytes:
             shadow_bytes -= unit.weight
             lent += unit.weight // tile_bytes * tile_bytes
     return lent
 
 
-def _moved(problem: PlanInput, placed: PlacedStates) -> list[UnitBytes]:
+def _moved(inputs: PlanInput, placed: PlacedStates) -> list[UnitBytes]:
     """Return the units whose states come from NVMe."""
-    return [unit for unit in problem.units if unit.state and unit.index not in placed.optimizer.in_ram]
+    return [unit for unit in inputs.units if unit.state and unit.index not in placed.optimizer.in_ram]

@@ -47,7 +47,7 @@ class _Forward:
     begins its next forward.
 
     Attributes:
-        depth: number of modules of Discovery.scopes whose call is in progress; 0: no forward is in progress.
+        depth: number of modules of Discovery.root_candidates whose call is in progress; 0: no forward is in progress.
         begun: outermost forwards so far.
     """
 
@@ -93,7 +93,7 @@ class RootForward:
         self._lanes: dict[int, _Forward] = {}  # by thread
         self._call: LiveCall | None = None
         self._refused: set[int] = set()  # threads in a call that its pre-hook refuses
-        self._staying = [unit.index for unit in coordinator.units if unit.unit.stays]
+        self._staying = [unit.index for unit in coordinator.units if unit.full.stays]
 
     @property
     def begun(self) -> int:
@@ -101,7 +101,7 @@ class RootForward:
         return self._own.begun
 
     def enter(self) -> None:
-        """Enter one module of the scope. Raises ModelError if another thread's forward is in progress."""
+        """Enter one of Discovery.root_candidates. Raises ModelError if another thread's forward is in progress."""
         if in_backward():
             return
         forward = self._lanes.get(threading.get_ident())
@@ -150,7 +150,7 @@ class RootForward:
         self._own.depth = 0
         self._own.pop()
         self._close()
-        self.coordinator.reset()
+        self.coordinator.forget_uses()
 
     @contextmanager
     def weighing(self) -> Iterator[Kept]:
@@ -205,21 +205,21 @@ class RootForward:
 
     def _open(self, *, training: bool) -> None:
         self._structure.require_unchanged()
-        self.coordinator.reset()
+        self.coordinator.forget_uses()
         self._ends.forget()
         self.coordinator.timeline.forget("forward", "backward")
-        self.coordinator.begin_forward(training=training, graph=self._saved.forward_begins())
+        self.coordinator.begin_root_forward(training=training, graph=self._saved.forward_begins())
         self._call = LiveCall()
-        self.coordinator.forward_begins(self._end_if_dead)
+        self.coordinator.begin_reading(self._end_if_dead)
         for index in self._staying:
-            self.coordinator.acquire(index)
+            self.coordinator.begin_use(index)
 
     def _close(self) -> None:
         self._call = None
         self._saved.forward_ends()
         for index in self._staying:
-            self.coordinator.release(index)
-        self.coordinator.forward_ends()
+            self.coordinator.end_use(index)
+        self.coordinator.end_reading()
 
     def _runs_in_this_thread(self) -> bool:
         return self._call is not None and self._call.of_this_thread and self._call.runs
@@ -231,23 +231,23 @@ class RootForward:
 
 @not_compiled
 class RootPreForward(Guard):
-    def __init__(self, scope: RootForward) -> None:
-        self._scope = scope
+    def __init__(self, root_forward: RootForward) -> None:
+        self._root_forward = root_forward
 
     @uninterruptible
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not _was_taken_back(self._scope.coordinator):
-            self._scope.enter()
+        if not _was_taken_back(self._root_forward.coordinator):
+            self._root_forward.enter()
 
 
 @not_compiled
 class RootPostForward(Guard):
-    def __init__(self, scope: RootForward) -> None:
-        self._scope = scope
+    def __init__(self, root_forward: RootForward) -> None:
+        self._root_forward = root_forward
 
     @uninterruptible
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._scope.leave()
+        self._root_forward.leave()
 
 
 def _was_taken_back(coordinator: Coordinator) -> bool:
@@ -281,14 +281,14 @@ class UnitPreForward(Guard):
             )
         for position, index in enumerate(self._units):
             try:
-                self._coordinator.acquire(index)
+                self._coordinator.begin_use(index)
             except BaseException:
                 for taken in self._units[:position]:
-                    self._coordinator.release(taken)
+                    self._coordinator.end_use(taken)
                 raise
         if in_backward():  # see [Note: hooks and checkpointing]: there may be no post-hook that releases the units
             for index in self._units:
-                self._coordinator.release(index)
+                self._coordinator.end_use(index)
             return
         for index in self._units:
             self._coordinator.timeline.begin("forward", self._coordinator.units[index].name)
@@ -315,17 +315,17 @@ class UnitPostForward(Guard):
     others.
     """
 
-    def __init__(self, coordinator: Coordinator, units: tuple[int, ...], scope: RootForward) -> None:
+    def __init__(self, coordinator: Coordinator, units: tuple[int, ...], root_forward: RootForward) -> None:
         self._coordinator = coordinator
         self._units = units
-        self._scope = scope
+        self._root_forward = root_forward
 
     @uninterruptible
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if not (in_backward() or self._scope.was_refused):
+        if not (in_backward() or self._root_forward.was_refused):
             for index in self._units:
                 self._coordinator.timeline.end("forward", self._coordinator.units[index].name)
-                self._coordinator.release(index)
+                self._coordinator.end_use(index)
             self._coordinator.module_call_ended()
         if output is None:
             return None
@@ -377,7 +377,7 @@ class _Announce:
     def __call__(self, gradient: torch.Tensor) -> None:
         timeline = self._coordinator.timeline
         timeline.end_all("backward")
-        self._coordinator.hold(self._units)
+        self._coordinator.begin_units_backward(self._units)
         for index in self._units:
             timeline.begin("backward", self._coordinator.units[index].name)
 
@@ -414,7 +414,7 @@ class ParameterHooks(Guard):
             return
         if before is not None:
             self._require_as_it_came(before)
-        self._coordinator.arrive(parameter, self._place, gradient, self._handle, accumulate=before is not None)
+        self._coordinator.land_gradient(parameter, self._place, gradient, self._handle, accumulate=before is not None)
 
     def _require_as_it_came(self, before: GradientHandle) -> None:
         """Raise ModelError if a backward pass adds to a gradient that is still to be multiplied by a factor.

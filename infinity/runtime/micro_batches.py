@@ -101,9 +101,11 @@ def backward(
     return _known[offloaded].backward(loss_fn, micro_batches, vertical=vertical)
 
 
-def remember(model: nn.Module, scope: RootForward, ends: BackwardEnds, sites: Sequence[HookedModule]) -> MicroBatches:
+def remember(
+    model: nn.Module, root_forward: RootForward, ends: BackwardEnds, sites: Sequence[HookedModule]
+) -> MicroBatches:
     """Register the hooks of an offloaded model. Call `remove` of the returned object to forget them."""
-    _known[model] = MicroBatches(model, scope, ends, sites)
+    _known[model] = MicroBatches(model, root_forward, ends, sites)
     return _known[model]
 
 
@@ -120,10 +122,12 @@ class MicroBatches:
         fit: micro-batches that memory.device has room for at a time, judged by the memory that the first one kept.
     """
 
-    def __init__(self, model: nn.Module, scope: RootForward, ends: BackwardEnds, sites: Sequence[HookedModule]) -> None:
+    def __init__(
+        self, model: nn.Module, root_forward: RootForward, ends: BackwardEnds, sites: Sequence[HookedModule]
+    ) -> None:
         self._model = weakref.ref(model)
-        self._coordinator = scope.coordinator
-        self._scope = scope
+        self._coordinator = root_forward.coordinator
+        self._root_forward = root_forward
         self._ends = ends
         self._sites = [
             CuttableModule(weakref.ref(site.module), site.units, not self._coordinator.staying.issuperset(site.units))
@@ -158,7 +162,7 @@ class MicroBatches:
             return self._one_by_one(loss_fn, micro_batches, streams)
         losses = list[torch.Tensor]()
         for group in self._groups(self.chain, len(micro_batches)):
-            vertically = Vertical(self._scope, self._ends, self.chain, streams, group)
+            vertically = Vertical(self._root_forward, self._ends, self.chain, streams, group)
             is_last = group.stop == len(micro_batches)
             with nullcontext() if is_last else self._coordinator.accumulating():
                 chosen = micro_batches[group.start : group.stop]
@@ -245,16 +249,16 @@ class MicroBatches:
 
         Buffers that the forward changes are restored.
         """
-        before, buffers = self._scope.begun, Buffers(model)
+        before, buffers = self._root_forward.begun, Buffers(model)
         try:
-            with self._scope.weighing() as kept:
+            with self._root_forward.weighing() as kept:
                 recorder = Recorder(kept)
                 with watched(self._sites), recorder.running():
                     loss = forward()
             changed = [*buffers.changed(), attributes.changed()][0]
         finally:
             buffers.put_back()
-        forwards = self._scope.begun - before
+        forwards = self._root_forward.begun - before
         if forwards != 1:
             return None, f"the loss function calls the model {forwards} times for one micro-batch"
         if changed:

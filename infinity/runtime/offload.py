@@ -200,14 +200,14 @@ def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *,
     def require_plan(model: nn.Module) -> None:
         plan_for(model, discover(model, same.moments, same.frozen), again, coordinator.plan.peers)
 
-    def anew(model: nn.Module, change: Callable[[], Any] | None) -> Any:
+    def reoffload(model: nn.Module, change: Callable[[], Any] | None) -> Any:
         take_back(model, lambda: require_plan(model) if change is None else None)
         try:
             return None if change is None else change()
         finally:
             offload_on(model, again)
 
-    registry.enter(model, coordinator, on_parameters, anew, structure)
+    registry.enter(model, coordinator, on_parameters, reoffload, structure)
     return model
 
 
@@ -279,7 +279,7 @@ def synchronize(model: nn.Module) -> None:
         ModelError: the model was never offloaded.
         InfinityError: an update failed; names the step.
     """
-    registry.coordinator_of(model).fence()
+    registry.coordinator_of(model).finish_updates()
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
@@ -332,21 +332,21 @@ def _install(
 ) -> tuple[list[RemovableHandle], list[Handle]]:
     """Install the hooks on parameters and on modules. Return the handles of both."""
     ends = BackwardEnds(coordinator)
-    scope = RootForward(coordinator, structure, ends)
+    root_forward = RootForward(coordinator, structure, ends)
     on_parameters = [watch_parametrizations(coordinator)]
     on_modules: list[Handle] = []
     for site in found.sites:
         on_modules.append(site.module.register_forward_pre_hook(UnitPreForward(coordinator, site)))
-        leave = UnitPostForward(coordinator, site.units, scope)
+        leave = UnitPostForward(coordinator, site.units, root_forward)
         on_modules.append(site.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
-    # These go around the sites' own hooks: a module may be a site and a scope.
-    for module in found.scopes:
-        on_modules.append(module.register_forward_pre_hook(RootPreForward(scope), prepend=True))
-        on_modules.append(module.register_forward_hook(RootPostForward(scope), always_call=True))
+    # These go around the sites' own hooks: a module may be a site and a root candidate.
+    for module in found.root_candidates:
+        on_modules.append(module.register_forward_pre_hook(RootPreForward(root_forward), prepend=True))
+        on_modules.append(module.register_forward_hook(RootPostForward(root_forward), always_call=True))
     for parameter, place in coordinator.places():
         if place.group.trainable:
             hooks = ParameterHooks(coordinator, parameter, place, ends)
             on_parameters.append(parameter.register_hook(hooks.before))
             on_parameters.append(parameter.register_post_accumulate_grad_hook(hooks.after))
-    on_modules.append(remember(model, scope, ends, found.sites))
+    on_modules.append(remember(model, root_forward, ends, found.sites))
     return on_parameters, [*on_modules, *guard(model, coordinator)]

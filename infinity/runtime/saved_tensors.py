@@ -84,7 +84,7 @@ class SavedTensors:
     def __init__(self, coordinator: Coordinator) -> None:
         self.kept: Kept | None = None
         self._graph: _Graph | None = None
-        self._require = coordinator.require
+        self._require = coordinator.weights_view
         self._units = coordinator.units
         self._unit_at = coordinator.unit_at
         self._placeholders = {

@@ -32,7 +32,7 @@ class _Forward(Forward):
         self._of = of
 
         def run() -> None:
-            with of.scope.lane(), self.running():
+            with of.root_forward.lane(), self.running():
                 self.loss = call()
 
         self.lane = Lane(run, surroundings)
@@ -70,11 +70,11 @@ class Vertical:
     """
 
     def __init__(
-        self, scope: RootForward, ends: BackwardEnds, chain: Chain, streams: RandomStreams, numbers: range
+        self, root_forward: RootForward, ends: BackwardEnds, chain: Chain, streams: RandomStreams, numbers: range
     ) -> None:
-        self.scope = scope
+        self.root_forward = root_forward
         self.chain = chain
-        self._coordinator = scope.coordinator
+        self._coordinator = root_forward.coordinator
         self._ends = ends
         self._streams = streams
         self._numbers = numbers
@@ -87,13 +87,13 @@ class Vertical:
         surroundings = Surroundings(self._coordinator.accelerator)
         forwards = [_Forward(self, partial(loss_fn, each), surroundings) for each in micro_batches]
         try:
-            with watched(sites), self.scope.lanes():
+            with watched(sites), self.root_forward.lanes():
                 self._run(forwards)
         except BaseException:
             with interrupts_deferred():
                 for forward in forwards:
                     forward.lane.end()
-                self._coordinator.reset()
+                self._coordinator.forget_uses()
             raise
         return [forward.loss for forward in forwards]
 
@@ -125,7 +125,7 @@ class Vertical:
         units = self.chain.units_of(stage)
         is_last = index == len(self._numbers) - 1
         complete = [unit for unit in units if is_last and self._first_stage(unit) == stage]
-        self._coordinator.passed(units, complete=complete)
+        self._coordinator.micro_batch_passed(units, complete=complete)
 
     def _first_stage(self, unit: int) -> int:
         return next(stage for stage in range(-1, len(self.chain.stages)) if unit in self.chain.units_of(stage))
@@ -134,10 +134,10 @@ class Vertical:
         """Keep a stage's fetched unit, if it has only one, on the device until the last micro-batch has passed."""
         units = [index for index in self.chain.units_of(stage) if index not in self._coordinator.staying]
         if len(units) == 1 and not self._kept:
-            self._coordinator.acquire(units[0])
+            self._coordinator.begin_use(units[0])
             self._kept = units
 
     def _give_back(self) -> None:
         kept, self._kept = self._kept, []
         for index in kept:
-            self._coordinator.release(index)
+            self._coordinator.end_use(index)

@@ -14,7 +14,7 @@ from infinity.units.weights import Residency
 
 
 class AgreedFetchRules:
-    """Policy of ranks that fetch their units together (FetchRules).
+    """Fetch rules of ranks that fetch their units together (FetchRules).
 
     Args:
         slot_bytes: planned bytes of all slots together.
@@ -32,8 +32,8 @@ class AgreedFetchRules:
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:
         """Return whether the unit fits, by the bytes of the units, independent of the free memory."""
-        taken = sum(other.unit.weight_bytes for other in present)
-        return taken + unit.unit.weight_bytes <= self._slot_bytes
+        taken = sum(other.full.weight_bytes for other in present)
+        return taken + unit.full.weight_bytes <= self._slot_bytes
 
     def may_evict(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
         """Return whether the unit may be evicted, the same on all ranks: they save the same parameters for backward."""

@@ -14,7 +14,7 @@ from infinity.ranks.world import SeveralRanks
 class SharedGenerationMaker:
     """This rank's part in making generations (durable/generation_maker.py: GenerationMaker)."""
 
-    led = True
+    agrees_on_pace = True
     decides_alone = False
     makes_again = False  # a generation made again by only some of the ranks would be complete on none
 
@@ -26,10 +26,10 @@ class SharedGenerationMaker:
         generations.prepare(step, facts, body)
         self._world.exchange.say(step)
 
-    def told(self, pace: CommitPace) -> list[int]:
+    def payload(self, pace: CommitPace) -> list[int]:
         return [pace.every, *(() if self._generations is None else self._generations.steps)]
 
-    def heard(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
+    def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
         """Keep the generations that all ranks have, and delete the others.
 
         Adopt the longest commit interval of all ranks.
@@ -39,7 +39,7 @@ class SharedGenerationMaker:
             self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))
 
     def agree(self, what: str, pace: CommitPace, following: int) -> None:
-        self.heard(self._world.tell(what, self.told(pace)), pace, following)
+        self.receive(self._world.tell(what, self.payload(pace)), pace, following)
 
     def require_made(self, step: int) -> None:
         if self._generations is None or self._generations.newest != step:

@@ -107,7 +107,7 @@ class GradientAgreement:
             PeerError: a fact, or the set of parameters with a gradient, differs between ranks, or a rank failed. The
                 message names the difference and the ranks.
         """
-        self._outbox.settle()
+        self._outbox.land_all()
         mine = np.array([part for each in self._pairs() for part in _own_partials(*each)], dtype=np.float64)
         came = np.packbits([name in self.present for name in self._names])
         said = json.dumps([facts, skip, list(told)], sort_keys=True).encode()
@@ -154,7 +154,7 @@ class GradientAgreement:
         for shard in self._shards:
             for index in trained(shard):
                 begin, end = shard.slices[index][rank]
-                for spec in shard.unit.groups[index].specs:
+                for spec in shard.full.groups[index].specs:
                     first, last = max(spec.offset, begin), min(spec.offset + spec.numel, end)
                     count = _partials_of(first - begin, last - begin)
                     found[spec.name] += partials[at : at + count]
@@ -171,7 +171,7 @@ class GradientAgreement:
 def _specs(shards: Iterable[Shard]) -> Iterator[ParameterSpec]:
     for shard in shards:
         for index in trained(shard):
-            yield from shard.unit.groups[index].specs
+            yield from shard.full.groups[index].specs
 
 
 def _partials_of(begin: int, end: int) -> int:
@@ -245,7 +245,7 @@ class SharedGroup:
         `accumulate` has no effect: whether a gradient is present depends on all ranks, and SharedGradients.drop_cleared
         drops unwanted ones. `more` has no effect, since the owner adds the gradients.
         """
-        self._outbox.take(Place(self._shard.unit, self._group_index, spec), gradient)
+        self._outbox.take(Place(self._shard.full, self._group_index, spec), gradient)
         self._agreement.came(spec.name)
 
     def partials(self, spec: ParameterSpec) -> Sequence[float]:
@@ -262,8 +262,8 @@ class SharedGroup:
         Raises:
             PeerError: gradients were lost on their way between ranks.
         """
-        self._outbox.settle()  # what is under way would land later
-        self._outbox.forget(self._shard.unit.index, name)
+        self._outbox.land_all()  # what is under way would land later
+        self._outbox.forget(self._shard.full.index, name)
         if self._local is not None:
             self._local.drop(name)
         self._agreement.went(name)
@@ -290,13 +290,13 @@ class SharedGradients:
         self._outbox = outbox
         self.agreement = GradientAgreement(shards, local, exchange, outbox)
         self._groups = {
-            (shard.unit.index, index): SharedGroup(
-                shard, index, local[shard.unit.index].groups.get(index), outbox, self.agreement
+            (shard.full.index, index): SharedGroup(
+                shard, index, local[shard.full.index].groups.get(index), outbox, self.agreement
             )
             for shard in shards
             for index in trained(shard)
         }
-        self._trained = [shard.unit.index for shard in shards if trained(shard)]
+        self._trained = [shard.full.index for shard in shards if trained(shard)]
 
     @property
     def elsewhere(self) -> Set[str]:
@@ -330,7 +330,7 @@ class SharedGradients:
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
         return
 
-    def left(self, units: Iterable[int]) -> None:
+    def backward_left(self, units: Iterable[int]) -> None:
         """Send the gradients of these units, and land all boxes that have arrived.
 
         Raises:
@@ -338,7 +338,7 @@ class SharedGradients:
         """
         for index in units:
             self._outbox.send(index, complete=self._units[index].arrivals.all_came)
-        self._outbox.land()
+        self._outbox.land_arrived()
 
     def before_landing(self, index: int, /) -> None:
         return  # the outbox calls `before` when gradients of all ranks land
@@ -347,10 +347,10 @@ class SharedGradients:
         self._units[index].send()
         return ()
 
-    def passed(self, indices: Iterable[int], complete: Collection[int]) -> Sequence[int]:
+    def micro_batch_passed(self, indices: Iterable[int], complete: Collection[int]) -> Sequence[int]:
         for index in indices:
             self._outbox.send(index, complete=index in complete)
-            self._outbox.land()
+            self._outbox.land_arrived()
         return self.take_completed()
 
     def take_completed(self) -> Sequence[int]:
@@ -365,7 +365,7 @@ class SharedGradients:
         """
         waiting = self._outbox.waiting
         late = self.agreement.share([index in waiting for index in self._trained])
-        self._outbox.land()  # all boxes sent before `share` have arrived
+        self._outbox.land_arrived()  # all boxes sent before `share` have arrived
         for index, is_late in zip(self._trained, late, strict=True):
             if is_late:
                 self._outbox.send(index)
@@ -375,10 +375,10 @@ class SharedGradients:
             unit.send()
 
     def synchronize(self) -> None:
-        self._outbox.settle()
+        self._outbox.land_all()
         for unit in self._units:
             for group in unit.groups.values():
-                group.settle()
+                group.wait_landed()
 
     def drop_cleared(self, named: Named) -> None:
         with torch._C.DisableTorchFunctionSubclass():

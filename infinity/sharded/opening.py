@@ -32,13 +32,13 @@ def open_pool(resources: Resources, shards: Sequence[Shard]) -> SlotPool:
 
 
 def open_fetch_rules(resources: Resources) -> FetchRules:
-    """Return the policy that decides which units may be brought and evicted."""
+    """Return the rules that decide which units may be fetched and evicted."""
     several = isinstance(resources.world, SeveralRanks)
     return AgreedFetchRules(resources.plan.budgets.slot_bytes) if several else LocalFetchRules()
 
 
 def open_gradients(
-    resources: Resources, shards: Sequence[Shard], local: Sequence[UnitGradients], before: Callable[[int], None]
+    resources: Resources, shards: Sequence[Shard], local: Sequence[UnitGradients], before_landing: Callable[[int], None]
 ) -> Gradients:
     """Return the gradients of the model.
 
@@ -46,13 +46,13 @@ def open_gradients(
         resources: resources of the model.
         shards: this rank's shards, by unit.
         local: gradients of this rank's slices, by unit.
-        before: function to call before gradients of a unit land, as for LocalGradients and Outbox.
+        before_landing: function to call before gradients of a unit land, as for LocalGradients and Outbox.
     """
     world = resources.world
     if isinstance(world, SeveralRanks):
-        outbox = Outbox(shards, local, world.exchange, resources.between_ranks, before)
+        outbox = Outbox(shards, local, world.exchange, resources.between_ranks, before_landing)
         return SharedGradients(shards, local, world.exchange, outbox)
-    return LocalGradients(local, resources.landing, before)
+    return LocalGradients(local, resources.landing_window, before_landing)
 
 
 def open_maker(world: World, generations: Generations | None) -> GenerationMaker:

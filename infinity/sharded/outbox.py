@@ -73,8 +73,8 @@ class Outbox:
         local: gradients of this rank's slices, by unit.
         exchange: exchange between the ranks.
         space: memory for two units in flight, both sent and received.
-        before: called with the index of a unit before gradients of the unit land; from then on nothing may read the
-            unit's present gradients.
+        before_landing: called with the index of a unit before gradients of the unit land; from then on nothing may read
+            the unit's present gradients.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class Outbox:
         local: Sequence[UnitGradients],
         exchange: Exchange,
         space: Space,
-        before: Callable[[int], None],
+        before_landing: Callable[[int], None],
     ) -> None:
         self._shards = shards
         self._local = local
         self._exchange = exchange
         self._space = space
-        self._before = before
+        self._before_landing = before_landing
         self._boxes: dict[int, _Box] = {}
         self._on_way: deque[_BoxInFlight] = deque()
         self._completed: list[int] = []
@@ -112,7 +112,7 @@ class Outbox:
         box.names.add(spec.name)
 
     def _begin(self, index: int) -> _Box:
-        box = self._boxes[index] = _Box(self._lease(self._shards[index].unit.gradient_bytes))
+        box = self._boxes[index] = _Box(self._lease(self._shards[index].full.gradient_bytes))
         return box
 
     def _lease(self, nbytes: int) -> Lease:
@@ -137,7 +137,7 @@ class Outbox:
             complete: this rank expects no further gradient of the unit in this pass.
         """
         shard = self._shards[index]
-        if not shard.unit.trainable_groups:
+        if not shard.full.trainable_groups:
             return
         box = self._boxes.get(index) or self._begin(index)
         mine = sum(_mine_bytes(shard, group_index) for group_index in trained(shard))
@@ -145,7 +145,7 @@ class Outbox:
         del self._boxes[index]
         tickets, at = [], 0
         for group_index in trained(shard):
-            group = shard.unit.groups[group_index]
+            group = shard.full.groups[group_index]
             _zero_missing(box, shard, group_index)
             itemsize = group.dtype.itemsize
             nbytes = shard.cut.count * _mine_bytes(shard, group_index)
@@ -156,19 +156,19 @@ class Outbox:
                     _bytes_of(received, at, nbytes),
                     [_mine_bytes(shard, group_index)] * shard.cut.count,
                 ),
-                shard.unit.index,
-                f"the gradients of unit '{shard.unit.name}'",
+                shard.full.index,
+                f"the gradients of unit '{shard.full.name}'",
             )
             tickets.append(self._exchange.submit(operation))
             at += nbytes
         self._on_way.append(_BoxInFlight(shard, box, complete, received, tickets))
 
-    def land(self) -> None:
+    def land_arrived(self) -> None:
         """Land the boxes that have arrived."""
         while self._on_way and all(ticket.done() for ticket in self._on_way[0].tickets):
             self._land_next()
 
-    def settle(self) -> None:
+    def land_all(self) -> None:
         """Land all boxes in flight, after waiting for them.
 
         Raises:
@@ -189,17 +189,17 @@ class Outbox:
 
     def _land(self, arrived: _BoxInFlight) -> None:
         shard, at = arrived.shard, 0
-        self._before(shard.unit.index)
+        self._before_landing(shard.full.index)
         self._on_way.popleft()
         try:
             for group_index in trained(shard):
-                group, local = shard.unit.groups[group_index], shard.local.groups[group_index]
+                group, local = shard.full.groups[group_index], shard.local.groups[group_index]
                 nbytes = _mine_bytes(shard, group_index)
                 for _ in range(shard.cut.count):  # rank by rank
                     flat = _bytes_of(arrived.received, at, nbytes).view(group.dtype)
                     at += nbytes
                     for piece in local.specs:
-                        self._local[shard.unit.index].groups[group_index].land(
+                        self._local[shard.full.index].groups[group_index].land(
                             piece,
                             flat[piece.offset : piece.offset + piece.numel],
                             accumulate=True,  # to the present gradient; unwanted ones were dropped
@@ -209,7 +209,7 @@ class Outbox:
                 arrived.received.release()
             arrived.box.lease.release()
         if arrived.complete:
-            self._completed.append(shard.unit.index)
+            self._completed.append(shard.full.index)
 
     def take_completed(self) -> list[int]:
         """Return the units whose gradients of a pass have all landed, as far as this rank can tell, each unit once."""
@@ -225,12 +225,12 @@ class Outbox:
 
 def trained(shard: Shard) -> list[int]:
     """Return the indices of a unit's trained groups, including groups of which this rank has no elements."""
-    return [index for index, group in enumerate(shard.unit.groups) if group.trainable]
+    return [index for index, group in enumerate(shard.full.groups) if group.trainable]
 
 
 def _mine_bytes(shard: Shard, group_index: int) -> int:
     begin, end = shard.mine(group_index)
-    return (end - begin) * shard.unit.groups[group_index].dtype.itemsize
+    return (end - begin) * shard.full.groups[group_index].dtype.itemsize
 
 
 def _bytes_of(lease: Lease | None, begin: int, nbytes: int) -> torch.Tensor:
@@ -241,13 +241,13 @@ def _bytes_of(lease: Lease | None, begin: int, nbytes: int) -> torch.Tensor:
 
 def _flat(lease: Lease, shard: Shard, group_index: int) -> torch.Tensor:
     """Return the gradients of a group in a box, [numel]."""
-    begin = sum(shard.unit.groups[index].gradient_bytes for index in trained(shard) if index < group_index)
-    group = shard.unit.groups[group_index]
+    begin = sum(shard.full.groups[index].gradient_bytes for index in trained(shard) if index < group_index)
+    group = shard.full.groups[group_index]
     return torch.frombuffer(lease.view(begin, group.numel * group.dtype.itemsize), dtype=group.dtype)
 
 
 def _zero_missing(box: _Box, shard: Shard, group_index: int) -> None:
     flat = _flat(box.lease, shard, group_index)
-    for spec in shard.unit.groups[group_index].specs:
+    for spec in shard.full.groups[group_index].specs:
         if spec.name not in box.names:
             flat[spec.offset : spec.offset + spec.numel].zero_()

@@ -119,7 +119,7 @@ class RankAgreement:
             PeerError: a rank has another model or config, or failed; names the rank.
         """
         peers = self.peers
-        if not peers.together:
+        if not peers.sharded:
             return self
         facts = {
             "the model": _digest(units),
@@ -149,7 +149,7 @@ class RankAgreement:
         Raises:
             ConfigError: a path cannot be used.
         """
-        if not self.peers.together:
+        if not self.peers.sharded:
             return config
         for path in config.paths:
             make_directory(path)
@@ -188,7 +188,7 @@ class RankAgreement:
 
         Every rank has a store of the same run, and each manifest is missing on some rank.
         """
-        if not self.peers.together:
+        if not self.peers.sharded:
             return
         run, steps = run_and_steps_in(mine)
         told = self.world.tell("making the stores", (run, steps))
@@ -207,7 +207,7 @@ class RankAgreement:
         if not self.is_first:
             return
         paths = [path.expanduser().absolute() for path in config.paths]
-        for path in paths if self.peers.together else ():
+        for path in paths if self.peers.sharded else ():
             atomic_file.remove(path / FINISHED_NAME)
         if resume:
             clear_leftovers(paths, self.peers.cut.count)
@@ -219,7 +219,7 @@ class RankAgreement:
             ResumeError: the ranks have no stores of one run with a generation on all of them; raised on every rank.
             PeerError: another rank failed.
         """
-        if not self.peers.together:
+        if not self.peers.sharded:
             return
         told = self.world.tell("looking for the stores", run_and_steps_in(self._own(config)))
         where = ", ".join(map(str, config.paths))
@@ -252,7 +252,7 @@ class RankAgreement:
         Raises:
             PeerError: another rank failed.
         """
-        if not self.peers.together:
+        if not self.peers.sharded:
             return mine
         told = self.world.tell("planning", [mine.every, mine.reason, mine.at_most])
         return rarest([CommitFrequency(*each) for each in told])
@@ -278,13 +278,13 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
         return RankAgreement(world, NO_PEERS)
     near = Cut(ranks.gather.size, ranks.gather.position) if ranks.gather.size < ranks.world else None
     peers = Peers(Cut(ranks.world, ranks.rank), ranks.local_world, near=near)
-    together = RankAgreement(world, peers, is_first=ranks.local_rank == 0)
-    with together.telling():
+    agreement = RankAgreement(world, peers, is_first=ranks.local_rank == 0)
+    with agreement.telling():
         if device.type != "cpu":
             raise NotAvailableError(
                 "a model on a GPU with several ranks is not available yet; use device='cpu', or one process"
             )
-    return together
+    return agreement
 
 
 def _digest(units: Sequence[Unit]) -> str:

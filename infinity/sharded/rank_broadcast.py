@@ -1,4 +1,4 @@
-"""Comparison of the initial values on all ranks, before each rank keeps only a slice of them.
+"""Broadcast of the initial values of rank 0 to all ranks, before each rank keeps only a slice of them.
 
 Values made in memory (a model without a seed, a new head, adapters) may differ. All ranks then take those of rank 0, as
 DistributedDataParallel does. Values from files may not differ: no rank is meant to load another checkpoint.
@@ -26,7 +26,7 @@ ranks read all of it."""
 
 
 class RankBroadcast(Protocol):
-    """Comparison of tensors between ranks. All ranks make the same calls in the same order."""
+    """Broadcast of the tensors of rank 0. All ranks make the same calls in the same order."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
         """Return the values of a unit's parameters, the same on all ranks. Args as in ingest.
@@ -43,7 +43,7 @@ class RankBroadcast(Protocol):
 
 
 class NoBroadcast:
-    """Comparison in one process, which changes nothing (RankBroadcast)."""
+    """Broadcast in one process, which changes nothing (RankBroadcast)."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
         return source
@@ -56,14 +56,14 @@ class NoBroadcast:
 
 
 class BroadcastFromFirst:
-    """Comparison between several ranks (RankBroadcast)."""
+    """Broadcast to several ranks (RankBroadcast)."""
 
     def __init__(self, world: SeveralRanks) -> None:
         self._world = world
         self._taken: list[str] = []
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source:
-        names = [spec.name for group in unit.unit.groups for spec in group.specs]
+        names = [spec.name for group in unit.full.groups for spec in group.specs]
         values = {name: unit.parameters[name].detach() if source is None else source(name) for name in names}
         marks = {name: [str(value.dtype), _mark(value, all_of_it=in_memory(name))] for name, value in values.items()}
         for name, rank in self._differing(f"loading unit '{unit.name}'", marks).items():

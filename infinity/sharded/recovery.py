@@ -43,8 +43,10 @@ def recover(
     """
     if isinstance(world, Alone):
         return attempt(ANY)
-    mine = {way.name: way for way in generations.candidates(None if pinned else step)}
-    told = world.tell("resuming", [[[*way.name, way.kept] for way in mine.values()], generations.pins_found()])
+    mine = {candidate.name: candidate for candidate in generations.candidates(None if pinned else step)}
+    told = world.tell(
+        "resuming", [[[*candidate.name, candidate.kept] for candidate in mine.values()], generations.pins_found()]
+    )
     names = common_candidates([[((number, life), kept) for number, life, kept in found] for found, _ in told])
     folders = set.intersection(*(set(pins) for _, pins in told))
     if not pinned:

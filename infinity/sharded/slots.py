@@ -58,8 +58,8 @@ class GatheredSlots:
         near = resources.plan.peers.near
         if near is not None:  # the same on all ranks, of which some may have a slice of nothing
             for homes, shard in zip(resources.units, shards, strict=True):
-                if not shard.unit.stays:
-                    self._copies[id(homes.weights)] = _Copy(near.of(shard.unit), resources.secondary)
+                if not shard.full.stays:
+                    self._copies[id(homes.weights)] = _Copy(near.of(shard.full), resources.secondary)
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch:
         """Start to gather weights. Never return None: see [Note: gathering].
@@ -100,7 +100,7 @@ class GatheredSlots:
             keep: copy that is filled from the gathered weights; None without one.
         """
         tickets = []
-        for index, group in enumerate(shard.unit.groups):
+        for index, group in enumerate(shard.full.groups):
             begin, end = shard.weight_range(index, shard.cut.index)
             slices = [
                 last - first for first, last in (shard.weight_range(index, rank) for rank in range(shard.cut.count))
@@ -108,8 +108,8 @@ class GatheredSlots:
             buffer = lease.tensor()[group.weight_offset : group.weight_offset + group.weight_bytes]
             operation = Operation(
                 Gather(buffer, slices, near),
-                shard.unit.index,
-                f"unit '{shard.unit.name}'",
+                shard.full.index,
+                f"unit '{shard.full.name}'",
                 after=[own(index, lease.view(begin, end - begin))] if begin < end else [],
                 arrived=None if keep is None else partial(keep.fill, index, lease),
             )
@@ -117,7 +117,7 @@ class GatheredSlots:
         return _GatherFetch(lease, tickets)
 
     def _lease(self, shard: Shard) -> Lease:
-        nbytes = shard.unit.weight_bytes
+        nbytes = shard.full.weight_bytes
         lease = self._resources.arena.try_lease(nbytes, from_top=self._from_top(nbytes))
         if lease is not None:
             return lease
@@ -127,10 +127,10 @@ class GatheredSlots:
                 "views of weights that were used before keep their memory, so unit '%s' takes "
                 "%s more than memory.device; "
                 "this warning appears once",
-                shard.unit.name,
+                shard.full.name,
                 format_bytes(nbytes),
             )
-        return PinnedArena(nbytes).lease(nbytes, f"the weights of '{shard.unit.name}'")
+        return PinnedArena(nbytes).lease(nbytes, f"the weights of '{shard.full.name}'")
 
     def _own(self, home: WeightsHome, index: int, mine: memoryview, after: Written) -> _Wait:
         group = home.groups[index]
@@ -139,7 +139,7 @@ class GatheredSlots:
         if rests_in is not None:
             return partial(_copy, mine, rests_in.view(group.start, group.nbytes), new.written)
         store = self._resources.require_store()
-        return store.read(group.stored(), mine, copy=new.copy, after=new.written).result
+        return store.read(group.stored(), mine, copy_index=new.copy_index, after=new.written).result
 
     def counts(self, home: WeightsHome) -> bool:
         return True
@@ -163,7 +163,7 @@ class _Copy:
         self.shard = shard
         self.version = -1
         nbytes = shard.local.weight_bytes
-        self._lease = space.lease(nbytes, f"a copy of the weights of '{shard.unit.name}'") if nbytes else None
+        self._lease = space.lease(nbytes, f"a copy of the weights of '{shard.full.name}'") if nbytes else None
 
     def own(self, index: int, mine: memoryview) -> _Wait:
         """Return a function that copies the slice of a group to `mine`, its place in a slot. The slice is not empty."""

@@ -57,13 +57,13 @@ class Discovery:
         units: units by index.
         parameters: for each unit, its parameters by their first name, in the layout order of their groups.
         sites: modules to hook.
-        scopes: every module above a site, and the root: a call of any of them may be a complete forward pass.
+        root_candidates: every module above a site, and the root: a call of any of them may be a complete forward pass.
     """
 
     units: tuple[Unit, ...]
     parameters: tuple[dict[str, nn.Parameter], ...]
     sites: tuple[HookedModule, ...]
-    scopes: tuple[nn.Module, ...]
+    root_candidates: tuple[nn.Module, ...]
 
 
 def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: FrozenName = "auto") -> Discovery:
@@ -99,7 +99,7 @@ class _Cut:
         self._remainder = UnitParameters(REMAINDER, stays=True)
         self._owner: dict[nn.Parameter, UnitParameters] = {}
         self._sites: list[tuple[str, nn.Module, list[UnitParameters], nn.Module | None]] = []
-        self._scopes: list[nn.Module] = []
+        self._root_candidates: list[nn.Module] = []
 
     def walk(self, name: str, module: nn.Module, block: nn.Module | None = None) -> None:
         """Collect the units and sites of a module and of the modules below it.
@@ -112,7 +112,7 @@ class _Cut:
         if module not in self._parents:
             self._add_site(name, module, block, recurse=True)
             return
-        self._scopes.append(module)
+        self._root_candidates.append(module)
         block = module if module in self._opened else block
         self._add_site(name, module, block, recurse=False)
         for child_name, child in module.named_children():
@@ -156,9 +156,9 @@ class _Cut:
             )
             for name, module, needed, block in self._sites
         )
-        if self._model not in self._scopes:
-            self._scopes.insert(0, self._model)
-        return Discovery(units, tuple(found.parameters for found in self._found), sites, tuple(self._scopes))
+        if self._model not in self._root_candidates:
+            self._root_candidates.insert(0, self._model)
+        return Discovery(units, tuple(found.parameters for found in self._found), sites, tuple(self._root_candidates))
 
 
 def _facts(

@@ -81,11 +81,11 @@ class Shard:
     """Slice of a unit that belongs to a rank.
 
     Attributes:
-        unit: the complete unit.
+        full: the complete unit.
         cut: the partition over ranks.
     """
 
-    unit: Unit
+    full: Unit
     cut: Cut
 
     @property
@@ -96,7 +96,7 @@ class Shard:
     @cached_property
     def slices(self) -> tuple[tuple[Range, ...], ...]:
         """Slice of each rank, by group."""
-        return tuple(slices_of(group.numel, self.cut.count, self.cut.numel) for group in self.unit.groups)
+        return tuple(slices_of(group.numel, self.cut.count, self.cut.numel) for group in self.full.groups)
 
     def mine(self, group_index: int) -> Range:
         """Return this rank's elements of a group."""
@@ -109,9 +109,9 @@ class Shard:
         A group of which the rank has nothing has 0 elements.
         """
         if self.whole:
-            return self.unit
+            return self.full
         groups, weight_offset = [], 0
-        for index, group in enumerate(self.unit.groups):
+        for index, group in enumerate(self.full.groups):
             begin, end = self.mine(index)
             weight_bytes = round_up((end - begin) * group.dtype.itemsize, PAGE_BYTES)
             specs = tuple(piece for spec in group.specs if (piece := _piece(spec, begin, end)) is not None)
@@ -119,14 +119,14 @@ class Shard:
                 Group(group.dtype, group.trainable, group.moments, specs, end - begin, weight_offset, weight_bytes)
             )
             weight_offset += weight_bytes
-        return replace(self.unit, groups=tuple(groups), weight_bytes=weight_offset)
+        return replace(self.full, groups=tuple(groups), weight_bytes=weight_offset)
 
     def weight_range(self, group_index: int, rank: int) -> Range:
         """Return bytes [begin, end) of a rank's slice of a group, in the weights of the complete unit.
 
         The last slice of a group extends to the end of the last page.
         """
-        group, (begin, end) = self.unit.groups[group_index], self.slices[group_index][rank]
+        group, (begin, end) = self.full.groups[group_index], self.slices[group_index][rank]
         first, last = begin * group.dtype.itemsize, round_up(end * group.dtype.itemsize, PAGE_BYTES)
         if begin == end:
             last = first = min(round_up(first, PAGE_BYTES), group.weight_bytes)

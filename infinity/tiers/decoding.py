@@ -39,11 +39,11 @@ class Decoding:
     """Decoder for slots in host memory.
 
     Attributes:
-        landing: bounce buffer for encoded weights that are read from NVMe.
+        encoded_space: bounce buffer for encoded weights that are read from NVMe.
     """
 
     def __init__(self, landing: Space, pool: _native.ThreadPool) -> None:
-        self.landing = landing
+        self.encoded_space = landing
         self._decoder = _native.WeightDecoder(pool)
 
     def start(

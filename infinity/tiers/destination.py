@@ -36,14 +36,14 @@ class Destination:
         memory: memory that has the new values once they are computed; None when they exist only in the update's tiles.
         source: memory with the current values, when the new ones go to other memory or only to the store; None when the
             current values are read from `memory` or from the store.
-        copy: copy in the store that the new values are written to; None when they are not written.
+        copy_index: copy in the store that the new values are written to; None when they are not written.
         written: transfer that completes when the new values are at their destination; None when no update is under way.
     """
 
     home: Home
     memory: Lease | None = None
     source: Lease | None = None
-    copy: int | None = None
+    copy_index: int | None = None
     written: Transfer | None = None
 
     @property
@@ -61,12 +61,14 @@ class Destination:
         """Whether new values are written to another place than the current ones are read from."""
         if self.source is not None:
             return True
-        return self.copy is not None and (self.home.in_memory or self.copy != self.home.stored().copy)
+        return self.copy_index is not None and (
+            self.home.in_memory or self.copy_index != self.home.stored().newest_copy
+        )
 
     def stream(self, store: SwapStore | None) -> _native.StateStream:
         """Return the state in the form that the pipeline takes."""
         memory, source = self._view(self.memory), self._view(self.source)
-        if self.copy is None:
+        if self.copy_index is None:
             return _native.StateStream(memory=memory, source=source)
         if store is None:
             raise AssertionError("a copy without a store")
@@ -75,7 +77,7 @@ class Destination:
             memory=memory,
             file=store.file,
             offset=extent.offset,
-            write_offset=extent.offsets[self.copy],
+            write_offset=extent.offsets[self.copy_index],
             source=source,
         )
 
@@ -84,30 +86,30 @@ class Destination:
 
     def finish(self) -> None:
         """Make the new values count, after all of them are written."""
-        if self.copy is None:
-            self.home.changed()
+        if self.copy_index is None:
+            self.home.mark_changed()
         else:
-            self.home.written(self.copy)
+            self.home.mark_written(self.copy_index)
 
 
 Written = Mapping[int, Destination]
 """Destinations of the new weights of a decided update, by group index."""
 
 
-def destination_of(home: Home, beside: Lease | None, copy: int | None, *, speculative: bool) -> Destination:
+def destination_of(home: Home, beside: Lease | None, copy_index: int | None, *, speculative: bool) -> Destination:
     """Return the row of [Note: where new values go] for one state.
 
     Args:
         home: home of the state.
         beside: memory beside the home. It is the shadow of a state in RAM; for a state in the store it is memory that
             also has the current values. None without one.
-        copy: copy in the store to write to, as the attribute.
+        copy_index: copy in the store to write to, as the attribute.
         speculative: the update is speculative.
     """
     if not speculative:
-        return Destination(home, home.lease or beside, copy=copy)
+        return Destination(home, home.lease or beside, copy_index=copy_index)
     if not home.in_memory:
-        return Destination(home, source=beside, copy=copy)
+        return Destination(home, source=beside, copy_index=copy_index)
     if beside is None:
         raise AssertionError("a speculative update of states in RAM would overwrite them")
-    return Destination(home, beside, home.lease, copy)
+    return Destination(home, beside, home.lease, copy_index)

@@ -53,7 +53,7 @@ class DeviceTier:
             logger.warning("%s; copies to and from the device are slower, results are the same", refused)
         # torch may return memory that was just freed, and that kernels queued earlier still use.
         after = [accelerator.record(accelerator.current())]
-        stays = sum(unit.unit.weight_bytes for unit in plan.layout.units if unit.unit.stays)
+        stays = sum(unit.local.weight_bytes for unit in plan.layout.units if unit.local.stays)
         self.staying = Slab(accelerator, memory[:stays], after)
         self.slots = Slab(accelerator, memory[stays:slots], after)
         self.ring = Slab(accelerator, memory[slots : slots + budgets.ring_bytes], after)

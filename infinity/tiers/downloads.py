@@ -299,7 +299,7 @@ class GroupDownload:
         """Return whether a gradient of this parameter was sent and `land` has not taken it yet."""
         return any(name in landing.names for landing in self._on_way)
 
-    def land(self) -> Iterator[Mapping[str, Sequence[float]]]:
+    def wait_landed(self) -> Iterator[Mapping[str, Sequence[float]]]:
         """Wait until all gradients have landed, in order. Yields and raises as Landing.sums."""
         self.send()
         while self._on_way:

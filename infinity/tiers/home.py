@@ -46,15 +46,15 @@ class Home:
             raise AssertionError("a state without a place in the store")
         return self.extent
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Mark the bytes in RAM as newer than the bytes in the store."""
         self.dirty = True
 
-    def read(self) -> None:
+    def mark_read(self) -> None:
         """Mark the bytes in RAM as equal to the bytes in the store."""
         self.dirty = False
 
-    def written(self, copy: int) -> None:
+    def mark_written(self, copy: int) -> None:
         """Make a copy of the extent the current one, after all new bytes were written to it."""
         self.stored().turn_to(copy)
         self.dirty = False

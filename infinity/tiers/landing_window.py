@@ -55,9 +55,9 @@ class LandingWindow:
             if lease is not None:
                 return lease
             if self._leaving:
-                self._leaving[0].gone()
+                self._leaving[0].finish_spill()
             elif self._here:
-                self._here[0].leave()
+                self._here[0].begin_spill()
             else:
                 raise AssertionError(f"a landing window of {self.space.nbytes} bytes has no room for {nbytes}")
 
@@ -80,9 +80,9 @@ class LandingWindow:
         while self._here or self._leaving:
             try:
                 if self._here:
-                    self._here[0].leave()
+                    self._here[0].begin_spill()
                 else:
-                    self._leaving[0].gone()
+                    self._leaving[0].finish_spill()
             except SwapTimeoutError:
                 raise
             except SwapIOError as error:
@@ -130,7 +130,7 @@ class Spill:
             if lease is not None:
                 self._read(lease)
 
-    def bring(self) -> memoryview:
+    def load(self) -> memoryview:
         """Return the group's part of the window, with its last gradients; garbage if there are none.
 
         Raises:
@@ -149,7 +149,7 @@ class Spill:
             raise AssertionError("gradients in the window without a lease")
         return self._lease.view()
 
-    def leave(self) -> None:
+    def begin_spill(self) -> None:
         """Start to write the gradients in the window to the store. Gradients that were only read are dropped at once.
 
         Raises:
@@ -165,7 +165,7 @@ class Spill:
             self._transfer = self._landing.store.write(self._extent, view, io_class="states", after=landed)
             self._move(_SpillState.LEAVING)
 
-    def gone(self) -> None:
+    def finish_spill(self) -> None:
         """Wait until the write under way is complete, and give the lease back.
 
         Raises:
@@ -193,8 +193,8 @@ class Spill:
         Raises:
             SwapIOError: the gradients were lost.
         """
-        self.leave()
-        self.gone()
+        self.begin_spill()
+        self.finish_spill()
         self._require_whole()
         return _native.StateStream(file=self._landing.store.file, offset=self._extent.offset)
 

@@ -100,10 +100,10 @@ class Resources:
                 self.generations = Generations(
                     self.store, extents, plan.placement.keep, plan.placement.pins, cut.index, cut.count, run
                 )
-            self.landing: LandingWindow | None = None
+            self.landing_window: LandingWindow | None = None
             if arena.landing:
                 lease = self.arena.lease(arena.landing, "gradients on their way to the store")
-                self.landing = LandingWindow(lease.space(), self.require_store())
+                self.landing_window = LandingWindow(lease.space(), self.require_store())
             self.between_ranks = Space(self.arena.memory, 0, 0)
             if arena.exchange:
                 self.between_ranks = self.arena.lease(arena.exchange, "gradients between ranks").space()
@@ -152,7 +152,7 @@ class Resources:
         store, held = self.require_store(), [home for home in self.homes() if home.in_memory]
         wait_all([store.read(home.stored(), home.view(), io_class="states") for home in held])
         for home in held:
-            home.read()
+            home.mark_read()
 
     def extents(self) -> Iterator[Extent]:
         """Yield every extent in the swap file, including those for spilled gradients."""
@@ -169,15 +169,15 @@ class Resources:
         if self.device is not None:
             self.device.uploads.synchronize()
 
-    def destination(self, extent: Extent) -> int:
+    def copy_to_write(self, extent: Extent) -> int:
         """Return the copy in the store that new values of a state are written to."""
-        return extent.copy if self.generations is None else self.generations.destination(extent)
+        return extent.newest_copy if self.generations is None else self.generations.copy_to_write(extent)
 
     def spare_copy(self, extent: Extent) -> int | None:
         """Return a copy in the store that lacks the newest values and that no generation names; None without one."""
         if self.generations is not None:
-            return self.generations.spare(extent)
-        return next((copy for copy in range(len(extent.offsets)) if copy != extent.copy), None)
+            return self.generations.spare_copy(extent)
+        return next((copy for copy in range(len(extent.offsets)) if copy != extent.newest_copy), None)
 
     def require_store(self) -> SwapStore:
         if self.store is None:
@@ -191,7 +191,7 @@ class Resources:
         """
         if self.store is None:
             return
-        landing = [] if self.landing is None else self.landing.space.free_views()
+        landing = [] if self.landing_window is None else self.landing_window.space.free_views()
         for view in [*self.arena.free_views(), *landing, self.staging.view(), *self.resting.free_views()]:
             refused = self.engine.register_memory(view)
             if refused:
@@ -218,7 +218,7 @@ class Resources:
         # In this order the weights, the residuals and the first moments are one piece of memory, which comes free in
         # one piece when the homes move, even if an optimizer does not change the second moment.
         leases = {
-            (name, index): self.resting.lease(group.states[name].lease_bytes, f"{name} of '{layout.unit.name}'")
+            (name, index): self.resting.lease(group.states[name].lease_bytes, f"{name} of '{layout.local.name}'")
             for name in _STATES
             for index, group in enumerate(layout.groups)
             if name in group.states and group.states[name].lease_bytes
@@ -227,7 +227,7 @@ class Resources:
         return UnitHomes(weights, {index: self._open_states(layout, index, leases) for index in trained})
 
     def _open_weights(self, layout: UnitLayout) -> WeightsHome:
-        unit, nbytes = layout.unit, layout.weight_lease_bytes
+        unit, nbytes = layout.local, layout.weight_lease_bytes
         lease = self.resting.lease(nbytes, f"the weights of '{unit.name}'") if nbytes else None
         groups, begin = [], 0
         for index, each in enumerate(layout.groups):
@@ -237,7 +237,7 @@ class Resources:
         return WeightsHome(tuple(groups), unit.home_bytes, unit)
 
     def _open_states(self, layout: UnitLayout, index: int, leases: Mapping[tuple[str, int], Lease]) -> GroupStates:
-        unit, group, gradient = layout.unit, layout.groups[index], layout.gradients[index]
+        unit, group, gradient = layout.local, layout.groups[index], layout.gradients[index]
 
         def home(state: str) -> Home | None:
             place = group.states.get(state)

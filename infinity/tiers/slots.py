@@ -270,7 +270,7 @@ class HostSlots:
         return _DecodeFetch(lease, None, [transfer], at_home=False)
 
     def _decode_from_store(self, home: WeightsHome, lease: Lease, after: Written) -> Fetch:
-        landing = self._decoding.landing.lease(home.encoded_bytes, f"the encoded weights of '{home.name}'")
+        landing = self._decoding.encoded_space.lease(home.encoded_bytes, f"the encoded weights of '{home.name}'")
         store = self._resources.require_store()
         reads = _read(store, home, lease, after)
         landed, begin = [], 0
@@ -296,7 +296,7 @@ class HostSlots:
         if home.lease is not None or not home.encoded_bytes:
             return False
         self._landed = [fetch for fetch in self._landed if not fetch.give_landing_back()]
-        return not self._decoding.landing.fits(home.encoded_bytes)
+        return not self._decoding.encoded_space.fits(home.encoded_bytes)
 
     def free(self, slot: Slot) -> None:
         slot.free()
@@ -308,7 +308,9 @@ def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> 
     for index, group in home.plain():
         new = after.get(index, Destination(group))
         reads.append(
-            store.read(group.stored(), lease.view(group.start, group.nbytes), copy=new.copy, after=new.written)
+            store.read(
+                group.stored(), lease.view(group.start, group.nbytes), copy_index=new.copy_index, after=new.written
+            )
         )
     return reads
 
@@ -377,8 +379,8 @@ class SlabSlots:
         self._resources = resources
         self._device = device
         units = list(zip(resources.plan.layout.units, resources.units, strict=True))
-        self._staying = [homes.weights for unit, homes in units if unit.unit.stays]
-        self._from_top = unusual_from_top(homes.weights.slot_bytes for unit, homes in units if not unit.unit.stays)
+        self._staying = [homes.weights for unit, homes in units if unit.local.stays]
+        self._from_top = unusual_from_top(homes.weights.slot_bytes for unit, homes in units if not unit.local.stays)
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         slab, lease = self._lease(home)

@@ -28,12 +28,12 @@ def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tens
     if home.in_memory:
         for begin, part in parts.items():
             torch.frombuffer(home.view(), dtype=torch.uint8)[begin : begin + part.numel()].copy_(part)
-        home.changed()
+        home.mark_changed()
         return
     store, extent = resources.require_store(), home.stored()
-    copy = resources.destination(extent)
+    copy = resources.copy_to_write(extent)
     start, end = 0, home.nbytes
-    if copy == extent.copy:  # in place: only the pages around the parts are rewritten
+    if copy == extent.newest_copy:  # in place: only the pages around the parts are rewritten
         start = min(parts) // PAGE_BYTES * PAGE_BYTES
         end = round_up(max(begin + part.numel() for begin, part in parts.items()), PAGE_BYTES)
     memory = _native.Arena(min(_CHUNK_BYTES, end - start), huge_pages=False)
@@ -45,5 +45,5 @@ def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tens
             first, last = max(begin, at), min(begin + part.numel(), at + len(page))
             if first < last:
                 held[first - at : last - at].copy_(part[first - begin : last - begin])
-        wait_all([store.write(extent, page, at=at, io_class="states", copy=copy)])
-    home.written(copy)
+        wait_all([store.write(extent, page, at=at, io_class="states", copy_index=copy)])
+    home.mark_written(copy)

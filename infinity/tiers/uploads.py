@@ -132,6 +132,6 @@ class UploadQueue:
 
 def _part(store: SwapStore, weights: Destination, address: int) -> _native.UploadPart:
     """Return the native description of one group: the place of its newest values, and their address on the device."""
-    file, offset = store.place(weights.home.stored(), weights.copy)
+    file, offset = store.place(weights.home.stored(), weights.copy_index)
     after = None if weights.written is None else weights.written.future
     return _native.UploadPart(file, offset, weights.home.nbytes, address, after=after)

@@ -43,7 +43,7 @@ class FetchRules(Protocol):
 
 
 class LocalFetchRules:
-    """Policy of a process that brings its units alone (FetchRules)."""
+    """Fetch rules of a process that brings its units alone (FetchRules)."""
 
     rearranges = True
     keeps_slots = True

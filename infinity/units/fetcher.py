@@ -37,7 +37,7 @@ class Fetcher:
     held.
 
     Args:
-        policy: decides which units may be brought and evicted, as far as the visits do not decide it.
+        rules: decide which units may be brought and evicted, as far as the visits do not decide it.
 
     Attributes:
         units: the units, in the order of their indices.
@@ -51,7 +51,7 @@ class Fetcher:
         updates: UpdateQueue,
         timeline: Timeline,
         slots: SlotPool,
-        policy: FetchRules,
+        rules: FetchRules,
     ) -> None:
         self.units = units
         self._resources = resources
@@ -60,15 +60,15 @@ class Fetcher:
         self._at: dict[int, OffloadedUnit] = {}  # units by the storage of their slots
         self.unit_at: Callable[[int], OffloadedUnit | None] = self._at.get  # called per saved tensor
         self._slots = slots
-        self._policy = policy
+        self._rules = rules
         self._viewed: list[Slot] = []  # slots of released units that still have outstanding views
         self._present: dict[int, OffloadedUnit] = {}
         self._fetching: dict[int, OffloadedUnit] = {}
         self._held: list[OffloadedUnit] = []
-        forward = [unit.index for unit in units if not unit.unit.stays]
-        self._staying = [unit.index for unit in units if unit.unit.stays]
+        forward = [unit.index for unit in units if not unit.full.stays]
+        self._staying = [unit.index for unit in units if unit.full.stays]
         self._takes_room = frozenset(unit.index for unit in units if slots.counts(unit.homes.weights))
-        self._sizes = [unit.unit.weight_bytes if unit.index in self._takes_room else 0 for unit in units]
+        self._sizes = [unit.full.weight_bytes if unit.index in self._takes_room else 0 for unit in units]
         self._traces = {True: VisitTrace(forward + forward[::-1]), False: VisitTrace(forward)}
         self._training = True
 
@@ -86,7 +86,7 @@ class Fetcher:
 
     def order(self) -> list[OffloadedUnit]:
         """Return all units, first the one that the next training forward uses first."""
-        order = update_order(len(self.units), lambda index: self.units[index].unit.stays, self._traces[True])
+        order = update_order(len(self.units), lambda index: self.units[index].full.stays, self._traces[True])
         return [self.units[index] for index in order]
 
     @property
@@ -137,7 +137,7 @@ class Fetcher:
         for unit in self.units:
             unit.views.close()
 
-    def leave_all(self) -> bool:
+    def release_all(self) -> bool:
         """Free the slots of all units, after the model is closed and its threads have ended.
 
         Returns:
@@ -155,14 +155,14 @@ class Fetcher:
 
     # -- fetches ------------------------------------------------------------------------------------------------------
 
-    def bring(self, unit: OffloadedUnit) -> None:
+    def fetch(self, unit: OffloadedUnit) -> None:
         """Bring a unit to the device: on return its parameters have their values.
 
         Raises:
             PlanError: there is no device memory for the unit.
             SwapIOError: the device failed.
         """
-        if not unit.unit.stays:
+        if not unit.full.stays:
             self._trace.visit(unit.index)
         self._resources.idle.begins()
         self._take_back(unit)
@@ -203,7 +203,7 @@ class Fetcher:
         )
         for distance, index in upcoming:
             unit = self.units[index]
-            if self._policy.may_prefetch(unit) and not self._start(unit, distance):
+            if self._rules.may_prefetch(unit) and not self._start(unit, distance):
                 return
 
     def _prefetch_staying(self) -> None:
@@ -213,7 +213,7 @@ class Fetcher:
         """
         for index in self._staying:
             unit = self.units[index]
-            if unit.weights.residency is Residency.RELEASED and self._policy.may_prefetch(unit):
+            if unit.weights.residency is Residency.RELEASED and self._rules.may_prefetch(unit):
                 self._start(unit, 0)
 
     def finish_fetches(self) -> None:
@@ -249,7 +249,7 @@ class Fetcher:
                 return False
             self.finish_fetches()
         while True:
-            fits = self._policy.fits(unit, self._present.values())
+            fits = self._rules.fits(unit, self._present.values())
             weights, under_way = unit.homes.weights, unit.weights_under_way()
             with profiled("fetch", unit.name):
                 fetch = self._slots.start(weights, under_way, unit.weights.version) if fits else None
@@ -266,16 +266,16 @@ class Fetcher:
         if self._start(unit, None):
             return
         busy = [other for other in self._in_order() if other.index in self._takes_room]
-        rearranges = self._policy.rearranges
+        rearranges = self._rules.rearranges
         if rearranges and self._make_room(unit):
             return
         if self._let_held_go() and (self._start(unit, None) or (rearranges and self._move_others(unit))):
             return
         budgets = self._resources.plan.budgets
-        needed = unit.unit.weight_bytes + sum(other.unit.weight_bytes for other in busy)
+        needed = unit.full.weight_bytes + sum(other.full.weight_bytes for other in busy)
         every = sum(self._sizes)
         raise PlanError(
-            f"no device memory for unit '{unit.name}' ({format_bytes(unit.unit.weight_bytes)}): the units in use "
+            f"no device memory for unit '{unit.name}' ({format_bytes(unit.full.weight_bytes)}): the units in use "
             f"({', '.join(other.name for other in busy)}) take the "
             f"{format_bytes(budgets.slot_bytes)} planned for weights, or the program holds views "
             "of them. Drop the views, or "
@@ -327,7 +327,7 @@ class Fetcher:
         were_open = [other for other in others if other.views.open]
         for other in others:
             self._evict(other)
-        every = sorted([unit, *others], key=lambda each: -each.unit.weight_bytes)
+        every = sorted([unit, *others], key=lambda each: -each.full.weight_bytes)
         for each in every:
             each.weights.use()  # so that none of these is evicted for another
         try:
@@ -364,9 +364,9 @@ class Fetcher:
         return next((unit for unit in units if self._may_go(unit, prefetch=distance is not None)), None)
 
     def _may_go(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
-        if unit.weights.in_use or unit.unit.stays or unit.index not in self._takes_room or unit.reads_slot():
+        if unit.weights.in_use or unit.full.stays or unit.index not in self._takes_room or unit.reads_slot():
             return False
-        return self._policy.may_evict(unit, prefetch=prefetch)
+        return self._rules.may_evict(unit, prefetch=prefetch)
 
     def _evict(self, unit: OffloadedUnit) -> None:
         with profiled("release", unit.name):
@@ -383,7 +383,7 @@ class Fetcher:
 
     def _vacate(self, unit: OffloadedUnit) -> None:
         """Free the slot of a unit, which nothing may use any more."""
-        slot = unit.weights.leave()
+        slot = unit.weights.release()
         del self._present[unit.index]
         del self._at[slot.tensor.untyped_storage()._cdata]
         if slot.outstanding():
@@ -400,7 +400,7 @@ class Fetcher:
             begun: units with an update in this process.
             everywhere: units with an update on any rank.
         """
-        for unit in begun if self._policy.keeps_slots else everywhere:
+        for unit in begun if self._rules.keeps_slots else everywhere:
             self.update_decided(unit)
 
     def update_decided(self, unit: OffloadedUnit) -> None:
@@ -412,7 +412,7 @@ class Fetcher:
         update, slot = unit.decided, unit.weights.slot
         if slot is None or unit.weights.residency is not Residency.RESIDENT:
             return
-        if not self._policy.keeps_slots:
+        if not self._rules.keeps_slots:
             self._evict(unit)
             return
         if update is None:

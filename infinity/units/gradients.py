@@ -1,8 +1,8 @@
 """Gradients before the update: landing, accumulation over micro-batches, and the exact global norm.
 
-A gradient passes ParameterHooks (runtime/hooks.py) → Coordinator.arrive → GroupGradients.land. From there it lands with
-_native.land_gradient in one process on the CPU, through the queue below from a device, and through the outbox
-(sharded/outbox.py) with several ranks.
+A gradient passes ParameterHooks (runtime/hooks.py) → Coordinator.land_gradient → GroupGradients.land. From there it
+lands with _native.land_gradient in one process on the CPU, through the queue below from a device, and through the
+outbox (sharded/outbox.py) with several ranks.
 
 A group's buffer has the dtype of the group's weights until a second gradient arrives for a parameter. The buffer is
 then widened in place to fp32. So one micro-batch costs 2 bytes per bf16 parameter, and accumulation is in fp32. A group
@@ -95,7 +95,7 @@ class GroupGradients:
     def _view(self) -> memoryview:
         """Return the memory of the gradients; bring spilled gradients to memory first."""
         if self._spilled and self._spill is not None:
-            return self._spill.bring()
+            return self._spill.load()
         if self._home is None:
             raise AssertionError(f"gradients of '{self._unit.name}' have no place")
         return self._home.view()
@@ -168,7 +168,7 @@ class GroupGradients:
         if down.packed is not None and not down.packed.takes(spec, add=add):
             down.send()
         if not add and down.sent(spec.name):
-            self.settle()  # the native thread may still read the gradient that this one replaces
+            self.wait_landed()  # the native thread may still read the gradient that this one replaces
         self._sums.pop(spec.name, None)
         adds_up = more and not add and self.dtype == torch.float32
         packed = down.packed or down.begin(self._view(), self.dtype, adds_up=adds_up)
@@ -183,13 +183,13 @@ class GroupGradients:
         """Return the landings in flight, which an update that reads the gradients has to wait for."""
         return [] if self._down is None else self._down.landing_futures()
 
-    def settle(self) -> None:
+    def wait_landed(self) -> None:
         """Wait until all gradients in flight have landed.
 
         Raises:
             DeviceError: a gradient was lost on the way from the device.
         """
-        for sums in () if self._down is None else self._down.land():
+        for sums in () if self._down is None else self._down.wait_landed():
             self._sums.update({name: parts for name, parts in sums.items() if name in self.present})
 
     @property
@@ -214,7 +214,7 @@ class GroupGradients:
                 f"{format_bytes(self._room_bytes)}. Raise memory.host until the plan says 'any number of "
                 "micro-batches', set gradients: nvme, or step after every backward pass."
             )
-        self.settle()
+        self.wait_landed()
         if not self._spilled and self._home is not None and self._home.nbytes < self._fp32_bytes:
             nbytes = self._group.numel * self.dtype.itemsize
             there = self._home.view(0, nbytes)
@@ -231,7 +231,7 @@ class GroupGradients:
     def replay(self) -> None:
         """Bring spilled gradients to the window, as landing a gradient does. Their values do not matter."""
         if self._spilled and self._spill is not None:
-            self._spill.bring()
+            self._spill.load()
 
     def forget(self) -> None:
         """Forget all gradients."""
@@ -245,14 +245,14 @@ class GroupGradients:
         if self._spill is not None:
             self._spill.forget()
 
-    def leave(self) -> None:
+    def begin_spill(self) -> None:
         """Send spilled gradients to the store, since no further gradient is expected soon.
 
         Raises:
             SwapIOError: a write of the gradients to the store failed.
         """
         if self._spill is not None:
-            self._spill.leave()
+            self._spill.begin_spill()
 
     def partials(self, spec: ParameterSpec) -> Sequence[float]:
         """Return the partial sums of squares (Σ g²) of a gradient in double, one per part that the group's grid cuts.
@@ -264,7 +264,7 @@ class GroupGradients:
             DeviceError: the gradient was lost on the way from the device.
         """
         if spec.name not in self._sums:
-            self.settle()
+            self.wait_landed()
         if spec.name not in self._sums:
             name = native_name(self.dtype)
             self._sums[spec.name] = _native.sums_of_squares(self._range(spec), name, self._pool, first=spec.offset)
@@ -287,7 +287,7 @@ class GroupGradients:
             DeviceError: the gradient was lost on the way from the device.
             SwapIOError: the gradient was lost on the way to or from the store.
         """
-        self.settle()
+        self.wait_landed()
         if not spec.numel:
             return torch.empty(spec.shape, dtype=self.dtype)
         return torch.frombuffer(self._range(spec), dtype=self.dtype).clone().view(spec.shape)
@@ -307,7 +307,7 @@ def groups_of(unit: Unit, resources: Resources) -> dict[int, GroupGradients]:
             unit.groups[index],
             states.gradient,
             states.spilled,
-            resources.landing,
+            resources.landing_window,
             None if resources.device is None else resources.device.gradients,
             resources.pool,
         )
@@ -351,10 +351,10 @@ class UnitGradients:
         """Whether all gradients are in RAM, so that an update can read them at once."""
         return not any(group.spilled for group in self.groups.values())
 
-    def leave(self) -> None:
-        """Send spilled gradients to the store (GroupGradients.leave)."""
+    def begin_spill(self) -> None:
+        """Send spilled gradients to the store (GroupGradients.begin_spill)."""
         for group in self.groups.values():
-            group.leave()
+            group.begin_spill()
 
     def backward_begins(self) -> None:
         """Prepare for the unit's backward (GroupGradients.backward_begins)."""
@@ -389,11 +389,11 @@ class Decision:
 
     Attributes:
         skip: why this process or another rank wants the step to change nothing; "" when none does.
-        told: facts that each rank told about its generations, in rank order.
+        payloads: facts that each rank told about its generations, in rank order.
     """
 
     skip: str
-    told: Sequence[Sequence[int]]
+    payloads: Sequence[Sequence[int]]
 
 
 Named = Callable[[], Iterable[tuple[nn.Parameter, Place]]]
@@ -435,7 +435,7 @@ class Gradients(Protocol):
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
         """Begin the backward of `units`, and send spilled gradients of others, except `staying`, to the store."""
 
-    def left(self, units: Iterable[int]) -> None:
+    def backward_left(self, units: Iterable[int]) -> None:
         """End the backward of these units.
 
         Raises:
@@ -452,7 +452,7 @@ class Gradients(Protocol):
             Units whose gradients are complete on all ranks, as they become so.
         """
 
-    def passed(self, indices: Iterable[int], complete: Collection[int]) -> Iterable[int]:
+    def micro_batch_passed(self, indices: Iterable[int], complete: Collection[int]) -> Iterable[int]:
         """End the backward of a micro-batch through these units.
 
         Args:
@@ -513,18 +513,18 @@ class LocalGradients:
     Args:
         units: gradients of each unit, in the order of unit indices.
         window: window that spilled gradients land in; None when none spill.
-        before: called with the index of a unit before gradients of the unit land; from then on nothing may read the
-            unit's present gradients.
+        before_landing: called with the index of a unit before gradients of the unit land; from then on nothing may read
+            the unit's present gradients.
     """
 
     elsewhere: Set[str] = frozenset()
 
     def __init__(
-        self, units: Sequence[UnitGradients], window: LandingWindow | None, before: Callable[[int], None]
+        self, units: Sequence[UnitGradients], window: LandingWindow | None, before_landing: Callable[[int], None]
     ) -> None:
         self._units = units
         self._window = window
-        self.before_landing = before
+        self.before_landing = before_landing
 
     def of(self, place: Place) -> GroupGradients:
         return self._units[place.unit.index].groups[place.group_index]
@@ -546,18 +546,18 @@ class LocalGradients:
             return
         for index, unit in enumerate(self._units):
             if index not in units and index not in staying:
-                unit.leave()
+                unit.begin_spill()
         for index in units:
             self._units[index].backward_begins()
 
-    def left(self, units: Iterable[int]) -> None:
+    def backward_left(self, units: Iterable[int]) -> None:
         return
 
     def complete(self, index: int) -> Iterable[int]:
         self._units[index].send()
         return (index,)
 
-    def passed(self, indices: Iterable[int], complete: Collection[int]) -> Iterator[int]:
+    def micro_batch_passed(self, indices: Iterable[int], complete: Collection[int]) -> Iterator[int]:
         for index in complete:
             yield from self.complete(index)
 
@@ -574,7 +574,7 @@ class LocalGradients:
     def synchronize(self) -> None:
         for unit in self._units:
             for group in unit.groups.values():
-                group.settle()
+                group.wait_landed()
         if self._window is not None:
             self._window.clear()
 

@@ -36,7 +36,7 @@ class Pump:
         self._health = health
         self._timeline = timeline
 
-    def carry_on(self) -> None:
+    def advance(self) -> None:
         """Continue with all completed work, without waiting."""
         self._updates.finish_written()
         self._advance_commit()
@@ -77,14 +77,14 @@ class Pump:
         gave_way = self._commits.under_way and not self._commits.frozen
         with self.committing():
             self._commits.step_begins()
-            self.settle()
+            self.finish_recovery()
         return gave_way
 
-    def settle(self) -> None:
+    def finish_recovery(self) -> None:
         """Prepare for a write to the store: delete the generations that were given up when the run was resumed."""
         if self._resources.generations is not None:
             with self.committing():
-                self._resources.generations.settle()
+                self._resources.generations.finish_recovery()
 
     def drop_speculation(self) -> int:
         """Undo every speculative update.

@@ -26,7 +26,7 @@ class Speculator:
         updates: updates under way.
         passes: backward passes before the step.
         commits: commits of the model.
-        progress: pump of the model.
+        pump: pump of the model.
         units: units, in the order of their indices.
         shards: this rank's shards, in the order of the units.
     """
@@ -37,7 +37,7 @@ class Speculator:
         updates: UpdateQueue,
         passes: Passes,
         commits: Commits,
-        progress: Pump,
+        pump: Pump,
         units: Sequence[OffloadedUnit],
         shards: Sequence[Shard],
     ) -> None:
@@ -45,11 +45,11 @@ class Speculator:
         self._updates = updates
         self._passes = passes
         self._commits = commits
-        self._progress = progress
+        self._pump = pump
         self._units = units
         self._shards = shards
 
-    def complete(self, unit: OffloadedUnit, optimizer: Predictable | None, step: int) -> None:
+    def gradients_complete(self, unit: OffloadedUnit, optimizer: Predictable | None, step: int) -> None:
         """Begin the update of a unit whose gradients are complete, as far as can be told, if that is worthwhile.
 
         Args:
@@ -59,10 +59,10 @@ class Speculator:
         """
         if optimizer is None or not self._seems_worth_it(unit, optimizer):
             return
-        self._progress.carry_on()
-        self._progress.finish_commit()  # a generation's copies must not be overwritten before it is durable
+        self._pump.advance()
+        self._pump.finish_commit()  # a generation's copies must not be overwritten before it is durable
         self._commits.retire_early()
-        self._progress.settle()
+        self._pump.finish_recovery()
         if self._updates.can_speculate(unit):
             wanted = self._shards[unit.index].localize(optimizer.expected_update(unit.index))
             if wanted:
@@ -135,7 +135,7 @@ class Speculator:
             SwapIOError: the device failed.
         """
         self._speculation.dropped(len(self._updates.speculative))
-        self._progress.drop_speculation()
+        self._pump.drop_speculation()
 
     def wrong(self, requests: Mapping[int, UnitRequest]) -> set[int]:
         """Return the units whose speculative updates differ from the requested ones.

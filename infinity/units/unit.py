@@ -37,7 +37,7 @@ class OffloadedUnit:
     Invariant: a unit has at most one update under way, speculative or decided.
 
     Attributes:
-        unit: the full unit, in the layout of its slot.
+        full: the full unit, in the layout of its slot.
         local: the part of the unit that this rank keeps and updates: all of it, or the rank's slice.
         shard: how the unit is divided into the slices of the ranks.
 
@@ -55,15 +55,15 @@ class OffloadedUnit:
         health: Health,
         shadows: Shadows,
     ) -> None:
-        self.unit = shard.unit
+        self.full = shard.full
         self.local = shard.local
         self.shard = shard
-        self.index = shard.unit.index
-        self.name = shard.unit.name
+        self.index = shard.full.index
+        self.name = shard.full.name
         self.homes = homes
         self.gradients = gradients
         self.views = views
-        self.weights = Weights(shard.unit, views, timeline)
+        self.weights = Weights(shard.full, views, timeline)
         self.update: UnitUpdate | None = None
         self._timeline = timeline
         self._health = health
@@ -241,7 +241,7 @@ class OffloadedUnit:
         """Return the memory that is no home: the shadow of an undone update, or of an update of viewed weights."""
         for lease in update.shadows():
             self._shadows.give_back(lease)
-        update.release_copy(now=True)
+        update.release_weights_copy(now=True)
 
     def _await(self, update: UnitUpdate, milestone: Milestone) -> None:
         with self._health.failing(SwapIOError), self._timeline.stall("update", self.name):

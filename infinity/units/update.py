@@ -106,7 +106,7 @@ class UnitUpdate:
         moves_weights: whether applying the update moves the weights to other memory.
         transfers: the native updates under way, by group.
         viewed: whether views of the weights' memory exist, so that the new weights must be copied to this memory.
-        copy: host copy of the current weights from a device, while the update may use it; None without one.
+        weights_copy: host copy of the current weights from a device, while the update may use it; None without one.
         state: state of the update; only `to` changes it.
     """
 
@@ -119,7 +119,7 @@ class UnitUpdate:
         committed: bool,
         speculated: bool = False,
         uses_slot: bool = False,
-        copy: WeightsCopy | None = None,
+        weights_copy: WeightsCopy | None = None,
     ) -> None:
         self._name = name
         self.wanted = wanted
@@ -130,7 +130,7 @@ class UnitUpdate:
         self.moves_weights = speculated and any(each["weight"].moves for each in destinations.values())
         self.transfers: dict[int, UpdateTransfer] = {}
         self.viewed = False
-        self.copy = copy
+        self.weights_copy = weights_copy
         self.state = UpdateState.SPECULATIVE if speculated else UpdateState.DECIDED
 
     def to(self, state: UpdateState) -> None:
@@ -162,7 +162,7 @@ class UnitUpdate:
         """Return whether the update may still write weights from the unit's slot to the store."""
         return not self.is_speculative and self.uses_slot and not self.reached("weights")
 
-    def release_copy(self, *, now: bool = False) -> bool:
+    def release_weights_copy(self, *, now: bool = False) -> bool:
         """Release the copy of the weights once the update no longer uses it.
 
         Args:
@@ -171,10 +171,10 @@ class UnitUpdate:
         Returns:
             Whether no copy is left.
         """
-        if self.copy is not None and (now or self.reached("computed" if self.is_speculative else "weights")):
-            copy, self.copy = self.copy, None
+        if self.weights_copy is not None and (now or self.reached("computed" if self.is_speculative else "weights")):
+            copy, self.weights_copy = self.weights_copy, None
             copy.release()
-        return self.copy is None
+        return self.weights_copy is None
 
     def keep_memory(self) -> None:
         """Note that views of the weights' memory exist, to which applying the update must write the new weights."""

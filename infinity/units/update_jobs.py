@@ -43,7 +43,7 @@ def submit_update(
     destinations, gradients = update.destinations[group_index], unit.gradients.groups
     streams = {state: destination.stream(resources.store) for state, destination in destinations.items()}
     landings = [landing for index in update.wanted for landing in gradients[index].landing_futures()]
-    copies = [] if update.copy is None else [update.copy.landed]
+    copies = [] if update.weights_copy is None else [update.weights_copy.landed]
     future = resources.pipeline.submit(
         numel=group.numel,
         weight_dtype=native_name(group.dtype),

@@ -126,7 +126,9 @@ class UpdateQueue:
 
     def _copy_down(self, unit: OffloadedUnit) -> WeightsCopy | None:
         """Return a copy of a unit's weights from the device, after releasing copies that no update uses."""
-        self._copied = [other for other in self._copied if other.update is not None and not other.update.release_copy()]
+        self._copied = [
+            other for other in self._copied if other.update is not None and not other.update.release_weights_copy()
+        ]
         copy = unit.weights.copy_down()
         if copy is not None:
             self._copied.append(unit)
@@ -135,8 +137,8 @@ class UpdateQueue:
     def _may_keep_slot(self, unit: OffloadedUnit) -> bool:
         """Return whether an update may read the unit's slot and still leave enough slot memory for other units."""
         self._readers = [other for other in self._readers if other.reads_slot()]
-        kept = sum(other.unit.weight_bytes for other in self._readers)
-        return may_keep_slot(unit.unit.weight_bytes, kept, self._resources.plan.budgets.slot_bytes)
+        kept = sum(other.full.weight_bytes for other in self._readers)
+        return may_keep_slot(unit.full.weight_bytes, kept, self._resources.plan.budgets.slot_bytes)
 
     def wait_for_readers(self) -> None:
         """Wait until no update reads a slot. Finishing or undoing an update reports its failure."""
@@ -254,7 +256,7 @@ class UpdateQueue:
             committed=committed,
             speculated=speculative,
             uses_slot=slot is not None,
-            copy=copy,
+            weights_copy=copy,
         )
         unit.begin_update(update)
         self._under_way[unit.index] = unit
@@ -272,7 +274,7 @@ class UpdateQueue:
         if home.in_memory and not committed:
             return None
         extent = home.stored()
-        copy = self._resources.spare_copy(extent) if speculative else self._resources.destination(extent)
+        copy = self._resources.spare_copy(extent) if speculative else self._resources.copy_to_write(extent)
         if copy is None:
             raise AssertionError(f"no spare copy for {extent.state} of unit '{extent.unit}'")
         return copy

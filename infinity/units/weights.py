@@ -123,7 +123,7 @@ class Weights:
         self._to(Residency.RESIDENT)
         self._views.show(self.require_slot())
 
-    def leave(self) -> Slot:
+    def release(self) -> Slot:
         """Give up the slot, which nobody may use any more.
 
         Returns:

@@ -31,7 +31,7 @@ def test_the_default_dtype_of_torch_changes_nothing(moments: str, tmp_path: Path
     model, batch = llama(layers=1)
     begin(model.bfloat16(), batch, config_in(tmp_path)("swap", moments=moments), steps=1)
     coordinator = registry.coordinator_of(model)
-    coordinator.fence()  # updates write where masters are read
+    coordinator.finish_updates()  # updates write where masters are read
     expected = exact(coordinator)
     torch.set_default_dtype(torch.bfloat16)
     try:

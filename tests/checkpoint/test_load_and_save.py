@@ -293,7 +293,7 @@ def test_other_classes_load_too(loaded: Any, tmp_path: Path) -> None:
 def test_saving_holds_no_unit_while_it_fetches_the_next(offload: Any, tmp_path: Path) -> None:
     model = offload(llama()[0])
     coordinator = registry.coordinator_of(model)
-    acquire, held = coordinator.acquire, []
+    acquire, held = coordinator.begin_use, []
 
     def acquiring(index: int) -> None:
         held.extend(
@@ -301,6 +301,6 @@ def test_saving_holds_no_unit_while_it_fetches_the_next(offload: Any, tmp_path: 
         )
         acquire(index)
 
-    coordinator.acquire = acquiring
+    coordinator.begin_use = acquiring
     infinity.save_pretrained(model, tmp_path / "saved")
     assert held == []

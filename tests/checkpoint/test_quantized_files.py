@@ -232,7 +232,7 @@ def test_the_encoded_form_stays_with_values_that_stay(
     specs = {
         spec.name: group
         for unit in registry.coordinator_of(model).units
-        for group in unit.unit.groups
+        for group in unit.full.groups
         for spec in group.specs
     }
     assert [specs[LAYER.replace("1", number)].codec for number in "123"] == ["nf4", None, "nf4"]
@@ -250,7 +250,7 @@ def test_adapters_train_as_on_the_decoded_weights(
     plain = with_adapters(deferred(plain_from(checkpoints[kind], base, tmp_path / "plain")))
     model = offloaded(with_adapters(deferred(checkpoints[kind])))
     losses = trained(model)
-    codecs = {group.codec for unit in registry.coordinator_of(model).units for group in unit.unit.groups}
+    codecs = {group.codec for unit in registry.coordinator_of(model).units for group in unit.full.groups}
     assert codecs == {None, kind}
     assert losses == trained(offloaded(plain, nvme={"paths": [str(tmp_path / "other")]}))
     plain_weights = weights_of(plain)
@@ -266,7 +266,7 @@ def test_a_form_that_is_said_outright_is_the_one_that_weights_rest_in(
 ) -> None:
     """As the file has them where that has as many bits; else they are what the decoded weights are encoded to."""
     model = offloaded(with_adapters(deferred(checkpoints[kind])), frozen=frozen)
-    codecs = {group.codec for unit in registry.coordinator_of(model).units for group in unit.unit.groups}
+    codecs = {group.codec for unit in registry.coordinator_of(model).units for group in unit.full.groups}
     kept = kind.startswith(frozen)
     assert codecs == {None, kind if kept else frozen}
     plain = with_adapters(deferred(plain_from(checkpoints[kind], base, tmp_path / "plain")))
@@ -289,7 +289,7 @@ def test_a_model_that_is_trained_whole_begins_with_the_decoded_weights(
 
 def test_frozen_bf16_gives_up_the_encoded_form(checkpoints: dict[str, Path], deferred: Any, offloaded: Any) -> None:
     model = offloaded(deferred(checkpoints["nf4"]).requires_grad_(False), frozen="bf16")
-    assert {group.codec for unit in registry.coordinator_of(model).units for group in unit.unit.groups} == {None}
+    assert {group.codec for unit in registry.coordinator_of(model).units for group in unit.full.groups} == {None}
     decoded = decoded_by_bitsandbytes(tensors_of(checkpoints["nf4"]), LAYER)
     assert torch.equal(weights_of(model)[LAYER], decoded)  # type: ignore[arg-type]
 

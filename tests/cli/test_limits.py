@@ -142,7 +142,7 @@ def test_a_device_that_fails_a_copy_is_told_as_that(job: Job, monkeypatch: pytes
     def bring(room: Fetcher, unit: Any) -> None:
         raise infinity.DeviceCopyError("copying", path="device 0", detail="the device's runtime returned error 2")
 
-    monkeypatch.setattr(Fetcher, "bring", bring)
+    monkeypatch.setattr(Fetcher, "fetch", bring)
     assert run(job) == 1
     told = capsys.readouterr().err
     assert "device 0: the device's runtime returned error 2" in told

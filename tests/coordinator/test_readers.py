@@ -26,17 +26,17 @@ class ReadersMachine(RuleBasedStateMachine):
 
     @rule(dead=st.booleans())
     def forward_begins(self, dead: bool) -> None:
-        self.readers.forward_begins(self._end if dead else lambda: None)
+        self.readers.begin_reading(self._end if dead else lambda: None)
         self.dead = dead
         self.forward, self.backward = True, False
 
     def _end(self) -> None:
-        self.readers.forward_ends()
+        self.readers.end_reading()
         self.forward = False
 
     @rule()
     def forward_ends(self) -> None:
-        self.readers.forward_ends()
+        self.readers.end_reading()
         self.forward = False
 
     @rule()

@@ -33,7 +33,7 @@ class Coordinator:
     def places(self) -> Any:
         yield from zip(self.parameters, PLACES, strict=True)
 
-    def anew(self) -> None:
+    def reoffload(self) -> None:
         self.anews += 1
         if self.too_late:
             raise TooLateError("too late")
@@ -46,7 +46,7 @@ def entered() -> tuple[nn.Linear, Any, Any]:
     model = nn.Linear(2, 2)
     coordinator: Any = Coordinator(model)
     hook = model.weight.register_hook(lambda gradient: None)
-    registry.enter(model, coordinator, [hook], lambda model, change: coordinator.anew(), Structure(model))
+    registry.enter(model, coordinator, [hook], lambda model, change: coordinator.reoffload(), Structure(model))
     return model, coordinator, hook
 
 

@@ -27,6 +27,6 @@ def test_whether_the_updates_are_well_is_asked_while_no_other_thread_changes_the
         with ThreadPoolExecutor(1) as pool:
             others_may.append(pool.submit(attempt).result())
 
-    monkeypatch.setattr(coordinator.updates, "require_well", asked)
+    monkeypatch.setattr(coordinator.update_queue, "require_well", asked)
     coordinator.require_usable()
     assert others_may == [False]

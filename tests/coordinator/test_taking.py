@@ -16,7 +16,7 @@ from tests.models import llama
 from tests.runtime.gathering import TIGHT
 
 
-@pytest.mark.parametrize("method", ["acquire", "release"])
+@pytest.mark.parametrize("method", ["begin_use", "end_use"])
 def test_ctrl_c_between_two_units_leaves_none_in_use(
     method: str, offload: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,9 +38,9 @@ def test_ctrl_c_between_two_units_leaves_none_in_use(
 def test_weights_that_were_required_stay_where_they_are_while_they_are_referred_to(offload: Any) -> None:
     """Another thread may bring other units before a view is made of what `require` returned."""
     coordinator = registry.coordinator_of(offload(llama()[0], tier="nvme", memory=TIGHT))
-    required = coordinator.require(1)
+    required = coordinator.weights_view(1)
     value = required.clone()
     for unit in coordinator.units[2:]:
-        coordinator.acquire(unit.index)
-        coordinator.release(unit.index)
+        coordinator.begin_use(unit.index)
+        coordinator.end_use(unit.index)
     assert torch.equal(required, value)

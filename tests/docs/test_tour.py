@@ -65,7 +65,7 @@ def test_every_file_and_name_of_the_tour_exists(section: str) -> None:
 
 
 def test_a_file_or_name_that_went_is_found() -> None:
-    assert wrong_in("| a | `units/gone.py`: `Fetcher.bring` | `units/fetcher.py`: `Fetcher.gone` | `gone` |") == [
+    assert wrong_in("| a | `units/gone.py`: `Fetcher.fetch` | `units/fetcher.py`: `Fetcher.gone` | `gone` |") == [
         "units/gone.py",
         "Fetcher.gone",
         "gone",

@@ -78,7 +78,7 @@ def test_two_commits_of_one_step_measure_no_step() -> None:
 def test_a_rank_commits_by_what_all_have_agreed_on_and_not_by_its_own_clock() -> None:
     """Whether or not it has asked for the next step before the ranks agree."""
     for asks_before in (False, True):
-        pace = CommitPace(CommitFrequency(1000, at_most=True), led=True, clock=lambda: 0.0)
+        pace = CommitPace(CommitFrequency(1000, at_most=True), agreed=True, clock=lambda: 0.0)
         for step in range(1, 4):
             pace.finished(step)
         told = pace.every
@@ -88,6 +88,6 @@ def test_a_rank_commits_by_what_all_have_agreed_on_and_not_by_its_own_clock() ->
         pace.lead(max(told, 3), 5)
         assert pace.due(5)
         assert [step for step in range(6, 13) if pace.due(step)] == [6, 9, 12]
-    measured = Loop(CommitPace(CommitFrequency(1000, at_most=True), led=True, clock=lambda: measured.now))
+    measured = Loop(CommitPace(CommitFrequency(1000, at_most=True), agreed=True, clock=lambda: measured.now))
     assert measured.run(6, 1.0, 0.75) == [1, 2, 3, 4, 5, 6]
     assert measured.pace.every > 1

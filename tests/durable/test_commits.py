@@ -140,7 +140,7 @@ class CommitsMachine(RuleBasedStateMachine):
         self.step += 1
         self.run.optimizers.at = self.step
         for home in self.run.homes if changes else ():
-            home.changed()
+            home.mark_changed()
         assert self.commits.due(self.step) == (self.owed or self.step % EVERY == 0)
         if self.commits.due(self.step):
             self.commits.begin(self.step)
@@ -251,16 +251,16 @@ def test_what_is_in_ram_is_written_before_the_sync_begins() -> None:
     run = Run()
     for value, home in enumerate(run.homes):
         home.view()[:] = bytes([value + 1]) * PAGE_BYTES
-    run.homes[1].changed()
+    run.homes[1].mark_changed()
     run.begin().finish()
     assert run.store.stored == {("b.0.exp_avg", 1): b"\2" * PAGE_BYTES}
-    assert [(home.stored().copy, home.dirty) for home in run.homes] == [(0, False), (1, False)]
+    assert [(home.stored().newest_copy, home.dirty) for home in run.homes] == [(0, False), (1, False)]
 
 
 def test_a_write_that_failed_fails_the_generation_before_it_is_synced() -> None:
     run = Run()
     for home in run.homes:
-        home.changed()
+        home.mark_changed()
 
     class Failing(Store):
         def write(self, *args: Any, **kwargs: Any) -> Any:
@@ -273,7 +273,7 @@ def test_a_write_that_failed_fails_the_generation_before_it_is_synced() -> None:
         run.begin().finish()
     assert not run.store.syncs
     assert not run.store.under_way
-    assert [(home.stored().copy, home.dirty) for home in run.homes] == [(0, True), (0, True)]
+    assert [(home.stored().newest_copy, home.dirty) for home in run.homes] == [(0, True), (0, True)]
 
 
 def test_a_commit_that_no_forward_froze_gives_way_and_the_next_step_owes_one() -> None:
@@ -385,8 +385,8 @@ def test_of_several_ranks_a_generation_is_prepared_and_stays_with_those_that_all
     run.begin()
     run.commits.finish()
     assert run.generations.prepared == run.generations.steps == [2]
-    assert run.commits.told() == [EVERY, 2]
-    run.commits.heard([[EVERY, 2], [EVERY + 1, 2, 0]], 1)
+    assert run.commits.payload() == [EVERY, 2]
+    run.commits.receive([[EVERY, 2], [EVERY + 1, 2, 0]], 1)
     assert run.generations.retired == [{2}]
     assert run.said == [2]
     assert [step for step in range(1, 13) if run.commits.due(step)] == [3, 6, 9, 12]

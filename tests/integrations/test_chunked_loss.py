@@ -148,14 +148,14 @@ def test_the_head_of_an_offloaded_model_is_announced_before_its_backward(offload
     assert use_chunked_loss(model) == ""
     held: list[tuple[int, ...]] = []
     coordinator = registry.coordinator_of(model)
-    hold = type(coordinator).hold
+    hold = type(coordinator).begin_units_backward
 
     def seen(self: Any, indices: Any) -> Any:
         held.append(tuple(indices))
         return hold(self, indices)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(coordinator), "hold", seen)
+        patch.setattr(type(coordinator), "begin_units_backward", seen)
         model(input_ids=IDS, labels=LABELS).loss.backward()
     places = {place.spec.name: place.unit.index for _, place in coordinator.places()}
     assert places["lm_head.weight"] in held[0]

@@ -469,7 +469,7 @@ def test_weights_that_the_script_has_in_fp32_are_saved_in_fp32_as_their_masters(
             optim.zero_grad()
         model.save_pretrained(tmp_path / "saved")
         coordinator = registry.coordinator_of(model)
-        coordinator.fence()
+        coordinator.finish_updates()
         masters = {place.spec.name: exact_value(coordinator, place) for _, place in coordinator.places()}
         assert {value.dtype for value in model.state_dict().values()} == {torch.bfloat16}
     assert "save_pretrained writes the masters in fp32, and state_dict() returns the bf16" in caplog.text

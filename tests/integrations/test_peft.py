@@ -102,7 +102,7 @@ def test_lora_reads_its_base_twice_a_step_and_writes_none_of_it(launch: Launch, 
         assert read <= 4 * frozen + 2 * 4 * layout.trainable_numel + pages
         assert read >= 3 * frozen
         assert written <= 14 * layout.trainable_numel + pages
-        groups = [group for unit in coordinator.units for group in unit.unit.groups if not group.trainable]
+        groups = [group for unit in coordinator.units for group in unit.full.groups if not group.trainable]
         assert sum(group.numel for group in groups) >= frozen
         stored = [states for unit in coordinator.resources.units for states in unit.states.values()]
         assert len(stored) == 12  # the adapters of each layer have states, and nothing else has

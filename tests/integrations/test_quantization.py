@@ -54,7 +54,7 @@ def adapted(model: Any, **options: Any) -> Any:
 
 def codecs_in(model: Any) -> set[str | None]:
     """Of the groups of frozen weights in blocks."""
-    return {group.codec for unit in registry.coordinator_of(model).units for group in unit.unit.groups}
+    return {group.codec for unit in registry.coordinator_of(model).units for group in unit.full.groups}
 
 
 def qlora(path: Path, quantization: Any) -> Any:

@@ -263,11 +263,11 @@ class Small:
             patch.setattr(store, "_probe", lambda *_: 1e9)
             first = SwapStore(self.paths, extents.nbytes, self.engine, mode="generations")
         for copy in (0, 1):
-            first.write(self.extent, self.memory[: self.extent.nbytes], copy=copy).result()
-        self.extent.copy = 1
+            first.write(self.extent, self.memory[: self.extent.nbytes], copy_index=copy).result()
+        self.extent.newest_copy = 1
         Generations(first, [self.extent], 1).make(1, {}, {})
         first.close()
-        self.extent.copy = 0
+        self.extent.newest_copy = 0
         self.before = headers(self.paths)
         for path in self.paths:
             (path / HEADER_NAME).unlink()
@@ -287,7 +287,7 @@ def test_a_page_of_the_generation_on_each_disk_proves_the_headers(pages: int, pr
         small.generations.recover(small.memory)
     small.close()
     assert headers(small.paths) == (small.before if proven else [None, None])
-    assert small.extent.copy == int(proven)
+    assert small.extent.newest_copy == int(proven)
 
 
 def test_a_header_that_cannot_be_written_is_written_when_recover_is_called_again(
@@ -305,10 +305,10 @@ def test_a_header_that_cannot_be_written_is_written_when_recover_is_called_again
         patch.setattr(atomic_file, "write_file", fail)
         with pytest.raises(SwapIOError):
             small.generations.recover(small.memory)
-    assert (small.extent.copy, small.generations.newest, small.store.proven) == (0, None, False)
+    assert (small.extent.newest_copy, small.generations.newest, small.store.proven) == (0, None, False)
     assert headers(small.paths) == [small.before[0], None]
     assert small.generations.recover(small.memory).step == 1
-    assert (small.extent.copy, small.store.proven) == (1, True)
+    assert (small.extent.newest_copy, small.store.proven) == (1, True)
     small.close()
     assert headers(small.paths) == small.before
 

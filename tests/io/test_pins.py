@@ -91,16 +91,16 @@ class Kept:
         self.open("resume", digest, step)
 
     def write(self, index: int, value: int) -> None:
-        self.kept.settle()
+        self.kept.finish_recovery()
         extent, page = self.extents[index], self._memory[:PAGE_BYTES]
         np.frombuffer(page, np.int64)[:] = value
-        copy = self.kept.destination(extent)
-        self.store.write(extent, page, copy=copy).result()
+        copy = self.kept.copy_to_write(extent)
+        self.store.write(extent, page, copy_index=copy).result()
         extent.turn_to(copy)
 
     def make(self) -> int:
         """A generation of the next step."""
-        self.kept.settle()
+        self.kept.finish_recovery()
         self.step += 1
         self.store.sync().result()
         manifest = self.kept.make(self.step, {}, {"salt": random.Random(len(self.known)).random()})
@@ -115,11 +115,11 @@ class Kept:
 
     @property
     def values(self) -> Values:
-        return tuple(self._read(extent, extent.copy) for extent in self.extents)
+        return tuple(self._read(extent, extent.newest_copy) for extent in self.extents)
 
     def _read(self, extent: Extent, copy: int) -> int:
         page = self._memory[:PAGE_BYTES]
-        self.store.read(extent, page, copy=copy, verify=False).result()
+        self.store.read(extent, page, copy_index=copy, verify=False).result()
         found = set(np.frombuffer(page, np.int64).tolist())
         assert len(found) == 1
         return int(found.pop())
@@ -131,7 +131,7 @@ class Kept:
         folder = self.folder(name)
         self.kept.require_free_pin(folder)
         begin_folder(folder)
-        self.kept.mark(folder, None, [self.kept.hold(self.step if step is None else step, folder)])
+        self.kept.mark(folder, None, [self.kept.pin(self.step if step is None else step, folder)])
         self.kept.finish(folder)
         return folder
 
@@ -238,7 +238,7 @@ class Machine(RuleBasedStateMachine):
         pin = data.draw(st.sampled_from(self.kept.kept.pin_list))
         self.kept.again(pin.digest)
         assert self.kept.values == self.kept.known[pin.digest]
-        self.attempt(self.kept.kept.settle, at)
+        self.attempt(self.kept.kept.finish_recovery, at)
 
     @invariant()
     def folders_lead_to_their_values(self) -> None:
@@ -247,7 +247,9 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def what_nothing_names_can_be_written(self) -> None:
         for extent in self.kept.extents[:2]:
-            assert self.kept.kept.spare(extent) is not None or extent.copy not in self.kept.kept._named(extent)
+            assert self.kept.kept.spare_copy(extent) is not None or extent.newest_copy not in self.kept.kept._named(
+                extent
+            )
 
 
 # Not shrunk: each act goes to a disk, and what fails is short enough.
@@ -337,9 +339,9 @@ def test_where_generations_name_all_copies_an_error_says_so_before_anything_is_w
     with pytest.raises(
         PlanError, match="weight of unit 'a' has 4 copies .*name all of them: 3 are kept, pinned by .*x"
     ):
-        kept.kept.settle()
+        kept.kept.finish_recovery()
     with pytest.raises(PlanError, match="Nothing was written"):
-        kept.kept.destination(kept.extents[0])
+        kept.kept.copy_to_write(kept.extents[0])
     assert (kept.root / "swap" / "states.infinity-swap").read_bytes() == before
     del kept.kept._pinned["lost"]
 

@@ -49,7 +49,7 @@ OF_RANKS = [
     Mutant(
         "a gradient that is dropped does not land later",
         "infinity/sharded/gradients.py",
-        "        self._outbox.settle()  # what is under way would land later\n",
+        "        self._outbox.land_all()  # what is under way would land later\n",
         "",
         (_SHARED, "-k", "dropped"),
     ),
@@ -168,7 +168,7 @@ OF_RANKS = [
     Mutant(
         "no update reads gradients while those of other ranks are added to them",
         "infinity/sharded/outbox.py",
-        "        self._before(shard.unit.index)\n",
+        "        self._before_landing(shard.full.index)\n",
         "",
         ("tests/sharded/test_gradients.py", "tests/runtime/test_ranks.py"),
     ),
@@ -252,7 +252,7 @@ OF_RANKS = [
     Mutant(
         "a rank commits by what all have heard",
         "infinity/durable/commit_pace.py",
-        "            if not self._led:\n",
+        "            if not self._agreed:\n",
         "            if True:\n",
         ("tests/durable/test_commit_pace.py", "-k", "agreed_on"),
     ),

@@ -230,7 +230,7 @@ OF_SEAM = [
     Mutant(
         "gradients are widened when they have landed",
         "infinity/units/gradients.py",
-        "        self.settle()\n        if not self._spilled and",
+        "        self.wait_landed()\n        if not self._spilled and",
         "        if not self._spilled and",
         _SCHEDULES,
     ),

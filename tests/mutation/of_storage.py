@@ -73,8 +73,8 @@ OF_STORAGE = [
     Mutant(
         "a copy that no generation names for what is written next",
         "infinity/io/generations.py",
-        "        if extent.copy not in self._named(extent):\n            return extent.copy\n",
-        "        return extent.copy\n",
+        "        if extent.newest_copy not in self._named(extent):\n            return extent.newest_copy\n",
+        "        return extent.newest_copy\n",
         _CRASH,
     ),
     Mutant(
@@ -150,7 +150,7 @@ OF_STORAGE = [
     Mutant(
         "a run that went back is found where it went",
         "infinity/io/generations.py",
-        "atomic_file.write_file(self._directory.generation_path(self.newest), [self._unsettled.manifest])\n",
+        "atomic_file.write_file(self._directory.generation_path(self.newest), [self._pending_recovery.manifest])\n",
         "pass\n",
         _PINS,
     ),

@@ -194,7 +194,7 @@ OF_TRAINING = [
     Mutant(
         "what is written by hand goes where no generation is",
         "infinity/tiers/state_parts.py",
-        "    copy = resources.destination(extent)\n",
+        "    copy = resources.copy_to_write(extent)\n",
         "    copy = extent.copy\n",
         (_GATHERED, "-k", "crash"),
     ),
@@ -208,8 +208,8 @@ OF_TRAINING = [
     Mutant(
         "parameters are closed when the forward ends",
         "infinity/runtime/hooks.py",
-        "        self.coordinator.forward_ends()\n",
-        "        self.coordinator.readers.forward_ends()\n",
+        "        self.coordinator.end_reading()\n",
+        "        self.coordinator.readers.end_reading()\n",
         (_RELEASED, "-k", "outside"),
     ),
     Mutant(
@@ -271,8 +271,8 @@ OF_TRAINING = [
     Mutant(
         "the old states stay while an update in RAM may be undone",
         "infinity/tiers/destination.py",
-        "    return Destination(home, beside, home.lease, copy)\n",
-        "    return Destination(home, home.lease, None, copy)\n",
+        "    return Destination(home, beside, home.lease, copy_index)\n",
+        "    return Destination(home, home.lease, None, copy_index)\n",
         (_IN_RAM, "-k", "comes_to_nothing"),
     ),
     Mutant(

@@ -222,7 +222,7 @@ def test_zero_grad_of_the_model_drops_what_the_optimizers_drops(trained: Any) ->
         model.zero_grad(set_to_none)
         assert all(parameter.grad is None for parameter in model.parameters())
         assert not any(optim.coordinator.has_gradient(place) for _, place in optim.coordinator.places())
-        assert not optim.coordinator.updates.speculative
+        assert not optim.coordinator.update_queue.speculative
     before = weights_of(model)
     optim.step()
     assert all(torch.equal(before[name], weight) for name, weight in weights_of(model).items())

@@ -119,7 +119,7 @@ def test_every_state_has_an_extent_or_a_lease_and_the_copies_that_its_config_ask
         return
     placement, every = made.placement, config["commit_every"]
     for unit in made.layout.units:
-        index, spare = unit.unit.index, unit.unit.index in placement.updates.spare_units
+        index, spare = unit.local.index, unit.local.index in placement.updates.spare_units
         for group, gradient in zip(unit.groups, unit.gradients, strict=True):
             trained = group.group.trainable
             held = (index in placement.weights.in_ram, index in placement.optimizer.in_ram)
@@ -143,7 +143,7 @@ def test_the_order_in_the_swap_file_is_the_one_that_stores_were_written_in() -> 
     unit = [(4, torch.bfloat16, True), (2, torch.float32, False), (6, torch.float32, True)]
     layout = plan([unit, unit], config).layout
     found = {
-        (each.unit.index, index, name): [offset // PAGE_BYTES for offset in state.offsets]
+        (each.local.index, index, name): [offset // PAGE_BYTES for offset in state.offsets]
         for each in layout.units
         for index, (group, gradient) in enumerate(zip(each.groups, each.gradients, strict=True))
         for name, state in {"weight": group.weight, **group.states, "grad": gradient}.items()

@@ -28,7 +28,7 @@ def plan(
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)).to(torch.bfloat16)
     config = {"nvme": {"paths": ["/tmp/never-made"]}, "overlap": "off", "commit_every": 0} | config
-    peers = Peers(Cut(count, index), on_machine, together=count > 1, near=near)
+    peers = Peers(Cut(count, index), on_machine, sharded=count > 1, near=near)
     units = discover(blocks).units
     return make_plan(units, Terms(load_config(config), torch.device(device)), can_recompute=False, peers=peers)
 

@@ -23,7 +23,7 @@ def evicted_by_the_engine(sizes: list[int], room_pages: int, order: list[int]) -
     """Units, in each step. The one that stays is there from the beginning."""
     room, _ = alone(room_pages + sizes[STAYS], sizes)
     room._traces[True] = VisitTrace(order)
-    room.bring(room.units[STAYS])
+    room.fetch(room.units[STAYS])
     evict, evicted, steps = room._evict, list[int](), list[list[int]]()
 
     def evict_and_tell(unit: OffloadedUnit) -> None:
@@ -35,7 +35,7 @@ def evicted_by_the_engine(sizes: list[int], room_pages: int, order: list[int]) -
     for _ in range(STEPS):
         for index in order:
             room.units[index].weights.use()
-            room.bring(room.units[index])
+            room.fetch(room.units[index])
             room.units[index].weights.unuse()
         room.end_iteration()
         steps.append([*evicted])
@@ -45,17 +45,17 @@ def evicted_by_the_engine(sizes: list[int], room_pages: int, order: list[int]) -
 
 def evicted_by_the_walk(sizes: list[int], room_pages: int, order: list[int]) -> list[list[int]]:
     nbytes = {index: sizes[index] * PAGE_BYTES for index in range(COUNT) if index != STAYS}
-    walk = SlotSimulator([(index, True) for index in order], nbytes, room_pages * PAGE_BYTES, None)
-    leave, evicted, steps = walk._slots.leave, list[int](), list[list[int]]()
+    simulator = SlotSimulator([(index, True) for index in order], nbytes, room_pages * PAGE_BYTES, None)
+    leave, evicted, steps = simulator._slots.leave, list[int](), list[list[int]]()
 
     def leave_and_tell(index: int) -> None:
         evicted.append(index)
         leave(index)
 
-    told: Any = walk._slots
+    told: Any = simulator._slots
     told.leave = leave_and_tell
     for _ in range(STEPS):
-        walk._step()
+        simulator._step()
         steps.append([*evicted])
         evicted.clear()
     return steps

@@ -43,12 +43,12 @@ def offloaded(tmp_path: Path) -> Iterator[Train]:
 
 
 def counts_of(model: Any) -> Counts:
-    return registry.coordinator_of(model).speculation.counts
+    return registry.coordinator_of(model).speculation_choice.counts
 
 
 def begun(model: Any) -> int:
     """Speculative updates under way."""
-    return len(registry.coordinator_of(model).updates.speculative)
+    return len(registry.coordinator_of(model).update_queue.speculative)
 
 
 def accumulate(model: Any, batches: list[Any], no_sync: Callable[[], Any] = nullcontext) -> list[int]:

@@ -51,17 +51,17 @@ def test_a_block_announces_what_it_made_or_changed_in_place_and_nothing_that_it_
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             mine.data.copy_(theirs.detach())
     coordinator, held = coordinator_of(model), list[int]()
-    hold = coordinator.hold
+    hold = coordinator.begin_units_backward
 
     def noted(units: Any) -> None:
         held.extend(units)
         hold(units)
 
     loss = model(given)
-    monkeypatch.setattr(coordinator, "hold", noted)
+    monkeypatch.setattr(coordinator, "begin_units_backward", noted)
     loss.backward()
     monkeypatch.undo()
-    blocks = [index for index in held if not coordinator.units[index].unit.stays]
+    blocks = [index for index in held if not coordinator.units[index].full.stays]
     # The first block's bias has its gradient once all blocks have had theirs.
     assert blocks == [3, 2, 1, 0, 0]
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):

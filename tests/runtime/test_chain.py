@@ -92,7 +92,7 @@ def test_the_update_of_a_block_that_comes_twice_begins_after_both(offload: Any, 
         optim.step()
         optim.zero_grad()
     assert is_vertical(model)
-    counts = registry.coordinator_of(model).speculation.counts
+    counts = registry.coordinator_of(model).speculation_choice.counts
     assert counts.early > 0
     assert counts.undone == 0
 

@@ -129,7 +129,7 @@ def test_what_trains_or_is_no_matrix_of_a_block_stays_as_it_is(offload: Offload)
     codecs = {
         spec.name: group.codec
         for record in registry.coordinator_of(ours).units
-        for group in record.unit.groups
+        for group in record.full.groups
         for spec in group.specs
     }
     for name, codec in codecs.items():

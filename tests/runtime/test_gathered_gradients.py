@@ -125,7 +125,7 @@ def test_gradients_in_the_context_are_those_of_torch_and_stay_as_they_are(offloa
                 assert found == pytest.approx(norms, rel=1e-2)
             optim.step()
             optim.zero_grad()
-        assert registry.coordinator_of(model).speculation.counts.undone == 0
+        assert registry.coordinator_of(model).speculation_choice.counts.undone == 0
         ends.append(weights(model) | states_of(model))
         infinity.close(model)
     assert_same(*ends)
@@ -146,9 +146,9 @@ def test_a_change_undoes_the_updates_that_have_begun_and_says_so_once(offload: A
     model = offload(net(), overlap="during_backward", accumulation_steps=1)
     optim = infinity.SGD(model.parameters(), lr=0.1, accumulation_steps=1)
     coordinator = registry.coordinator_of(model)
-    counts = coordinator.speculation.counts
+    counts = coordinator.speculation_choice.counts
     for _ in range(2):
-        coordinator.fence()  # a unit whose update is under way begins no other
+        coordinator.finish_updates()  # a unit whose update is under way begins no other
         undone = counts.undone
         model(IDS).backward()
         with infinity.gathered(model, model.blocks[3], grads=True):

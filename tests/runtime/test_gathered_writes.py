@@ -271,9 +271,9 @@ def test_an_interrupt_at_any_line_of_the_context_leaves_whole_weights(write: boo
         finally:
             sys.settrace(others)
         coordinator = registry.coordinator_of(model)
-        assert [record.unit.name for record in coordinator.units if record.views.gathered] == []
+        assert [record.full.name for record in coordinator.units if record.views.gathered] == []
         assert coordinator.readers._gathering == 0
-        assert [record.unit.name for record in coordinator.units if record.weights.uses] == []
+        assert [record.full.name for record in coordinator.units if record.weights.uses] == []
         now = weights(model)
         assert all(torch.equal(now[name], before[name]) for name in now) or (
             write and all(torch.equal(now[name], after[name]) for name in now)

@@ -83,7 +83,7 @@ def train(
     unscale: bool = False,
 ) -> Run:
     """The loop as torch documents it."""
-    run, counts = Run(), registry.coordinator_of(model).speculation.counts
+    run, counts = Run(), registry.coordinator_of(model).speculation_choice.counts
     for _ in range(steps):
         run.scales.append(scaler.get_scale())
         early, undone, total = counts.early, counts.undone, 0.0

@@ -179,7 +179,7 @@ def test_the_weights_are_fetched_once_per_direction(count: int, recomputes: str,
         infinity.backward(model, loss_of(model, count), batches, vertical=vertical)
         fetched.append(infinity.statistics(model).read_bytes - before.read_bytes)
         model.zero_grad()
-    weights = sum(unit.unit.weight_bytes for unit in registry.coordinator_of(model).units)
+    weights = sum(unit.full.weight_bytes for unit in registry.coordinator_of(model).units)
     assert fetched[1] <= 2 * weights
     assert fetched[2] > fetched[1] * count / 2
 
@@ -201,7 +201,7 @@ def test_a_step_moves_at_most_26_bytes_per_parameter(count: int, small: Small) -
     after = infinity.statistics(model)
     moved = after.read_bytes - before.read_bytes + after.written_bytes - before.written_bytes
     units = registry.coordinator_of(model).units
-    padded = sum(unit.unit.weight_bytes for unit in units) / 2  # parameters, with what aligns the units
+    padded = sum(unit.full.weight_bytes for unit in units) / 2  # parameters, with what aligns the units
     assert moved <= 26 * padded
 
 
@@ -212,21 +212,21 @@ def test_updates_begin_when_the_last_micro_batch_has_passed_a_unit(small: Small)
     model, batches = small(lambda: models.llama(8), 4, overlap="during_backward")
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     coordinator, begun = registry.coordinator_of(model), []
-    passed = type(coordinator).passed
+    passed = type(coordinator).micro_batch_passed
 
     def seen(self: Any, indices: Any, *, complete: Any) -> None:
         passed(self, indices, complete=complete)
-        begun.append(len(self.updates.speculative))
+        begun.append(len(self.update_queue.speculative))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(coordinator), "passed", seen)
+        patch.setattr(type(coordinator), "micro_batch_passed", seen)
         for _ in range(3):
             infinity.backward(model, loss_of(model, 4), batches)
             optim.step()
             optim.zero_grad()
             infinity.synchronize(model)
-    assert coordinator.speculation.counts.undone == 0
-    assert coordinator.speculation.counts.early > 0
+    assert coordinator.speculation_choice.counts.undone == 0
+    assert coordinator.speculation_choice.counts.early > 0
     of_step = begun[-len(begun) // 3 :]
     assert of_step[:3] == [0, 0, 0]
     assert of_step == sorted(of_step)
@@ -245,10 +245,10 @@ def test_several_calls_before_a_step_begin_no_update_for_nothing_once_the_number
             optim.step()
             optim.zero_grad()
             infinity.synchronize(model)
-            undone.append(registry.coordinator_of(model).speculation.counts.undone)
+            undone.append(registry.coordinator_of(model).speculation_choice.counts.undone)
         assert undone[2] == undone[0]
         assert known is None or undone == [0, 0, 0]
-        assert registry.coordinator_of(model).speculation.counts.early > 0
+        assert registry.coordinator_of(model).speculation_choice.counts.early > 0
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ def test_more_micro_batches_than_the_device_has_room_for_go_in_groups(
     known.fit = 2
     fetched = infinity.statistics(model).read_bytes
     infinity.backward(model, loss_of(model, 5), batches)
-    weights = sum(unit.unit.weight_bytes for unit in registry.coordinator_of(model).units)
+    weights = sum(unit.full.weight_bytes for unit in registry.coordinator_of(model).units)
     assert 3 * weights < infinity.statistics(model).read_bytes - fetched <= 6 * weights
     model.zero_grad()
     require_same(trained(model, batches, 1.0, vertical=True, steps=2), wanted)

@@ -110,7 +110,7 @@ def train(
             on_the_way[step + 1] = weights_of(model) | states_of(model)
     assert optim.skipped_steps == 1
     coordinator = registry.coordinator_of(model)
-    right, ahead = coordinator.speculation.counts.early, coordinator.resources.pipeline.counters()["ahead"]
+    right, ahead = coordinator.speculation_choice.counts.early, coordinator.resources.pipeline.counters()["ahead"]
     result = losses, norms, weights_of(model) | states_of(model), right, ahead
     require_no_leaks(model)
     infinity.close(model, discard=True)
@@ -209,7 +209,7 @@ def test_a_first_step_that_is_skipped_after_speculative_updates_is_committed(tmp
     model = infinity.offload(model, config)
     optim = infinity.AdamW(model.parameters(), accumulation_steps=1)
     loss_of(model, batch).backward()
-    assert registry.coordinator_of(model).updates.speculative
+    assert registry.coordinator_of(model).update_queue.speculative
     norm = model.model.norm.weight
     norm.grad = torch.full_like(norm, float("nan"))
     optim.step()
@@ -253,7 +253,7 @@ def speculated(offload: Any) -> tuple[Any, Any, Any]:
     model = offload(model, overlap="during_backward")
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
     loss_of(model, batches[0]).backward()
-    assert registry.coordinator_of(model).updates.speculative
+    assert registry.coordinator_of(model).update_queue.speculative
     return model, optim, batches[0]
 
 
@@ -266,7 +266,7 @@ def test_zero_grad_undoes_the_updates_that_began_with_the_gradients(offload: Any
     model, optim, _ = speculated(offload)
     before = weights_of(model)
     optim.zero_grad()
-    assert not registry.coordinator_of(model).updates.speculative
+    assert not registry.coordinator_of(model).update_queue.speculative
     optim.step()
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(model).items())
 
@@ -326,7 +326,7 @@ def test_a_commit_between_backward_and_step_is_not_written_over(weights: str, tm
     for step in range(1, 5):
         loss_of(model, batches[0]).backward()
         if step == 4:
-            assert registry.coordinator_of(model).updates.speculative
+            assert registry.coordinator_of(model).update_queue.speculative
             infinity.commit(model)
         optim.step()
         optim.zero_grad()

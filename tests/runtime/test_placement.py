@@ -143,14 +143,14 @@ def test_units_in_ram_are_not_fetched_and_stay(tmp_path: Path) -> None:
     reads = infinity.statistics(model).weight_bytes_read
     for index in infinity.statistics(model).plan.placement.weights.in_ram:
         assert coordinator.units[index].weights.slot is not None
-        coordinator.acquire(index)
-        coordinator.release(index)
+        coordinator.begin_use(index)
+        coordinator.end_use(index)
     slot_bytes = coordinator.plan.budgets.slot_bytes
     assert infinity.statistics(model).weight_bytes_read - reads <= slot_bytes  # prefetches
     fetched = sum(
-        record.unit.weight_bytes
+        record.full.weight_bytes
         for record in coordinator.units
-        if record.unit.index not in coordinator.resources.plan.placement.weights.in_ram
+        if record.full.index not in coordinator.resources.plan.placement.weights.in_ram
         and record.weights.residency is not Residency.RELEASED
     )
     assert coordinator.resources.arena.free_bytes + fetched == slot_bytes

@@ -98,16 +98,16 @@ def speculating(folder: str, config: dict[str, Any], late: int, seconds: float) 
     begun, coordinator = [], registry.coordinator_of(model)
     for step in range(STEPS):
         loss = model(batch(step, dist.get_rank(), torch.float32))
-        coordinator.fence()
+        coordinator.finish_updates()
         coordinator.finish_commit()
         dist.barrier()
         loss.backward()
-        begun.append(len(coordinator.updates.speculative))
+        begun.append(len(coordinator.update_queue.speculative))
         optim.step()
         optim.zero_grad()
     with infinity.gathered(model, model):
         weights = [digest(parameter) for parameter in model.parameters()]
-    undone = coordinator.speculation.counts.undone
+    undone = coordinator.speculation_choice.counts.undone
     infinity.close(model)
     return weights, begun, undone
 

@@ -330,7 +330,7 @@ def test_the_master_keeps_all_its_bits(
 
 def masters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     coordinator = coordinator_of(model)
-    coordinator.fence()
+    coordinator.finish_updates()
     return {place.spec.name: exact_value(coordinator, place) for _, place in coordinator.places()}
 
 

@@ -98,7 +98,7 @@ def test_what_comes_to_nothing_leaves_every_bit(moments: str, weights: str, tmp_
     for _ in range(2):
         loss_of(model, batches[0]).backward()
         coordinator = registry.coordinator_of(model)
-        speculative = coordinator.updates.speculative
+        speculative = coordinator.update_queue.speculative
         assert any(unit.homes.all_states()[0].in_memory for unit in speculative)
         for unit in speculative:
             assert unit.update is not None
@@ -257,7 +257,7 @@ def test_where_free_memory_is_in_pieces_updates_come_with_the_step(
     found, early = [], []
     for pieces in (False, True):
         model, batches = offloaded(tmp_path / str(pieces))
-        shadows, taken = registry.coordinator_of(model).updates.shadows, []
+        shadows, taken = registry.coordinator_of(model).update_queue.shadows, []
         while pieces and (lease := shadows.try_lease(4096)) is not None:
             taken.append(lease)
         for lease in taken[::2]:
@@ -283,7 +283,7 @@ def test_auto_does_not_speculate_in_ram_where_the_model_computes_in_host_memory(
     assert registry.coordinator_of(model).plan.budgets.shadow_bytes == 0
     optim = infinity.AdamW(model.parameters(), lr=1e-2)
     loss_of(model, batches[0]).backward()
-    units: list[OffloadedUnit] = registry.coordinator_of(model).updates.speculative
+    units: list[OffloadedUnit] = registry.coordinator_of(model).update_queue.speculative
     assert units == []
     optim.step()
     infinity.close(model, discard=True)

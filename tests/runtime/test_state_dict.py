@@ -100,7 +100,7 @@ def _load_until_interrupted(model: nn.Module) -> None:
 
 def _nothing_is_gathered(model: nn.Module) -> bool:
     coordinator = registry.coordinator_of(model)
-    open_units = [unit.unit.name for unit in coordinator.units if unit.views.gathered or unit.weights.uses]
+    open_units = [unit.full.name for unit in coordinator.units if unit.views.gathered or unit.weights.uses]
     return not open_units and coordinator.readers.nobody
 
 

@@ -183,7 +183,7 @@ def test_the_device_needs_room_for_two_tiles_and_not_for_the_layer(offload: Any,
         offload(model, memory={"device": f"{room}B", "host": "64MiB"}, nvme={"paths": [str(tmp_path / str(tiles))]})
         train(model, batch)
         coordinator = registry.coordinator_of(model)
-        resident = sum(unit.unit.weight_bytes for unit in coordinator.units if unit.weights.slot is not None)
+        resident = sum(unit.full.weight_bytes for unit in coordinator.units if unit.weights.slot is not None)
         needed[tiles] = coordinator.plan.budgets.slot_bytes
         assert resident <= needed[tiles]
     assert needed[1] > layer_bytes

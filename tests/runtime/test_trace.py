@@ -53,8 +53,8 @@ def settle(model: Any) -> None:
     """Wait until nothing is under way."""
     infinity.synchronize(model)
     for index in range(len(registry.coordinator_of(model).units)):
-        registry.coordinator_of(model).acquire(index)
-        registry.coordinator_of(model).release(index)
+        registry.coordinator_of(model).begin_use(index)
+        registry.coordinator_of(model).end_use(index)
     for record in registry.coordinator_of(model).units:
         if record.weights.fetch is not None:
             record.weights.fetch.finish()
@@ -79,7 +79,7 @@ def test_events_of_every_kind_name_their_unit_and_step(
     commit_every: int, offload: Any, path: Path, computes_on: Any
 ) -> None:
     model = trained(offload, path, commit_every=commit_every)
-    units = {record.unit.name for record in registry.coordinator_of(model).units}
+    units = {record.full.name for record in registry.coordinator_of(model).units}
     by_kind = defaultdict(list)
     for event in bars(path):
         by_kind[event["cat"]].append(event)
@@ -104,7 +104,7 @@ def test_each_unit_has_a_forward_and_a_backward_a_step(offload: Any, path: Path)
     passes = [event["name"] for event in bars(path) if event["cat"] == "compute"]
     for record in registry.coordinator_of(model).units:
         for kind in ("forward", "backward"):
-            assert passes.count(f"{kind} {record.unit.name}") >= STEPS - 1
+            assert passes.count(f"{kind} {record.full.name}") >= STEPS - 1
 
 
 def test_viewers_can_draw_it(offload: Any, path: Path) -> None:
@@ -170,7 +170,7 @@ def test_states_in_ram_are_traced_too(offload: Any, path: Path, computes_on: Any
 
 def test_gradients_that_spill_name_their_unit(offload: Any, path: Path) -> None:
     model = trained(offload, path, gradients="nvme", memory={"device": "640KiB", "host": "12MiB"})
-    units = {record.unit.name for record in registry.coordinator_of(model).units}
+    units = {record.full.name for record in registry.coordinator_of(model).units}
     assert registry.coordinator_of(model).resources.plan.budgets.landing_bytes
     moved = [event for event in bars(path) if event["cat"] in ("read", "write")]
     assert {event["args"]["unit"] for event in moved} == units, "no transfer is of nothing"

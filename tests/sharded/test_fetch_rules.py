@@ -28,7 +28,7 @@ def decided(room: Fetcher) -> OffloadedUnit:
     """The first unit, whose update is not computed."""
     unit = room.units[0]
     places = {0: {"weight": Destination(unit.homes.weights.groups[0])}}
-    update = UnitUpdate(unit.name, wanted(unit.unit), places, committed=False)
+    update = UnitUpdate(unit.name, wanted(unit.full), places, committed=False)
     update.transfers[0] = under_way(UpdateFuture())
     unit.begin_update(update)
     return unit

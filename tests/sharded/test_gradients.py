@@ -139,7 +139,7 @@ class Rank:
         self.units = [unit_of(index, dtype) for index in range(len(SIZES))]
         self.shards = [Shard(unit, Cut(world.count, rank)) for unit in self.units]
         self.memory: dict[int, memoryview] = {}
-        self.local = [gradients_of(shard.local, self.memory, shard.unit) for shard in self.shards]
+        self.local = [gradients_of(shard.local, self.memory, shard.full) for shard in self.shards]
         self.exchange = Exchange(world, rank)
         nbytes = boxes * max(unit.gradient_bytes for unit in self.units)
         between: Any = self.exchange
@@ -161,11 +161,11 @@ class Rank:
         found: dict[str, list[tuple[int, bytes]]] = {}
         for shard, local in zip(self.shards, self.local, strict=True):
             for index, group in local.groups.items():
-                flat = torch.frombuffer(self.memory[shard.unit.index], dtype=group.dtype)
+                flat = torch.frombuffer(self.memory[shard.full.index], dtype=group.dtype)
                 for piece in shard.local.groups[index].specs:
                     if piece.name in group.present:
                         values = flat[piece.offset : piece.offset + piece.numel].float()
-                        whole = next(spec for spec in shard.unit.groups[index].specs if spec.name == piece.name)
+                        whole = next(spec for spec in shard.full.groups[index].specs if spec.name == piece.name)
                         found.setdefault(piece.name, []).append((piece.index - whole.index, values.numpy().tobytes()))
         return found
 
@@ -205,7 +205,7 @@ class Case:
                 again = self._some(list(mine), 0.2)  # a second piece is added in the dtype they come in
                 self._land(rank, again)
                 mine.update({name: mine[name] + value for name, value in again.items()})
-            together(self.ranks, lambda rank, index=index: rank.shared.left([index]))  # type: ignore[misc]
+            together(self.ranks, lambda rank, index=index: rank.shared.backward_left([index]))  # type: ignore[misc]
             self._sum(index, came)
             for rank, mine in zip(self.ranks, later, strict=True):
                 self._land(rank, mine)
@@ -250,7 +250,7 @@ class Case:
             ),
         )
         assert {each.skip for each in decided} == {"" if skips is None else f"asked (rank {skips})"}
-        assert all(each.told == [[rank] for rank in range(self.count)] for each in decided)
+        assert all(each.payloads == [[rank] for rank in range(self.count)] for each in decided)
         self.require_equal()
 
     def require_equal(self) -> None:
@@ -290,7 +290,7 @@ def test_a_gradient_whose_way_was_interrupted_is_landed_later() -> None:
     place = rank.place(2, 0)
     rank.shared.of(place).land(place.spec, torch.ones(SIZES[2][0]), accumulate=True)
     rank.exchange.failure = PeerError("interrupted")
-    together(ranks, lambda rank: rank.shared.left([2]))
+    together(ranks, lambda rank: rank.shared.backward_left([2]))
     with pytest.raises(PeerError):
         rank.shared.synchronize()
     rank.exchange.tickets[-1].failure = None
@@ -310,7 +310,7 @@ def test_a_gradient_that_could_not_land_yet_is_landed_later() -> None:
     rank.before = before
     arrive(rank, 2, 0)
     with pytest.raises(SwapIOError):
-        rank.shared.left([2])
+        rank.shared.backward_left([2])
     rank.shared.synchronize()
     assert rank.landed()["2.0"]
 
@@ -326,7 +326,7 @@ def test_a_gradient_that_is_lost_while_it_lands_gives_its_memory_back(monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(rank.local[2].groups[0], "land", fail)
         with pytest.raises(SwapIOError):
-            rank.shared.left([2])
+            rank.shared.backward_left([2])
     assert rank.space.free_bytes == free_bytes
     assert rank.shared.take_completed() == []
     arrive(rank, 2, 0)
@@ -344,11 +344,11 @@ def arrive(rank: Rank, index: int, number: int) -> None:
 def test_a_unit_is_completed_once_all_that_this_rank_expects_of_it_has_landed() -> None:
     rank = Rank(World(1), 0, torch.float32, 8)
     arrive(rank, 2, 0)
-    rank.shared.left([2])  # one of two: the unit is used twice
+    rank.shared.backward_left([2])  # one of two: the unit is used twice
     arrive(rank, 2, 1)
-    rank.shared.left([2])
+    rank.shared.backward_left([2])
     arrive(rank, 0, 0)
-    rank.shared.left([0])
+    rank.shared.backward_left([0])
     assert rank.told == [2, 2, 0]
     assert rank.shared.take_completed() == [2]
     arrive(rank, 0, 1)
@@ -365,7 +365,7 @@ def test_at_the_end_of_a_pass_everything_that_was_sent_has_landed() -> None:
     def backward(rank: Rank) -> list[int]:
         for number in range(2):
             arrive(rank, 2, number)
-        rank.shared.left([2])
+        rank.shared.backward_left([2])
         rank.shared.pass_ended()
         return rank.shared.take_completed()
 
@@ -377,7 +377,7 @@ def test_what_reads_gradients_is_told_before_others_land() -> None:
     seen: list[bool] = []
     rank.before = lambda index: seen.append(bool(rank.landed()))
     arrive(rank, 2, 0)
-    rank.shared.left([2])
+    rank.shared.backward_left([2])
     assert seen == [False]
     assert rank.landed()
 
@@ -410,6 +410,6 @@ def test_partials_are_those_of_the_native_sums() -> None:
     sums = _native.sums_of_squares(torch.ones(3 * PARTIAL_NUMEL + 1).numpy(), "fp32", pool=POOL)
     assert list(sums) == [PARTIAL_NUMEL] * 3 + [1]
     assert all(
-        trained(shard) == ([] if shard.unit.index == FROZEN else [0])
+        trained(shard) == ([] if shard.full.index == FROZEN else [0])
         for shard in Rank(World(1), 0, torch.float32, 2).shards
     )

@@ -297,7 +297,7 @@ def test_a_step_moves_the_bytes_of_the_plan(
         optim.step()
         optim.zero_grad()
         infinity.synchronize(model)
-        coordinator.room.finish_fetches()
+        coordinator.fetcher.finish_fetches()
         done = infinity.statistics(model)
         return {"read": done.read_bytes, "written": done.written_bytes} | {
             way: sim.counts[f"bytes {way}"] for way in ("up", "down")
@@ -307,9 +307,9 @@ def test_a_step_moves_the_bytes_of_the_plan(
     before, after = step(), step()
     moved = {way: after[way] - before[way] for way in after}
     units = coordinator.units
-    weights = sum(unit.unit.weight_bytes for unit in units)
+    weights = sum(unit.full.weight_bytes for unit in units)
     states = sum(home.nbytes for unit in units for group in unit.homes.states.values() for home in group.homes())
-    groups = [group for unit in units for group in unit.unit.groups]
+    groups = [group for unit in units for group in unit.full.groups]
     gradients = sum(max(spec.offset + spec.numel for spec in group.specs) * 2 for group in groups)
     assert moved["written"] == weights + states
     # An update that speculated and had not begun is done again after the step, with weights that may have left.

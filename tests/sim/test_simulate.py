@@ -267,7 +267,7 @@ def test_in_vertical_order_every_gradient_comes_down_once(simulate: Simulate, of
     model.resize_token_embeddings(4096)  # larger than two blocks
     model = offload(model.bfloat16(), "host", vertical=True)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
-    groups = sum(len(unit.unit.trainable_groups) for unit in registry.coordinator_of(model).units)
+    groups = sum(len(unit.full.trainable_groups) for unit in registry.coordinator_of(model).units)
     for _ in range(3):
         before = sim.counts["copies down"]
         infinity.backward(model, lambda given: model(**given).loss, [batch] * 3)

@@ -67,7 +67,7 @@ def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcom
         else:
             _require_told(player, error)
             counts["failed as told"] += 1
-    found = player.coordinator.speculation.counts
+    found = player.coordinator.speculation_choice.counts
     counts.update(early=found.early, undone=found.undone, late=found.late)
     _require_closed(player)
     del player, model

@@ -179,24 +179,24 @@ class Store:
         into: memoryview,
         *,
         io_class: str = "weights",
-        copy: int | None = None,
+        copy_index: int | None = None,
         after: Transfer | None = None,
     ) -> Transfer:
         def act() -> None:
             if after is not None:
                 after.result()
-            there = self.stored.get(self._key(extent, copy), b"")
+            there = self.stored.get(self._key(extent, copy_index), b"")
             into[: len(there)] = there[: len(into)]
 
         return self._start(extent, act)
 
     def write(
-        self, extent: Extent, data: memoryview, *, io_class: str, copy: int | None = None, after: Any = None
+        self, extent: Extent, data: memoryview, *, io_class: str, copy_index: int | None = None, after: Any = None
     ) -> Transfer:
         def act() -> None:
             if after is not None:
                 after.wait()
-            self.stored[self._key(extent, copy)] = bytes(data)
+            self.stored[self._key(extent, copy_index)] = bytes(data)
 
         return self._start(extent, act)
 
@@ -206,7 +206,7 @@ class Store:
 
     @staticmethod
     def _key(extent: Extent, copy: int | None) -> tuple[str, int]:
-        return f"{extent.unit}.{extent.group}.{extent.state}", extent.copy if copy is None else copy
+        return f"{extent.unit}.{extent.group}.{extent.state}", extent.newest_copy if copy is None else copy
 
     def is_scratch(self, path: str, offset: int) -> bool:
         return False
@@ -242,8 +242,8 @@ class Generations:
     def newest(self) -> int | None:
         return self.made[-1][0] if self.made else None
 
-    def destination(self, extent: Extent) -> int:
-        return (extent.copy + 1) % len(extent.offsets)
+    def copy_to_write(self, extent: Extent) -> int:
+        return (extent.newest_copy + 1) % len(extent.offsets)
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> None:
         if self.failure is not None:
@@ -261,7 +261,7 @@ class Generations:
     def steps(self) -> list[int]:
         return [step for step, _ in self.made]
 
-    def settle(self) -> None:
+    def finish_recovery(self) -> None:
         self.settled += 1
 
 

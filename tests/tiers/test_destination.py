@@ -82,8 +82,8 @@ def test_a_copy_is_of_a_store() -> None:
 def test_a_copy_that_is_not_the_newest_is_another_place() -> None:
     state = home(in_ram=False)
     state.stored().turn_to(1)
-    assert not Destination(state, copy=1).elsewhere
-    assert Destination(state, copy=0).elsewhere
+    assert not Destination(state, copy_index=1).elsewhere
+    assert Destination(state, copy_index=0).elsewhere
 
 
 def test_a_home_that_has_moved_moves_no_more() -> None:
@@ -97,13 +97,13 @@ def test_a_home_that_has_moved_moves_no_more() -> None:
 def test_finishing_turns_a_state_to_what_was_written() -> None:
     kept, changed, stored = home(in_ram=True), home(in_ram=True), home(in_ram=False)
     for made in (
-        Destination(kept, kept.lease, copy=0),
+        Destination(kept, kept.lease, copy_index=0),
         Destination(changed, changed.lease),
-        Destination(stored, copy=1),
+        Destination(stored, copy_index=1),
     ):
         made.finish()
     assert (kept.dirty, changed.dirty) == (False, True)
-    assert (kept.stored().copy, stored.stored().copy) == (0, 1)
+    assert (kept.stored().newest_copy, stored.stored().newest_copy) == (0, 1)
 
 
 def test_a_state_that_no_update_changes_is_where_it_rests() -> None:
@@ -111,4 +111,4 @@ def test_a_state_that_no_update_changes_is_where_it_rests() -> None:
     assert held.rests_in is held.home.lease
     assert stored.rests_in is None
     for made in (held, stored):
-        assert (made.copy, made.written, made.moves) == (None, None, False)
+        assert (made.copy_index, made.written, made.moves) == (None, None, False)

@@ -110,13 +110,13 @@ def test_another_stream_that_asks_for_weights_waits_for_their_upload(
     sim = simulate(LAZY)
     model = offload(Blocks().bfloat16(), "host", memory=TIGHT | {"device": "1MiB"})
     coordinator = registry.coordinator_of(model)
-    coordinator.acquire(3)
-    coordinator.release(3)
+    coordinator.begin_use(3)
+    coordinator.end_use(3)
     side, waiting = sim.stream(), []
     wait = sim.wait
     monkeypatch.setattr(sim, "wait", lambda on, event: (waiting.append(on), wait(on, event)))
     with sim.on(side):
-        coordinator.require(3)
+        coordinator.weights_view(3)
     assert waiting == [side]
 
 
@@ -170,16 +170,16 @@ def test_a_unit_in_use_that_has_to_move_is_used_behind_its_new_upload(
     model = Unequal()
     value = model.parts[1].weight.detach().clone()
     coordinator = registry.coordinator_of(offload(model, weights, memory={"device": "40KiB", "host": "64MiB"}))
-    coordinator.acquire(0)
-    coordinator.acquire(1)
-    coordinator.release(0)
+    coordinator.begin_use(0)
+    coordinator.begin_use(1)
+    coordinator.end_use(0)
     before = coordinator.units[1].weights.slot
-    coordinator.acquire(2)
+    coordinator.begin_use(2)
     assert coordinator.units[1].weights.slot is not before
     (moved,) = coordinator.units[1].parameters.values()
     assert torch.equal(moved.detach().clone(), value)
-    coordinator.release(1)
-    coordinator.release(2)
+    coordinator.end_use(1)
+    coordinator.end_use(2)
 
 
 @pytest.mark.covering(strength=1)
@@ -199,8 +199,8 @@ def test_training_goes_on_after_the_device_had_no_memory(
 
 def require_all_slots_known(model: nn.Module) -> None:
     coordinator = registry.coordinator_of(model)
-    assert isinstance(coordinator.room._slots, SlabSlots)
-    fetched = sum(unit.unit.weight_bytes for unit in coordinator.units if unit.weights.slot or unit.weights.fetch)
+    assert isinstance(coordinator.fetcher._slots, SlabSlots)
+    fetched = sum(unit.full.weight_bytes for unit in coordinator.units if unit.weights.slot or unit.weights.fetch)
     tier = tier_of(model)
     assert tier.slots.free_bytes + tier.staying.free_bytes + fetched == tier.slots.nbytes + tier.staying.nbytes
     assert tier.ring.free_bytes == tier.ring.nbytes
@@ -211,7 +211,7 @@ def test_closing_waits_for_copies_before_the_memory_goes(weights: str, simulate:
     sim = simulate(LAZY)
     model = offload(Blocks().bfloat16(), weights, memory=TIGHT)
     coordinator = registry.coordinator_of(model)
-    fetch = coordinator.room._slots.start(coordinator.resources.units[0].weights, {}, 0)
+    fetch = coordinator.fetcher._slots.start(coordinator.resources.units[0].weights, {}, 0)
     assert fetch is not None
     fetch.wait()
     assert sim.pending_copies()
@@ -224,7 +224,7 @@ def test_closing_waits_for_kernels_of_whatever_stream_before_the_memory_goes(sim
     model = offload(Blocks().bfloat16(), "host", memory=TIGHT)
     side = sim.stream()
     with sim.on(side):
-        weights = registry.coordinator_of(model).require(3)
+        weights = registry.coordinator_of(model).weights_view(3)
         sim.uses(weights.data_ptr(), weights.numel(), write=False, text="a kernel of the script")
         del weights
     used = sim.order.snapshot(side.actor)

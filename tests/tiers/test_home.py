@@ -13,13 +13,13 @@ from tests.units.fakes import homes_of, unit_of
 def test_what_changes_in_ram_is_newer_than_the_store_until_it_is_written_or_read() -> None:
     home = Home(pages(1).lease(PAGE_BYTES, "a state"), 0, PAGE_BYTES, extent("a", "exp_avg"))
     assert not home.dirty
-    home.changed()
+    home.mark_changed()
     assert home.dirty
-    home.written(1)
-    assert (home.dirty, home.stored().copy, home.stored().offset) == (False, 1, PAGE_BYTES)
-    home.changed()
-    home.read()
-    assert (home.dirty, home.stored().copy) == (False, 1)
+    home.mark_written(1)
+    assert (home.dirty, home.stored().newest_copy, home.stored().offset) == (False, 1, PAGE_BYTES)
+    home.mark_changed()
+    home.mark_read()
+    assert (home.dirty, home.stored().newest_copy) == (False, 1)
 
 
 def test_a_state_is_asked_for_where_it_is() -> None:

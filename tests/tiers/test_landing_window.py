@@ -51,7 +51,7 @@ class WindowMachine(RuleBasedStateMachine):
         spill = self.spills[index]
         for _ in SIZES:  # each failure of another's transfer is told once
             try:
-                view = spill.bring()
+                view = spill.load()
             except SwapIOError:
                 assert self.lost
                 if index in self.lost:
@@ -74,11 +74,11 @@ class WindowMachine(RuleBasedStateMachine):
 
     @rule(index=INDEX)
     def leave(self, index: int) -> None:
-        self._unless_lost(index, self.spills[index].leave)
+        self._unless_lost(index, self.spills[index].begin_spill)
 
     @rule(index=INDEX)
     def gone(self, index: int) -> None:
-        self._unless_lost(index, self.spills[index].gone)
+        self._unless_lost(index, self.spills[index].finish_spill)
 
     def _unless_lost(self, index: int, act: Any) -> None:
         try:
@@ -124,7 +124,7 @@ class WindowMachine(RuleBasedStateMachine):
             assert self.lost == lost
         for index in self.lost:
             with pytest.raises(SwapIOError):
-                self.spills[index].bring()
+                self.spills[index].load()
         assert self.space.free_bytes == self.nbytes
         assert not self.store.under_way
 
@@ -181,10 +181,10 @@ def test_what_is_in_use_leaves_once_the_last_of_it_has_landed() -> None:
     landings = [Future(), Future()]
     down: Any = SimpleNamespace(landing_futures=lambda: landings)
     spill = Spill(extent("0", "grad", count=2, copies=1), landing, down)
-    spill.bring()[:] = b"\1" * (2 * PAGE_BYTES)
+    spill.load()[:] = b"\1" * (2 * PAGE_BYTES)
     spill.use(PAGE_BYTES)
-    spill.leave()
-    spill.gone()
+    spill.begin_spill()
+    spill.finish_spill()
     assert store.stored["0.0.grad", 0] == b"\1" * PAGE_BYTES
     assert [each.done() for each in landings] == [False, True]  # they land in the order in which they came
 
@@ -192,9 +192,9 @@ def test_what_is_in_use_leaves_once_the_last_of_it_has_landed() -> None:
 def test_writes_that_were_begun_first_are_waited_for_first() -> None:
     _, store, (first, second, third) = window(2, 1, 1, 1)
     for spill in (first, second):
-        spill.bring()
-        spill.leave()
-    third.bring()
+        spill.load()
+        spill.begin_spill()
+    third.load()
     assert [spill._where for spill in (first, second, third)] == [
         _SpillState.AWAY,
         _SpillState.LEAVING,
@@ -206,48 +206,48 @@ def test_writes_that_were_begun_first_are_waited_for_first() -> None:
 def test_what_others_brought_first_leaves_first() -> None:
     _, _, (first, second, third) = window(2, 1, 1, 1)
     for spill in (second, first, third):
-        spill.bring()
+        spill.load()
     assert [spill._where for spill in (first, second, third)] == [_SpillState.HERE, _SpillState.AWAY, _SpillState.HERE]
 
 
 @pytest.mark.parametrize("coming", [False, True])
 def test_whoever_needs_gradients_that_were_lost_is_told_until_they_are_forgotten(coming: bool) -> None:
     landing, store, (spill, other) = window(1, 1, 1)
-    spill.bring()
-    spill.leave()
+    spill.load()
+    spill.begin_spill()
     if coming:
-        spill.gone()
+        spill.finish_spill()
         spill.announce()
     store.under_way[0].fate = Failure()
     with pytest.raises(SwapIOError):
-        other.bring()  # the first who waits for it
-    other.bring()
+        other.load()  # the first who waits for it
+    other.load()
     for _ in range(2):
-        for needs in (spill.bring, spill.stream):
+        for needs in (spill.load, spill.stream):
             with pytest.raises(SwapIOError):
                 needs()
     spill.announce()
     landing.clear()
     assert landing.space.free_bytes == PAGE_BYTES
     spill.forget()
-    spill.bring()
+    spill.load()
 
 
 def test_what_was_only_read_is_not_written_again() -> None:
     _, store, (spill,) = window(1, 1)
-    spill.bring()
-    spill.leave()
-    spill.gone()
+    spill.load()
+    spill.begin_spill()
+    spill.finish_spill()
     spill.announce()
-    spill.leave()
+    spill.begin_spill()
     assert not store.under_way
     assert spill._lease is None
 
 
 def test_nothing_is_announced_where_there_is_no_room() -> None:
     _, store, (first, second) = window(1, 1, 1)
-    first.bring()
-    second.bring()
+    first.load()
+    second.load()
     first.announce()
     assert not store.under_way
     assert first._lease is None
@@ -256,17 +256,17 @@ def test_nothing_is_announced_where_there_is_no_room() -> None:
 @pytest.mark.parametrize("coming", [False, True])
 def test_memory_that_a_device_may_still_use_is_never_given_back(coming: bool) -> None:
     landing, store, (spill, other) = window(2, 1, 1)
-    spill.bring()
-    spill.leave()
+    spill.load()
+    spill.begin_spill()
     if coming:
-        spill.gone()
+        spill.finish_spill()
         spill.announce()
     store.under_way[0].fate = TIMEOUT
-    other.bring()
+    other.load()
     with pytest.raises(SwapTimeoutError):
         landing.clear()
     with pytest.raises(SwapTimeoutError):
-        spill.bring()
+        spill.load()
     spill.forget()
     assert spill._lease is None
     landing.clear()
@@ -276,4 +276,4 @@ def test_memory_that_a_device_may_still_use_is_never_given_back(coming: bool) ->
 def test_a_group_that_the_window_was_not_made_for_is_a_bug_that_shows() -> None:
     _, _, (spill,) = window(1, 2)
     with pytest.raises(AssertionError, match="has no room for 8192"):
-        spill.bring()
+        spill.load()

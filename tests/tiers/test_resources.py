@@ -46,7 +46,7 @@ def test_what_is_opened_is_what_was_laid_out(offload: Any, tier: str, given: dic
     opened = registry.coordinator_of(offload(model, tier, **given)).resources
     layout = opened.plan.layout
     planned = {
-        (unit.unit.name, index, name): (state.offsets, state.nbytes)
+        (unit.local.name, index, name): (state.offsets, state.nbytes)
         for unit in layout.units
         for index, (group, gradient) in enumerate(zip(unit.groups, unit.gradients, strict=True))
         for name, state in {"weight": group.weight, **group.states, "grad": gradient}.items()

@@ -159,7 +159,7 @@ def test_new_weights_are_read_from_where_they_go_once_they_are_there() -> None:
     store.stored["0.0.weight", 0], written = b"\1" * PAGE_BYTES, Future()
     written._at_end = lambda failure: store.stored.update({("0.0.weight", 1): b"\2" * PAGE_BYTES})
     home = home_of(0, 1)
-    fetch = pool.start(home, {0: Destination(home.groups[0], copy=1, written=transfer(written))}, 0)
+    fetch = pool.start(home, {0: Destination(home.groups[0], copy_index=1, written=transfer(written))}, 0)
     assert fetch is not None
     assert set(fetch.finish().tensor.tolist()) == {2}
     assert written.done()
@@ -190,7 +190,7 @@ class OnDevice:
         for index, home in enumerate(self.homes):
             if home.lease is not None:
                 home.lease.tensor().fill_(index + 1)
-        layouts = [SimpleNamespace(unit=SimpleNamespace(stays=index == stays)) for index in range(len(sizes))]
+        layouts = [SimpleNamespace(local=SimpleNamespace(stays=index == stays)) for index in range(len(sizes))]
         below: Any = SimpleNamespace(
             units=[SimpleNamespace(weights=home) for home in self.homes],
             plan=SimpleNamespace(layout=SimpleNamespace(units=layouts)),

@@ -142,7 +142,7 @@ def test_a_copy_of_new_weights_is_read_once_it_is_written(rig: Callable[..., Rig
     written = store.transfer(store.engine.write(store.file, 2 * PAGE_BYTES, new.numpy(), after=landed), where)
     slot = slot_of(made, 2)
     home = Home(None, 0, new.numel(), where)
-    after = {0: Destination(home, copy=1, written=written)}
+    after = {0: Destination(home, copy_index=1, written=written)}
     done, ready = made.uploads().from_store(slot, WeightsHome((home,), home.nbytes), after, store)
     done.result()
     made.sim.wait(made.sim.current(), ready)

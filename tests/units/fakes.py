@@ -186,8 +186,8 @@ def resources(*, slot_pages: int = 8, in_place: bool = True, in_ram: bool = True
         store=Store(),
         require_store=Store,
         generations=None,
-        destination=lambda extent: extent.copy,
-        spare_copy=lambda extent: next((s for s in range(len(extent.offsets)) if s != extent.copy), None),
+        copy_to_write=lambda extent: extent.newest_copy,
+        spare_copy=lambda extent: next((s for s in range(len(extent.offsets)) if s != extent.newest_copy), None),
     )
 
 

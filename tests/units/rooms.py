@@ -112,7 +112,7 @@ def alone(
 
 def brought(room: Fetcher, *indices: int) -> None:
     for index in indices:
-        room.bring(room.units[index])
+        room.fetch(room.units[index])
 
 
 def residencies(room: Fetcher) -> list[str]:

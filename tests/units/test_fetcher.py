@@ -37,9 +37,9 @@ def three(offload: Any) -> tuple[Coordinator, list[torch.Tensor]]:
     values = [block.weight.detach().clone() for block in blocks]
     coordinator = registry.coordinator_of(offload(blocks, memory={"device": "40KiB", "host": "64MiB"}))
     assert coordinator.resources.plan.budgets.slot_bytes == 10 * 4096
-    coordinator.acquire(0)
-    coordinator.acquire(1)
-    coordinator.release(0)
+    coordinator.begin_use(0)
+    coordinator.begin_use(1)
+    coordinator.end_use(0)
     return coordinator, values
 
 
@@ -49,12 +49,12 @@ def weight(coordinator: Coordinator, index: int) -> torch.Tensor:
 
 def test_a_unit_in_use_moves_where_the_room_is_not_in_one_piece(three: tuple[Coordinator, list[torch.Tensor]]) -> None:
     coordinator, values = three
-    coordinator.acquire(2)
+    coordinator.begin_use(2)
     for index in (1, 2):
         assert torch.equal(weight(coordinator, index), values[index])
     assert coordinator.units[0].weights.slot is None
-    coordinator.release(1)
-    coordinator.acquire(0)
+    coordinator.end_use(1)
+    coordinator.begin_use(0)
     assert torch.equal(weight(coordinator, 0), values[0])
 
 
@@ -62,11 +62,11 @@ def test_a_unit_that_somebody_holds_views_of_stays_where_it_is(three: tuple[Coor
     coordinator, values = three
     view = weight(coordinator, 1).detach().view(-1)
     with pytest.raises(infinity.PlanError, match="no device memory for unit '2'.* in use .1. take the 40.00 KiB"):
-        coordinator.acquire(2)
+        coordinator.begin_use(2)
     assert torch.equal(view, values[1].view(-1))
     assert torch.equal(weight(coordinator, 1), values[1])
     del view
-    coordinator.acquire(2)
+    coordinator.begin_use(2)
     for index in (1, 2):
         assert torch.equal(weight(coordinator, index), values[index])
 
@@ -75,13 +75,13 @@ def test_units_that_were_to_move_are_back_where_that_does_not_help(
     three: tuple[Coordinator, list[torch.Tensor]],
 ) -> None:
     coordinator, values = three
-    coordinator.acquire(0)
+    coordinator.begin_use(0)
     with pytest.raises(infinity.PlanError, match=r"no device memory for unit '2'.* in use \(0, 1\) take"):
-        coordinator.acquire(2)
+        coordinator.begin_use(2)
     for index in (0, 1):
         assert torch.equal(weight(coordinator, index), values[index])
-    coordinator.release(0)
-    coordinator.acquire(2)
+    coordinator.end_use(0)
+    coordinator.begin_use(2)
     assert torch.equal(weight(coordinator, 2), values[2])
 
 
@@ -198,7 +198,7 @@ def test_who_needs_room_waits_for_updates_that_read_slots() -> None:
     room, _ = alone(budget=2, sizes=(2, 2))
     brought(room, 0)
     unit, future = room.units[0], UpdateFuture()
-    update = UnitUpdate("0", wanted(unit.unit), {}, committed=False, speculated=True, uses_slot=True)
+    update = UnitUpdate("0", wanted(unit.full), {}, committed=False, speculated=True, uses_slot=True)
     update.transfers[0] = under_way(future)
     unit.begin_update(update)
     brought(room, 1)
@@ -210,7 +210,7 @@ def decided(room: Fetcher, index: int = 0) -> OffloadedUnit:
     """A unit whose update was decided."""
     unit = room.units[index]
     update = UnitUpdate(
-        unit.name, wanted(unit.unit), {0: {"weight": Destination(unit.homes.weights.groups[0])}}, committed=False
+        unit.name, wanted(unit.full), {0: {"weight": Destination(unit.homes.weights.groups[0])}}, committed=False
     )
     update.transfers[0] = under_way(UpdateFuture())
     unit.begin_update(update)

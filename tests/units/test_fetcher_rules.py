@@ -27,13 +27,13 @@ from tests.units.rooms import BUDGET, INDEX, SIZES, STAYS, alone
 class RoomMachine(RuleBasedStateMachine):
     @initialize(in_place=st.booleans())
     def offload(self, in_place: bool) -> None:
-        self.room, self.pool = alone(in_place=in_place)
+        self.fetcher, self.pool = alone(in_place=in_place)
         self.in_place = in_place
-        self.units = self.room.units
+        self.units = self.fetcher.units
         self.uses = dict.fromkeys(range(len(SIZES)), 0)
         self.held: set[int] = set()
         self.views: list[Slot] = []
-        room: Any = self.room
+        room: Any = self.fetcher
         choose = room._victim
         room._victim = lambda distance: self._as_policy_says(distance, choose(distance))
         let_go = room._let_held_go
@@ -54,7 +54,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     def _as_policy_says(self, distance: int | None, chosen: OffloadedUnit | None) -> OffloadedUnit | None:
         """Search: of those that may go, the first with the farthest next use."""
-        trace = self.room._trace
+        trace = self.fetcher._trace
         best = None
         for unit in self.units:
             if unit.weights.residency is Residency.RELEASED or self._stays(unit):
@@ -95,7 +95,7 @@ class RoomMachine(RuleBasedStateMachine):
         """What cannot be had by sending others away."""
         staying = [unit for unit in self.units if unit is not but and self._stays(unit)]
         present = [unit for unit in staying if unit.weights.residency is not Residency.RELEASED]
-        given_up: list[Any] = [slot for slot in self.room._viewed if slot.outstanding()]
+        given_up: list[Any] = [slot for slot in self.fetcher._viewed if slot.outstanding()]
         pages_of = sum(SIZES[unit.index] for unit in present)
         return pages_of + sum(slot.tensor.numel() // PAGE_BYTES for slot in given_up)
 
@@ -115,7 +115,7 @@ class RoomMachine(RuleBasedStateMachine):
         self.wanted = unit
         try:
             with self._keeping():
-                self.room.bring(unit)
+                self.fetcher.fetch(unit)
         except SwapIOError:
             return False
         except PlanError:
@@ -137,7 +137,7 @@ class RoomMachine(RuleBasedStateMachine):
 
     @rule(indices=st.sets(INDEX, max_size=2))
     def hold(self, indices: set[int]) -> None:
-        self.room.hold(sorted(indices))
+        self.fetcher.hold(sorted(indices))
         self.held = set(indices)
         for index in sorted(indices):
             if not self._bring(self.units[index]):
@@ -146,32 +146,32 @@ class RoomMachine(RuleBasedStateMachine):
 
     @rule()
     def forget_uses(self) -> None:
-        self.room.forget_uses()
+        self.fetcher.forget_uses()
         self.held, self.uses = set(), dict.fromkeys(self.uses, 0)
 
     @rule(training=st.booleans())
     def begin_pass(self, training: bool) -> None:
-        self.room.begin_pass(training=training)
+        self.fetcher.begin_pass(training=training)
 
     @rule()
     def end_iteration(self) -> None:
-        self.room.end_iteration()
+        self.fetcher.end_iteration()
 
     @rule()
     def prefetch(self) -> None:
         with suppress(SwapIOError), self._keeping():
-            self.room.prefetch()
+            self.fetcher.prefetch()
 
     @rule()
     def finish_fetches(self) -> None:
         with suppress(SwapIOError):
-            self.room.finish_fetches()
-            assert not self.room._fetching
+            self.fetcher.finish_fetches()
+            assert not self.fetcher._fetching
 
-    @precondition(lambda self: self.room._fetching)
+    @precondition(lambda self: self.fetcher._fetching)
     @rule(data=st.data())
     def a_fetch_will_fail(self, data: Any) -> None:
-        unit = data.draw(st.sampled_from(sorted(self.room._fetching)))
+        unit = data.draw(st.sampled_from(sorted(self.fetcher._fetching)))
         fetch: Any = self.units[unit].weights.fetch
         fetch.fate = SwapIOError("read", path="/swap")
 
@@ -195,8 +195,8 @@ class RoomMachine(RuleBasedStateMachine):
             return
         update = UnitUpdate(
             unit.name,
-            wanted(unit.unit),
-            {0: {"weight": Destination(unit.homes.weights.groups[0], copy=1)}},
+            wanted(unit.full),
+            {0: {"weight": Destination(unit.homes.weights.groups[0], copy_index=1)}},
             committed=False,
             speculated=speculative,
             uses_slot=unit.weights.residency is Residency.RESIDENT,
@@ -204,14 +204,14 @@ class RoomMachine(RuleBasedStateMachine):
         update.transfers[0] = under_way(UpdateFuture())
         unit.begin_update(update)
         if not speculative and not self.uses[index] and index not in self.held:
-            self.room.update_decided(unit)
+            self.fetcher.update_decided(unit)
 
     @rule(index=INDEX)
     def a_step_decides(self, index: int) -> None:
         unit = self.units[index]
         if unit.speculative is not None and not self.uses[index] and index not in self.held:
             unit.speculative.to(UpdateState.DECIDED)
-            self.room.update_decided(unit)
+            self.fetcher.update_decided(unit)
 
     @rule(index=INDEX)
     def a_milestone_is_reached(self, index: int) -> None:
@@ -234,19 +234,21 @@ class RoomMachine(RuleBasedStateMachine):
     @invariant()
     def the_room_knows_who_is_there(self) -> None:
         residency = {unit.index: unit.weights.residency for unit in self.units}
-        assert set(self.room._present) == {index for index, each in residency.items() if each is not Residency.RELEASED}
-        assert set(self.room._fetching) == {index for index, each in residency.items() if each is Residency.FETCHING}
-        assert {unit.index for unit in self.room._held} >= self.held
+        assert set(self.fetcher._present) == {
+            index for index, each in residency.items() if each is not Residency.RELEASED
+        }
+        assert set(self.fetcher._fetching) == {index for index, each in residency.items() if each is Residency.FETCHING}
+        assert {unit.index for unit in self.fetcher._held} >= self.held
         assert self.held == {unit.index for unit in self.units if unit.weights.held}
 
     @invariant()
     def every_slot_belongs_to_a_unit_or_to_whoever_views_it(self) -> None:
         slots = [unit.weights.slot for unit in self.units if unit.weights.slot is not None]
         fetching: list[Any] = [unit.weights.fetch for unit in self.units if unit.weights.fetch is not None]
-        known = [*slots, *self.room._viewed, *(fetch.slot for fetch in fetching)]
+        known = [*slots, *self.fetcher._viewed, *(fetch.slot for fetch in fetching)]
         assert sorted(map(id, known)) == sorted(self.pool.slots)
         found = {slot.tensor.untyped_storage()._cdata: unit for unit in self.units if (slot := unit.weights.slot)}
-        assert self.room._at == found
+        assert self.fetcher._at == found
 
     @invariant()
     def who_is_away_may_not_be_read(self) -> None:

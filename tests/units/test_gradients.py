@@ -129,7 +129,7 @@ class GradientsMachine(RuleBasedStateMachine):
 
     @rule()
     def leave(self) -> None:
-        self.group.leave()
+        self.group.begin_spill()
 
     @rule()
     def backward_begins(self) -> None:
@@ -148,7 +148,7 @@ class GradientsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sums)
     @rule()
     def the_values_are_there(self) -> None:
-        self.group.settle()
+        self.group.wait_landed()
         flat = torch.frombuffer(self.group._view(), dtype=self.group.dtype)
         for spec in SPECS:
             if spec.name in self.sums:
@@ -272,7 +272,7 @@ def test_what_reads_the_gradients_is_told_what_to_wait_for(rig: Rig) -> None:
     group.land(SPECS[0], gradient(1.0), accumulate=False)
     (future,) = group.landing_futures()
     assert group.landing_futures() == [future]
-    group.settle()
+    group.wait_landed()
     assert future.done()
     assert group.landing_futures() == []
 
@@ -293,14 +293,14 @@ def test_a_gradient_that_was_dropped_on_its_way_counts_for_nothing(rig: Rig) -> 
     group.land(SPECS[1], gradient(1.0), accumulate=False)
     group.send()
     group.drop(SPECS[0].name)
-    group.settle()
+    group.wait_landed()
     assert group.finite
 
 
 def test_gradients_that_leave_for_the_store_are_written_once_they_have_landed(rig: Rig) -> None:
     group = queued(rig, window=2)
     group.land(SPECS[0], gradient(3.0), accumulate=False)
-    group.leave()
+    group.begin_spill()
     assert group.spilled
     group.backward_begins()
     assert (torch.frombuffer(group._view(), dtype=torch.bfloat16)[: SPECS[0].numel] == 3.0).all()
@@ -312,11 +312,11 @@ def test_a_lost_gradient_is_named_by_every_question_until_it_is_forgotten(rig: R
     for spec in SPECS:
         group.land(spec, gradient(1.0), accumulate=False)
     names = ", ".join(spec.name for spec in SPECS)
-    for ask in (group.settle, lambda: group.sum_squares(SPECS[0]), group.settle):
+    for ask in (group.wait_landed, lambda: group.sum_squares(SPECS[0]), group.wait_landed):
         with pytest.raises(DeviceError, match=f"gradients of {names} were lost .* error 719"):
             ask()
     group.forget()
-    group.settle()
+    group.wait_landed()
 
 
 def test_one_micro_batch_costs_two_bytes_and_the_next_step_begins_in_fp32_after_two() -> None:
@@ -425,4 +425,4 @@ def test_what_was_sent_to_make_room_is_waited_for_when_it_is_forgotten(rig: Rig)
         patch.setattr(Landing, "wait", lambda landing: waited.append(landing is packed.landing))
         one.forget()
     assert waited == [True]
-    other.settle()
+    other.wait_landed()

@@ -39,7 +39,7 @@ class Model:
         below: Any = SimpleNamespace(generations=self.generations)
         updates: Any = self
         commits: Any = self
-        self.progress = Pump(below, updates, commits, self.health, Timeline())
+        self.pump = Pump(below, updates, commits, self.health, Timeline())
 
     def _log(self, what: str) -> None:
         self.log.append(what)
@@ -113,12 +113,12 @@ class ProgressMachine(RuleBasedStateMachine):
 
     @rule(updates=st.integers(0, 3))
     def a_step_is_decided(self, updates: int) -> None:
-        self.model.progress.finish_updates()
-        self.model.progress.make_way()
+        self.model.pump.finish_updates()
+        self.model.pump.make_way()
         self.model.waited = False
         self.step += 1
         self.model.running = [False] * updates
-        self.model.progress.begin_commit(self.step)
+        self.model.pump.begin_commit(self.step)
         assert self.model.under_way == (self.step % 2 == 0)
 
     @rule(which=st.integers(0, 2))
@@ -135,15 +135,15 @@ class ProgressMachine(RuleBasedStateMachine):
         self.model.synced = self.model.written_once
 
     @rule()
-    def carry_on(self) -> None:
-        self.model.progress.carry_on()
+    def advance(self) -> None:
+        self.model.pump.advance()
         assert self.model.running[:1] != [True]
         assert self.model.running or self.model.written_once or not self.model.under_way
         assert not (self.model.under_way and not self.model.running and self.model.ready)
 
     @rule()
     def finish_commit(self) -> None:
-        self.model.progress.finish_commit()
+        self.model.pump.finish_commit()
         assert not self.model.under_way
         self.model.waited = False
 
@@ -160,61 +160,61 @@ TestProgress.settings = few
 def test_a_commit_goes_on_when_the_last_update_is_finished() -> None:
     model = Model()
     model.running = [True, False]
-    model.progress.begin_commit(2)
+    model.pump.begin_commit(2)
     assert model.log == ["begin 2"]
-    model.progress.carry_on()
+    model.pump.advance()
     assert model.log == ["begin 2", "finish update"]
     model.running[0] = True
-    model.progress.carry_on()
+    model.pump.advance()
     assert model.log == ["begin 2", "finish update", "finish update", "write rest"]
     model.synced = True
-    model.progress.carry_on()
+    model.pump.advance()
     assert "finish" not in model.log
     model.freeze()
-    model.progress.carry_on()
+    model.pump.advance()
     assert model.log[-1] == "finish"
 
 
 def test_a_commit_that_is_frozen_is_not_finished_before_it_is_synced() -> None:
     model = Model()
-    model.progress.begin_commit(2)
+    model.pump.begin_commit(2)
     model.freeze()
-    model.progress.carry_on()
+    model.pump.advance()
     assert "finish" not in model.log
     model.synced = True
-    model.progress.carry_on()
+    model.pump.advance()
     assert model.log[-1] == "finish"
 
 
 def test_a_commit_is_begun_when_it_is_due() -> None:
     model = Model()
-    model.progress.begin_commit(1)
+    model.pump.begin_commit(1)
     assert not model.under_way
-    model.progress.begin_commit(2)
+    model.pump.begin_commit(2)
     assert model.log == ["begin 2", "write rest"]
 
 
 def test_a_commit_that_was_not_frozen_gives_way_and_one_that_was_is_finished() -> None:
     model = Model()
-    model.progress.begin_commit(2)
-    assert model.progress.make_way()
-    model.progress.begin_commit(4)
+    model.pump.begin_commit(2)
+    assert model.pump.make_way()
+    model.pump.begin_commit(4)
     model.freeze()
-    assert not model.progress.make_way()
+    assert not model.pump.make_way()
     assert model.log.count("finish") == 1
-    assert not model.progress.make_way()
+    assert not model.pump.make_way()
     assert model.generations is not None
     assert model.generations.settled == 3
 
 
 def test_nothing_is_settled_where_there_are_no_generations() -> None:
-    Model(keeps=False).progress.settle()
+    Model(keeps=False).pump.finish_recovery()
 
 
 def test_speculation_is_dropped_and_counted() -> None:
     model = Model()
     model.speculative = ["a", "b"]
-    assert model.progress.drop_speculation() == 2
+    assert model.pump.drop_speculation() == 2
     assert model.speculative == []
 
 
@@ -231,15 +231,15 @@ def test_a_failure_is_told_to_health(what: str) -> None:
     model = Model()
     model.failing[what] = error = SwapIOError("write", path="/swap")
     with pytest.raises(SwapIOError):
-        ACTS[what](model.progress)
+        ACTS[what](model.pump)
     assert model.health.failure is error
 
 
 def test_a_commit_that_fails_while_work_is_carried_on_is_told_to_health() -> None:
     model = Model()
-    model.progress.begin_commit(2)
+    model.pump.begin_commit(2)
     model.freeze()
     model.synced, model.failing["finish"] = True, InfinityError("not durable")
     with pytest.raises(InfinityError, match="not durable"):
-        model.progress.carry_on()
+        model.pump.advance()
     assert model.health.failure is not None

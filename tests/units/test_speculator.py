@@ -38,7 +38,7 @@ class Model:
         self.speculator = Speculator(self.speculation, here, here, here, here, [self.unit], shards)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("carry_on", "finish_commit", "retire_early", "settle", "reclaim_shadows"):
+        if name in ("advance", "finish_commit", "retire_early", "finish_recovery", "reclaim_shadows"):
             return lambda: self.log.append(name)
         raise AttributeError(name)
 
@@ -70,7 +70,7 @@ class Model:
 
     def complete(self, step: int = 3) -> list[Any]:
         optimizer: Any = self
-        self.speculator.complete(self.unit, optimizer, step)
+        self.speculator.gradients_complete(self.unit, optimizer, step)
         return self.log
 
     def begin_backward(self, step: int = 3) -> list[Any]:
@@ -83,10 +83,10 @@ class Model:
 @pytest.mark.parametrize("step", [3, 4])
 def test_an_update_begins_when_nothing_it_writes_is_named_by_a_commit_that_is_not_durable(step: int) -> None:
     assert Model().complete(step) == [
-        "carry_on",
+        "advance",
         "finish_commit",
         "retire_early",
-        "settle",
+        "finish_recovery",
         ("speculate", 0, step, step == 4),
     ]
 
@@ -110,7 +110,7 @@ def test_it_does_not_seem_worth_while(but: dict[str, Any]) -> None:
     for name, value in but.items():
         setattr(model, name, value)
     if without:
-        model.speculator.complete(model.unit, None, 3)
+        model.speculator.gradients_complete(model.unit, None, 3)
         model.speculator.backward_begins(lambda: [], None, 3)
     else:
         model.complete()
@@ -130,7 +130,7 @@ def test_what_does_not_fit_or_is_not_wanted_does_not_begin(but: dict[str, Any]) 
     model = Model()
     for name, value in but.items():
         setattr(model, name, value)
-    assert model.complete() == ["carry_on", "finish_commit", "retire_early", "settle"]
+    assert model.complete() == ["advance", "finish_commit", "retire_early", "finish_recovery"]
 
 
 def test_before_the_last_backward_states_are_read_that_no_speculative_update_needs() -> None:

@@ -81,7 +81,7 @@ class UnitMachine(RuleBasedStateMachine):
             self._fill(lease, NEW)
         update = UnitUpdate(
             "0",
-            wanted(self.unit.unit),
+            wanted(self.unit.full),
             {group: self._destinations(group) for group in range(len(GROUPS))},
             committed=False,
             speculated=speculative,
@@ -94,13 +94,15 @@ class UnitMachine(RuleBasedStateMachine):
 
     def _destinations(self, group: int) -> dict[str, Destination]:
         return {
-            state: Destination(home, self.shadow.get(home), copy=None if home.in_memory else 1 - home.stored().copy)
+            state: Destination(
+                home, self.shadow.get(home), copy_index=None if home.in_memory else 1 - home.stored().newest_copy
+            )
             for state, home in self.homes.updated(group, None).items()
         }
 
     @staticmethod
     def _copy(home: Home) -> int | None:
-        return None if home.in_memory else home.stored().copy
+        return None if home.in_memory else home.stored().newest_copy
 
     @precondition(lambda self: self._state() is UpdateState.SPECULATIVE)
     @rule(viewed=st.booleans())
@@ -146,7 +148,7 @@ class UnitMachine(RuleBasedStateMachine):
             for home, before in self.before:
                 assert self._copy(home) == (None if before is None else 1 - before)
                 assert home.dirty == home.in_memory
-                home.read()
+                home.mark_read()
             lease = self.homes.weights.lease
             for each in [lease, *(home.lease for home in self.states)]:
                 assert each is None or set(bytes(each.view())) == {NEW if self.shadow else OLD}
@@ -245,8 +247,8 @@ TestUnit.settings = few
 
 def begun(unit: OffloadedUnit, *, speculative: bool = False) -> UpdateFuture:
     future = UpdateFuture()
-    destinations = {0: {"weight": Destination(unit.homes.weights.groups[0], copy=1)}}
-    update = UnitUpdate(unit.name, wanted(unit.unit), destinations, committed=False, speculated=speculative)
+    destinations = {0: {"weight": Destination(unit.homes.weights.groups[0], copy_index=1)}}
+    update = UnitUpdate(unit.name, wanted(unit.full), destinations, committed=False, speculated=speculative)
     update.transfers[0] = under_way(future)
     unit.begin_update(update)
     return future
@@ -267,7 +269,7 @@ def test_a_decided_update_that_fails_is_told_to_health(act: str) -> None:
     with pytest.raises(SwapIOError) as caught:
         getattr(unit, act)()
     assert health.failure is caught.value
-    assert unit.homes.weights.groups[0].stored().copy == 0
+    assert unit.homes.weights.groups[0].stored().newest_copy == 0
 
 
 @pytest.mark.parametrize("act", ["apply_update", "finish_update"])
@@ -333,7 +335,7 @@ def test_a_fetch_is_told_where_new_weights_go_and_when_they_are_there() -> None:
     assert unit.weights_under_way() == {}
     future = begun(unit)
     new = unit.weights_under_way()[0]
-    assert (new.copy, new.memory) == (1, None)
+    assert (new.copy_index, new.memory) == (1, None)
     assert new.written is not None
     future.advance()
     assert not new.written.done()
@@ -350,8 +352,8 @@ def test_states_that_no_job_wrote_count_as_they_were_when_the_update_is_finished
     future = begun(unit)
     assert unit.update is not None
     elsewhere = Home(None, 0, PAGE_BYTES, extent("0", "weight"))
-    unit.update.destinations[1] = {"weight": Destination(elsewhere, copy=1)}
+    unit.update.destinations[1] = {"weight": Destination(elsewhere, copy_index=1)}
     future.reach(future)
     unit.finish_update()
-    assert unit.homes.weights.groups[0].stored().copy == 1
-    assert elsewhere.stored().copy == 0
+    assert unit.homes.weights.groups[0].stored().newest_copy == 1
+    assert elsewhere.stored().newest_copy == 0

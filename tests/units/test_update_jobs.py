@@ -36,7 +36,7 @@ def unit(homes: UnitHomes | None = None, of: Unit = UNIT) -> OffloadedUnit:
 def update(
     unit: OffloadedUnit, *, speculative: bool = False, current: Any = None, copy: Any = None, **request: Any
 ) -> UnitUpdate:
-    requests = {index: replace(each, **request) for index, each in wanted(unit.unit).items()}
+    requests = {index: replace(each, **request) for index, each in wanted(unit.full).items()}
     destinations = {
         index: {
             state: destination_of(
@@ -49,7 +49,7 @@ def update(
         }
         for index, each in requests.items()
     }
-    return UnitUpdate(unit.name, requests, destinations, committed=False, speculated=speculative, copy=copy)
+    return UnitUpdate(unit.name, requests, destinations, committed=False, speculated=speculative, weights_copy=copy)
 
 
 def submit(unit: OffloadedUnit, update: UnitUpdate, index: int = 0, below: Any = None) -> UpdateTransfer:

@@ -61,7 +61,7 @@ class UpdatesMachine(RuleBasedStateMachine):
 
     @staticmethod
     def _fetch(unit: OffloadedUnit) -> None:
-        lease = pages(2).lease(unit.unit.weight_bytes, "a slot")
+        lease = pages(2).lease(unit.full.weight_bytes, "a slot")
         slot: Any = HostSlot(lease.tensor(), lease)
         fetch: Any = Fetch(slot)
         unit.weights.begin_fetch(fetch)
@@ -88,7 +88,7 @@ class UpdatesMachine(RuleBasedStateMachine):
         if not self.updates.can_speculate(unit):
             assert unit.update is not None or self.shadows.free_bytes < self._shadow_bytes(index)
             return
-        if not self.updates.speculate(unit, wanted(unit.unit, lr), 1, committed=self.committed):
+        if not self.updates.speculate(unit, wanted(unit.full, lr), 1, committed=self.committed):
             whole = self.space.try_lease(self._shadow_bytes(index))
             assert whole is None  # what is free is in pieces
             assert unit.update is None
@@ -145,7 +145,7 @@ class UpdatesMachine(RuleBasedStateMachine):
         agrees=st.booleans(),
     )
     def decide(self, requested: dict[int, float], order: list[int], committed: bool, agrees: bool = False) -> None:
-        requests = {index: wanted(self.units[index].unit, lr) for index, lr in requested.items()}
+        requests = {index: wanted(self.units[index].full, lr) for index, lr in requested.items()}
         for unit in self.updates.speculative if agrees else ():
             assert unit.update is not None
             requests[unit.index] = dict(unit.update.wanted)
@@ -186,11 +186,11 @@ class UpdatesMachine(RuleBasedStateMachine):
     @staticmethod
     def _written(unit: OffloadedUnit) -> list[Any]:
         assert unit.update is not None
-        return [(each.home, each.copy) for each in unit.update.each_destination()]
+        return [(each.home, each.copy_index) for each in unit.update.each_destination()]
 
     def _finished(self, unit: OffloadedUnit, written: list[Any]) -> None:
         assert unit.update is None
-        assert all(home.dirty if copy is None else home.stored().copy == copy for home, copy in written)
+        assert all(home.dirty if copy is None else home.stored().newest_copy == copy for home, copy in written)
         self._forget([unit.index])
 
     @rule()
@@ -226,7 +226,7 @@ class UpdatesMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_quarter_of_the_slots_at_most_is_kept_from_others(self) -> None:
-        kept = sum(unit.unit.weight_bytes for unit in self.units if unit.reads_slot())
+        kept = sum(unit.full.weight_bytes for unit in self.units if unit.reads_slot())
         assert kept * 4 <= self.below.plan.budgets.slot_bytes
 
     @invariant()
@@ -250,7 +250,7 @@ class UpdatesMachine(RuleBasedStateMachine):
     @invariant()
     def what_updates_keep_of_the_slots_is_a_share(self) -> None:
         reading = [unit for unit in self.updates.speculative if unit.reads_slot()]
-        assert sum(unit.unit.weight_bytes for unit in reading) * 4 <= self.below.plan.budgets.slot_bytes
+        assert sum(unit.full.weight_bytes for unit in reading) * 4 <= self.below.plan.budgets.slot_bytes
 
     def teardown(self) -> None:
         self.patch.undo()
@@ -322,7 +322,7 @@ def test_an_update_of_which_a_group_has_begun_goes_on_and_another_is_taken_back(
 
 def test_a_moment_that_the_optimizer_does_not_use_stays_where_it_is(machine: UpdatesMachine) -> None:
     unit = machine.units[4]
-    uses_one = {group: replace(each, moments=frozenset({"exp_avg"})) for group, each in wanted(unit.unit).items()}
+    uses_one = {group: replace(each, moments=frozenset({"exp_avg"})) for group, each in wanted(unit.full).items()}
     assert machine.updates.speculate(unit, uses_one, 1, committed=False)
     before = {home: home.lease for home in unit.homes.all_states()}
     machine.updates.decide({4: uses_one}, machine.units, 1, committed=False)
@@ -347,8 +347,8 @@ def test_states_in_ram_that_the_step_commits_need_a_spare_copy(machine: UpdatesM
     )
     unit = machine.units[4]
     assert machine.updates.can_speculate(unit)
-    assert not machine.updates.speculate(unit, wanted(unit.unit), 1, committed=True)
-    assert machine.updates.speculate(unit, wanted(unit.unit), 1, committed=False)
+    assert not machine.updates.speculate(unit, wanted(unit.full), 1, committed=True)
+    assert machine.updates.speculate(unit, wanted(unit.full), 1, committed=False)
 
 
 @pytest.mark.parametrize("committed", [False, True])
@@ -356,25 +356,25 @@ def test_states_in_ram_are_written_when_the_step_is_committed(machine: UpdatesMa
     unit = machine.units[4]
     for speculates in (True, False):
         if speculates:
-            assert machine.updates.speculate(unit, wanted(unit.unit), 1, committed=committed)
+            assert machine.updates.speculate(unit, wanted(unit.full), 1, committed=committed)
         else:
             machine.updates.undo([unit])
-            machine.updates.decide({4: wanted(unit.unit)}, machine.units, 1, committed=committed)
+            machine.updates.decide({4: wanted(unit.full)}, machine.units, 1, committed=committed)
         assert unit.update is not None
         for each in unit.update.each_destination():
             writes = committed or not each.home.in_memory
-            assert each.copy == (int(speculates) if writes else None)
+            assert each.copy_index == (int(speculates) if writes else None)
 
 
 def test_a_speculative_update_without_a_spare_copy_is_a_mistake(machine: UpdatesMachine) -> None:
     machine.below.spare_copy = lambda extent: None
     with pytest.raises(AssertionError, match="no spare copy for weight of unit '0'"):
-        machine.updates.speculate(machine.units[0], wanted(machine.units[0].unit), 1, committed=False)
+        machine.updates.speculate(machine.units[0], wanted(machine.units[0].full), 1, committed=False)
 
 
 def test_a_part_of_a_unit_in_ram_is_not_speculated(machine: UpdatesMachine) -> None:
     unit = machine.units[3]
-    part = {0: wanted(unit.unit)[0]}
+    part = {0: wanted(unit.full)[0]}
     assert not machine.updates.speculate(unit, part, 1, committed=False)
     assert unit.update is None
     assert machine.shadows.free_bytes == SHADOW_PAGES * PAGE_BYTES

@@ -52,7 +52,7 @@ STEPS: dict[str, Callable[[Weights], object]] = {
     "update in the slot": lambda weights: weights.begin_update(writes_slot=True),
     "update elsewhere": lambda weights: weights.begin_update(writes_slot=False),
     "updated": lambda weights: weights.updated(),
-    "leave": lambda weights: weights.leave(),
+    "leave": lambda weights: weights.release(),
 }
 WAY = {
     RELEASED: [],
@@ -140,7 +140,7 @@ class WeightsMachine(RuleBasedStateMachine):
     @rule()
     def leave(self) -> None:
         slot: Any = self.weights.slot
-        assert self.weights.leave() is slot
+        assert self.weights.release() is slot
         assert slot.expected == 0
         assert not slot.freed
 
