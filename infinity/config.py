@@ -149,7 +149,7 @@ class RanksConfig(_Section):
 
 
 class SwapConfig(_Section):
-    """Where states are kept and how they move (docs/reference/config.md)."""
+    """Tiers of the states, and the way that they move (docs/reference/config.md)."""
 
     weights: Tier = "auto"
     """Tier of the weights between uses."""

@@ -1,1 +1,1 @@
-"""What makes the wheel, and tries it: `make wheel`, `make wheel-test`."""
+"""Programs that make the wheel and try it: `make wheel`, `make wheel-test`."""

@@ -73,7 +73,7 @@ def build_wheel(source: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """For the build: the pinned versions, this environment's programs, and nothing that changes the code."""
+    """Return the build's environment: pinned versions, these programs, and no variable that changes the code."""
     kept = {key: value for key, value in os.environ.items() if key not in _OTHER_CODE and not key.startswith("SKBUILD")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', os.defpath)}"
     return kept | {"PATH": path, "PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}

@@ -31,7 +31,7 @@ class WheelError(RuntimeError):
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a wheel that is as it should be.
+    """Facts about a correct wheel.
 
     Attributes:
         platforms: its tags, such as "manylinux_2_34_x86_64".
@@ -48,6 +48,7 @@ def check(wheel: Path, built_in: Path | None = None) -> Facts:
     """Check a repaired wheel.
 
     Args:
+        wheel: the wheel's file.
         built_in: a folder whose path must not be in the core.
 
     Raises:
@@ -78,7 +79,7 @@ def _has_license(names: list[str], path: str) -> bool:
 
 
 def _of_core(core: bytes, built_in: Path | None) -> tuple[tuple[str, ...], list[str]]:
-    """The libraries that the core links, and what is wrong with it."""
+    """Return the libraries that the core links, and the faults that were found in it."""
     file = ELFFile(io.BytesIO(core))
     linked, faults = [], []
     for section in file.iter_sections():

@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def loaded(names: tuple[str, ...]) -> list[str]:
-    """Which of these libraries are mapped into this process."""
+    """Return the libraries of `names` that are mapped into this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     files = {Path(line.split(maxsplit=5)[5]).name for line in lines if "/" in line}
     return sorted(file for file in files if file.startswith(names))

@@ -29,7 +29,7 @@ WORK = ROOT / "build" / "wheel-test"
 STEPS = 6
 
 PROGRAMS = ("bash", "cat", "env", "ldd", "ls", "rm", "sh", "uname")
-"""Of the system, for a PATH on which a machine without development packages is imitated."""
+"""Programs of the system on a PATH that imitates a machine without development packages."""
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "cmake", "make", "ninja", "ld", "as")
 
 _CONFIG = """\
@@ -79,7 +79,7 @@ class Trial:
         (self.programs / Path(program).name).symlink_to(program)
 
     def require_no_compiler(self) -> None:
-        """Raises TrialError when one could be found, also one that an installation brought."""
+        """Raise TrialError if a compiler could be found, also one that an installation brought."""
         found = [name for name in COMPILERS if shutil.which(name, path=self.environment["PATH"])]
         if found:
             raise TrialError(f"{', '.join(found)} can be found on {self.environment['PATH']}")
@@ -123,7 +123,7 @@ def main() -> int:
 
 
 def newest(pattern: str) -> Path:
-    """A file in dist/ that this Python can install. Raises TrialError when there is none."""
+    """Return a file in dist/ that this Python can install. Raises TrialError without one."""
     tags = set(sys_tags())
     found = [
         file for file in DIST.glob(pattern) if file.suffix != ".whl" or tags & set(parse_wheel_filename(file.name)[3])
@@ -134,7 +134,7 @@ def newest(pattern: str) -> Path:
 
 
 def try_wheel(wheel: Path) -> None:
-    """Raises TrialError."""
+    """Try a wheel. Raises TrialError."""
     print(f"trying {wheel.name} without a compiler")
     trial = Trial(WORK)
     wanted = f"infinity-offload[hf] @ {wheel.as_uri()}"
@@ -152,7 +152,7 @@ def try_wheel(wheel: Path) -> None:
 
 
 def try_source(source: Path) -> None:
-    """Raises TrialError."""
+    """Try a source distribution. Raises TrialError."""
     print(f"trying {source.name}, which pip builds")
     trial = Trial(WORK)
     compilers = {"PATH": f"{trial.bin}{os.pathsep}{os.environ['PATH']}"}
@@ -164,13 +164,13 @@ def try_source(source: Path) -> None:
 
 
 def require_installed(trial: Trial, where: str) -> None:
-    """Raises TrialError unless it is the wheel that is imported."""
+    """Raise TrialError unless the wheel is the package that is imported."""
     if not Path(where.strip()).is_relative_to(trial.folder / "venv"):
         raise TrialError(f"{where.strip()} is imported, and not the wheel")
 
 
 def without_avx(trial: Trial) -> None:
-    """The core on an emulated x86-64 processor of 2003, which has nothing beyond SSE3. Raises TrialError."""
+    """Run the core on an emulated x86-64 processor of 2003, which has nothing beyond SSE3. Raises TrialError."""
     qemu = shutil.which("qemu-x86_64")
     if platform.machine() != "x86_64" or qemu is None:
         print("     not tried: a processor without AVX, which takes an x86-64 machine with qemu-user")
@@ -183,8 +183,8 @@ def without_avx(trial: Trial) -> None:
 
 
 def fine_tune(trial: Trial) -> None:
-    """A small model with its states on NVMe, then adapters with TRL's trainer, which the hf extra brings. Raises
-    TrialError when the loss does not fall."""
+    """Train a small model with its states on NVMe, then adapters with TRL's trainer, which the hf extra installs.
+    Raises TrialError if the loss does not fall."""
     work, steps = trial.folder, str(STEPS)
     small = ("--hidden", "64", "--layers", "2", "--vocabulary", "512", "--text-bytes", "100000", "--dtype", "float32")
     trial.call("python", ROOT / "examples" / "make_demo_checkpoint.py", "input", *small)

@@ -75,7 +75,7 @@ _HERE = str(Path(infinity.__file__).parent) + "/"
 
 
 def room_of(frame: FrameType) -> str:
-    """The package of a frame's code, "" where it is none of infinity's."""
+    """Return the package of a frame's code; "" if it is not infinity's."""
     name = frame.f_code.co_filename
     return name[len(_HERE) :].partition("/")[0] if name.startswith(_HERE) else ""
 
@@ -111,7 +111,7 @@ class Calls:
 
 @contextmanager
 def traced() -> Iterator[Calls]:
-    """Calls, while the collector rests: a model of an earlier test that it ends calls on top of whatever runs then."""
+    """Record calls with the garbage collector off: ending a model of an earlier test would add calls at any place."""
     calls = Calls()
     gc.collect()
     gc.disable()
@@ -124,7 +124,7 @@ def traced() -> Iterator[Calls]:
 
 
 def live(swap: Path, **options: Any) -> None:
-    """A model's life: two steps, a look at its weights, a commit, the end."""
+    """Run a model's life: two steps, a look at its weights, a commit, the end."""
     model, batch = llama()
     config = {"memory": {"device": "400KiB", "host": "64MiB"}, "nvme": {"paths": [str(swap)]}, **options}
     model = infinity.offload(model.bfloat16().train(), config)

@@ -16,7 +16,7 @@ BURN = "import time\nwhile time.process_time() < {seconds}: pass"
 
 
 def costs_of(pytester: pytest.Pytester, source: str, monkeypatch: pytest.MonkeyPatch) -> Costs:
-    """What a test file costs that is run in this process."""
+    """Return the costs of a test file that is run in this process."""
     pytester.makepyfile(source)
     monkeypatch.setenv("INFINITY_COSTS", str(pytester.path / "build" / "costs.json"))
     pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider", "-p", "tests.costs")

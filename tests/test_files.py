@@ -37,7 +37,7 @@ def zeros(path: Path) -> None:
 
 
 def endless(path: Path) -> None:
-    """A file of 1 TiB without a block."""
+    """Make a file of 1 TiB without a block."""
     path.touch()
     os.truncate(path, 1 << 40)
 

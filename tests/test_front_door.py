@@ -17,7 +17,7 @@ HEAVY = ("torch", "numpy", "transformers", "pydantic", "rich", "psutil", "matplo
 
 
 def imported_by(code: str) -> str:
-    """What of HEAVY a new process has imported after `code`."""
+    """Return the modules of HEAVY that a new process has imported after `code`."""
     ending = f"\nimport sys; print(*[name for name in {HEAVY} if name in sys.modules])"
     return subprocess.run([sys.executable, "-c", code + ending], capture_output=True, text=True, check=True).stdout
 

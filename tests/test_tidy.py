@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -94,6 +95,52 @@ def test_only_sharded_asks_whether_there_are_other_ranks() -> None:
 def test_every_file_begins_with_why_it_exists() -> None:
     for path in ROOT.rglob("*.py"):
         assert ast.get_docstring(ast.parse(path.read_text())), path
+
+
+_NO_DOCSTRING = re.compile(r"(What|Of|Whoever|As|That)\b")
+_NO_NOUN = re.compile(
+    r"(What|Of|Whoever|As|That|How|When|Where|Which|Who|Why|See|If|By|For|From|In|On|To|With|Here|There|"
+    r"Is|Are|Has|Holds|Keeps|Returns?|Get|Set|Says|Tells|Gives|Contains)\b"
+)
+
+
+def test_docstrings_begin_as_a_reader_expects() -> None:
+    """No docstring begins with a clause in place of a noun. Those of attributes and properties begin with a noun."""
+    assert list(_odd_docstrings(ast.parse('x = 1\n"""Of x."""\ndef f():\n    """Return x."""'))) == ["Of x."]
+    repository = Path(__file__).parent.parent
+    exempt = re.findall(r'^"(\S+)" = \["D"\]', (repository / "pyproject.toml").read_text(), re.MULTILINE)
+    paths = [
+        path for folder in ("bench", "docs", "examples", "release") for path in (repository / folder).rglob("*.py")
+    ]
+    paths += [path for path in (repository / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    paths += [*ROOT.rglob("*.py"), *ROOT.rglob("*.pyi")]
+    found = [
+        f"{path}: {odd}"
+        for path in paths
+        if not path.as_posix().endswith(tuple(exempt))
+        for odd in _odd_docstrings(ast.parse(path.read_text()))
+    ]
+    assert found == []
+
+
+def _odd_docstrings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text, refused = ast.get_docstring(node) or "", _NO_DOCSTRING
+        if isinstance(node, ast.FunctionDef):
+            decorators = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
+            refused = _NO_NOUN if decorators & {"property", "cached_property"} else _NO_DOCSTRING
+        if refused.match(text):
+            yield text.splitlines()[0]
+        yield from (text for text in _of_attributes(node.body) if _NO_NOUN.match(text))
+
+
+def _of_attributes(body: list[ast.stmt]) -> Iterator[str]:
+    for assigned, text in itertools.pairwise(body):
+        match assigned, text:
+            case ast.Assign() | ast.AnnAssign(), ast.Expr(value=ast.Constant(value=str(docstring))):
+                yield docstring.strip()
 
 
 def test_the_native_core_links_neither_torch_nor_cuda() -> None:

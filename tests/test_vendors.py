@@ -24,7 +24,7 @@ _NAMED = re.compile(
 
 
 def vendors_in(text: str) -> list[str]:
-    """What a file names, in the order of the lines."""
+    """Return the vendors that a file names, in the order of the lines."""
     return [f"{line}: {name}" for line, name in sorted({*_in_text(text), *_imported(ast.parse(text))})]
 
 

@@ -1,4 +1,4 @@
-"""Return of freed heap memory to the system while a model runs.
+"""Freed heap memory, which is returned to the system while a model runs.
 
 Without a GPU, torch's tensors are in glibc's heap. The heap keeps the largest size that it ever had, because the holes
 that activations and gradients leave are between tensors in use. glibc's own remedy is a low threshold for mapping

@@ -311,7 +311,7 @@ class _Unpacker:
             "dtype": (("name",), lambda tagged: _TORCH_DTYPES[tagged["name"]]),
             "device": (("name",), lambda tagged: torch.device(str(tagged["name"]))),
         }
-        """For each form, the keys besides "$", and the function that makes the value."""
+        """Keys of each form besides "$", and the function that makes the value."""
 
     def parse(self, text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=self._unpack, parse_constant=self._refuse)

@@ -1,4 +1,4 @@
-"""How often a run commits if the swap config leaves it open (commit_every: auto).
+"""Frequency of commits if the swap config leaves it open (commit_every: auto).
 
 | where the trained weights and the optimizer's states rest | commits |
 |---|---|
@@ -29,7 +29,7 @@ EVERY_MAX = 1000
 
 @dataclass(frozen=True)
 class CommitFrequency:
-    """How often a run commits.
+    """Frequency of a run's commits.
 
     Attributes:
         every: steps between durable generations; 0: no generations, states are updated in place.

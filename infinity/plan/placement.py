@@ -1,4 +1,4 @@
-"""Which units keep their weights, optimizer states and gradients in RAM.
+"""Choice of the units that keep their weights, optimizer states and gradients in RAM.
 
 A step visits every unit once per pass, so a cache that evicts the least recently used unit would evict each unit before
 its next use. The units in RAM are therefore chosen once: whole units, the first of the forward first, because the next
@@ -43,7 +43,7 @@ Overlap = Literal["auto", "during_backward", "before_forward", "off"]
 
 @dataclass(frozen=True)
 class TierSplit:
-    """Where the units' weights, states or gradients rest between uses.
+    """Tier of the units' weights, states or gradients between uses.
 
     Attributes:
         tier: device, host or nvme; nvme if only some of the units rest in RAM.
@@ -73,7 +73,7 @@ class Form:
 
 @dataclass(frozen=True)
 class UpdateTiming:
-    """When updates run.
+    """Time at which updates run.
 
     Attributes:
         overlap: as in the config; before_forward if no update can speculate.
@@ -91,7 +91,7 @@ class UpdateTiming:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where states rest, in which form, and when they change.
+    """Tiers and forms of all states, and the times of updates and commits.
 
     Attributes:
         optimizer: where residuals and moments rest.
@@ -124,7 +124,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class PlacedStates:
-    """Where weights and states rest, and the memory that this takes.
+    """Tiers of weights and states, and the memory that they take.
 
     Attributes:
         upload_bytes: host memory that weights are read into before they are copied to the device.
@@ -207,7 +207,7 @@ def _host_bytes(inputs: PlanInput, weights: TierSplit, states_in_ram: frozenset[
 
 @dataclass(frozen=True)
 class GradientPlacement:
-    """Where gradients wait for the update.
+    """Memory in which gradients wait for the update.
 
     Attributes:
         in_ram: indices of the units whose gradients wait in RAM.

@@ -1,4 +1,4 @@
-"""Begin and end of a model's backward passes."""
+"""Beginning and end of a model's backward passes."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ KEPT: dict[str, dict[str, Moment]] = {
     "adagrad": {"sum": "exp_avg_sq"},
     "sgd": {"momentum_buffer": "exp_avg"},
 }
-"""By optimizer: torch's names of its moments, each with the name under which it is stored."""
+"""Names of the moments of each optimizer: torch's, each with the name under which the moment is stored."""
 
 STORED: dict[str, tuple[Moment, ...]] = {name: tuple(kept.values()) for name, kept in KEPT.items()}
 STORED_AS: dict[str, Moment] = {torchs: stored for kept in KEPT.values() for torchs, stored in kept.items()}

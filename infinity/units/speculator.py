@@ -79,7 +79,7 @@ class Speculator:
     def backward_begins(
         self, order: Callable[[], Sequence[OffloadedUnit]], optimizer: Predictable | None, step: int
     ) -> None:
-        """Before the last backward of a step, read states ahead for updates that will not begin during the backward.
+        """Read states ahead, before the last backward of a step, for updates that will not begin during the backward.
 
         Args:
             order: function that returns all units, first the one that the next forward uses first.

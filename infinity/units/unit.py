@@ -85,12 +85,12 @@ class OffloadedUnit:
 
     @property
     def placeholders(self) -> Mapping[str, torch.Tensor]:
-        """See ParameterViews.placeholders."""
+        """Placeholders of the released parameters (ParameterViews.placeholders)."""
         return self.views.placeholders
 
     @property
     def gathered(self) -> Collection[str]:
-        """See ParameterViews.gathered."""
+        """Names of the gathered parameters (ParameterViews.gathered)."""
         return self.views.gathered
 
     def hide(self) -> None:

@@ -160,7 +160,7 @@ SOURCE = "int cudaEventRecord(void) { return %d; }"
 
 
 def build(path: Path, number: int) -> None:
-    """A library that is loaded as libcudart.so.12."""
+    """Build a library that is loaded as libcudart.so.12."""
     line = ["g++", "-shared", "-fPIC", "-x", "c", "-", "-Wl,-soname,libcudart.so.12", "-o", str(path)]
     subprocess.run(line, input=SOURCE % number, text=True, check=True)
 

@@ -11,12 +11,12 @@ from tests.io.test_disks import write
 
 
 def put(root: Path, address: str, **files: str) -> None:
-    """A device on the bus."""
+    """Put a device on the bus."""
     write(root, {f"sys/bus/pci/devices/{address}/{name}": text for name, text in files.items()})
 
 
 def card(root: Path, address: str = "0000:65:00.0", *, vendor: str = "0x10de", node: str = "-1") -> None:
-    """A GPU, by default one of NVIDIA."""
+    """Put a GPU on the bus, by default one of NVIDIA."""
     put(root, address, vendor=vendor, **{"class": "0x030200"}, numa_node=node)
 
 

@@ -32,7 +32,7 @@ class Killed(BaseException):
 
 
 def carried_on(run: Run, folder: Path) -> dict[str, torch.Tensor]:
-    """The bits of a run that goes on from the portable copy in a folder."""
+    """Return the bits of a run that continues from the portable copy in a folder."""
     model = infinity.offload_from_checkpoint(Net(), folder / "portable", {**run.config, "nvme": {"paths": []}, **RAM})
     infinity.AdamW(model.parameters(), lr=1e-2)
     infinity.track(model=model)
@@ -45,7 +45,7 @@ RAM = {"weights": "host", "optimizer": "host", "commit_every": 0}
 
 
 def full(root: Path, **options: Any) -> tuple[Run, dict[str, torch.Tensor]]:
-    """A run whose only pin is taken by step 2, at step 5; and the bits of step 2."""
+    """Return a run at step 5 whose only pin is taken by step 2, and the bits of step 2."""
     run = Run(root, pins=1, **options).to(2)
     run.save()
     expected = run.bits

@@ -71,7 +71,7 @@ def offloaded(swap_config: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 def damaged(checkpoint: Path, out: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """A copy whose tensors were changed."""
+    """Write a copy of a checkpoint with changed tensors, and return its folder."""
     out.mkdir()
     (out / "config.json").write_text((checkpoint / "config.json").read_text())
     tensors = load_file(checkpoint / "model.safetensors")

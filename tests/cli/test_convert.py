@@ -175,7 +175,7 @@ def test_a_bad_config_leaves_no_output(here: Path, capsys: pytest.CaptureFixture
 
 
 def part(name: str) -> str:
-    """What the page has between two comments."""
+    """Return the part of the page between two comments."""
     match = re.search(f"<!-- {name} -->\n(.*?)<!-- /{name} -->", PAGE.read_text(), re.S)
     assert match is not None, name
     return match[1]

@@ -58,7 +58,7 @@ def _byte_level() -> Any:
 
 
 def byte_level() -> Any:
-    """A tokenizer whose tokens are bytes. Each caller has one of its own, which it may change."""
+    """Return a tokenizer whose tokens are bytes. Each caller gets its own, which it may change."""
     return copy.deepcopy(_byte_level())
 
 
@@ -83,7 +83,7 @@ def read(tmp_path: Path) -> Iterator[Read]:
 
 
 def learned(data: PackedData) -> list[str]:
-    """The text that is learned, by example."""
+    """Return the text that is learned, by example."""
     batch, by = data.rows(range(data.sequences)), byte_level()
     assert batch.labels is not None
     assert batch.positions is not None

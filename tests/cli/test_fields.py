@@ -19,7 +19,7 @@ SHARED = spoken([("human", ASKED), ("gpt", FOX), ("human", MORE), ("gpt", HEN)],
 
 
 def saying(talk: list[dict[str, Any]], index: int, **more: Any) -> list[dict[str, Any]]:
-    """The conversation, with more in one of its messages."""
+    """Return the conversation with further entries in one of its messages."""
     return [message | more if number == index else message for number, message in enumerate(talk)]
 
 

@@ -362,7 +362,7 @@ def test_nan_loss_ends_the_run_with_nothing_written(job: dict[str, Any], tmp_pat
 
 
 def changing(monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor], torch.Tensor], at: set[int]) -> None:
-    """The loss of the passes `at`, counted from 1, is another one."""
+    """Change the loss of the passes `at`, counted from 1."""
     compute, passes = Sft.compute_loss, itertools.count(1)
 
     def compute_loss(*arguments: Any, **options: Any) -> Any:

@@ -40,7 +40,7 @@ FIND = '{"name": "find", "arguments": {"what": "hen"}}'
 
 
 def chat(*turns: str) -> str:
-    """What the template writes of turns such as "user: who", with what is learned in «»."""
+    """Return the text that the template writes of turns such as "user: who", with the learned parts in «»."""
     said = ""
     for role, content in (turn.split(": ", 1) for turn in turns):
         inner = f"{content.strip('«»')}<|im_end|>"
@@ -348,7 +348,7 @@ FIELDS = (*ANSWERS, *LISTS, "weight", "train", "label", "system", "role", "from"
 
 
 def mutated(draw: random.Random) -> dict[str, Any]:
-    """A row with something changed in it."""
+    """Return a row in which something is changed."""
     row: dict[str, Any] = copy.deepcopy(draw.choice(ROWS))
     for _ in range(draw.randint(1, 3)):
         talks = [row[key] for key in LISTS if isinstance(row.get(key), list)]
@@ -371,7 +371,7 @@ def strings(value: Any) -> Iterator[str]:
 
 
 def answers(row: dict[str, Any]) -> Iterator[str]:
-    """What may be learned of a row: strings where an answer stands."""
+    """Yield the strings of a row that may be learned: those at the place of an answer."""
     for key in ANSWERS:
         yield from strings(row.get(key))
     for key in LISTS:

@@ -24,7 +24,7 @@ PROGRAMS = {"infinity": main, "infinity-bench": bench_main}
 
 
 def ended(program: str, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    """A program run as the shell runs it."""
+    """Run a program as the shell runs it, and return the result."""
     command = [sys.executable, "-m", PROGRAMS[program].__name__, *arguments]
     how = {"capture_output": True, "text": True, "timeout": 120} | how
     return subprocess.run(command, **how)
@@ -193,7 +193,7 @@ def test_every_parser_refuses_abbreviations() -> None:
 
 
 def unread(tmp_path: Path) -> int:
-    """A pipe whose reader is gone."""
+    """Return the writing end of a pipe whose reader is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     return writer

@@ -110,8 +110,8 @@ _STOPPED_AFTER = 4
 
 
 def _stop_after(job: dict[str, Any], number: int, *flags: str, at: str = "") -> subprocess.CompletedProcess[str]:
-    """The job gets a signal after its fourth step, or after a line about a step that says `at`. What cannot be caught
-    goes to a process of its own."""
+    """Send the job a signal after its fourth step, or after a line about a step that says `at`. For SIGKILL the job
+    runs in a process of its own."""
     arguments = arguments_of(job, *flags)
     if number == signal.SIGKILL:
         process = Forked(_ended, arguments, number, at)

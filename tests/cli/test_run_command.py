@@ -32,7 +32,7 @@ def config(directory: Path, **values: Any) -> Path:
 
 
 def place(kind: str, directory: Path) -> str:
-    """A path that is no swap directory, as `kind` says."""
+    """Make a path that is no swap directory, as `kind` says, and return it."""
     if kind == "misspelled":
         return str(directory / "mtn" / "nvme" / "swap")
     (directory / "file").touch()
@@ -82,7 +82,7 @@ def arguments(tmp_path: Path, script: str) -> list[str]:
 
 
 def _to_its_end(arguments: list[str], place: Path) -> int:
-    """What raised is told as Python tells it at its end."""
+    """Run the command, and print an exception as Python does for one that nobody catches."""
     os.chdir(place)
     try:
         return main(["run", *arguments])

@@ -87,7 +87,7 @@ def test_without_room_for_models_each_way_on_has_room(
 
 
 def saved(directory: Path, step: int, every: int | None) -> None:
-    """A model that was saved while --save-every was this."""
+    """Make the folder of a model that was saved with this --save-every."""
     folder = directory / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "model.safetensors").touch()

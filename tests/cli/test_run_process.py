@@ -89,7 +89,7 @@ def _under_infinity(swap: str, script: str, into: str) -> int:
 
 
 def _forget_libraries() -> None:
-    """What is forked has imported them."""
+    """Forget the imported libraries, which a forked process inherits."""
     for name in list(sys.modules):
         if name.split(".")[0] in ("transformers", "peft", "trl", "accelerate", "lightning", "datasets", "deepspeed"):
             del sys.modules[name]

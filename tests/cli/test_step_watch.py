@@ -50,13 +50,13 @@ def of_tensorboard(output: Path) -> dict[str, list[Any]]:
 
 
 def saved(output: Path) -> set[str]:
-    """The models of steps."""
+    """Return the names of the saved models of steps."""
     return {path.name for path in output.with_name(f"{output.name}-steps").glob("checkpoint-*")}
 
 
 def require_all_of_it(output: Path, resumed: int = 0) -> None:
-    """What FLAGS ask for is there, and agrees with the report. Args: resumed: the step after which a run went on: a
-    Trainer begins its mean of losses there."""
+    """Check that everything that FLAGS ask for exists and agrees with the report. Args: resumed: step after which the
+    run was resumed, where a Trainer begins its mean of losses."""
     found = evaluations(output)
     best, lowest = min(found, key=lambda each: each[1])
     assert saved(output) == {"checkpoint-8", "checkpoint-10"} | ({f"checkpoint-{best}"} - {"checkpoint-12"})
@@ -265,7 +265,7 @@ def test_a_command_that_begins_anew_goes_on_in_what_it_left(job: dict[str, Any],
 
 
 def evaluating(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> None:
-    """The evaluations find these losses."""
+    """Make the evaluations return these losses."""
     given, evaluate = iter(losses), Sft.evaluation_loop
 
     def loop(*arguments: Any, **options: Any) -> Any:

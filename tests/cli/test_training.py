@@ -79,7 +79,7 @@ def capped() -> Any:
 
 
 def balanced() -> Any:
-    """A mixture whose config asks that its experts are used alike."""
+    """Return a mixture of experts whose config asks that its experts are used equally often."""
     config = hf.MixtralConfig(
         hidden_size=32,
         intermediate_size=32,

@@ -40,7 +40,7 @@ class Sequence:
     states: dict[int, str] = field(default_factory=dict)  # by step, of the line that the run is on
 
     def run(self, life: Life) -> bool:
-        """Returns whether it was killed."""
+        """Run one life, check its states, and return whether it was killed."""
         log = self.root / "log"
         before = log.stat().st_size if log.exists() else 0
         if life.folder:

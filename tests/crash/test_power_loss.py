@@ -95,7 +95,7 @@ def record(setup: Setup, kill: AtAct | None, root: Path) -> NativeEvents:
 
 
 def _end_of(setup: Setup, root: Path, journal: Path | None = None) -> tuple[Result, dict[int, str]]:
-    """What a run comes to that nothing disturbs, and the states of its folders by step."""
+    """Return the result of an undisturbed run, and the states of its folders by step."""
     result = result_of(root, [run_life(setup, root, journal=journal)])
     words = [line.split() for line in (root / "log").read_text().splitlines()]
     return result, {int(each[1]): each[2] for each in words if each[0] == "saved"}

@@ -43,7 +43,7 @@ class Job:
 
 
 def process(root: Path, target: Callable[..., None], *arguments: Any) -> bool:
-    """Returns whether it was killed."""
+    """Run a function in a process of its own, and return whether the process was killed."""
     one = server().Process(target=target, args=arguments)
     one.start()
     return ended(one, root, f"{target.__name__}{arguments}", within_s=DEADLINE_S)
@@ -106,15 +106,15 @@ def random_life(chance: random.Random, best: bool, root: Path) -> Life:
 
 
 def age(root: Path) -> None:
-    """The folders are an hour older: Trainer takes the order of their times then, and not of their numbers."""
+    """Make the folders an hour older. Trainer then orders them by their times instead of their numbers."""
     for folder in root.glob("out/checkpoint-*"):
         times = folder.stat()
         os.utime(folder, (times.st_atime - 3600, times.st_mtime - 3600))
 
 
 def _lacks_its_best(folder: Path) -> bool:
-    """The best folder that it knows of was removed, as a later one was better. Trainer fails at the end then, where
-    save_total_limit is 1."""
+    """Return whether the best folder that this one names was removed because a later one was better. With
+    save_total_limit 1, Trainer then fails at its end."""
     best = json.loads((folder / "trainer_state.json").read_text())["best_model_checkpoint"]
     return best is not None and not Path(best).exists()
 

@@ -33,7 +33,7 @@ LAUNCHERS = re.compile(r"^(?:torchrun .*?-m infinity|\.venv/bin/infinity)(?=[ .-
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command in a block."""
+    """Yield the words of each command in a block."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(
             LAUNCHERS.sub("infinity", ENVIRONMENT.sub("", line.strip())).replace("infinity.run ", "infinity run "),
@@ -49,7 +49,7 @@ def known_commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def require_known(words: list[str]) -> None:
-    """Raises an error for a command that its own parser refuses."""
+    """Check that a command's own parser accepts its words."""
     program, *rest = Path(words[0]).name, *words[1:]
     if program == "infinity":
         build_parser().parse_args(rest)
@@ -116,7 +116,8 @@ def test_the_readme_begins_with_the_two_commands_that_set_everything_up() -> Non
 
 
 def drawn(candidates: list[Block], mark: pytest.MarkDecorator) -> list[Any]:
-    """The first block of each page in FIRST, with a mark; by INFINITY_TESTS a share of the others, or all."""
+    """Return the first block of each page in FIRST, with a mark, and a sample of the others; with INFINITY_TESTS=all
+    every block."""
     first = [
         next(block for block in candidates if block.page == page)
         for page in FIRST
@@ -145,7 +146,7 @@ def sandbox(things: Path, tmp_path: Path) -> Path:
 
 
 def chain(block: Block) -> list[Block]:
-    """The blocks to run: those that this one goes on from, and itself."""
+    """Return the blocks to run: those that this one continues, and itself."""
     if "goes on" not in block.marks:
         return [block]
     before = [each for each in SHELL if each.page == block.page and each.line < block.line and is_run(each)]

@@ -25,7 +25,7 @@ def rows_of(section: str) -> list[str]:
 
 @cache
 def defined_in(file: Path) -> frozenset[str]:
-    """The names of functions and classes of a file, and `Class.method` of what is in these."""
+    """Return the names of the functions and classes of a file, and `Class.method` for the methods."""
     if file.suffix != ".py":
         return frozenset()
     names = set()
@@ -37,7 +37,8 @@ def defined_in(file: Path) -> frozenset[str]:
 
 
 def wrong_in(row: str) -> list[str]:
-    """The files that a row of a table names and that do not exist, and names that no file of its sentence defines."""
+    """Return the files that a row of a table names and that do not exist, and the names that no file of their sentence
+    defines."""
     wrong = []
     for sentence in re.split(r" → |; | \| ", row):
         files = []

@@ -15,7 +15,7 @@ class Loop:
         self.pace, self.now, self.step = pace, 0.0, 0
 
     def run(self, steps: int, step_s: float, commit_s: float) -> list[int]:
-        """Returns the steps that were committed."""
+        """Do steps, and return those that were committed."""
         committed = []
         for _ in range(steps):
             self.step += 1

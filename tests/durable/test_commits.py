@@ -27,7 +27,7 @@ EVERY = 2
 
 
 def plan_of(commit_every: int) -> Any:
-    """What commits ask of a plan."""
+    """Return the part of a plan that commits use."""
     form = SimpleNamespace(stored=("exp_avg",))
     return SimpleNamespace(peers=NO_PEERS, placement=SimpleNamespace(commits=CommitFrequency(commit_every), form=form))
 

@@ -84,7 +84,7 @@ EDGES |= {
 
 
 def likely(draw: random.Random) -> bytes:
-    """A config that names its disks, and some keys with values that can be meant."""
+    """Return a config that names its disks, and some keys with plausible values."""
     chosen = {"nvme.paths": "swap"} | {
         key: draw.choice(EDGES[key]) for key in draw.sample(list(EDGES), draw.randrange(7))
     }

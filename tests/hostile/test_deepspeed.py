@@ -43,7 +43,7 @@ TEXTS = [
 
 
 def mutated(draw: random.Random) -> str:
-    """A public config with some values, or keys, that are odd."""
+    """Return a public config in which some values or keys are odd."""
     values = copy.deepcopy(draw.choice(PUBLIC).values)
     for _ in range(draw.randrange(1, 5)):
         place = values

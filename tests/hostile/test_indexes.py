@@ -21,7 +21,7 @@ from tests.sampling import seed
 
 
 def mutate_tensors(path: Path, draw: random.Random) -> None:
-    """The header of a safetensors file."""
+    """Mutate the header of a safetensors file."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     text = json.dumps(mutated(json.loads(data[8:end]), draw, JSON_VALUES)).encode()

@@ -148,7 +148,7 @@ def test_absurd_values_end_in_a_result_or_one_line(part: int, things: Path, tmp_
 
 
 def prepared(place: Path) -> None:
-    """An empty directory becomes one in which each command works."""
+    """Prepare an empty directory in which each command works."""
     os.chdir(place)
     Path("file").write_text("mine")
     Path("folder").mkdir()

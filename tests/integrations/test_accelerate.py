@@ -31,7 +31,7 @@ Rows = list[dict[str, torch.Tensor]]
 
 @pytest.fixture(autouse=True)
 def _alone() -> Any:
-    """accelerate's states are of a process."""
+    """Reset of the states that accelerate keeps for the process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -54,7 +54,7 @@ class Loop:
         )
 
     def train(self, passes: int, *, skip: int = 0) -> list[float]:
-        """Returns losses and gradient norms."""
+        """Train, and return losses and gradient norms."""
         found = []
         for batch, _ in zip(self.accelerator.skip_first_batches(self.loader, skip), range(passes), strict=False):
             with self.accelerator.accumulate(self.model):

@@ -110,7 +110,7 @@ def saved(model: nn.Module, directory: Path) -> dict[str, Path]:
 
 
 def loaded(make: Callable[[], tuple[nn.Module, Batch]], files: dict[str, Path]) -> tuple[nn.Module, Batch]:
-    """The same model, as a script has it that loads the models from files."""
+    """Return the same model, loaded from files as by a script."""
     torch.manual_seed(0)
     model, batch = make()
     for name, directory in files.items():

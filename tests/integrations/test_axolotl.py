@@ -144,7 +144,7 @@ def test_options_that_cannot_work_are_named(option: str, plugin: Any, cfg: dict[
 def test_a_file_that_names_no_folder_to_go_on_from_is_told_the_newest(
     plugin: Any, cfg: dict[str, Any], tmp_path: Path
 ) -> None:
-    """axolotl refuses `true` itself, after it has asked its plugins."""
+    """Axolotl refuses `true` itself, after it has asked its plugins."""
     asked = cfg | {"resume_from_checkpoint": True, "output_dir": str(tmp_path)}
     with pytest.raises(infinity.ConfigError, match=f"resume_from_checkpoint: {tmp_path}/checkpoint-…"):
         plugin.register(dict(asked))

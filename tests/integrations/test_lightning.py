@@ -36,7 +36,7 @@ def _imported() -> None:
 
 
 def made(name: str, *arguments: Any, **options: Any) -> Any:
-    """A module of lightning_modules."""
+    """Return a module of lightning_modules."""
     from tests.integrations import lightning_modules
 
     return getattr(lightning_modules, name)(*arguments, **options)
@@ -179,7 +179,7 @@ def test_lower_precision_is_near_the_plain_script(
 def test_fp16_is_near_the_plain_script(
     precision: str, checkpoint: Path, rows: Rows, tmp_path: Path, swap: dict[str, Any]
 ) -> None:
-    """With scaled losses where it is mixed. (Given by its name, Lightning takes bf16 for it on a CPU.)"""
+    """The losses are scaled in mixed precision. Given by its name, the precision is bf16 for Lightning on a CPU."""
     from lightning.pytorch.plugins import MixedPrecision
 
     found = []

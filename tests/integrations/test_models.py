@@ -359,7 +359,7 @@ def test_an_optimizer_for_a_model_that_is_only_evaluated_is_refused(
 
 
 def in_memory(model: nn.Module) -> set[str]:
-    """The deferred parameters whose values are in memory. They stay deferred."""
+    """Return the deferred parameters whose values are in memory. They stay deferred."""
     found: set[str] = set()
     with suppress(InterruptedError), values_of(model) as values:
         found |= {name for name, _ in model.named_parameters() if values.in_memory(name)}

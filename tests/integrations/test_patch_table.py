@@ -19,7 +19,7 @@ SOURCES = Path(infinity.__file__).parent / "integrations"
 
 
 def found(where: str) -> tuple[Any, str]:
-    """The class or the module that has a function, and the name of the function there."""
+    """Return the class or module that has a function, and the function's name there."""
     owner, _, name = where.rpartition(".")
     parts = owner.split(".")
     for count in range(len(parts), 0, -1):

@@ -43,7 +43,7 @@ def config(root: str) -> Any:
 
 
 def by_hand(checkpoint: str, root: str) -> tuple[list[float], int, list[int]]:
-    """A loop of a script that knows DistributedDataParallel."""
+    """Train in a loop of a script that uses DistributedDataParallel."""
     rank = dist.get_rank()
     with installed(config(root)):
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
@@ -87,7 +87,7 @@ def test_a_loop_with_ddp_trains_as_one_process_and_leaves_nothing(checkpoint: Pa
 
 
 def shuffled(checkpoint: str, root: str, folder: str | None) -> list[list[int]]:
-    """The rows of each step of an Accelerate loop, which saves after the second, or goes on from there."""
+    """Return the rows of each step of an Accelerate loop that saves after the second step, or continues from there."""
     rank = dist.get_rank()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     torch.manual_seed(3)
@@ -178,7 +178,8 @@ def test_ranks_that_have_not_met_are_told(checkpoint: Path, launch: Launch, monk
 
 
 def with_the_best_weights(checkpoint: str, root: str) -> tuple[float, float]:
-    """A Trainer that finds high losses best: the held-out rows' in the middle, and at its end."""
+    """Train with a Trainer for which a higher loss is better. Return the best loss of the held-out rows, and that of
+    the final model."""
     rank = dist.get_rank()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "greater_is_better": True}

@@ -234,7 +234,7 @@ def test_evaluation_in_bf16_names_the_dtype_to_load(
 
 
 def saved(checkpoint: Path, rows: Rows, launch: Launch, output: Path) -> list[float]:
-    """The log of a run of six steps, which saved after steps 2 and 4, and what it left."""
+    """Train for six steps, saving after steps 2 and 4, and return the log."""
     with launch():
         whole = trainer(checkpoint, rows, output, save_total_limit=3, **SAVING)
         whole.train()

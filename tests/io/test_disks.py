@@ -29,7 +29,7 @@ def place(root: Path, under: Path, real: str) -> None:
 
 
 def nvme(root: Path, name: str, node: str = "1") -> str:
-    """An NVMe disk below a PCI device; returns its place."""
+    """Make an NVMe disk below a PCI device, and return its place."""
     pci = f"sys/devices/pci0000:00/{name}-bridge"
     disk = f"{pci}/nvme/{name}/{name}n1"
     write(

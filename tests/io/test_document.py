@@ -103,7 +103,7 @@ def test_every_byte_counts() -> None:
 
 
 def forged(text: bytes, data: bytes = b"") -> bytes:
-    """A document whose checksum is right and whose content is not."""
+    """Return a document whose checksum is right and whose content is wrong."""
     import hashlib
 
     digest = hashlib.blake2b(text + data, digest_size=32).hexdigest()

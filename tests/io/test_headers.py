@@ -181,7 +181,7 @@ def test_a_generation_whose_manifest_cannot_be_read_now_stays(
 
 
 def fail_reading(which: Path, patch: pytest.MonkeyPatch) -> None:
-    """An I/O error for whoever reads this file."""
+    """Make every read of this file fail with an I/O error."""
     opened = files.opened
 
     def failing(path: Path, **options: Any) -> Any:

@@ -49,7 +49,7 @@ def train(directory, layers=4, **nvme):
 
 
 def run(script: str, *arguments: str) -> tuple[str, str]:
-    """A process of its own: what it printed, and what it logged."""
+    """Run a script in a process of its own, and return the text that it printed and the text that it logged."""
     repository = str(Path(infinity.__file__).parent.parent)
     code = TRAIN.format(repository=repository) + textwrap.dedent(script)
     child = run_script(code, *arguments)

@@ -31,7 +31,7 @@ MANIFEST = Manifest(
 
 
 def plain() -> dict[str, Any]:
-    """The manifest as a document holds it."""
+    """Return the manifest as a document contains it."""
     columns = {name: [getattr(extent, name) for extent in EXTENTS] for name in ExtentRecord._fields}
     value = dict(MANIFEST) | {"extents": columns, "store": dict(STORE)}
     del value["life"]  # of one process

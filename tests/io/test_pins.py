@@ -99,7 +99,7 @@ class Kept:
         extent.turn_to(copy)
 
     def make(self) -> int:
-        """A generation of the next step."""
+        """Make a generation of the next step."""
         self.kept.finish_recovery()
         self.step += 1
         self.store.sync().result()
@@ -108,7 +108,7 @@ class Kept:
         return self.step
 
     def next(self, value: int) -> int:
-        """A step that changes both states."""
+        """Do a step that changes both states."""
         self.write(0, value)
         self.write(1, -value)
         return self.make()

@@ -17,7 +17,8 @@ HUGE_PAGE = 2 << 20
 
 
 def mapping_flags(address: int) -> set[str]:
-    """The kernel's flags of the mapping that holds `address`: 'dc' not copied on fork, 'dd' not dumped, 'hg' huge."""
+    """Return the kernel's flags of the mapping that contains `address`: 'dc' not copied on fork, 'dd' not dumped, 'hg'
+    huge."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split(maxsplit=1)[0]

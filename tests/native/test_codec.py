@@ -29,7 +29,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """What torch.equal compares bit by bit."""
+    """Return a view as integers for torch.equal, which then compares bit by bit."""
     return (
         tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
         if tensor.is_floating_point()
@@ -233,7 +233,7 @@ def test_a_scale_that_is_not_finite_gives_what_torch_gives(dtype: str, isa: str,
 
 
 def int8_reference(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition in codec.hpp: codes and bf16 scales."""
+    """Return codes and bf16 scales by the definition in codec.hpp."""
     numel = values.numel()
     blocks = torch.nn.functional.pad(values.float(), (0, -numel % BLOCK)).view(-1, BLOCK)
     exact = blocks.abs().amax(1) / 127

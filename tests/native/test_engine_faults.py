@@ -43,7 +43,7 @@ class Run:
         return [index for index, failure in enumerate(self.failures) if failure is not None]
 
     def check_names(self, index: int, error: int) -> None:
-        """The failure of request `index` names operation, path, a block of the request, and errno."""
+        """Check that the failure of request `index` names operation, path, a block of the request, and errno."""
         failure = self.failures[index]
         assert failure is not None
         start = index % 2 * REQUEST

@@ -1,6 +1,6 @@
 """The core runs on every x86-64 processor: code beyond SSE2 is only in the files of its instruction set, and nothing
-else can come to use it. (A function that several files define, such as a template of the standard library, is in the
-core once, and the linker takes it from any of them.)"""
+else can come to use it. A function that several files define, such as a template of the standard library, is in the
+core once, and the linker takes it from any of them."""
 
 from __future__ import annotations
 

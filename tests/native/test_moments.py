@@ -15,7 +15,7 @@ SCALES = 4096
 
 
 def dynamic_map(signed: bool) -> np.ndarray:
-    """The 256 values as bitsandbytes and torchao make them (create_dynamic_map, 7 exponent bits of 8), sorted."""
+    """Return the 256 values as bitsandbytes and torchao make them (create_dynamic_map, 7 exponent bits of 8)."""
     values = [0.0, 1.0]
     for decade in range(7):
         bins = 2**decade if signed else 2 ** (decade + 1)
@@ -151,7 +151,8 @@ def test_the_reference_generator_gives_the_published_values() -> None:
 def momentum_step(
     values: np.ndarray, *, seed: int = 7, step: int = 9, index: int = 0, begin: int = 0, isa: str | None = None
 ) -> np.ndarray:
-    """A step of SGD whose bf16 momentum becomes `values` + 0, rounded: the momentum starts at 0 and gains them."""
+    """Do a step of SGD whose bf16 momentum becomes `values` + 0, rounded: the momentum starts at 0 and gains the
+    values."""
     numel = len(values)
     weight = np.zeros(numel, np.float32)
     moment = np.zeros(numel, np.uint16)

@@ -60,7 +60,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def said(made: Plan) -> str:
-    """The plan's line on commits."""
+    """Return the plan's line about commits."""
     (line,) = (line for line in made.describe().splitlines() if line.startswith("  commits  "))
     return line.removeprefix("  commits       ")
 

@@ -144,7 +144,7 @@ def test_a_model_moves_what_its_plan_expects(name: str, share: float, passes: in
 
 
 def on_rank(folder: str, gather: str, slots: int, frozen: bool) -> tuple[tuple[float, float], tuple[float, float]]:
-    """What one of two ranks was to move in a step, and what it moved."""
+    """Return the predicted and the measured bytes of a step of one of two ranks."""
     torch.manual_seed(0)
     model: Any = Chain().bfloat16()
     for block in model.blocks[1::2] if frozen else ():

@@ -38,7 +38,8 @@ def plan(host: int, device: str = "cpu", **config: Any) -> Plan:
 
 
 def cost(nbytes: int, *, committed: bool = False) -> int:
-    """What moving states to RAM takes there: without generations, less the checksums they needed."""
+    """Return the RAM that moving states of this size to RAM takes: without generations, less the checksums that they
+    needed."""
     return nbytes if committed else nbytes - nbytes // 1024
 
 

@@ -187,7 +187,7 @@ def test_slots_and_gradients_under_way_fit_the_device() -> None:
 
 
 def on_device(pages: int, trained: Sequence[int], frozen: Sequence[int]) -> Plan:
-    """A plan for units of so many pages each, with so many of device memory."""
+    """Return a plan for units of so many pages each, with so many pages of device memory."""
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Linear(32, 32 * count, bias=False) for count in (*frozen, *trained))
     for block in blocks[: len(frozen)]:

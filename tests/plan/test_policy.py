@@ -26,7 +26,7 @@ ORDER = st.lists(UNITS, min_size=1, max_size=12)
 
 
 def after(order: list[int], visits: list[int]) -> VisitTrace:
-    """A trace that expects an order, in an iteration that has made visits."""
+    """Return a trace that expects an order, in an iteration that has made some visits."""
     trace = VisitTrace(order)
     for unit in visits:
         trace.visit(unit)

@@ -70,7 +70,7 @@ def test_in_host_memory_states_in_ram_speculate_where_the_config_asks_for_it() -
 
 
 def adapted(trained: bool = False, **config: Any) -> Plan:
-    """A plan for blocks of a frozen layer and a trained one, on a GPU. Args: trained: both of them are."""
+    """Return a plan for blocks of a frozen and a trained layer, on a GPU. Args: trained: whether both are trained."""
     with torch.device("meta"):
         blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 64)) for _ in range(16)).bfloat16()
     for block in blocks:

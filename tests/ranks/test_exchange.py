@@ -38,7 +38,7 @@ def test_every_kind_brings_the_bytes_of_all_ranks_and_closing_leaves_nothing(n: 
 
 
 def speaking() -> list[list[int]]:
-    """What was heard before the first operation, and after each."""
+    """Return the values that were received before the first operation, and after each."""
     exchange, heard = opened(), []
     for index, kind in enumerate(KINDS):
         heard.append(list(exchange.heard))
@@ -81,7 +81,7 @@ def _bytes(nbytes: int, *key: int) -> torch.Tensor:
 
 
 def _drawn(seed: int, index: int, late: random.Random) -> tuple[Operation, Any]:
-    """The operation of that number of a sequence, and what must arrive."""
+    """Return the operation of that number in a sequence, and the values that must arrive."""
     rank, n = dist.get_rank(), dist.get_world_size()
     chance = random.Random(repr((seed, index)))
     sizes = [[chance.choice((0, 1, 7, 64, 1000, 70000)) for _ in range(n)] for _ in range(n)]
@@ -348,7 +348,7 @@ def test_a_process_that_closed_nothing_ends() -> None:
 
 
 def chained(failing: str) -> Any:
-    """What the rank itself raises where its own read fails, and what the others do."""
+    """Return the errors of a rank in two operations, of which rank 1's own read, or its arrival, fails in the first."""
     exchange = opened()
 
     def read() -> None:

@@ -83,7 +83,7 @@ def test_survivors_of_a_kill_at_any_instant_name_the_dead_rank(case: int) -> Non
 
 
 def orphaning() -> Any:
-    """A process that rank 1 forked lives on, with all of its connections."""
+    """Kill rank 1 after it forked a process that lives on with all of the rank's connections."""
     exchange = opened()
     assert done(exchange, operation("gather", 0))
     if dist.get_rank() == 1 and os.fork():
@@ -153,7 +153,7 @@ def test_a_rank_that_never_comes_is_named_after_the_deadline() -> None:
 
 
 def stopped(victim: int, apart: bool) -> Any:
-    """A rank's process stops and its connections stay; the others end it at last."""
+    """Stop the process of a rank, whose connections stay open. The other ranks kill it at the end."""
     exchange = opened(deadline_s=1.0, apart=apart)
     pids = exchange.all_gather(0, "pids", str(os.getpid()).encode())
     if dist.get_rank() == victim:

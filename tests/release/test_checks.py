@@ -28,7 +28,7 @@ def core(tmp_path: Path) -> Path:
 
 
 def make(folder: Path, core: Path | None, *, name: str = NAME, without: str = "", beside: str = "") -> Path:
-    """A wheel as it should be, but for what is asked for."""
+    """Make a correct wheel, except for the faults that are asked for."""
     files = [*STUBS, "infinity/__init__.py", "infinity/cli/main.py", f"{METADATA}/METADATA", f"{METADATA}/RECORD"]
     files += [f"{METADATA}/licenses/{each}" for each in LICENSES]
     with zipfile.ZipFile(folder / name, "w") as archive:

@@ -52,7 +52,8 @@ def begun(model: Any) -> int:
 
 
 def accumulate(model: Any, batches: list[Any], no_sync: Callable[[], Any] = nullcontext) -> list[int]:
-    """The passes of one step, all but the last in `no_sync`; the speculative updates under way after each."""
+    """Do the passes of one step, all but the last in `no_sync`, and return the number of speculative updates in
+    progress after each."""
     seen = []
     for index, batch in enumerate(batches):
         with nullcontext() if index == len(batches) - 1 else no_sync():

@@ -94,7 +94,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def _written(manifest: Manifest, rng: random.Random, swap: bytes) -> ExtentRecord:
-    """An extent of the newest generation with something in it."""
+    """Return an extent of the newest generation that contains data."""
     return rng.choice([e for e in manifest.extents if any(swap[e.offset : e.offset + e.nbytes])])
 
 
@@ -201,7 +201,7 @@ def test_every_corruption_is_found_and_named_and_the_generation_before_is_taken(
 
 
 def _same_header(store: Store, config: dict[str, Any], where: str, caplog: Any) -> None:
-    """The run goes on from its newest generation, and the header is again as it was."""
+    """Check that the run continues from its newest generation, and that the header is restored."""
     header = Path(config["nvme"]["paths"][0]) / HEADER_NAME
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="infinity"):
@@ -217,7 +217,7 @@ def _same_header(store: Store, config: dict[str, Any], where: str, caplog: Any) 
 
 
 def _fallback(store: Store, config: dict[str, Any], where: str) -> None:
-    """The run goes on from the generation before, with its weights."""
+    """Check that the run continues from the previous generation, with its weights."""
     net = infinity.resume(build(), config)
     optim = infinity.AdamW(net.parameters(), lr=1e-2)
     assert infinity.track(model=net) == STEPS - 1, where

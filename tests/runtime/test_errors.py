@@ -46,7 +46,7 @@ def step(model: Any, batch: Batch, optim: infinity.AdamW) -> float:
 
 @functools.cache
 def undisturbed(on_device: bool) -> list[float]:
-    """The losses of two steps of a copy: on the device, or in RAM."""
+    """Return the losses of two steps of a copy: on the device, or in RAM."""
     torch.manual_seed(0)
     plain, batch = llama()
     config = {"weights": "host", "optimizer": "host", "activations": "keep", "memory": {"host": "64MiB"}}
@@ -578,7 +578,7 @@ def test_a_transform_of_torch_func_around_the_model_is_refused_and_autograd_does
 
 
 def test_a_step_in_a_backward_pass_is_refused_and_one_after_it_does_the_same(offload: Any) -> None:
-    """torchtune's optimizer_in_bwd, and PyTorch's tutorial: hooks step an optimizer for each parameter."""
+    """In torchtune's optimizer_in_bwd, and in PyTorch's tutorial, hooks step an optimizer for each parameter."""
     plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
     model, x = offload(copy.deepcopy(plain), memory={"device": "8KiB", "host": "64MiB"}), torch.ones(2, 8)
 

@@ -63,7 +63,7 @@ def check_names(error: infinity.SwapIOError) -> None:
 
 
 def chosen(kind: str, engine: str, operations: int) -> list[int]:
-    """The operations to fail: a few, other ones for each kind and engine; all of them by make faults-test."""
+    """Return the operations to fail: a few, different ones for each kind and engine; all in make faults-test."""
     few = range(len(ENGINES) * KINDS.index(kind) + ENGINES.index(engine), operations, STRIDE)
     return sorted([*few, *sampling.some(sorted(set(range(operations)).difference(few)))])
 

@@ -29,7 +29,7 @@ MACHINES = {2: "ab", 3: "aab", 4: "abab"}
 
 
 def _on_machines(machines: str) -> None:
-    """This process is on one of them."""
+    """Make this process take part as if it ran on its machine of `machines`."""
     real = rank_agreement.Ranks.of_world
     machine = machines[dist.get_rank()]
     rank_agreement.Ranks.of_world = functools.partial(real, machine=machine)  # type: ignore[method-assign]

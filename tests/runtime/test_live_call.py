@@ -13,7 +13,7 @@ from infinity.runtime.live_call import LiveCall
 
 
 def hooked(hook: Callable[[], LiveCall]) -> tuple[LiveCall, bool]:
-    """A call that calls a hook, and whether it was seen to run after that."""
+    """Return the call that a hook finds, and whether the call was seen to run after the hook."""
     call = hook()
     return call, call.runs
 

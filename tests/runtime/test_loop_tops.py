@@ -57,7 +57,7 @@ def double(loop: Fixed) -> None:
 
 
 def look(loop: Fixed) -> None:
-    """A forward with a graph, whose backward never comes."""
+    """Do a forward with a graph, whose backward never comes."""
     loop.model(torch.ones(4, WIDTH))
 
 

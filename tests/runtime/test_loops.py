@@ -306,7 +306,7 @@ def test_two_optimizers_that_step_in_turn_commit_at_the_top_of_the_loop(tmp_path
 
 
 def trained(swap: dict[str, Any], steps: int, **resume: Any) -> int:
-    """Some steps on a run, from wherever it is; returns the steps that were done before."""
+    """Do some steps of a run, from wherever it is, and return the number of steps that were done before."""
     there = generations_in(Path(swap["nvme"]["paths"][0]))
     model = infinity.resume(fresh(), swap, **resume) if there else infinity.offload(fresh(), swap)
     optim = infinity.AdamW(model.parameters(), lr=1e-2)

@@ -62,7 +62,7 @@ def _all_begun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def small(dtype: torch.dtype = torch.float16) -> tuple[nn.Module, list[Any]]:
-    """The same model each time, and two micro-batches."""
+    """Return the same model each time, and two micro-batches."""
     torch.manual_seed(0)
     model, batch = llama()
     ids = torch.roll(batch["input_ids"], 1, dims=1)
@@ -82,7 +82,7 @@ def train(
     *,
     unscale: bool = False,
 ) -> Run:
-    """The loop as torch documents it."""
+    """Train in the loop that torch documents."""
     run, counts = Run(), registry.coordinator_of(model).speculation_choice.counts
     for _ in range(steps):
         run.scales.append(scaler.get_scale())

@@ -336,7 +336,7 @@ def test_random_numbers_of_numpy_and_python_are_the_same_in_both_orders(offload:
 
 
 def loss_that_fails(model: Any, batches: list[models.Batch], where: str, at: int, error: type[BaseException]) -> Any:
-    """A loss function that raises for micro-batch `at`."""
+    """Return a loss function that raises for micro-batch `at`."""
 
     def fail(*_: Any) -> None:
         raise error
@@ -402,7 +402,7 @@ def test_a_tensor_that_is_changed_after_it_was_saved_raises(offload: Any, tmp_pa
 @pytest.mark.long(kept="only here a transfer fails while micro-batches go through one unit after the other")
 def test_a_transfer_that_fails_is_an_error_and_nothing_hangs(small: Small) -> None:
     def run(*faults: _native.Fault) -> tuple[int, int]:
-        """The number of transfers before the stages were learned, and of all."""
+        """Return the number of transfers before the stages were learned, and the number of all transfers."""
         model, batches = small(overlap="off", faults=faults)
         optim, seen = infinity.AdamW(model.parameters()), []
         for _ in range(3):

@@ -42,7 +42,7 @@ class Shape(nn.Module):
         raise NotImplementedError
 
     def part(self, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """A step of `run`, checkpointed where that is asked for."""
+        """Compute a part of `run`, checkpointed if the model asks for that."""
         if self._reentrant is None or not self.training:
             return function(x)
         return checkpoint(function, x, use_reentrant=self._reentrant)

@@ -80,11 +80,19 @@ def config_of(path: Path, weights: str, cached: str, **config: Any) -> dict[str,
 def train(
     path: Path, clip: float | None, accumulation: int, steps: int, on_the_way: dict[int, Values], **config: Any
 ) -> Result:
-    """Losses, norms, weights and moments after the last step, how many updates were speculative and right, and how
-    many tiles of others were read before the step was decided.
+    """Train a model.
 
     Args:
+        path: the swap directory.
+        clip: max_grad_norm of the optimizer; None for no clipping.
+        accumulation: micro-batches of a step.
+        steps: number of steps.
         on_the_way: has the numbers of steps after which it gets the weights and moments.
+        **config: further keys of the swap config.
+
+    Returns:
+        Losses, norms, weights and moments after the last step; the number of speculative updates that were right; and
+        the number of tiles of others that were read before the step was decided.
     """
     model, batches = model_and_batches(accumulation)
     model = infinity.offload(model, config_of(path, **config))
@@ -248,7 +256,7 @@ def test_a_group_without_gradients_keeps_its_weights_when_the_unit_moves_in_ram(
 
 
 def speculated(offload: Any) -> tuple[Any, Any, Any]:
-    """A model between backward and step, with updates under way."""
+    """Return a model between backward and step, with updates in progress."""
     model, batches = model_and_batches(1)
     model = offload(model, overlap="during_backward")
     optim = infinity.AdamW(model.parameters(), lr=1e-3)

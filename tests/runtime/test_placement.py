@@ -44,7 +44,7 @@ class Placed:
         return given | self._form | config
 
     def least(self, **config: Any) -> Plan:
-        """The plan with nothing in RAM but what must be there, at the least memory.host for it."""
+        """Return the plan with only the required memory in RAM, at the least memory.host for it."""
         units, host = discover(self.model(), self._form.get("moments", "fp32")).units, 0
         given = self.config(8 << 20, weights="nvme", optimizer="nvme") | config
         while given["memory"]["host"] != host:  # the staging follows the budget

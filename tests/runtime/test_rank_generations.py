@@ -127,7 +127,7 @@ def live(
 
 
 def on_rank(folder: str, config: dict[str, Any], until: int, micro: int, options: dict[str, Any]) -> Any:
-    """A Life, or the ranks that an error names and what it says."""
+    """Return a Life, or the ranks that an error names and its text."""
     try:
         return live(folder, config, until, micro, **options)
     except PeerError as error:
@@ -367,7 +367,7 @@ def went_on(
 
 
 def require_only(folder: Path, ranks: int) -> None:
-    """The stores of so many ranks are there, and no others."""
+    """Check that the stores of so many ranks exist, and no others."""
     assert counts_in(folder) == [ranks]
     names = {"rank" if path.name.startswith("rank-") else path.name for path in folder.iterdir()}
     assert ("rank" in names) == (ranks > 1)

@@ -89,7 +89,7 @@ def weights_of(model: nn.Module) -> dict[str, str]:
 
 
 def pinning(root: str, at: list[int], kill: Kill | None = None) -> dict[str, str]:
-    """A run that pins a folder after some steps. Returns its weights at the end."""
+    """Run, pin a folder after some steps, and return the weights at the end."""
     with contextlib.nullcontext() if kill is None else kill.at(dist.get_rank()):
         model = begun(root)
         for step in trained(model, UNTIL):
@@ -200,7 +200,7 @@ def test_a_folder_with_a_marker_can_be_gone_on_from_whenever_a_rank_is_killed(
 
 
 def begun_again(root: str) -> tuple[int, dict[str, str]] | str:
-    """A plain resume, to its end: where it began, and its weights."""
+    """Resume without a folder, and run to the end. Return the first step and the weights; or the error."""
     try:
         model = infinity.resume(Blocks(torch.float32), config(root), device="cpu")
     except InfinityError as error:
@@ -316,7 +316,7 @@ def test_what_no_rank_can_go_on_from_is_said_and_its_pin_goes_with_the_next_resu
 
 
 def vanished(root: str) -> str:
-    """A checkpoint folder is removed while the run goes on. Returns what this rank says of it."""
+    """Remove a checkpoint folder while the run continues, and return this rank's messages about it."""
     model, said = begun(root), list[str]()
     for step in trained(model, 1):
         pin(model, Path(root, f"checkpoint-{step}"))

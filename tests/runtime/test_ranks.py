@@ -88,8 +88,8 @@ def test_micro_batches_of_all_ranks_may_go_through_one_unit_after_the_other(
 
 
 def speculating(folder: str, config: dict[str, Any], late: int, seconds: float) -> tuple[list[str], list[int], int]:
-    """The weights, the updates that had begun before each step, and how many were undone. The backward of rank `late`
-    takes longer. It begins when all ranks have committed the step before."""
+    """Train, and return the weights, the updates that had begun before each step, and how many were undone. The
+    backward of rank `late` takes longer. It begins when all ranks have committed the step before."""
     model = offloaded(folder, config)
     optim = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=1)
     if dist.get_rank() == late:

@@ -146,7 +146,7 @@ def test_a_rank_whose_model_cannot_be_offloaded_tells_the_others(tmp_path: Path)
 
 
 def begun_or_resumed(path: str, folder: str, until: int, die: bool) -> int:
-    """The step that this life began after."""
+    """Return the step that this life began after."""
     config = {**TIERS[3], **MEMORY, "commit_every": 1, "nvme": {"paths": [folder]}}
     model = infinity.load_pretrained(path, config, device="cpu", resume="auto", dtype=torch.float32)
     optim = infinity.AdamW(model.parameters(), lr=1e-3)
@@ -173,7 +173,7 @@ def test_auto_begins_anew_on_all_ranks_where_one_has_no_generation(tmp_path: Pat
 
 
 def saved_slowly(folder: str) -> str:
-    """The disk takes longer to sync than ranks wait for each other."""
+    """Save while writing the output takes longer than ranks wait for each other."""
     import time
 
     from infinity.checkpoint import save

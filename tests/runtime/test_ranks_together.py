@@ -135,7 +135,7 @@ def test_torch_clips_as_the_optimizer_does_also_what_one_rank_alone_uses(tmp_pat
 
 
 def scaled(folder: str) -> Any:
-    """The second head overflows on rank 1, which alone uses it, in the first step."""
+    """Train with loss scaling. Rank 1 alone uses the second head, which overflows in the first step."""
     rank = dist.get_rank()
     model = offloaded(folder, TIERS[3])
     optim = infinity.SGD(model.parameters(), lr=0.1)
@@ -174,7 +174,7 @@ def test_a_gradient_set_by_hand_is_refused(tmp_path: Path) -> None:
 
 
 def values_of_gradients(folder: str) -> None:
-    """What is refused, and what the message says that works."""
+    """Check that reads of a gradient's values are refused, and that the operations that the message names work."""
     model = offloaded(folder, TIERS[3])
     optim, own = infinity.AdamW(model.parameters()), []
     parameter = model.head.weight
@@ -303,7 +303,7 @@ def test_each_rank_keeps_and_moves_its_share(tmp_path: Path, ranks: int) -> None
 
 
 def small(folder: str, device: str) -> tuple[str, str]:
-    """The error with which a model of a few KiB is refused: a larger one has thousands of tiles before that."""
+    """Return the error that refuses a model of a few KiB. A larger model would first get thousands of tiles."""
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
     memory, paths = {"host": "256MiB", "device": device}, {"paths": [folder]}
     try:
@@ -314,7 +314,7 @@ def small(folder: str, device: str) -> tuple[str, str]:
 
 
 def opened(folder: str, how: str) -> Any:
-    """What each rank was told while the model was offloaded, or where its slots are."""
+    """Return the error of each rank while the model was offloaded, or the memory limits of its plan."""
     rank, config = dist.get_rank(), dict[str, Any](TIERS[3])
     if how == "free memory":
         free = (1 << 30) + rank * (1 << 28)
@@ -415,7 +415,7 @@ def test_an_exception_of_the_script_is_told_to_the_others(tmp_path: Path) -> Non
 
 
 def too_small(folder: str) -> int:
-    """What memory.device is to be raised to, in KiB. There is no room for layers in tiles, either."""
+    """Return the memory.device that the error asks for, in KiB. Layers in tiles do not fit, either."""
     _, told = small(folder, "4KiB")
     found = re.search(r"Raise memory\.device to (\d+)KiB", told)
     assert found
@@ -469,7 +469,7 @@ def test_generations_are_removed_by_all_ranks_or_none(tmp_path: Path, every: boo
 
 
 def one_cannot(folder: str) -> list[str]:
-    """What all ranks hear where rank 1 alone raises an error."""
+    """Return the errors of all ranks when rank 1 alone raises one."""
     model, told = offloaded(folder, TIERS[0]), []
     coordinator = registry.coordinator_of(model)
     for kind in (PlanError, ResumeError, OSError):

@@ -267,7 +267,7 @@ def plain() -> nn.Parameter:
 
 
 def outcome(use: Callable[[], Any]) -> Any:
-    """What it returns, or raises."""
+    """Return the result of the call, or its exception."""
     try:
         return use()
     except Exception as error:
@@ -352,7 +352,7 @@ def test_metadata_is_that_of_the_values(reader: Reader) -> None:
 
 
 def test_a_parameter_stays_where_accelerate_sends_that_of_a_rank(reader: Reader) -> None:
-    """torch makes a copy: for it `cpu:0` is another place than `cpu`."""
+    """An ordinary tensor would be copied: torch treats `cpu:0` and `cpu` as different places."""
     weight = reader.blocks[5].weight
     for device in ("cpu:0", torch.device("cpu", 1)):
         assert weight.to(device) is weight
@@ -471,7 +471,7 @@ def test_torch_compile_around_compiled_parts_leaves_the_hooks_out(
 
 
 def test_a_parametrization_that_is_registered_in_a_forward_changes_no_value(reader: Reader) -> None:
-    """torch sets the parameter to itself then, as PEFT has it do in each forward."""
+    """During the registration, torch sets the parameter to itself. PEFT does this in each forward."""
     block = reader.blocks[5]
 
     def use(weight: nn.Parameter) -> torch.Tensor:

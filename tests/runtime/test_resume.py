@@ -99,7 +99,8 @@ _undisturbed: dict[int, tuple[list[float], dict[str, torch.Tensor]]] = {}
 
 
 def undisturbed(swap: dict[str, Any], workers: int = 0) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The same for every placement (tests/runtime/test_same_bits.py), so it is run once."""
+    """Return the losses and weights of an undisturbed run. They are the same for every placement
+    (tests/runtime/test_same_bits.py), so it runs once."""
     if workers not in _undisturbed:
         model_ = infinity.offload(model(), swap | {"commit_every": 0})
         _undisturbed[workers] = Run(model_, workers).train(STEPS).ended()

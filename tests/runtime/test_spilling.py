@@ -35,14 +35,15 @@ def model_of(name: str, dtype: Any) -> tuple[Any, Any]:
 def half_of_the_gradients(
     swap_config: Any, name: str, dtype: Any, tier: str, passes: int | None = None, **form: Any
 ) -> dict[str, Any]:
-    """A config whose memory.host holds the gradients of some units: in the middle of those that do."""
+    """Return a config whose memory.host has room for the gradients of only some units, with the middle one of such
+    values."""
     units = discover(model_of(name, dtype)[0], form.get("moments", "fp32")).units
 
     def config(host: int) -> dict[str, Any]:
         return {"memory": MEMORY | {"host": host}, "update": {"tile": "16KiB", "threads": 1}} | form
 
     def held(host: int) -> float:
-        """The share of the units whose gradients are in RAM."""
+        """Return the fraction of the units whose gradients are in RAM."""
         try:
             loaded = load_config(swap_config(tier, **config(host)))
             cpu = torch.device("cpu")
@@ -216,7 +217,7 @@ def test_what_the_plan_is_told_of_passes_changes_no_bit(micro_batches: int, offl
 
 
 def where_16_bits_pay(swap_config: Any, name: str, dtype: Any) -> dict[str, Any]:
-    """A config whose gradients wait in 16 bits where the plan is told of one pass, and else in fp32."""
+    """Return a config whose gradients wait in 16 bits if the plan knows of one pass, and otherwise in fp32."""
     units, found = discover(model_of(name, dtype)[0]).units, []
     for host in range(100 << 10, 6 << 20, 64 << 10):
         memory = MEMORY | {"host": host}

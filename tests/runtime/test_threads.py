@@ -40,7 +40,7 @@ class Blocks(nn.Module):
 
 
 def step(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The weights after a step."""
+    """Return the weights after a step."""
     loss.backward()
     optim = infinity.SGD(model.parameters(), lr=0.5)
     optim.step()

@@ -30,13 +30,13 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def pair(dtype: torch.dtype, tiles: int, rows: int = 96, columns: int = 64) -> tuple[nn.Linear, nn.Linear]:
-    """The same layer, whole and in tiles."""
+    """Return the same layer twice: whole, and in tiles."""
     layer = nn.Linear(columns, rows).to(dtype)
     return layer, infinity.tile(copy.deepcopy(layer), tiles)
 
 
 def gradients(layer: nn.Linear, given: torch.Tensor, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What the layer makes, and the gradients of its input, its weight and its bias."""
+    """Return the layer's output, and the gradients of its input, its weight and its bias."""
     given = given.detach().clone().requires_grad_()
     made = layer(given)
     (made * weights).sum().backward()

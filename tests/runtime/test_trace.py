@@ -26,7 +26,7 @@ STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 
 
 def trained(offload: Any, trace: Path | None, **options: Any) -> Any:
-    """The model after some steps, all but the first traced."""
+    """Return the model after some steps, all but the first traced."""
     torch.manual_seed(0)
     model, batch = llama()
     model = offload(model.bfloat16().train(), **ROOM | options)

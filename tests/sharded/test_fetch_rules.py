@@ -25,7 +25,7 @@ def agreed(pages: int) -> FetchRules:
 
 
 def decided(room: Fetcher) -> OffloadedUnit:
-    """The first unit, whose update is not computed."""
+    """Return the first unit, whose update is not computed."""
     unit = room.units[0]
     places = {0: {"weight": Destination(unit.homes.weights.groups[0])}}
     update = UnitUpdate(unit.name, wanted(unit.full), places, committed=False)

@@ -51,7 +51,8 @@ class World:
         self._next = [0] * count
 
     def join(self, rank: int, asked: Any) -> Callable[[], dict[int, Any]]:
-        """What is asked for by `rank`, next. Returns what waits for that of all ranks."""
+        """Enter the next operation of `rank`. Return a function that waits for the other ranks and returns the requests
+        of all."""
         with self._all:
             number = self._next[rank]
             self._next[rank] += 1

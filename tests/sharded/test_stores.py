@@ -19,7 +19,8 @@ from infinity.sizes import PAGE_BYTES
 
 
 def left(path: Path, mode: Mode, *others: Path, ends: bool = True, run: str = "", step: int = 0) -> SwapStore:
-    """A store as a run leaves it that was killed. Args: ends: the process does. step: of its generation, if any."""
+    """Return a store as a killed run leaves it. Args: ends: whether the run's process ends. step: of its generation; 0
+    for none."""
     for each in (path, *others):
         each.parent.mkdir(exist_ok=True)
     engine = open_engine(NvmeConfig(paths=[path, *others]))

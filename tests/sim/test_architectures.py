@@ -19,7 +19,7 @@ STEPS = 4
 
 
 def train(offload: Offload, name: str, tier: str, *, passes: int = 1, **config: Any) -> dict[str, torch.Tensor]:
-    """The weights that come out, and the losses of evaluations between the steps."""
+    """Return the resulting weights, and the losses of evaluations between the steps."""
     torch.manual_seed(0)
     model, batch = ARCHITECTURES[name]()
     model = offload(model.train(), tier, **config)

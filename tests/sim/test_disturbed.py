@@ -49,7 +49,8 @@ BATCH = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat
 def train_through(
     model: Blocks, disturbances: Iterator[Any], expected: Sequence[type[BaseException]], micro_batches: int = 1
 ) -> int:
-    """Steps, each begun again from its forward if something disturbed it before it was decided. Returns how often."""
+    """Train. A step that is disturbed before it is decided is repeated from its forward. Return the number of
+    disturbances."""
     optim, disturbed = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1e9), 0
     while (done := registry.coordinator_of(model).steps) < STEPS:
         try:
@@ -121,12 +122,12 @@ class Failing:
 
 
 def no_memory(nth: int) -> Failing:
-    """The nth upload finds no memory."""
+    """Make the nth upload find no memory."""
     return Failing(nth, UploadQueue, "from_ram", "from_store")
 
 
 def not_sent(nth: int) -> Failing:
-    """The nth piece of gradients, or copy of weights, is copied down, and no native thread takes it."""
+    """Make the nth landing fail after its gradients, or copy of weights, were copied down: no thread takes them."""
     return Failing(nth, _native.Landings, "land", error=MemoryError)
 
 

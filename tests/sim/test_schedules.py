@@ -164,7 +164,7 @@ class FailedError(Exception):
 
 
 def _disturb(habit: str, step: int, model: nn.Module, batch: torch.Tensor) -> None:
-    """What loops do beside their steps."""
+    """Do one of the things that loops do beside their steps."""
     if habit == "drops":
         model(batch).backward()
         model.zero_grad()
@@ -229,7 +229,7 @@ def on_the_cpu(case: Case, directory: Path) -> Result:
 
 @contextmanager
 def simulated(policy: Any, **options: Any) -> Iterator[Simulation]:
-    """What is offloaded in here takes a device's way. Raises at the end what was out of order."""
+    """Let offloads in this context use a simulated device. Check at the end that all operations were in order."""
     with pytest.MonkeyPatch.context() as patch:
         simulation = Simulation(patch, policy, **options)
         yield simulation
@@ -245,7 +245,7 @@ COPIES: dict[str, Callable[[random.Random], Policy]] = {
 
 @functools.cache
 def covering_schedules() -> list[tuple[Case, Policy]]:
-    """A few, always the same, in which any two values meet."""
+    """Return a few schedules, always the same, in which any two values meet."""
     draw = random.Random("schedules")
     candidates = [(draw.choice(CASES), draw.choice(list(COPIES))) for _ in range(CANDIDATES)]
     chosen = sampling.covering([case._asdict() | {"copies": copies} for case, copies in candidates])

@@ -50,7 +50,7 @@ def train(
     in_a_thread: bool = False,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """The weights that come out."""
+    """Return the resulting weights."""
     torch.manual_seed(0)
     model = offload(Toy(reentrant).bfloat16(), tier, **options)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)

@@ -111,7 +111,7 @@ def test_a_kernel_that_cannot_be_trusted_is_not_used(
 def test_a_kernel_that_reads_scales_behind_the_last_one_finds_them_there(
     numel: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bitsandbytes' kernel does, for threads that have no element: when it is tried, too."""
+    """The kernel of bitsandbytes reads them for threads that have no element, also when the kernel is tried."""
 
     def operation(codes: torch.Tensor, scales: torch.Tensor, block: int, kind: str, shape: Any, dtype: Any) -> Any:
         blocks = -(-shape[0] // block)

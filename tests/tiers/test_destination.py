@@ -36,7 +36,7 @@ def home(*, in_ram: bool) -> Home:
 
 
 def contents(view: memoryview | None) -> int | None:
-    """What the memory has, all over."""
+    """Return the value that all bytes of the memory have; None without memory."""
     if view is None:
         return None
     (content,) = set(bytes(view))

@@ -21,7 +21,7 @@ def sim(rig: Callable[..., Rig]) -> SimAccelerator:
 
 
 def pass_all(sim: SimAccelerator) -> None:
-    """The device does all that is queued on the compute stream."""
+    """Make the device do all work that is queued on the compute stream."""
     sim.synchronize(sim.record(sim.current()))
 
 

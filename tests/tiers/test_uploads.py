@@ -93,7 +93,7 @@ def test_closing_waits_until_no_copy_reads_a_home(rig: Callable[..., Rig]) -> No
 
 
 def stored(*groups: int, unit: str = "a") -> WeightsHome:
-    """Groups of so many pages, all of them at the store's beginning."""
+    """Return a home of groups of so many pages, all of them at the store's beginning."""
     homes = [
         Home(None, sum(groups[:index]) * PAGE_BYTES, pages * PAGE_BYTES, extent(unit, "weight", count=pages, copies=1))
         for index, pages in enumerate(groups)

@@ -76,7 +76,8 @@ def test_losses_and_what_is_saved_are_those_of_the_plain_run(
 
 
 def require_same_artefacts(job: Job, expected: Job, logits: list[torch.Tensor]) -> None:
-    """To the rounding of fp32. (In bf16 plain torch has no master: the weights go other ways.)"""
+    """Check that weights and logits agree up to the rounding of fp32. In bf16, plain torch has no master, so its
+    weights differ."""
     ours, theirs = weights_of(job), weights_of(expected)
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():

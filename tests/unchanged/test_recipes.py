@@ -38,7 +38,7 @@ def comment_of(recipe: Path) -> re.Match[str]:
 
 
 def job_of(recipe: Path, plain: Plain, directory: Path) -> Job:
-    """The command of the recipe's comment, which was not started."""
+    """Return the command of the recipe's comment, which was not started."""
     command = comment_of(recipe)["command"]
     script = SCRIPTS[command.split()[-1].removesuffix(".py")]
     ranks = int(command.split()[2]) if command.startswith("torchrun --nproc-per-node ") else 1
@@ -47,7 +47,7 @@ def job_of(recipe: Path, plain: Plain, directory: Path) -> Job:
 
 
 def decoded(inputs: Path, directory: Path) -> Path:
-    """The same with a model whose blocks have the values that their NF4 form decodes to."""
+    """Copy the inputs, with a model whose blocks have the values that their NF4 form decodes to."""
     shutil.copytree(inputs, directory, ignore=shutil.ignore_patterns("text", "hf"))
     model = AutoModelForCausalLM.from_pretrained(inputs / "checkpoint").requires_grad_(False)
     replaced(model, "model.layers", "nf4")
@@ -80,7 +80,7 @@ def test_the_recipe_from_deepspeed_is_what_convert_makes(
 
 
 def require_printed(page: str, log: str) -> None:
-    """Each line of the block of text was printed, with something in place of …"""
+    """Check that each line of the block of text was printed, with some text in place of "…"."""
     block = next(each for each in blocks("text") if each.page == page)
     printed = [re.sub(r"^\s*\x1b\[A", "", line) for line in log.splitlines()]  # a bar of tqdm before it
     for line in block.text.splitlines():

@@ -39,7 +39,7 @@ def test_a_pass_that_was_interrupted_is_forgotten() -> None:
 
 
 def passes_of(*counts: int) -> tuple[Passes, Arrivals]:
-    """Counts of passes before each step that were done."""
+    """Return counters that have seen these numbers of passes before each step."""
     arrivals = Arrivals(["a"])
     passes = Passes([arrivals])
     for count in counts:

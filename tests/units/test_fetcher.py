@@ -207,7 +207,7 @@ def test_who_needs_room_waits_for_updates_that_read_slots() -> None:
 
 
 def decided(room: Fetcher, index: int = 0) -> OffloadedUnit:
-    """A unit whose update was decided."""
+    """Return a unit whose update was decided."""
     unit = room.units[index]
     update = UnitUpdate(
         unit.name, wanted(unit.full), {0: {"weight": Destination(unit.homes.weights.groups[0])}}, committed=False

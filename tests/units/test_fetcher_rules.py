@@ -92,7 +92,7 @@ class RoomMachine(RuleBasedStateMachine):
             assert unit.weights.slot is slot or not viewed.viewed  # it had to move
 
     def _needed_pages(self, but: OffloadedUnit) -> int:
-        """What cannot be had by sending others away."""
+        """Return the number of pages that evictions cannot free."""
         staying = [unit for unit in self.units if unit is not but and self._stays(unit)]
         present = [unit for unit in staying if unit.weights.residency is not Residency.RELEASED]
         given_up: list[Any] = [slot for slot in self.fetcher._viewed if slot.outstanding()]

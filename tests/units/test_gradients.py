@@ -33,7 +33,7 @@ SOME = random_policy(0)
 
 
 def bf16_unit(index: int = 0) -> Unit:
-    """A group of one page of bf16 weights, with two parameters."""
+    """Return a unit with a group of one page of bf16 weights, with two parameters."""
     unit = unit_of(index)
     group = unit.groups[0]
     specs = tuple(

@@ -251,7 +251,7 @@ def test_whatever_ends_it_nothing_is_left_behind(number: signal.Signals, tmp_pat
 
 
 def opened_in(directory: Path, pid: int) -> list[Path]:
-    """What a process has open there that has no name any more: it has one until its maker has taken that away."""
+    """Return the descriptors of files below a directory that a process has open and that no longer have a name."""
     found = []
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:

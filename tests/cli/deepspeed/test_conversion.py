@@ -38,7 +38,7 @@ def fates(conversion: Conversion) -> dict[str, Fate]:
 
 
 def leaves(values: Any, conversion: Conversion, prefix: str = "") -> list[str]:
-    """The keys of a config, down to those that were found as a whole."""
+    """Return the keys of a config, down to those whose value was converted as a whole."""
     found = {finding.shown for finding in conversion.findings}
     keys: list[str] = []
     for key, value in values.items():
@@ -52,7 +52,7 @@ def by_source(public: Public) -> str:
 
 
 def file_of(public: Public, directory: Path) -> Path:
-    """The config as a file, with a directory that is there for its NVMe."""
+    """Write the config as a file, with an existing directory for its NVMe, and return the file."""
     text = json.dumps(public.values).replace(NVME, str(directory / "swap"))
     return written(json.loads(text), directory, "config.yaml" if public.source.endswith(".yaml") else "ds_config.json")
 
