@@ -18,7 +18,7 @@ _OF_TORCH = ("grad", "data", "_parameters", "__class__")
 
 
 def targets(node: ast.AST) -> Iterator[ast.Attribute]:
-    """The attributes that a statement sets or deletes."""
+    """Yield the attributes that a statement sets or deletes."""
     given: list[ast.expr] = []
     if isinstance(node, ast.Assign | ast.Delete):
         given = list(node.targets)
@@ -52,7 +52,8 @@ def _name(node: ast.AST | None) -> str:
 
 
 def types(function: ast.FunctionDef) -> dict[str, set[str]]:
-    """The classes that a local name may have: those it is annotated with, or none where it is constructed here."""
+    """Return the classes that a local name may have: those of its annotation, or none if it is constructed in the
+    function."""
     found = {
         argument.arg: _names(argument.annotation)
         for argument in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
@@ -135,3 +136,15 @@ def test_use_cases_hooks_and_optimizers_reach_nothing_beneath_the_coordinator() 
         if of_coordinator.search(line) or of_unit.search(line)
     ]
     assert found == []
+
+
+@pytest.mark.parametrize(
+    ("file", "owner", "parts"),
+    [
+        ("coordinator/coordinator.py", "Coordinator", PARTS),
+        ("units/unit.py", "OffloadedUnit", _PARTS_OF_UNIT),
+    ],
+)
+def test_the_parts_are_attributes(file: str, owner: str, parts: tuple[str, ...]) -> None:
+    """A part that was renamed would otherwise be looked for under its old name."""
+    assert set(parts) <= classes(ast.parse((ROOT / file).read_text()))[owner]
