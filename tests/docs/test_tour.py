@@ -1,4 +1,4 @@
-"""The tour for developers names files that exist, and what they define."""
+"""The pages for developers name files that exist, and names that these files define."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "developers.md").read_text()
-SECTIONS = ("A tour: one step of one unit", "Where to change what")
-MINIMUM = {SECTIONS[0]: 12, SECTIONS[1]: 25}
-"""Rows: fewer mean that the test does not find the tables."""
-OUTSIDE = {"optimizer.step()", "infinity.offload", "infinity plan", "infinity run", "commit_every: auto", "nvme"}
-"""What users call."""
+DOCS = ROOT / "docs"
+MINIMUM = {
+    ("developers.md", "A tour: one step of one unit"): 12,
+    ("developers.md", "Where to change what"): 25,
+    ("glossary.md", "Glossary for developers"): 30,
+}
+"""Rows of each table, by page and heading. With fewer rows the test has not found the table."""
+OUTSIDE = {"optimizer.step()", "infinity.offload", "infinity plan", "infinity run", "commit_every: auto"} | {
+    *("weight", "residual", "exp_avg", "exp_avg_sq", "grad"),
+    *("device", "host", "nvme", "split16"),
+}
+"""Names that users call or write."""
 
 
-def rows_of(section: str) -> list[str]:
-    text = PAGE.split(f"## {section}\n")[1].split("\n## ")[0]
+def rows_of(page: str, heading: str) -> list[str]:
+    text = (DOCS / page).read_text().split(f"# {heading}\n")[1].split("\n## ")[0]
     return [line for line in text.splitlines() if line.startswith("|") and not line.startswith("|--")][1:]
 
 
@@ -58,11 +64,19 @@ def wrong_in(row: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_file_and_name_of_the_tour_exists(section: str) -> None:
-    rows = rows_of(section)
-    assert len(rows) >= MINIMUM[section]
+@pytest.mark.parametrize(("page", "heading"), MINIMUM)
+def test_every_file_and_name_of_the_tour_and_the_glossary_exists(page: str, heading: str) -> None:
+    rows = rows_of(page, heading)
+    assert len(rows) >= MINIMUM[page, heading]
     assert {row: wrong_in(row) for row in rows if wrong_in(row)} == {}
+
+
+def test_every_word_that_a_page_links_to_is_in_the_glossary() -> None:
+    words = re.findall(r"\{ #([\w-]+) \}", (DOCS / "glossary.md").read_text())
+    linked = {word for page in DOCS.rglob("*.md") for word in re.findall(r"glossary\.md#([\w-]+)", page.read_text())}
+    assert linked
+    assert linked <= set(words)
+    assert len(words) == len(set(words))
 
 
 def test_a_file_or_name_that_went_is_found() -> None:
