@@ -35,7 +35,7 @@ def _is_read(node: ast.Attribute) -> bool:
 
 
 def classes(tree: ast.Module) -> dict[str, set[str]]:
-    """Of each class the attributes that it has or sets on itself."""
+    """Return the attributes that each class has or sets on itself."""
     found: dict[str, set[str]] = {}
     for made in ast.walk(tree):
         if isinstance(made, ast.ClassDef):
@@ -74,8 +74,8 @@ def _names(annotation: ast.expr) -> set[str]:
 
 
 def set_from_outside() -> dict[str, list[str]]:
-    """Of each file the attributes, as they are written there: `x.attr`, of an x that is not self, was not constructed
-    by the function, and whose class may be one of another module of infinity."""
+    """Return the attributes that each file sets from outside, as `x.attr`: of an x that is not self, was not
+    constructed by the function, and whose class may be one of another module of infinity."""
     trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
     own = {path: classes(tree) for path, tree in trees.items()}
     attributes = {name for defined in own.values() for names in defined.values() for name in names}
@@ -114,15 +114,16 @@ PARTS = (
     "gradients",
     "shards",
 )
-"""What the coordinator asks, and nobody above it."""
+"""Attributes that the coordinator uses, and nobody above it."""
 
 
 _PARTS_OF_UNIT = ("homes", "views", "weights", "gradients", "update")
-"""What a unit asks; its description (`unit.full`, `unit.local`, `unit.shard`) is a value, which anybody may read."""
+"""Attributes that a unit uses. Its description (`unit.full`, `unit.local`, `unit.shard`) is a value that anybody may
+read."""
 
 
 def test_use_cases_hooks_and_optimizers_reach_nothing_beneath_the_coordinator() -> None:
-    """What they want of a unit they ask the unit."""
+    """They ask the unit for facts about a unit."""
     of_coordinator = re.compile(rf"coordinator(_of\([^)]*\))?\.({'|'.join(PARTS)})\b")
     of_unit = re.compile(
         r"coordinator\.units\[[^]]*(\[[^]]*\])?[^]]*\]\.\w+\.\w+"

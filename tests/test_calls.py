@@ -37,7 +37,7 @@ ROOMS = (
     "ranks",
     "io",
 )
-"""From above; neither of the first two calls the other. What lies below them all is called from anywhere."""
+"""Layers, top first. Neither of the first two calls the other. Every layer may call the folders below the last one."""
 HEIGHT = {name: len(ROOMS) - max(at, 1) for at, name in enumerate(ROOMS)}
 
 PROTOCOLS = {
@@ -81,7 +81,7 @@ def room_of(frame: FrameType) -> str:
 
 
 class Calls:
-    """What sys.setprofile tells of infinity's own calls."""
+    """The calls of infinity's own functions, as sys.setprofile reports them."""
 
     def __init__(self) -> None:
         self.upward: set[tuple[str, str]] = set()

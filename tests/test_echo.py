@@ -1,4 +1,4 @@
-"""What came from outside appears in messages in short, on one line and harmless."""
+"""Text from outside appears in messages shortened, on one line and harmless."""
 
 from __future__ import annotations
 

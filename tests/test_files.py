@@ -43,7 +43,7 @@ def endless(path: Path) -> None:
 
 
 def claimed(path: Path) -> None:
-    """As large as its first line says."""
+    """Make a file that is as large as its first line says."""
     line = document._header("generation", 2, 1 << 39, 1 << 39, "0" * 64)
     path.write_bytes(line)
     os.truncate(path, len(line) + (1 << 40))

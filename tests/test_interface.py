@@ -1,5 +1,5 @@
-"""What users name, frozen: the public names with their parameters, the keys of the swap config with their defaults, and
-the options of the command line. A change of a list below is a change that every user sees."""
+"""The names that users write, frozen: the public names with their parameters, the keys of the swap config with their
+defaults, and the options of the command line. A change of a list below is a change that every user sees."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object
 
 
 def options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Of each command its options and its arguments, in their order."""
+    """Return the options and the arguments of each command, in their order."""
     named: list[str] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -73,7 +73,7 @@ _TELL_OF_RANKS = ("plan/plan_input.py", "state/shard.py")
 
 
 def test_only_sharded_asks_whether_there_are_other_ranks() -> None:
-    """What a process says to the others it says through World; cli/ may speak of ranks."""
+    """Processes communicate through World; cli/ may speak of ranks."""
     asks = re.compile(
         r"\b(exchange|shared|agreed)\b is (not )?None|isinstance\(.*\b(Alone|SeveralRanks)\)|\bExchange\b"
     )
@@ -109,11 +109,8 @@ def test_docstrings_begin_as_a_reader_expects() -> None:
     assert list(_odd_docstrings(ast.parse('x = 1\n"""Of x."""\ndef f():\n    """Return x."""'))) == ["Of x."]
     repository = Path(__file__).parent.parent
     exempt = re.findall(r'^"(\S+)" = \["D"\]', (repository / "pyproject.toml").read_text(), re.MULTILINE)
-    paths = [
-        path for folder in ("bench", "docs", "examples", "release") for path in (repository / folder).rglob("*.py")
-    ]
-    paths += [path for path in (repository / "tests").rglob("*.py") if not path.name.startswith("test_")]
-    paths += [*ROOT.rglob("*.py"), *ROOT.rglob("*.pyi")]
+    folders = [ROOT, *(repository / name for name in ("bench", "docs", "examples", "release", "tests"))]
+    paths = [path for folder in folders for path in (*folder.rglob("*.py"), *folder.rglob("*.pyi"))]
     found = [
         f"{path}: {odd}"
         for path in paths
@@ -123,17 +120,17 @@ def test_docstrings_begin_as_a_reader_expects() -> None:
     assert found == []
 
 
-def _odd_docstrings(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        text, refused = ast.get_docstring(node) or "", _NO_DOCSTRING
-        if isinstance(node, ast.FunctionDef):
-            decorators = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
-            refused = _NO_NOUN if decorators & {"property", "cached_property"} else _NO_DOCSTRING
-        if refused.match(text):
-            yield text.splitlines()[0]
-        yield from (text for text in _of_attributes(node.body) if _NO_NOUN.match(text))
+def _odd_docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
+    text, refused = ast.get_docstring(node) or "", _NO_DOCSTRING
+    if isinstance(node, ast.FunctionDef):
+        decorators = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
+        refused = _NO_NOUN if decorators & {"property", "cached_property"} else _NO_DOCSTRING
+    if refused.match(text):
+        yield text.splitlines()[0]
+    yield from (text for text in _of_attributes(node.body) if _NO_NOUN.match(text))
+    for each in node.body:
+        if isinstance(each, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _odd_docstrings(each)
 
 
 def _of_attributes(body: list[ast.stmt]) -> Iterator[str]:

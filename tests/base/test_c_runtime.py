@@ -23,7 +23,7 @@ LINE = "7f0000000000-7f0000001000 r-xp 00000000 fe:00 1234   {path}\n"
 
 
 class Runtime:
-    """What torch.cuda.cudart() gives, refusing as told."""
+    """The object that torch.cuda.cudart() returns; it refuses as told."""
 
     def __init__(self, *, register: int = 0, unregister: int = 0) -> None:
         self.register, self.unregister = register, unregister
@@ -167,7 +167,7 @@ def build(path: Path, number: int) -> None:
 
 @pytest.mark.parametrize("left", ["nothing", "another release"])
 def test_a_runtime_whose_file_was_replaced_is_still_the_one_that_is_loaded(left: str, tmp_path: Path) -> None:
-    """As by an upgrade while a run goes on: Linux lists the file as '… (deleted)'."""
+    """An upgrade during a run replaces the file: Linux lists it as '… (deleted)'."""
     path = tmp_path / "libcudart.so.12.4.127"
     build(path, 1)
     child = os.fork()

@@ -59,7 +59,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 @pytest.fixture(autouse=True)
 def own_handlers() -> Iterator[None]:
-    """Of a process that has nothing whole behind it; what a test installs is gone afterwards."""
+    """Handlers of a process in which no uninterruptible function has run; handlers that a test installs are removed
+    afterwards."""
     give_back()
     previous = {number: signal.getsignal(number) for number in NUMBERS}
     yield

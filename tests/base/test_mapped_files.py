@@ -1,4 +1,4 @@
-"""What is read ahead of a mapped file is advice, which changes nothing and never fails."""
+"""Read-ahead of a mapped file is advice, which changes nothing and never fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compute waited for is counted once, by cause; what happened is recorded only when asked."""
+"""Time that compute waits is counted once, by cause; activities are recorded only when asked."""
 
 from __future__ import annotations
 

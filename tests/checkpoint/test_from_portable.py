@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_its_copy_to_the_bit(
 def test_the_optimizers_state_dict_of_the_run_is_taken_until_the_next_step(
     config: Config, tmp_path: Path, opened: list[Any]
 ) -> None:
-    """As libraries save it into their checkpoints."""
+    """Libraries save it into their checkpoints."""
     model, batch = llama(layers=2)
     infinity.offload(model, config("swap"))
     before = infinity.AdamW(model.parameters(), lr=1e-3)

@@ -1,4 +1,4 @@
-"""What goes in comes out: checkpoints of every kind, streamed through the store."""
+"""Checkpoints of every kind are streamed through the store and come out as they went in."""
 
 from __future__ import annotations
 

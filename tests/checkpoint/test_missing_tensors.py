@@ -65,7 +65,8 @@ def deferred_of(path: Path, swap_config: Any, **options: Any) -> Any:
 
 @pytest.fixture
 def reported(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What transformers says while a model is loaded, once: with CI in the environment its logger propagates, too."""
+    """Messages of transformers while a model is loaded, each once: with CI in the environment its logger propagates,
+    too."""
     reporter = logging.getLogger("transformers")
     monkeypatch.setattr(reporter, "propagate", False)
     hf.logging.set_verbosity_warning()

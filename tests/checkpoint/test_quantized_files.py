@@ -264,7 +264,7 @@ def test_adapters_train_as_on_the_decoded_weights(
 def test_a_form_that_is_said_outright_is_the_one_that_weights_rest_in(
     kind: str, frozen: str, base: Path, checkpoints: dict[str, Path], deferred: Any, offloaded: Any, tmp_path: Path
 ) -> None:
-    """As the file has them where that has as many bits; else they are what the decoded weights are encoded to."""
+    """The file's form is kept if it has as many bits. Otherwise the decoded weights are encoded."""
     model = offloaded(with_adapters(deferred(checkpoints[kind])), frozen=frozen)
     codecs = {group.codec for unit in registry.coordinator_of(model).units for group in unit.full.groups}
     kept = kind.startswith(frozen)
@@ -418,7 +418,7 @@ def test_a_layer_that_bitsandbytes_turned_is_refused(deferred: Any, tmp_path: Pa
 def test_experts_that_transformers_merges_are_refused(
     checkpoints: dict[str, Path], deferred: Any, tmp_path: Path
 ) -> None:
-    """As versions before 5 saved them: a linear layer for each expert."""
+    """Versions before 5 saved a linear layer for each expert."""
     mixtral()[0].bfloat16().save_pretrained(tmp_path / "base")
     (tmp_path / "quantized").mkdir()
     config = json.loads((tmp_path / "base/config.json").read_text())

@@ -28,7 +28,7 @@ def test_a_rank_names_the_launcher_for_what_ranks_do_together(monkeypatch: pytes
 
 
 def test_a_rank_names_one_process_for_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several that remove a store or write a copy, all but one fail."""
+    """When several ranks remove a store or write a copy, all but one fail."""
     trained(config(tmp_path / "swap"))
     be_one_of_two_ranks(monkeypatch)
     line = command("checkpoint", "remove", tmp_path / "swap")

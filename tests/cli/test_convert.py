@@ -74,7 +74,7 @@ def test_with_output_the_report_goes_to_stdout(here: Path, capsys: pytest.Captur
 def test_a_file_that_names_a_config_is_refused_with_a_command_that_converts_that(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a long name too, which the shell would not read as one."""
+    """The command quotes a long name, which the shell would otherwise split."""
     named = here / "its $configs" / ("deep" * 40) / "ds_config.json"
     named.parent.mkdir(parents=True)
     Path("ds_config.json").rename(named)

@@ -1,4 +1,4 @@
-"""What drives tell of their wear, to programs made for the tests."""
+"""The wear of drives, as programs made for the tests report it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What else rows have: rows as public datasets and trainers lay them out, with what is learned of each, or refused."""
+"""Further layouts of rows, as public datasets and trainers have them: the learned part of each, or its refusal."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_the_store_goes_after_the_output_is_on_disk(
 
 
 def _finish_and_die(paths: list[Path], run_id: str, output: Path, number: int) -> None:
-    """As at the end of a run, but killed at the beginning of one act."""
+    """Finish a run, but die at the beginning of one act."""
     acts = iter(range(10_000))
 
     def observe(name: str, path: Path, target: Path | None, data: bytes) -> None:

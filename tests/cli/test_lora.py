@@ -29,7 +29,7 @@ def same_adapters(one: Path, other: Path) -> bool:
 
 
 def plain_losses(job: dict[str, Any], **of_lora: Any) -> list[float]:
-    """Of PEFT and torch.optim.AdamW, on the first batches of the run."""
+    """Return the losses of PEFT and torch.optim.AdamW on the first batches of the run."""
     from peft import LoraConfig, get_peft_model
 
     from infinity.cli.data import PackedData

@@ -1,4 +1,4 @@
-"""What is read of processors, from trees made for the tests."""
+"""Facts about processors, read from trees made for the tests."""
 
 from __future__ import annotations
 

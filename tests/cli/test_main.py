@@ -69,7 +69,7 @@ print(json.dumps([ended(*each) for each in lines]))
 
 @pytest.fixture(scope="module")
 def done() -> dict[tuple[str, str], tuple[int, list[str], bool]]:
-    """Of each line its exit code, what it imported, and whether it printed something; all in one new process."""
+    """Each line's exit code, imports, and whether it printed something; all in one new process."""
     given = json.dumps([HEAVY, [(PROGRAMS[program].__name__, line) for program, line in LINES]])
     command = [sys.executable, "-c", _ALL_LINES, given]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

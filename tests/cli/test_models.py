@@ -1,4 +1,4 @@
-"""What is written of a model's config is what was read: a trainer changes it meanwhile."""
+"""The saved config of a model is the one that was read, although a trainer changes it meanwhile."""
 
 from __future__ import annotations
 

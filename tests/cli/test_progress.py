@@ -1,4 +1,4 @@
-"""What a run shows while it trains."""
+"""The lines that a run shows while it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `infinity run` says before a script starts, and after one failed."""
+"""Messages of `infinity run` before a script starts, and after one failed."""
 
 from __future__ import annotations
 

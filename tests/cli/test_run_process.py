@@ -76,7 +76,7 @@ def look(script: Path, into: Path, *, under: bool, forked: bool) -> dict[str, An
 
 
 def _plainly(swap: str, script: str, into: str) -> None:
-    """As `python script into`."""
+    """Run the script as `python script into` does."""
     _forget_libraries()
     sys.argv = [script, into]
     sys.path.insert(0, str(Path(script).parent))

@@ -40,7 +40,7 @@ from tests.ranks import workers
 
 Job = dict[str, Any]
 BATCHES = 4
-"""Of a step, over all ranks."""
+"""Batches of a step, over all ranks."""
 FEW = {"--steps": 3}
 
 
@@ -458,7 +458,7 @@ def test_ranks_count_each_token_once_in_losses_of_answers_and_of_held_out_rows(
 
 
 def seed_of_first_step(arguments: list[str]) -> int:
-    """Of torch's random numbers on this rank."""
+    """Return the seed of torch's random numbers on this rank."""
     seeds: list[int] = []
     at_step(1, lambda: seeds.append(torch.initial_seed()))
     assert on_rank(arguments) == 0

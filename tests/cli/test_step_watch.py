@@ -1,4 +1,5 @@
-"""What a run does between its steps: models of steps, samples, logs; and a run that was interrupted has the same."""
+"""The work of a run between its steps: models of steps, samples and logs. An interrupted run ends
+with the same ones."""
 
 from __future__ import annotations
 

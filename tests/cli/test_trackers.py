@@ -19,7 +19,7 @@ from tests.cli.test_resume import job as job
 
 
 class Wandb(ModuleType):
-    """What a Trainer's callback and infinity use of the library."""
+    """The part of the library that a Trainer's callback and infinity use."""
 
     class Run(dict[str, Any]):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What the last gradient of a unit sets off."""
+"""The work that the last gradient of a unit starts."""
 
 from __future__ import annotations
 

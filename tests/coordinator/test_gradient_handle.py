@@ -1,4 +1,4 @@
-"""What stands in `.grad`, as far as it can be asked alone."""
+"""The handle in `.grad`, as far as it can be tested alone."""
 
 from __future__ import annotations
 

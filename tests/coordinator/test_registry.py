@@ -21,7 +21,7 @@ PLACES: list[Any] = [SimpleNamespace(group=SimpleNamespace(trainable=trained)) f
 
 
 class Coordinator:
-    """As Coordinator, of one linear layer."""
+    """Fake of a Coordinator, of one linear layer."""
 
     def __init__(self, model: nn.Linear) -> None:
         self.parameters = [model.weight, model.bias]

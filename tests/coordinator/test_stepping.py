@@ -1,4 +1,4 @@
-"""What any thread may ask of a model, whatever others do with it."""
+"""The calls that any thread may make on a model at any time."""
 
 from __future__ import annotations
 

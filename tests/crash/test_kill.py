@@ -98,7 +98,7 @@ ACTS = [
     *acts("manifest", 0, 1, names=WRITTEN_ASIDE),
     *acts("manifest", 0, 1, names=("unlink",)),
 ]
-"""In a walk, the first ones come where no generation is there yet."""
+"""Acts at which runs are killed. In a walk, the first acts come before any generation exists."""
 KINDS: tuple[Literal["kill", "kill_after"], ...] = ("kill", "kill_after")
 
 

@@ -1,4 +1,4 @@
-"""What a message says to do is done by a test: every command, option or call that a message names is in one table."""
+"""Advice in messages is followed by tests: every command, option or call that a message names is in one table."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_options_that_a_text_names_with_their_command_are_known(page: Path) -> N
 
 
 def parser_of(words: list[str]) -> argparse.ArgumentParser | None:
-    """Of the command that the words begin with; None for a command that is not known."""
+    """Return the parser of the command that the words begin with; None for an unknown command."""
     if words[0] == "infinity-bench":
         return bench.build_parser()
     parser = known_commands().get(words[1])

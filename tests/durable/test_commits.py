@@ -33,7 +33,7 @@ def plan_of(commit_every: int) -> Any:
 
 
 class Optimizers:
-    """As Optimizers. Attributes: count: of those that entered; at: what their checkpoint says."""
+    """Fake of Optimizers. Attributes: count: optimizers that entered; at: the content of their checkpoint."""
 
     def __init__(self) -> None:
         self.count, self.at, self.taken_up = 1, 0, 0
@@ -102,7 +102,7 @@ class Run:
 
 
 class CommitsMachine(RuleBasedStateMachine):
-    """What a loop may do, step by step; a model that failed does nothing more."""
+    """The actions that a loop may take, step by step. A model that failed takes none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,4 @@
-"""What a generation says beside its states is believed only as far as it can be true: every lie is a ManifestError that
-names it."""
+"""The body of a generation is believed only as far as it can be true: every lie is a ManifestError that names it."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Change = Callable[[dict[str, Any]], None]
 
 
 def body() -> dict[str, Any]:
-    """Of a model of two matrices and a tied name, trained with AdamW."""
+    """Return the body of a model of two matrices and a tied name, trained with AdamW."""
     group = {"unit": "block", "group": 0, "dtype": "bfloat16", "trainable": True, "master": "split16"}
     frozen = group | {"group": 1, "trainable": False, "numel": 256, "moments": "fp32"}
     first = {"name": "block.up", "aliases": ["head"], "shape": [4, 100], "unit": "block", "group": 0, "offset": 0}

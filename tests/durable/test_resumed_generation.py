@@ -1,4 +1,5 @@
-"""What a resumed run gives back: the state of what was tracked, by its name, and each optimizer's by its order."""
+"""State that a resumed run gives back: that of tracked objects by their names, and that of
+optimizers by their order."""
 
 from __future__ import annotations
 

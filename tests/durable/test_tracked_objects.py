@@ -14,7 +14,7 @@ from infinity.errors import ConfigError
 
 
 class Counter:
-    """As a scheduler."""
+    """A tracked object that behaves like a scheduler."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -184,7 +184,8 @@ def test_what_gives_batches_is_data() -> None:
 
 
 def test_the_top_is_before_the_first_of_several_items() -> None:
-    """Of two loaders in a zip, or of one that is asked twice; an evaluation between is of the iteration before."""
+    """Two loaders in a zip, or one that is asked twice, give one top; an evaluation between belongs to the iteration
+    before."""
     loop = Loop(loader=True)
     other = Loader()
     loop.tracking.add("other", other)

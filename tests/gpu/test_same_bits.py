@@ -91,7 +91,7 @@ def test_device_host_and_nvme_end_in_the_same_bits(
 
 @pytest.mark.parametrize("tiers", TIERS[1:], ids="-".join)
 def test_units_are_evicted_and_come_back(tiers: tuple[str, str], gpu: torch.device, offload: Any) -> None:
-    """What makes the others a test of eviction."""
+    """Without evictions the other tests would not test them."""
     model, batch = build(torch.bfloat16, gpu)
     model = place(offload, model, tiers, gpu)
     loss_of(model, batch)

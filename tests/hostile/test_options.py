@@ -50,7 +50,7 @@ def text_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the commands need: a model, text, a swap config."""
+    """Files that the commands need: a model, text, a swap config."""
     place = tmp_path_factory.mktemp("things")
     llama(1)[0].bfloat16().save_pretrained(place / "model")
     text_tokenizer().save_pretrained(place / "model")

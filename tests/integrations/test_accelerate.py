@@ -303,7 +303,7 @@ print("step done", loss.item())
 
 @pytest.fixture
 def arguments(checkpoint: Path, tmp_path: Path) -> list[str]:
-    """Of `infinity run`, with the script."""
+    """Arguments of `infinity run`, with the script."""
     script, config = tmp_path / "script.py", tmp_path / "swap.yaml"
     script.write_text(SCRIPT)
     config.write_text(

@@ -61,7 +61,7 @@ def is_trained(model: nn.Module) -> bool:
 def test_a_copy_is_the_reference_of_what_it_was_copied_from(
     checkpoint: Path, launch: Launch, ids: torch.Tensor
 ) -> None:
-    """As many scripts for preferences do."""
+    """Many scripts for preferences copy the model as their reference."""
 
     def script() -> list[float]:
         model = load(checkpoint)

@@ -23,10 +23,10 @@ Rows = list[dict[str, torch.Tensor]]
 
 
 class BasePlugin:
-    """Of axolotl.integrations.base: every method does nothing."""
+    """Fake of the class in axolotl.integrations.base: every method does nothing."""
 
     def __init__(self) -> None:
-        """As theirs."""
+        """Take the arguments that axolotl's class takes."""
 
     def register(self, cfg: Any) -> None: ...
     def get_input_args(self) -> str | None: ...
@@ -53,7 +53,7 @@ class AxolotlTrainer(Trainer):
 
 @pytest.fixture
 def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """As axolotl's load_plugin makes it from its name."""
+    """The plugin, made from its name by the steps of axolotl's load_plugin."""
     base = ModuleType("axolotl.integrations.base")
     base.BasePlugin = BasePlugin  # type: ignore[attr-defined]
     for name in ("axolotl", "axolotl.integrations"):
@@ -79,7 +79,7 @@ def cfg(tmp_path: Path) -> dict[str, Any]:
 
 
 def train(plugin: Any, cfg: dict[str, Any], checkpoint: Path, rows: Rows, output: Path, **options: Any) -> list[float]:
-    """As axolotl's load_cfg, ModelLoader, TrainerBuilderBase and train go."""
+    """Train by the steps of axolotl's load_cfg, ModelLoader, TrainerBuilderBase and train."""
     if plugin is not None:
         plugin.register(cfg)
         assert json.dumps(cfg["model_kwargs"]), "the file stays plain data"

@@ -124,7 +124,7 @@ def test_weights_that_were_loaded_after_an_evaluation_are_trained(
 
 
 def test_weights_that_were_in_memory_are_there_again(checkpoint: Path, launch: Launch, ids: torch.Tensor) -> None:
-    """Of embeddings that were resized, beside others that were never read."""
+    """The embeddings were resized, and the other weights were never read."""
 
     def script() -> list[float]:
         model = load(checkpoint)

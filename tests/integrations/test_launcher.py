@@ -1,4 +1,4 @@
-"""What `infinity run` changes of a script's process."""
+"""The changes that `infinity run` makes in a script's process."""
 
 from __future__ import annotations
 

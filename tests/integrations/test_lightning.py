@@ -504,7 +504,7 @@ def test_what_clips_in_fp16_or_after_it_trains_as_the_refusal_says(
 
 
 def test_a_learning_rate_is_found_by_a_run_of_its_own(rows: Rows, swap: dict[str, Any], tmp_path: Path) -> None:
-    """As the error says, in Tuner.lr_find's own steps."""
+    """The error's advice works, in the steps of Tuner.lr_find."""
     from lightning.pytorch.tuner import Tuner
 
     found, mine = made("GrowingRate", None), made("GrowingRate", lambda step: 1000 ** ((step + 1) / 8) if step else 1.0)
@@ -516,7 +516,7 @@ def test_a_learning_rate_is_found_by_a_run_of_its_own(rows: Rows, swap: dict[str
 
 
 def test_a_callback_of_ones_own_averages_weights(rows: Rows, swap: dict[str, Any], tmp_path: Path) -> None:
-    """As the error says, to what Lightning's own callback comes to."""
+    """The error's advice gives the result of Lightning's own callback."""
     from lightning.pytorch.callbacks import EMAWeightAveraging
 
     theirs, mine = made("Small"), made("Small")

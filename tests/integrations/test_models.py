@@ -64,7 +64,7 @@ def test_a_loaded_model_is_offloaded_by_its_first_forward(checkpoint: Path, laun
 def test_in_that_forward_weights_are_read_in_other_ways_than_calls(
     checkpoint: Path, launch: Launch, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As TRL's head over chunks does."""
+    """TRL's head over chunks does this."""
 
     def forward(self: Any, input_ids: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.model(input_ids=input_ids).last_hidden_state
@@ -554,7 +554,7 @@ def test_a_new_head_is_converted_too_and_saved_in_fp32(
 def test_what_is_written_into_a_state_dict_outside_gathered_is_never_lost_silently(
     checkpoint: Path, launch: Launch
 ) -> None:
-    """As an average does it that takes its tensors from one state_dict."""
+    """An average that takes its tensors from one state_dict does this."""
     with launch(weights="host", optimizer="host"):
         model = AutoModelForCausalLM.from_pretrained(checkpoint)
         torch.optim.AdamW(model.parameters(), lr=1e-3)

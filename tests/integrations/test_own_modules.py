@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """As nanoGPT has it: everything in a ModuleDict whose forward nobody calls, and a head that is the embedding."""
+    """A model like nanoGPT: everything in a ModuleDict whose forward nobody calls, and a head that is the embedding."""
 
     def __init__(self, words: int = 64, width: int = 32) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from tests.integrations.training import Rows, trainer
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
-    """What each plan is told."""
+    """The number of passes that each plan was given."""
     plans: list[int | None] = []
     make_plan = opening.make_plan
 

@@ -48,7 +48,7 @@ def _closed(tmp_path: Path) -> Iterator[None]:
 
 
 def end() -> None:
-    """As the end of a process: its models are closed, and their generations stay."""
+    """End like a process: close its models, and keep their generations."""
     for run in infinity_config._runs.values():
         run.close(failed=True)
     infinity_config._runs.clear()

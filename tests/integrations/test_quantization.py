@@ -53,12 +53,12 @@ def adapted(model: Any, **options: Any) -> Any:
 
 
 def codecs_in(model: Any) -> set[str | None]:
-    """Of the groups of frozen weights in blocks."""
+    """Return the codecs of the groups of frozen weights in blocks."""
     return {group.codec for unit in registry.coordinator_of(model).units for group in unit.full.groups}
 
 
 def qlora(path: Path, quantization: Any) -> Any:
-    """As scripts do it."""
+    """Return a model with adapters on a quantized base, loaded like a script does."""
     import peft
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=quantization, device_map="auto")
@@ -79,7 +79,7 @@ def test_a_copy_of_a_model_rests_as_the_model_does(checkpoint: Path, launch: Lau
 
 @pytest.fixture(scope="module")
 def logs_that_are_expected() -> dict[tuple[str, object], list[float]]:
-    """Of scripts whose swap config says the form, by the form and the device."""
+    """The logs of scripts whose swap config names the form, by the form and the device."""
     return {}
 
 

@@ -129,7 +129,7 @@ class _Until(StoppingCriteria):
 
 
 def generated(model: Any, rank: int) -> list[list[int]]:
-    """Of different prompts, each rank until it has another number of tokens."""
+    """Generate from different prompts, on each rank until it has another number of tokens."""
     stopping = StoppingCriteriaList([_Until(8 + 6 * rank)])
     options = {"do_sample": False, "max_new_tokens": 20, "stopping_criteria": stopping, "pad_token_id": 0}
     return model.generate(IDS[rank : rank + 1], **options).tolist()

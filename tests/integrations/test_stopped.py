@@ -51,7 +51,7 @@ def stopped(checkpoint: Path, directory: Path, *, save_steps: int) -> Result:
 
 
 def launch_in(directory: str) -> int:
-    """As `python -m infinity.run` does it."""
+    """Launch the script as `python -m infinity.run` does."""
     os.chdir(directory)
     return main(["run", "swap.yaml", "train.py"])
 

@@ -1,4 +1,4 @@
-"""What libraries do to a model that is offloaded: it works, or an error names the fix. One test for each case that was
+"""Operations of libraries on an offloaded model: each works, or an error names the fix. One test for each case that was
 silently wrong, or ended in an error that helped nobody."""
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_a_state_dict_has_values_and_can_be_loaded(model: Any, plain: tuple[nn.M
 def test_a_head_that_the_models_forward_uses_by_its_weight_has_values(
     grad: bool, model: Any, plain: tuple[nn.Module, Batch]
 ) -> None:
-    """As TRL's fused head does."""
+    """TRL's fused head does this."""
 
     def fused(self: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = self.model(input_ids=input_ids).last_hidden_state
@@ -179,14 +179,14 @@ def test_a_head_that_the_models_forward_uses_by_its_weight_has_values(
 def test_autocast_inside_the_forward_of_fp32_weights_names_the_dtype(
     model: Any, plain: tuple[nn.Module, Batch]
 ) -> None:
-    """As Accelerate and Trainer's bf16=True do it."""
+    """Accelerate and Trainer's bf16=True do this."""
     model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     with pytest.raises(InfinityError, match="bfloat16"):
         model(**plain[1])
 
 
 def test_converting_an_offloaded_model_names_when_to_convert(model: Any) -> None:
-    """As Trainer's bf16_full_eval and Lightning's bf16-true do it."""
+    """Trainer's bf16_full_eval and Lightning's bf16-true do this."""
     with pytest.raises(InfinityError, match=r"before infinity\.offload|dtype="):
         model.to(torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""What TRL's trainers do that Trainer does not: a fused head that evaluates, references, reward models."""
+"""Features of TRL's trainers beyond Trainer: a fused head that evaluates, references, reward models."""
 
 from __future__ import annotations
 

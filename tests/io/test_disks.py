@@ -1,4 +1,4 @@
-"""What is read of disks: from trees made for the tests, and from the machine the tests run on."""
+"""Facts about disks, read from trees made for the tests and from the machine that runs the tests."""
 
 from __future__ import annotations
 

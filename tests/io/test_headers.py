@@ -98,14 +98,14 @@ def headers(disks: list[Path]) -> list[bytes | None]:
 
 
 def without_store(path: Path) -> None:
-    """As a version wrote it that did not keep there what headers say."""
+    """Write the header like a version that did not store the facts of other headers there."""
     value = document.read(path, "generation", 2)
     del value["store"]
     path.write_bytes(b"".join(document.write("generation", value)))
 
 
 def rewrite(path: Path, kind: str, known: int, version: int) -> None:
-    """As a newer infinity writes it: with a field that this one does not know."""
+    """Write the header like a newer infinity: with a field that this one does not know."""
     path.write_bytes(b"".join(document.write(kind, document.read(path, kind, known) | {"more": 1}, version)))
 
 

@@ -1,5 +1,5 @@
-"""What the system refuses: little locked memory, no io_uring, a full disk, a read-only one, one that is gone. Each has
-its documented fallback or error."""
+"""Limits of the system: little locked memory, no io_uring, a full disk, a read-only one, one that is gone. Each has its
+documented fallback or error."""
 
 from __future__ import annotations
 

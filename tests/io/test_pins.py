@@ -483,7 +483,7 @@ def test_a_marker_names_a_generation_for_each_of_its_own_number_of_ranks() -> No
 
 
 def test_comparing_pins_writes_nothing_where_all_ranks_have_those_that_stay(kept: Kept) -> None:
-    """What a resume gives up goes only before a write."""
+    """A resume removes the pins that it gives up only before a write."""
     folder = kept.pin("x")
     kept.next(1)
     (folder / MARKER_NAME).unlink()

@@ -54,7 +54,7 @@ class State:
         self.grad = torch.randn(numel, generator=generator).to(TORCH[grad])
 
     def _moment(self, values: torch.Tensor, *, signed: bool) -> torch.Tensor:
-        """As stored: float32 [numel], or uint8 of the format's bytes."""
+        """Return a moment in its stored form: float32 [numel], or uint8 of the format's bytes."""
         if self.names[3] == "fp32":
             return values
         data = torch.zeros(_native.moment_bytes(self.names[3], len(values)), dtype=torch.uint8)
@@ -96,7 +96,7 @@ class State:
         return other
 
     def copy(self, numel: int | None = None) -> State:
-        """Of the first elements, or of all; in memory of its own."""
+        """Return a copy of the first elements, or of all."""
         other = State.__new__(State)
         other.names = self.names
         for name in ("weight", "residual", "exp_avg", "exp_avg_sq", "grad"):

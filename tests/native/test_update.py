@@ -156,7 +156,8 @@ def test_wherever_the_states_are_the_bits_are_the_same(
 def test_states_can_be_written_to_another_place_and_then_go_there_as_a_whole(
     where: str, tile: int, checksums: bool, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    """What was read stays as it was; what no segment touches is there, too; checksums are those of the new place."""
+    """The states that were read stay unchanged. Elements that no segment touches are written, too. The checksums are
+    those of the new place."""
     bench = Bench(tmp_path, "io_uring", tile, 2)
     if checksums:
         bench.file.keep_checksums(8 << 20)
@@ -368,7 +369,8 @@ def test_gradients_are_read_from_the_file(tile: int, expected: dict[str, bytes],
 
 
 def test_a_job_is_taken_back_before_it_begins_or_stopped_after(tmp_path: Path) -> None:
-    """Of the first nothing is touched; of the second what was read stays, where it writes to another place."""
+    """The first job touches nothing. The second one leaves the states that it read unchanged, if it writes to another
+    place."""
     bench = Bench(tmp_path, "threads", 4096, 1)
     for name in STATES:
         bench.stream(name, "file")

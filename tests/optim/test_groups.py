@@ -1,5 +1,5 @@
-"""What an optimizer may be given: parameters of one offloaded model, each once, in torch's forms; all else is refused
-by name, and leaves the optimizer as it was."""
+"""Parameters that an optimizer accepts: those of one offloaded model, each once, in torch's forms. All others are
+refused by name, and the optimizer stays as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is needed at once is counted when the model is offloaded: the budget a PlanError names works, to the page."""
+"""Memory that is needed at once is counted when the model is offloaded: the budget a PlanError names works, to the
+page."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from tests.sampling import number
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 Shape = tuple[int, torch.dtype, bool]
-"""Of a matrix with so many pages in fp32: its dtype, and whether it is trained."""
+"""Pages of a matrix in fp32, its dtype, and whether it is trained."""
 
 
 def plan(blocks: list[list[Shape]], config: dict[str, Any], device: str = "cpu", **options: Any) -> Plan:

@@ -1,4 +1,4 @@
-"""What a step moves is counted by the design's formula."""
+"""The bytes of a step are those of the design's formula."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_weights_on_the_device_are_refused() -> None:
 
 
 def near(gather: int, **config: Any) -> Plan:
-    """Of rank 1 of 4, which keeps copies for so many ranks."""
+    """Return the peers of rank 1 of 4, which keeps copies for so many ranks."""
     return plan(4, 1, **(NVME | config), near=Cut(gather, 1 % gather))
 
 

@@ -1,4 +1,4 @@
-"""What fits of the states rests in RAM, chosen unit by unit and counted to the byte."""
+"""States rest in RAM as far as they fit, chosen unit by unit and counted to the byte."""
 
 from __future__ import annotations
 

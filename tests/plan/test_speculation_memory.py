@@ -1,4 +1,5 @@
-"""What updates of units in RAM get to speculate: whole shadows, the last units first, of what nothing else wants."""
+"""Memory with which updates of units in RAM speculate: complete shadows, the last units first, of memory that is free
+otherwise."""
 
 from __future__ import annotations
 

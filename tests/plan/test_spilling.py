@@ -89,7 +89,7 @@ def test_some_of_the_gradients_stay_in_ram_the_largest_first() -> None:
 
 
 def test_for_several_passes_gradients_wait_in_ram_in_fp32_or_not_at_all() -> None:
-    """What a further pass would widen and send to the store after all has no place in RAM of its own."""
+    """Gradients that a further pass would widen and send to the store have no place in RAM of their own."""
     least = plan(1 << 26, 4, **NVME, gradients="nvme")
     fixed = least.host_bytes - least.budgets.staging.nbytes + 3 * least.budgets.staging.tile_bytes
     room = 4 * (2 * NUMELS[0] + NUMELS[-1])

@@ -73,7 +73,7 @@ class Naive:
         self.order, self.seen, self.position = self.seen or self.order, [], 0
 
     def next_use(self, unit: int) -> int:
-        """Of the rest of this iteration, and the next one."""
+        """Return the number of visits until the next use, in the remaining iteration or the next one."""
         following = self.order[self.position :] + self.order
         return following.index(unit) if unit in following else 2 * len(self.order) + 1
 

@@ -1,4 +1,4 @@
-"""What ranks say of an operation before they begin it: short, whatever the operation, and the same error on all."""
+"""Headers that ranks exchange before an operation: they are short, and give the same error on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a build of the wheel does not take over from the shell that it is started from."""
+"""Settings of the calling shell that a build of the wheel does not take over."""
 
 from __future__ import annotations
 

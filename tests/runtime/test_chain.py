@@ -1,4 +1,4 @@
-"""What a chain of units is: where the graph of a forward can be cut, and where a model keeps the ordinary order."""
+"""Chains of units: the places where the graph of a forward can be cut, and the models that keep the ordinary order."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def trained(offload: Any, tier: str) -> Any:
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
 def test_a_closed_model_that_is_referred_to_gives_its_memory_back(tier: str, offload: Any) -> None:
-    """As in a notebook, where the next offload is planned from what is free."""
+    """In a notebook, the next offload is planned with the free memory."""
     model = trained(offload, tier)
     arena, before = registry.coordinator_of(model).resources.arena, resident_bytes()
     used = arena.nbytes if tier == "host" else 8 << 20

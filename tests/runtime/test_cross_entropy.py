@@ -101,7 +101,7 @@ def test_in_16_bits_its_error_is_no_larger_than_with_whole_logits(dtype: torch.d
 
 
 def test_small_gradients_do_not_vanish_in_fp16() -> None:
-    """Of a mean over many tokens, each is beyond fp16's range before it is scaled."""
+    """In a mean over many tokens, each gradient is beyond fp16's range before it is scaled."""
     given = drawn(torch.float16, ignored=False)
     found = run(chunked_cross_entropy, given, factor=65536.0, divisor=1e6, has_bias=False)
     wide = {name: each if name == "labels" else each.float() for name, each in given.items()}

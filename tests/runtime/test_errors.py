@@ -1,4 +1,4 @@
-"""What a user can do wrong ends in an error that says so, or works; and the next good step is good."""
+"""Mistakes of users end in an error that names them, or work; and the next good step is good."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def undisturbed(on_device: bool) -> list[float]:
 
 
 def assert_next_step_is_good(model: Any, batch: Batch, optim: infinity.AdamW) -> None:
-    """As the step of an undisturbed copy in the same state (none was taken before)."""
+    """Check that the next steps give the losses of an undisturbed copy, and that nothing leaked. The model has done no
+    step before."""
     coordinator = registry.coordinator_of(model)
     optim.zero_grad()
     assert [step(model, batch, optim) for _ in range(2)] == undisturbed(coordinator.resources.device is not None)
@@ -225,7 +226,7 @@ def test_torchs_clip_grad_value_raises(trained: Any) -> None:
 
 
 def test_fp32_weights_under_autocast_inside_the_forward_are_refused_too(offload: Any) -> None:
-    """As accelerate does it: model.forward is replaced by one that turns autocast on."""
+    """Accelerate replaces model.forward by one that turns autocast on."""
     model, batch = llama()
     model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
     model = offload(model)
@@ -256,7 +257,7 @@ def test_autocast_with_bf16_weights_and_a_few_in_fp32_is_let_through(offload: An
     ids=["deepcopy", "a block's deepcopy", "pickle", "a parameter's deepcopy"],
 )
 def test_nothing_passes_placeholders_on(use: Callable[[Any], Any], trained: Any, tmp_path: Path) -> None:
-    """What the error says does the same."""
+    """The error's advice has the same effect."""
     with pytest.raises(infinity.ReleasedParameterError, match="placeholder"):
         use(trained[0])
     infinity.save_pretrained(trained[0], tmp_path / "saved")
@@ -285,7 +286,7 @@ def test_converting_the_model_raises_and_changes_nothing(convert: str, trained: 
 def test_a_conversion_is_done_before_the_model_is_offloaded_or_as_it_is_loaded(
     convert: str, trained: Any, swap_config: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    """As the error says."""
+    """The error's advice works."""
     model, batch, _ = trained
     with pytest.raises(infinity.ReleasedParameterError, match=r"before infinity\.offload, or load it with infinity"):
         getattr(model, convert)()
@@ -512,7 +513,7 @@ def test_unfreezing_after_a_step_is_refused(offload: Any) -> None:
 
 
 def test_what_is_frozen_after_the_optimizer_was_made_is_unfrozen_by_add_param_group(offload: Any) -> None:
-    """As the error says."""
+    """The error's advice works."""
     ends = []
     for kind in (torch.optim.AdamW, infinity.AdamW):
         torch.manual_seed(0)

@@ -127,7 +127,7 @@ def test_an_exception_in_the_context_drops_the_changes(trained: Trained) -> None
 
 
 def test_an_evaluation_in_the_context_sees_what_was_written(trained: Trained) -> None:
-    """As when averaged weights are swapped in to evaluate."""
+    """Averaged weights are swapped in like this for an evaluation."""
     model, batch, _ = trained
     with torch.no_grad():
         usual = loss_of(model, batch)
@@ -279,7 +279,7 @@ def test_a_list_of_modules_is_refused_and_its_items_are_taken(trained: Trained) 
 
 
 def test_frozen_weights_are_written_after_a_step_without_generations(offload: Any) -> None:
-    """As the error says that they share one copy."""
+    """With generations an error says that all of them share one copy."""
     model, batch = llama()
     model.lm_head.weight.requires_grad_(False)
     model = offload(model.bfloat16().train(), memory=TIGHT, commit_every=0)

@@ -108,7 +108,7 @@ def test_a_step_takes_what_was_changed(change: Any, overlap: str, gradients: str
 
 
 def test_gradients_in_the_context_are_those_of_torch_and_stay_as_they_are(offload: Any) -> None:
-    """Of two micro-batches in bf16, which add up in fp32: what was read is not rounded."""
+    """Two micro-batches in bf16 add up in fp32: gradients that were read are not rounded."""
     ends = []
     for reads in (False, True):
         model = offload(net().bfloat16(), overlap="during_backward", accumulation_steps=2)
@@ -292,7 +292,7 @@ def test_zero_grad_in_the_context_leaves_none(offload: Any) -> None:
 
 
 def test_gradients_after_a_step_are_those_it_used(offload: Any) -> None:
-    """As in torch until zero_grad."""
+    """In torch they stay until zero_grad, too."""
     plain, model = net(), offload(net())
     optims = optimizers(plain, model)
     for each, optim in zip((plain, model), optims, strict=True):
@@ -424,7 +424,7 @@ def test_ctrl_c_in_the_context_leaves_a_gradient_that_is_whole(offload: Any, mon
 
 
 class Perturbation:
-    """What FGM, PGD and AWP do to weights, in the published operations.
+    """The change that FGM, PGD and AWP make to weights, in the published operations.
 
     Args:
         named: a part of the names of parameters that are perturbed.

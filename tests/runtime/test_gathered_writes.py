@@ -1,4 +1,4 @@
-"""What writes and Ctrl-C in infinity.gathered must not disturb."""
+"""Operations that writes and Ctrl-C in infinity.gathered must not disturb."""
 
 from __future__ import annotations
 

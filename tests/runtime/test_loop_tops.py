@@ -1,4 +1,4 @@
-"""What a loop does between a step and its next item, and between an item and its forward, at a resume."""
+"""Actions of a loop between a step and its next item, and between an item and its forward, at a resume."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Fixed(Loop):
 
 
 def leave(model: nn.Module) -> None:
-    """As a crash does."""
+    """Leave the model like a crash."""
     registry.coordinator_of(model).health.fail(infinity.InfinityError("no commit comes any more, as after a crash"))
     infinity.close(model)
 

@@ -29,7 +29,7 @@ Make = Callable[..., Any]
 
 @dataclass
 class Run:
-    """What a training run gave, step by step."""
+    """The results of a training run, step by step."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

@@ -56,7 +56,7 @@ def untied_gpt2(dropout: float = 0.0) -> tuple[Any, models.Batch]:
 
 
 def in_another_thread(work: Callable[[Any], None]) -> Callable[[Any], None]:
-    """As autograd runs a backward where a model computes on a GPU."""
+    """Run a backward in another thread, as autograd does for a model on a GPU."""
 
     def run(of: Any) -> None:
         failed: list[BaseException] = []
@@ -171,7 +171,7 @@ def loss_of(model: Any, count: int) -> Callable[[models.Batch], torch.Tensor]:
 @pytest.mark.parametrize("recomputes", ["nothing", "non-reentrant", "reentrant"])
 @pytest.mark.parametrize("count", [2, 4, pytest.param(8, marks=pytest.mark.long)])
 def test_the_weights_are_fetched_once_per_direction(count: int, recomputes: str, small: Small) -> None:
-    """Of eight blocks with room for two: one micro-batch after the other fetches them for each."""
+    """With eight blocks and room for two, one micro-batch after the other fetches them each time."""
     model, batches = small(lambda: models.llama(8), count, recomputes, overlap="off")
     fetched = []
     for vertical in (True, True, False):

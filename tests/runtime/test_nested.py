@@ -20,7 +20,7 @@ from tests.runtime.alike import assert_trains_and_evaluates_alike, tight
 
 WIDTH = 32
 Checkpointing = bool | None
-"""Of torch.utils.checkpoint: reentrant, non-reentrant, or none."""
+"""Mode of torch.utils.checkpoint: reentrant, non-reentrant, or none."""
 
 
 class Shape(nn.Module):
@@ -117,7 +117,8 @@ class SequentialsInAList(Shape):
 
 
 class Downs(Shape):
-    """As diffusion models have them: attention lists beside lists of blocks, and one block between."""
+    """A part of a model like diffusion models have it: attention lists beside lists of blocks, and
+    one block between."""
 
     class Level(nn.Module):
         def __init__(self) -> None:

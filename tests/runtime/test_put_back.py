@@ -57,7 +57,7 @@ def write(model: Any, change: Any) -> None:
 
 
 def test_an_adversarial_step_on_an_embedding_leaves_every_master(model: Any) -> None:
-    """As FGM does it: perturb, forward and backward, restore."""
+    """FGM perturbs, runs forward and backward, and restores."""
     before = masters(model)
     with infinity.gathered(model):
         kept = model.embed.weight.detach().clone()

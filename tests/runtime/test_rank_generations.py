@@ -37,9 +37,9 @@ pytestmark = pytest.mark.cpu_only("several ranks compute on the CPU")
 NVME = TIERS[3]
 STEPS = 5
 BATCHES = 12
-"""That as many ranks as a test has can share equally."""
+"""Number of batches that any number of ranks in the tests can divide equally."""
 PAIR = 2
-"""That two ranks share."""
+"""Batches of a run of two ranks."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,8 @@ class Kill:
 
 @dataclass(frozen=True)
 class Life:
-    """What a rank did: the step it began after, the losses of its steps by step, and the weights at the end."""
+    """The results of a rank: the step that it began after, the losses of its steps by step, and the
+    weights at the end."""
 
     began: int
     losses: dict[int, list[float]]
@@ -135,7 +136,7 @@ def on_rank(folder: str, config: dict[str, Any], until: int, micro: int, options
 
 
 def batches_of(life: Life, rank: int, world: int) -> dict[int, list[float]]:
-    """Of the losses of one process with all batches, those of a rank."""
+    """Return the losses of a rank, from the losses of one process with all batches."""
     return {step: losses[rank::world] for step, losses in life.losses.items()}
 
 

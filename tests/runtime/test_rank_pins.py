@@ -250,7 +250,7 @@ def going_on_killed(root: str, folder: str, kill: Kill) -> None:
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_is_killed_while_a_run_goes_back_loses_nothing(tmp_path: Path, rank: int, counted: Counted) -> None:
-    """Of the first acts, in which the resume becomes durable, one in a short run of the tests."""
+    """A short run of the tests kills at one of the first acts, in which the resume becomes durable."""
     chance, run_of = random.Random(f"{sampling.SEED} {rank}"), counted.root
     for nth in chance.sample(range(12), sampling.number(1, 12)):
         shutil.copytree(run_of, tmp_path / "kept", symlinks=True)

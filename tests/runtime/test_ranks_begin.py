@@ -162,7 +162,7 @@ def begun_or_resumed(path: str, folder: str, until: int, die: bool) -> int:
 
 @pytest.mark.long(kept="only here one rank alone has no generation")
 def test_auto_begins_anew_on_all_ranks_where_one_has_no_generation(tmp_path: Path) -> None:
-    """As a kill between the manifests of the first generation leaves it."""
+    """A kill between the manifests of the first generation leaves this state."""
     llama()[0].save_pretrained(tmp_path / "model")
     given = str(tmp_path / "model"), str(tmp_path / "swap")
     assert run(2, begun_or_resumed, *given, 1, False) == [0, 0]

@@ -1,4 +1,4 @@
-"""What one rank does otherwise, cannot do or keeps for itself, all ranks know of."""
+"""All ranks learn of anything that one rank does differently, cannot do or keeps for itself."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_micro_batches_that_go_through_the_units_together_need_no_more_room(
 
 
 class Product(torch.autograd.Function):
-    """What autograd gives its backward."""
+    """A product that records the tensors that autograd gives its backward."""
 
     seen: list[torch.Tensor] = []  # noqa: RUF012
 

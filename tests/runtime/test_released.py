@@ -225,7 +225,7 @@ LEAKS: dict[str, Use] = {
     "grad_outputs=": lambda p: torch.autograd.grad(_leaf * 1, [_leaf], grad_outputs=[p]),
     "nested_tensor": lambda p: torch.nested.nested_tensor([p]).to_padded_tensor(0.0),
 }
-"""What does not ask the class of its argument ([Note: never a silent NaN])."""
+"""Operations that do not ask the class of their argument ([Note: never a silent NaN])."""
 
 MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 
@@ -331,7 +331,7 @@ def test_where_the_error_says_that_values_are_they_are(reader: Reader, tmp_path:
 
 
 def test_a_weight_that_an_optimizer_of_torch_cannot_change_is_changed_by_one_of_infinity(reader: Reader) -> None:
-    """As the error says, and in infinity.gathered."""
+    """The error's advice works, and so does infinity.gathered."""
     reader.use = lambda weight: (torch.ones(2, WIDTH) @ weight).square().sum()
     reader(torch.ones(2, WIDTH)).backward()
     with pytest.raises(infinity.ReleasedParameterError, match=r"such as infinity\.AdamW\(model\.parameters\(\)\)"):
@@ -488,7 +488,7 @@ def test_a_parametrization_that_is_registered_in_a_forward_changes_no_value(read
 
 
 def test_two_parameters_are_compared_between_steps(reader: Reader) -> None:
-    """As Lightning's BaseFinetuning does before it adds what it unfroze to the optimizer."""
+    """Lightning's BaseFinetuning compares them before it adds unfrozen parameters to the optimizer."""
     first, second, *_, last = (block.weight for block in reader.blocks)
     assert torch.equal(first, first)
     assert not torch.equal(first, second)

@@ -26,7 +26,7 @@ from tests.models import Batch, llama
 
 LR = 1e-2
 SMALL = {"device": "640KiB", "host": "512MiB"}
-"""Of 0.66 MB of weights half fit."""
+"""Memory with room for half of 0.66 MB of weights."""
 
 Load = Callable[..., Any]
 Change = Callable[[Any], Any]
@@ -250,7 +250,7 @@ class WithHead(nn.Module):
 def test_a_head_around_an_offloaded_model_is_refused_and_trains_where_it_is_put_before(
     load: Load, plain: tuple[Any, Batch]
 ) -> None:
-    """As the error says."""
+    """The error's advice works."""
     with pytest.raises(
         ModelError, match=r"is not offloaded: call infinity\.offload.*before the model is offloaded: give defer=True"
     ):

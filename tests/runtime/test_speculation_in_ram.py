@@ -253,7 +253,7 @@ def test_a_resumed_run_goes_on_from_states_that_moved(weights: str, commit_every
 def test_where_free_memory_is_in_pieces_updates_come_with_the_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the shadows' memory every other page is taken: what fits speculates, and all is updated."""
+    """Every other page of the shadows' memory is taken. Units that fit speculate, and all are updated."""
     found, early = [], []
     for pieces in (False, True):
         model, batches = offloaded(tmp_path / str(pieces))

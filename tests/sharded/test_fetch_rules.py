@@ -1,5 +1,5 @@
-"""Of several ranks each brings and sends away what follows from the visits alone; a process alone what its memory and
-its updates allow."""
+"""Each of several ranks fetches and evicts as the visits alone imply. A single process follows its memory and its
+updates."""
 
 from __future__ import annotations
 

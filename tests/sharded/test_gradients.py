@@ -100,7 +100,7 @@ class Ticket:
 
 @dataclass
 class Exchange:
-    """Of one rank. Attributes: failure: of the operations that are submitted from now on."""
+    """Fake exchange of one rank. Attributes: failure: error of the operations that are submitted from now on."""
 
     world: World
     rank: int
@@ -158,7 +158,7 @@ class Rank:
         return Place(self.units[index], 0, self.units[index].groups[0].specs[number])
 
     def landed(self) -> dict[str, list[tuple[int, bytes]]]:
-        """Of each parameter, what is here of its gradient: (first element, bytes in fp32)."""
+        """Return the part of each parameter's gradient that landed here: (first element, bytes in fp32)."""
         found: dict[str, list[tuple[int, bytes]]] = {}
         for shard, local in zip(self.shards, self.local, strict=True):
             for index, group in local.groups.items():

@@ -1,4 +1,4 @@
-"""What runs of another number of ranks left in nvme.paths is removed, or in the way, and never lost."""
+"""Stores that runs of another number of ranks left in nvme.paths are removed, or refused, and never lost."""
 
 from __future__ import annotations
 

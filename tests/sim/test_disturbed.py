@@ -1,5 +1,5 @@
-"""What disturbs a step on the simulated device leaves nothing behind, and the next step works: no memory for an upload,
-Ctrl-C at any line, the end while copies are under way; and the bytes that a step moves are those of the plan."""
+"""Disturbances of a step on the simulated device leave nothing behind, and the next step works: no memory for an
+upload, Ctrl-C at any line, the end while copies are under way. The bytes that a step moves are those of the plan."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ PART = 64
 
 
 class Seam:
-    """What moves between a host and a device: two units' weights through one slot, and a gradient through a ring."""
+    """The transfers between a host and a device: two units' weights through one slot, and a gradient through a ring."""
 
     def __init__(self, policy: Policy) -> None:
         bench = Bench(policy)

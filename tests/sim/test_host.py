@@ -49,7 +49,8 @@ class Rig:
         return torch.frombuffer(self.page(index), dtype=torch.float32)
 
     def update(self, *, after: tuple[_native.IOFuture, ...] = ()) -> _native.UpdateFuture:
-        """Of weights in page 0 and in the file, with moments in pages 1 and 2, and the gradients in page 3."""
+        """Submit an update of weights in page 0 and in the file, with moments in pages 1 and 2, and the gradients in
+        page 3."""
         stream = _native.StateStream
         return self.pipeline.submit(
             numel=PAGE // 4,

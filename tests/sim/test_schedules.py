@@ -34,7 +34,7 @@ CANDIDATES = 1000
 
 
 class Case(NamedTuple):
-    """What is trained, and how."""
+    """The model and the loop of a schedule."""
 
     tiers: tuple[str, str]
     dtype: torch.dtype
@@ -160,7 +160,7 @@ def train(
 
 
 class FailedError(Exception):
-    """As the test wants."""
+    """An error that the test raises."""
 
 
 def _disturb(habit: str, step: int, model: nn.Module, batch: torch.Tensor) -> None:

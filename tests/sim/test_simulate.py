@@ -72,7 +72,8 @@ def train(
 
 
 def offload_alone(opened: list[nn.Module], directory: Path, model: nn.Module, tier: str, **options: Any) -> nn.Module:
-    """As the fixture `offload`, of which there is one for each test. Whoever calls closes what is `opened`."""
+    """Offload a model apart from the fixture `offload`, of which each test has one. The caller closes the models in
+    `opened`."""
     config = {"weights": tier, "optimizer": tier, "nvme": {"paths": [str(directory)]}, "commit_every": 0}
     memory = {"memory": {"device": "64MiB", "host": "512MiB"}}
     opened.append(infinity.offload(model, config | memory | options))

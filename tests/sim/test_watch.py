@@ -1,4 +1,4 @@
-"""What compute touches is logged, on every thread; what is not logged is found."""
+"""Memory that compute touches is logged, on every thread; accesses that are not logged are found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bench() -> Bench:
 
 
 def uses_of(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Uses:
-    """Of device memory, from now on: whether it is written to, and by what."""
+    """Return a list to which every use of device memory is added from now on: whether it writes, and its name."""
     seen: Uses = []
     use = bench.sim.use
 

@@ -22,7 +22,7 @@ RUNS = sampling.number(8, 1000, "INFINITY_STRESS_RUNS")
 SEED = int(sampling.seed("INFINITY_STRESS_SEED"))
 WORKERS = min(os.cpu_count() or 1, 8, RUNS)
 TAKEN = ("ended well", "interrupts", "exceptions", "abandoned", "early", "undone", "late", "resumed")
-"""What must have happened in any number of runs, or they show nothing."""
+"""Events that any number of runs must contain; without them the runs would show nothing."""
 
 
 def _problems(results: list[dict[str, Any]], code: int, errors: str) -> list[str]:

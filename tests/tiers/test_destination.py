@@ -13,7 +13,7 @@ from infinity.tiers.home import Home
 from tests.tiers.fakes import Store, extent, imitate_streams, pages
 
 WITHIN, NBYTES = PAGE_BYTES, PAGE_BYTES
-"""Where the state is in its home's lease, and in all memory that has it."""
+"""Offset of the state in its home's lease, and its size in bytes."""
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from tests.sim.queues import LAZY
 from tests.tiers.rig import Rig
 
 TICK = 1e-6
-"""What anything that is queued takes in the simulation."""
+"""Time that each queued operation takes in the simulation."""
 
 
 @pytest.fixture

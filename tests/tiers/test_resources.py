@@ -1,4 +1,4 @@
-"""What exists once per model: made whole, as the layout says, or not at all."""
+"""Resources that exist once per model are made completely, as the layout says, or not at all."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_is_opened_is_what_was_laid_out(offload: Any, tier: str, given: dic
 def test_memory_and_threads_are_at_the_node_of_the_device_else_of_the_disks(
     device: int, disks: int, expected: int, simulate: Simulate, offload: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a device uses crosses its bus in each pass; states are read and written once a step."""
+    """Memory that a device uses crosses its bus in each pass; states are read and written once a step."""
     nodes: list[int] = []
     arena, pool = resources.PinnedArena, _native.ThreadPool
 

@@ -251,7 +251,8 @@ def test_a_slot_that_is_given_back_is_reused_only_behind_its_last_uses(
 
 
 def encoded_home(index: int, rig: Rig, stored: bool) -> WeightsHome:
-    """Of 4096 weights in int8, two pages: in the store, or in RAM, where each of them decodes to (index + 1) / 2."""
+    """Return a home of 4096 weights in int8, two pages, in the store or in RAM, where each of them decodes to (index +
+    1) / 2."""
     spec = ParameterSpec("weight", torch.Size([1, PAGE_BYTES]), PAGE_BYTES, 0, 0)
     group = Group(torch.float32, False, "fp32", (spec,), spec.numel, 0, 4 * spec.numel, "int8")
     unit = Unit(index, str(index), (group,), group.weight_bytes)

@@ -18,8 +18,8 @@ Plain = Callable[[Script, str], Job]
 Launched = Callable[[Script, str], Job]
 
 _COMPARABLE_STEPS = {"dpo": 8, "grpo": 1}
-"""In bf16 plain torch has no fp32 master and loses small updates. DPO's loss shows it after eight steps; GRPO samples
-other tokens as soon as the weights differ, which is after the first."""
+"""Steps whose losses are compared in bf16, where plain torch has no fp32 master and loses small updates. DPO's loss
+shows it after eight steps. GRPO samples other tokens as soon as the weights differ, which is after the first."""
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def require_same_artefacts(job: Job, expected: Job, logits: list[torch.Tensor]) 
 def test_a_killed_run_resumes_to_the_losses_of_the_uninterrupted_one(
     script: Script, dtype: str, plain: Plain, launched: Launched
 ) -> None:
-    """What it saves is that of the uninterrupted one, too."""
+    """The saved model equals that of the uninterrupted run, too."""
     job, expected = launched(script, dtype), plain(script, dtype)
     replace(job, spawned=True).run_until_killed()
     job.resume()

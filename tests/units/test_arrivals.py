@@ -57,7 +57,7 @@ def run(passes: Passes, arrivals: Arrivals, *, empty: bool = False) -> None:
 
 
 def lasts(passes: Passes, arrivals: Arrivals, count: int, steps: int | None = None) -> list[bool]:
-    """Of `count` passes, which are expected to be the last."""
+    """Do `count` passes, and return whether each was expected to be the last."""
     found = []
     for _ in range(count):
         found.append(passes.is_last(steps))

@@ -68,7 +68,7 @@ def gradient(value: float) -> torch.Tensor:
 
 
 def queued(rig: Rig, unit: Unit = UNIT, *, home: int = 0, window: int = 0) -> GroupGradients:
-    """As group_of, of gradients that come through a queue from a simulated device."""
+    """Return a group as group_of does, whose gradients come through a queue from a simulated device."""
     landing, native = None, Store()
     if window:
         store: Any = native
@@ -204,7 +204,7 @@ def test_a_second_gradient_of_a_parameter_sends_the_first(rig: Rig) -> None:
 
 
 GREAT = 2.0**24
-"""In fp32 one more changes nothing: sums tell in which order they were made."""
+"""Number to which fp32 can add no 1: sums show the order in which they were made."""
 
 
 def test_gradients_that_follow_one_another_add_up_in_the_ring(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""What the parameters of a unit are: placeholders, views of a slot, or gathered copies; and of which class."""
+"""The parameters of a unit: placeholders, views of a slot, or gathered copies; and the class of each."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ UNIT = unit_of(0)
 
 
 class Model:
-    """What a Speculator asks, and a log of what it does. Everything speaks for speculating."""
+    """The parts that a Speculator uses, and a log of its actions. By default everything favours speculation."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []

@@ -30,7 +30,7 @@ IN_RAM = (3, 4)
 """Their weights; with the states of the last two they share the memory for shadows."""
 STATES_IN_RAM = (4, 5)
 SHADOW_PAGES = 6
-"""As many as the unit needs that has everything in RAM."""
+"""Pages of the shadow of the unit that has everything in RAM."""
 LR = st.sampled_from([1.0, 2.0])
 
 

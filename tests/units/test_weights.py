@@ -21,7 +21,8 @@ RELEASED, FETCHING, RESIDENT, UPDATING, STALE = Residency
 
 
 class Views:
-    """As ParameterViews. Attributes: shown: what the parameters are views of; None: they are placeholders."""
+    """Fake of ParameterViews. Attributes: shown: the slot that the parameters are views of; None: they are
+    placeholders."""
 
     def __init__(self) -> None:
         self.shown: Any = None

@@ -126,7 +126,7 @@ def test_right_values_pass_and_wrong_ones_are_counted(monkeypatch: pytest.Monkey
 @pytest.mark.usefixtures("fake_gpu")
 @pytest.mark.parametrize("left_out", ["up", "down"])
 def test_a_copy_that_is_left_out_late_in_the_schedules_shows(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an earlier schedule left behind must not be taken for what this one copied."""
+    """Data that an earlier schedule left behind must not be taken for data that this one copied."""
     copy, calls = TorchAccelerator.copy, []
 
     def some(accelerator: Any, into: torch.Tensor, source: torch.Tensor, *, on: Any, after: Any = ()) -> Any:

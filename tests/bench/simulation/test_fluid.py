@@ -1,4 +1,4 @@
-"""What activities get of what they share."""
+"""Shares that activities get of a common resource."""
 
 from __future__ import annotations
 

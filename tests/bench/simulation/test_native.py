@@ -1,4 +1,4 @@
-"""What infinity has in C++ for devices, told again: what waits for what."""
+"""The simulated counterparts of the C++ classes for devices, and the order in which they wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tables say of a scenario."""
+"""The tables about a scenario."""
 
 from __future__ import annotations
 

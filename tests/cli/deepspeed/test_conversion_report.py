@@ -1,4 +1,4 @@
-"""What is printed: the parts of the report in their order, short for odd keys, and the command that starts training."""
+"""The printed report: its parts in their order, short for odd keys, and the command that starts training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed config says about training: options that `infinity finetune` takes, arguments that transformers'
+"""The training settings in a DeepSpeed config: options that `infinity finetune` takes, arguments that transformers'
 Trainer takes, and infinity's optimizer."""
 
 from __future__ import annotations

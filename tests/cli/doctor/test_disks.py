@@ -297,7 +297,7 @@ def test_a_disk_that_was_measured_says_its_rates(swap: Path, monkeypatch: pytest
 
 @pytest.fixture
 def asked(root: Path, swap: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the drive tells, to whom: 'wear()' of an NVMe disk."""
+    """A function that asks the only NVMe disk for its wear, given the drive's answer and the user."""
     place(root, swap, nvme(root, "nvme0"))
 
     def wear(told: Endurance | None, user: int = 0, program: str | None = "/usr/sbin/smartctl") -> Any:

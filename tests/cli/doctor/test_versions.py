@@ -18,7 +18,7 @@ REQUIRES = ["torch>=2.6", "numpy>=1.26", "transformers>=4.56", 'peft>=0.21; extr
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What is installed, by its version."""
+    """The installed packages with their versions."""
     there = {"torch": "2.7.1+cu128", "numpy": "2.0", "transformers": "5.0", "peft": "0.22"}
 
     def version(name: str) -> str:

@@ -223,7 +223,7 @@ def test_what_cannot_be_is_one_line(arguments: list[str], message: str, capsys: 
 
 
 def _every_config() -> Iterator[dict[str, Any]]:
-    """Of what alternatives choose from, by hand."""
+    """Return all configs that alternatives are chosen from, enumerated by hand."""
     placements: list[dict[str, Any]] = [{}, {"weights": "auto", "optimizer": "auto"}]
     forms = [{}, {"moments": "bf16"}, {"moments": "int8"}]
     commits: list[dict[str, Any]] = [{}, {"commit_every": 0}]
