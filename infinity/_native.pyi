@@ -236,8 +236,6 @@ class IOEngine:
 
         Returns '', or why the kernel refused (memlock), which costs only processor time.
         """
-    def latencies(self, operation: Literal["read", "write"]) -> list[tuple[int, int]]:
-        """Return a histogram so far: (nanoseconds, blocks that took at most that, and more than the entry before)."""
     def counters(self) -> dict[str, int]:
         """Return read_bytes_<class>, write_bytes_<class>, operations, retries, short_transfers, busy_ns, in_flight.
 

@@ -14,7 +14,6 @@
 namespace infinity {
 
 enum class OpKind : std::uint8_t { read, write, sync };
-inline constexpr std::size_t kOpKinds = 3;
 
 // One block transfer, or the fdatasync of a file, which has no data, no length and no offset. The completion returns
 // `token`.

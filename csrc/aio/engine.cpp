@@ -7,7 +7,6 @@
 #include <condition_variable>
 #include <cstring>
 #include <limits>
-#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <system_error>
@@ -257,14 +256,6 @@ LaneCounters IoEngine::counters() const {
     sum.in_flight += part.in_flight;
   }
   return sum;
-}
-
-Histogram::Counts IoEngine::latencies(OpKind kind) const {
-  std::map<std::uint64_t, std::uint64_t> sum;
-  for (const auto& lane : impl_->lanes()) {
-    for (const auto& [value, count] : lane->latency(kind).counts()) sum[value] += count;
-  }
-  return {sum.begin(), sum.end()};
 }
 
 void IoEngine::trace(bool on, std::size_t events_max) { impl_->log->record(on, events_max); }

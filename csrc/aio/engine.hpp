@@ -58,8 +58,6 @@ class IoEngine {
   [[nodiscard]] const std::string& reason() const;
   // Sums over the lanes; busy_ns is the maximum.
   [[nodiscard]] LaneCounters counters() const;
-  // Times from submission to completion of each block, in nanoseconds.
-  [[nodiscard]] Histogram::Counts latencies(OpKind kind) const;
 
   // Starts recording every request that ends, at most `events_max` of them, or stops.
   void trace(bool on, std::size_t events_max);

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "aio/backend.hpp"
-#include "aio/histogram.hpp"
 #include "aio/request.hpp"
 
 namespace infinity {
@@ -80,7 +79,6 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
   [[nodiscard]] const std::string& name() const { return name_; }
   [[nodiscard]] const std::string& reason() const { return reason_; }
   [[nodiscard]] LaneCounters counters() const;
-  [[nodiscard]] const Histogram& latency(OpKind kind) const { return latency_[static_cast<std::size_t>(kind)]; }
 
  private:
   class Server;
@@ -120,7 +118,6 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
   std::atomic<std::uint64_t> busy_ns_{0};
   std::atomic<std::uint64_t> busy_since_ns_{0};  // 0: the lane is idle
   std::atomic<std::uint64_t> in_flight_{0};
-  Histogram latency_[kOpKinds];
 };
 
 }  // namespace infinity

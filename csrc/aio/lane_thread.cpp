@@ -174,13 +174,11 @@ class Lane::Server {
   }
 
   void record_end(const Block& block, std::uint64_t token) {
-    const std::uint64_t now = now_ns();
-    lane_.latency_[static_cast<std::size_t>(block.io().kind)].add(now - lane_.started_ns_[token]);
     lane_.started_ns_[token] = 0;
     free_tokens_.push_back(token);
     parts_.ended(block);
     if (parts_.in_flight() == 0) {
-      add(lane_.busy_ns_, now - lane_.busy_since_ns_);
+      add(lane_.busy_ns_, now_ns() - lane_.busy_since_ns_);
       lane_.busy_since_ns_ = 0;
     }
     lane_.in_flight_ = parts_.in_flight();

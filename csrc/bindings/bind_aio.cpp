@@ -215,13 +215,6 @@ void bind_aio(py::module_& module) {
           },
           py::arg("file"))
       .def("register_memory", &register_memory, py::arg("memory"))
-      .def(
-          "latencies",
-          [](const PyEngine& engine, const std::string& operation) {
-            if (operation != "read" && operation != "write") throw py::value_error("operation is read or write");
-            return engine.get()->latencies(operation == "read" ? OpKind::read : OpKind::write);
-          },
-          py::arg("operation"))
       .def("counters", &counters_of)
       .def(
           "trace", [](const PyEngine& engine, bool on, std::size_t events_max) { engine.get()->trace(on, events_max); },

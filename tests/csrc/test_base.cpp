@@ -8,7 +8,6 @@
 #include <thread>
 #include <vector>
 
-#include "aio/histogram.hpp"
 #include "base/checksum.hpp"
 #include "base/future.hpp"
 #include "base/inbox.hpp"
@@ -25,18 +24,6 @@ TEST_CASE("lists of processors are read as the kernel writes them") {
   CHECK(parse_cpu_list("").empty());
   CHECK_THROWS_AS(parse_cpu_list("a"), std::invalid_argument);
   CHECK_THROWS_AS(parse_cpu_list("3-1"), std::invalid_argument);
-}
-
-TEST_CASE("a histogram is right to six percent at any size") {
-  for (std::uint64_t value = 1; value < (std::uint64_t{1} << 62); value = value * 3 / 2 + 1) {
-    Histogram histogram;
-    histogram.add(value);
-    const auto counts = histogram.counts();
-    REQUIRE(counts.size() == 1);
-    CHECK(counts[0].first >= value);
-    CHECK(static_cast<double>(counts[0].first) <= static_cast<double>(value) * 1.0625 + 1);
-    CHECK(counts[0].second == 1);
-  }
 }
 
 TEST_CASE("every page has a checksum of its own") {
