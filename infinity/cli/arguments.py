@@ -61,7 +61,7 @@ def _add_plan(commands: Any) -> None:
 
 
 @dataclass(frozen=True)
-class _Generating:
+class Generating:
     """The options of `infinity generate`."""
 
     model: str | None = argument("directory of a Hugging Face checkpoint, or a hub id", name)
@@ -82,9 +82,11 @@ class _Generating:
         0.0,
         metavar="T",
     )
-    top_p: float | None = argument("draw from the likeliest, P in sum", number(1e-6, 1), metavar="P")
-    top_k: int | None = argument("draw from the K likeliest", whole(1, TOKENS_MAX), metavar="K")
-    seed: int | None = argument("default 0", whole(0, SEED_MAX))
+    top_p: float | None = argument(
+        "draw from the likeliest, P in sum", number(1e-6, 1), metavar="P", needs="temperature"
+    )
+    top_k: int | None = argument("draw from the K likeliest", whole(1, TOKENS_MAX), metavar="K", needs="temperature")
+    seed: int | None = argument("default 0", whole(0, SEED_MAX), needs="temperature")
     dtype: str | None = argument(f"of the weights ({DEFAULT_DTYPE})", word, choices=DTYPE_NAMES)
     frozen: str | None = argument(
         "how the weights of blocks rest: in 4 bits (nf4), in 8 (int8), or as they are (bf16); default: as beside the "
@@ -102,7 +104,7 @@ def _add_generate(commands: Any) -> None:
         help="let a model go on from a prompt, with its weights where the swap config says",
         description="Prints what a causal language model writes, token by token.",
     )
-    add_arguments(parser, _Generating)
+    add_arguments(parser, Generating)
 
 
 def _add_run(commands: Any) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from infinity.cli.deepspeed.config_reader import read
 from infinity.cli.deepspeed.conversion import convert as converted
 from infinity.cli.deepspeed.conversion_report import report, swap_text, values_of
-from infinity.cli.options import require_alone
 from infinity.config import load_config
 from infinity.errors import ConfigError, printable
 from infinity.files import replacing, require_replaceable
@@ -26,7 +25,8 @@ def convert(options: argparse.Namespace) -> None:
             on; or the output exists already, or cannot be written.
     """
     output: Path | None = options.output
-    require_alone("--force", options.force or None, "--output", output is not None)
+    if options.force and output is None:
+        raise ConfigError("--force does nothing without --output")
     if output is not None and os.path.lexists(output.expanduser()) and not options.force:
         raise ConfigError(f"--output: {printable(output)} is there already; give --force to replace it")
     source = read(options.input)

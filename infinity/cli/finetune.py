@@ -17,9 +17,9 @@ from infinity.cli.command import command
 from infinity.cli.config_checks import require_ready
 from infinity.cli.default_dtype import Source, dtype_line
 from infinity.cli.documents import find_files, of_option
+from infinity.cli.finetune_options import require_useful
 from infinity.cli.finished_run import finish, nothing_to_go_on_with
 from infinity.cli.optimizers import moments_of
-from infinity.cli.options import option, require_alone
 from infinity.cli.order import Order
 from infinity.cli.output import Output, require_disjoint
 from infinity.cli.ownership_mark import Owner
@@ -102,9 +102,7 @@ def _begin(options: argparse.Namespace, world: RunRank, tell: Tell, held: ExitSt
     options, resuming = resolved.options, resolved.steps is not None
     _say_dtype(options.dtype, "run" if resuming else "option" if given else "default")
     config = _as_asked(resolved.config, options)
-    _check(options)
-    if options.method != "sft":
-        _require_of_pairs(options, config)
+    _check(options, config)
     output = _output(options, config, resolved.steps) if world.speaks else None
     owner = _beside(options, config, resolved.origin, resuming=resuming) if world.speaks else None
     disk = Path(tell("the output", "" if output is None else str(output.disk))[0])
@@ -378,7 +376,13 @@ def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
     return code
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace, config: SwapConfig) -> None:
+    require_useful(options)
+    if options.method != "sft" and config.vertical:
+        raise NotAvailableError(
+            f"--method {options.method} with --micro-batches, or `vertical` in the swap config, is not available yet: "
+            "leave them out, and give --gradient-accumulation"
+        )
     if options.sequence_length < 2:
         raise ConfigError("--sequence-length must be at least 2, not 1: each token is learned from those before it")
     if (options.min_lr or 0.0) > options.lr:
@@ -387,25 +391,7 @@ def _check(options: argparse.Namespace) -> None:
     for named, paths in (("--data", options.data), ("--eval-data", options.eval_data)):
         with of_option(named):
             find_files(paths or ())
-    held_out = options.eval_data or options.eval_split
-    require_alone("--eval-steps", options.eval_steps, "--eval-data or --eval-split", held_out)
     tracing.check(options)
     models.check(options)
     run_directory.check(options)
     trainer_arguments.check(options)
-    require_alone("--sample", options.sample, "--eval-data or --eval-split", held_out)
-    require_alone("--sample-tokens", options.sample_tokens, "--sample", options.sample)
-
-
-def _require_of_pairs(options: argparse.Namespace, config: SwapConfig) -> None:
-    """Raises ConfigError for an option that does nothing with pairs of answers, or is not available with them yet."""
-    for name, default in (("loss_on", "answers"), ("no_packing", False)):
-        if getattr(options, name) != default:
-            raise ConfigError(f"{option(name)} does nothing with --method {options.method}: leave it out")
-    if options.method == "reward" and options.sample:
-        raise ConfigError("--sample: a model that --method reward trains writes no text: leave it out")
-    if config.vertical:
-        raise NotAvailableError(
-            f"--method {options.method} with --micro-batches, or `vertical` in the swap config, is not available yet: "
-            "leave them out, and give --gradient-accumulation"
-        )

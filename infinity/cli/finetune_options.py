@@ -26,6 +26,7 @@ from infinity.cli.options import (
     name,
     number,
     path,
+    require_needed,
     steps,
     text,
     unless,
@@ -42,6 +43,7 @@ _OTHER_SCHEDULES = (
     *("inverse_sqrt", "polynomial", "reduce_lr_on_plateau", "warmup_stable_decay"),
 )
 """Other schedules of transformers."""
+_HELD_OUT = "eval_data eval_split"
 _STEPS, _TOKENS = whole(1, STEPS_MAX), whole(1, TOKENS_MAX)
 
 
@@ -85,7 +87,9 @@ class _WhatAndWhere:
     eval_split: float | None = argument(
         "hold a share of the sequences of --data out for that, such as 0.05", number(1e-6, 0.9), metavar="SHARE"
     )
-    eval_steps: int | None = argument("every N steps; by default after the last step only", _STEPS, metavar="N")
+    eval_steps: int | None = argument(
+        "every N steps; by default after the last step only", _STEPS, metavar="N", needs=_HELD_OUT
+    )
     config: Path | None = argument("swap config: where states live (YAML or JSON)", path, **_PROCESS)
     output: Path | None = argument("directory for the trained model and the report", path, **_PLACE)
     from_checkpoint: Path | None = argument(
@@ -141,9 +145,11 @@ class _Training:
         word,
         "answers",
         choices=("answers", "all"),
+        methods="sft",
     )
     no_packing: bool = argument(
-        "one row with a prompt or messages per sequence; by default as many as fit, which do not see each other"
+        "one row with a prompt or messages per sequence; by default as many as fit, which do not see each other",
+        methods="sft",
     )
     dtype: str | None = argument(
         f"of the weights, whatever the checkpoint has ({DEFAULT_DTYPE}); with fp16 the loss is scaled",
@@ -191,16 +197,23 @@ class _PartOfTheModel:
         whole(1, LORA_MAX),
         metavar="R",
     )
-    lora_alpha: float | None = argument("the adapters count A / R times (default 2 R)", number(1e-6, 1e6), metavar="A")
-    lora_dropout: float | None = argument("of what adapters see (default 0)", number(0, 0.99), metavar="P")
+    lora_alpha: float | None = argument(
+        "the adapters count A / R times (default 2 R)", number(1e-6, 1e6), metavar="A", needs="lora"
+    )
+    lora_dropout: float | None = argument(
+        "of what adapters see (default 0)", number(0, 0.99), metavar="P", needs="lora"
+    )
     lora_targets: list[str] | None = argument(
         "layers that have adapters, such as q_proj v_proj (default: all linear ones but the head)",
         text,
         nargs="+",
         metavar="NAME",
+        needs="lora",
     )
     merge: bool = argument(
-        "write one model in place of the adapters: that which they are of, with them merged into it", **_MEANWHILE
+        "write one model in place of the adapters: that which they are of, with them merged into it",
+        needs="lora",
+        **_MEANWHILE,
     )
     freeze: list[str] | None = argument(
         "parameters that are not trained, such as 'model.embed_tokens.*' 'model.layers.[0-3].*'",
@@ -224,14 +237,26 @@ class _WhileItTrains:
         metavar="N",
         **_MEANWHILE,
     )
-    save_limit: int | None = argument("keep the newest K of these (default: all)", _STEPS, metavar="K", **_MEANWHILE)
+    save_limit: int | None = argument(
+        "keep the newest K of these (default: all)", _STEPS, metavar="K", needs="save_every", **_MEANWHILE
+    )
     save_best: bool = argument(
-        "keep the model with the lowest loss on held-out data, too; the run's last lines say which it is", **_MEANWHILE
+        "keep the model with the lowest loss on held-out data, too; the run's last lines say which it is",
+        needs=_HELD_OUT,
+        **_MEANWHILE,
     )
     sample: list[str] | None = argument(
-        "after each evaluation, let the model go on from these", text, nargs="+", metavar="PROMPT", **_MEANWHILE
+        "after each evaluation, let the model go on from these",
+        text,
+        nargs="+",
+        metavar="PROMPT",
+        needs=_HELD_OUT,
+        methods="sft dpo",
+        **_MEANWHILE,
     )
-    sample_tokens: int | None = argument("for at most N tokens each (default 64)", _TOKENS, metavar="N", **_MEANWHILE)
+    sample_tokens: int | None = argument(
+        "for at most N tokens each (default 64)", _TOKENS, metavar="N", needs="sample", **_MEANWHILE
+    )
 
 
 @dataclass(frozen=True)
@@ -258,6 +283,7 @@ class _WhatIsSaid:
         "trace steps A to B (default: the second to the sixth); each step of a large model takes megabytes",
         steps,
         metavar="A:B",
+        needs="trace",
         **_PROCESS,
     )
 
@@ -290,6 +316,16 @@ def build_finetune_parser() -> Parser:
     parser = Parser(prog="infinity finetune", **OF_TRAINER)
     add_finetune_options(parser)
     return parser
+
+
+def require_useful(options: argparse.Namespace) -> None:
+    """Check that no option of a run would do nothing.
+
+    Raises:
+        ConfigError: an option needs another option, or another --method.
+    """
+    for group in _GROUPS:
+        require_needed(options, group)
 
 
 def defaults(*roles: Role) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import torch
 from infinity.base.accelerator import current_device
 from infinity.checkpoint.load import load_config_of, load_pretrained
 from infinity.cli import models
+from infinity.cli.arguments import Generating
 from infinity.cli.config_checks import require_ready
 from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.limits import positions_of
 from infinity.cli.optimizers import DTYPES
-from infinity.cli.options import option, require_alone
+from infinity.cli.options import require_needed
 from infinity.cli.rerun_command import form_of
 from infinity.cli.streams import Outlet
 from infinity.cli.text_generation import SamplingSettings, prompt_ids, write
@@ -52,8 +53,7 @@ def generate(options: argparse.Namespace, out: Outlet) -> int:
         if getattr(options, name) is None:
             hint = ", a file such as `weights: nvme` and `nvme: {paths: [/mnt/fast-disk/swap]}`"
             raise ConfigError(f"the following arguments are required: --{name}{hint if name == 'config' else ''}")
-    for name in ("top_p", "top_k", "seed"):
-        require_alone(option(name), getattr(options, name), "--temperature", options.temperature)
+    require_needed(options, Generating)
     config = load_config(options.config)
     require_ready(config)
     _choose_dtype(options)

@@ -27,7 +27,6 @@ from infinity.checkpoint.merged_adapters import require_mergeable, save_merged
 from infinity.checkpoint.reshard import resume
 from infinity.checkpoint.save import save_pretrained
 from infinity.cli.optimizers import DTYPES
-from infinity.cli.options import option, require_alone
 from infinity.cli.references import Reference
 from infinity.config import SwapConfig
 from infinity.echo import quoted, raised
@@ -47,9 +46,6 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: options contradict each other, or PEFT is missing.
     """
-    for name in ("lora_alpha", "lora_dropout", "lora_targets"):
-        require_alone(option(name), getattr(options, name), "--lora", options.lora)
-    require_alone("--merge", options.merge or None, "--lora", options.lora)
     if options.frozen is not None and options.lora is None and not options.freeze:
         raise ConfigError(
             f"--frozen {options.frozen} says how weights rest that are not trained, and all of them are: train "

@@ -59,6 +59,8 @@ OTHERS_NAMES = OURS | {
     "resume_from_checkpoint": "resume",
 }
 """Names of options in Trainer and axolotl, with the names here, for hints in messages."""
+_FOR_US = ("excludes", "needs", "methods", "role")
+"""Metadata of options that argparse does not know."""
 _MESSAGE_MAX = 400
 _TEXT_MAX = 1 << 20
 
@@ -229,8 +231,10 @@ def argument(told: str, read: Callable[[str], Any] | None = None, default: Any =
         told: text of --help.
         read: type of the value; None: the option is a flag.
         default: default value.
-        more: arguments of argparse's add_argument, such as metavar, nargs, choices, required; also `excludes`, the name
-            of a later field that may not be given together with this one, and `role`, which the parser ignores.
+        more: arguments of argparse's add_argument, such as metavar, nargs, choices, required; and for add_arguments and
+            require_needed `excludes`, the name of a later field that may not be given together with this one; `needs`,
+            the names of other fields of which one must be given; `methods`, the values of --method that use the option
+            (names and values are separated by spaces); and `role`, for the caller.
     """
     kind = {"action": "store_true"} if read is None else {"type": read}
     return dataclasses.field(default=False if read is None else default, metadata={"help": told} | kind | more)
@@ -246,7 +250,7 @@ def add_arguments(parser: argparse._ActionsContainer, options: type, *, given_on
     """
     exclusive: dict[str, argparse._ActionsContainer] = {}
     for each in dataclasses.fields(options):
-        told = {key: value for key, value in each.metadata.items() if key not in ("role", "excludes")}
+        told = {key: value for key, value in each.metadata.items() if key not in _FOR_US}
         place = exclusive.get(each.name, parser)
         if "excludes" in each.metadata:
             place = exclusive[each.metadata["excludes"]] = parser.add_mutually_exclusive_group()
@@ -254,7 +258,12 @@ def add_arguments(parser: argparse._ActionsContainer, options: type, *, given_on
 
 
 def options_of(kind: type[Options], found: argparse.Namespace) -> Options:
-    """Return the result of a parser as a dataclass of options."""
+    """Return the result of a parser as a dataclass of options.
+
+    Raises:
+        ConfigError: an option would do nothing.
+    """
+    require_needed(found, kind)
     return kind(**{each.name: getattr(found, each.name) for each in dataclasses.fields(kind)})  # type: ignore[arg-type]
 
 
@@ -282,14 +291,24 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def require_alone(given_as: str, given: object, needed: str, there: object) -> None:
-    """Check that an option is not given without an option that it needs.
+def require_needed(options: Any, kind: type) -> None:
+    """Check that no option is given without another option that it needs, or with a --method that does not use it.
+
+    Args:
+        options: object with the values.
+        kind: dataclass of the options.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: an option would do nothing.
     """
-    if given is not None and not there:
-        raise ConfigError(f"{given_as} does nothing without {needed}")
+    for each in dataclasses.fields(kind):
+        if getattr(options, each.name) in (None, False, each.default):
+            continue
+        needs, methods = (each.metadata.get(name, "").split() for name in ("needs", "methods"))
+        if needs and not any(getattr(options, name) for name in needs):
+            raise ConfigError(f"{option(each.name)} does nothing without {' or '.join(map(option, needs))}")
+        if methods and options.method not in methods:
+            raise ConfigError(f"{option(each.name)} does nothing with --method {options.method}: leave it out")
 
 
 def _short(text: str) -> str:

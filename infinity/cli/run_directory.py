@@ -18,7 +18,6 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from infinity.cli.history import Evaluated, best_of
-from infinity.cli.options import require_alone
 from infinity.cli.ownership_mark import Owner
 from infinity.errors import ConfigError, printable
 from infinity.sizes import format_bytes
@@ -36,9 +35,6 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: an option does nothing without another option, or needs a library that is not installed.
     """
-    held_out = options.eval_data or options.eval_split
-    require_alone("--save-limit", options.save_limit, "--save-every", options.save_every)
-    require_alone("--save-best", options.save_best or None, "--eval-data or --eval-split", held_out)
     if options.save_best and options.eval_steps is None:
         raise ConfigError("--save-best needs --eval-steps: else the last step is the only one that is evaluated")
     if options.logger == ["none"]:

@@ -20,11 +20,9 @@ def check(options: argparse.Namespace) -> None:
     """Check that the file of --trace can be written.
 
     Raises:
-        ConfigError: it cannot, or --trace-steps was given without --trace.
+        ConfigError: it cannot.
     """
     if options.trace is None:
-        if options.trace_steps is not None:
-            raise ConfigError("--trace-steps needs --trace FILE")
         return
     there = options.trace.expanduser()
     if there.exists() and not there.is_file():  # the file is replaced, and a device file must not be

@@ -177,7 +177,7 @@ CHOSEN = ["--columns", "prompt=prompt", "completion=chosen"]
             "reward",
             {
                 "--no-packing does nothing with --method reward: leave it out": ["--no-packing"],
-                "writes no text: leave it out": ["--sample", "fox"],
+                "--sample does nothing with --method reward: leave it out": ["--sample", "fox"],
                 "leave them out, and give --gradient-accumulation": ["--micro-batches", "2"],
             },
             ["--gradient-accumulation", "2"],

@@ -120,6 +120,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     },
     "cli/convert.py": {
         "give --force to replace it": "cli/test_convert.py::test_nothing_is_overwritten_without_force",
+        "--force does nothing without --output": "cli/test_convert.py::test_nothing_is_overwritten_without_force",
     },
     "cli/data.py": {
         "Give a larger --sequence-length": "cli/test_examples.py::test_the_length_that_a_message_asks_for_is_one",
@@ -168,10 +169,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "name the columns to read: --columns": _COLUMNS,
     },
     "cli/finetune.py": {
-        "<> does nothing with --method <>: leave it out": "cli/test_trainers.py::"
-        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
-        "writes no text: leave it out": "cli/test_trainers.py::"
-        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
         "leave them out, and give --gradient-accum": "cli/test_trainers.py::"
         "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
         "to go on, give a larger --steps": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
@@ -244,6 +241,10 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "--eps does nothing with --optimizer <>; <> have it": "cli/test_finetune.py::"
         "test_an_option_that_does_nothing_does_something_with_the_optimizers_that_are_named",
     },
+    "cli/options.py": {
+        "<> does nothing with --method <>: leave it out": "cli/test_trainers.py::"
+        "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
+    },
     "cli/options_file.py": {
         "<>: <> is no option of infinity finetune<>": "cli/test_run_file.py::"
         "test_an_option_that_a_message_proposes_is_one",
@@ -299,8 +300,6 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_model_that_cannot_keep_examples_apart_trains_without_packing",
     },
     "cli/tracing.py": {
-        "--trace-steps needs --trace FILE": "cli/test_finetune.py::"
-        "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
         "--trace <>: --output must be empty whe": "cli/test_finetune.py::"
         "test_steps_to_trace_are_traced_into_a_file_outside_the_output",
     },

@@ -65,7 +65,6 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def _survey(arguments: Sequence[str] | None) -> None:
     options = types.options_of(BenchOptions, build_parser().parse_args(arguments))
     types.require_file_place("--json", options.json)  # fails before anything is measured
-    types.require_alone("--limit-s", options.limit_s, "--sustained", options.sustained)
     with interruptible_imports():
         from infinity.cli.bench.survey import conclude, run_survey
 

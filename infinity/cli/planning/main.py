@@ -13,7 +13,7 @@ import torch
 from infinity.base.accelerator import resolve
 from infinity.cli.default_dtype import default_dtype, dtype_line
 from infinity.cli.optimizers import DTYPES
-from infinity.cli.options import options_of, require_alone
+from infinity.cli.options import options_of
 from infinity.cli.planning.local_rates import local_machine
 from infinity.cli.planning.machines import MACHINES, SYSTEM_BYTES
 from infinity.cli.planning.model import Batch, adapt, build, widths
@@ -41,7 +41,6 @@ def plan(found: argparse.Namespace) -> int:
     """
     options = options_of(PlanOptions, found)
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    require_alone("--frozen", options.frozen, "--lora", options.lora)
     device = _device(options)
     dtype = DTYPES[_dtype(options, device)]
     model = build(options.model, dtype, trust_remote_code=options.trust_remote_code, revision=options.revision)
