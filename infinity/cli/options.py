@@ -251,6 +251,8 @@ def add_arguments(parser: argparse._ActionsContainer, options: type, *, given_on
     exclusive: dict[str, argparse._ActionsContainer] = {}
     for each in dataclasses.fields(options):
         told = {key: value for key, value in each.metadata.items() if key not in _FOR_US}
+        if "needs" in each.metadata:
+            told["help"] += f"; needs {_any_of(each.metadata['needs'].split())}"
         place = exclusive.get(each.name, parser)
         if "excludes" in each.metadata:
             place = exclusive[each.metadata["excludes"]] = parser.add_mutually_exclusive_group()
@@ -306,9 +308,13 @@ def require_needed(options: Any, kind: type) -> None:
             continue
         needs, methods = (each.metadata.get(name, "").split() for name in ("needs", "methods"))
         if needs and not any(getattr(options, name) for name in needs):
-            raise ConfigError(f"{option(each.name)} does nothing without {' or '.join(map(option, needs))}")
+            raise ConfigError(f"{option(each.name)} does nothing without {_any_of(needs)}")
         if methods and options.method not in methods:
             raise ConfigError(f"{option(each.name)} does nothing with --method {options.method}: leave it out")
+
+
+def _any_of(names: Sequence[str]) -> str:
+    return " or ".join(map(option, names))
 
 
 def _short(text: str) -> str:

@@ -20,6 +20,4 @@ class BenchOptions:
     engine: str = argument("default auto", types.word, "auto", choices=("auto", "io_uring", "threads"))
     json: Path | None = argument("write everything found as JSON", types.path, metavar="FILE")
     sustained: bool = argument("in place of the sweep: overwrite until the rate settles")
-    limit_s: float | None = argument(
-        "of --sustained, in seconds (default 3600)", types.number(1, 7 * 86400), needs="sustained"
-    )
+    limit_s: float | None = argument("in seconds (default 3600)", types.number(1, 7 * 86400), needs="sustained")

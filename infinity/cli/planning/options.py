@@ -52,9 +52,7 @@ class Training:
     dtype: str | None = argument(f"of the weights ({types.DEFAULT_DTYPE})", types.word, choices=types.DTYPE_NAMES)
     optimizer: OptimizerName = argument("default adamw", types.word, "adamw", choices=types.OPTIMIZERS)
     lora: int | None = argument("adapters of rank R beside a frozen model", types.whole(1, types.LORA_MAX), metavar="R")
-    frozen: str | None = argument(
-        "with --lora: how the frozen weights rest", types.word, choices=types.FROZEN_NAMES, needs="lora"
-    )
+    frozen: str | None = argument("how the frozen weights rest", types.word, choices=types.FROZEN_NAMES, needs="lora")
     clips: bool = argument("gradients are clipped in most steps")
 
 
