@@ -21,7 +21,7 @@ from infinity.errors import InfinityError, NotAvailableError
 from infinity.state.codec import Codec, decode, encode, encoded_bytes
 
 _ALIGNMENT = 64
-"""Bytes to which torch aligns tensors on processors."""
+"""Alignment in bytes of tensors that torch allocates in host memory."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _moved(model: Any, device: torch.device) -> Any:
 
 
 def _align(model: nn.Module) -> None:
-    """Copy weights that begin somewhere within a file: there a head with one output adds up in another order."""
+    """Copy weights that are not aligned in the file: with them, a head with one output adds in another order."""
     for parameter in model.parameters():
         if parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
