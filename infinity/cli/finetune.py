@@ -17,7 +17,7 @@ from infinity.cli.command import command
 from infinity.cli.config_checks import require_ready
 from infinity.cli.default_dtype import Source, dtype_line
 from infinity.cli.documents import find_files, of_option
-from infinity.cli.finetune_options import require_useful
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.finished_run import finish, nothing_to_go_on_with
 from infinity.cli.optimizers import moments_of
 from infinity.cli.order import Order
@@ -71,7 +71,7 @@ class _CheckedJob:
     """
 
     world: RunRank
-    options: argparse.Namespace
+    options: FinetuneOptions
     config: SwapConfig
     origin: job.Origin
     resuming: bool
@@ -81,11 +81,11 @@ class _CheckedJob:
     data: Data
 
 
-def _begin(options: argparse.Namespace, world: RunRank, tell: Tell, held: ExitStack) -> _CheckedJob | None:
+def _begin(found: argparse.Namespace, world: RunRank, tell: Tell, held: ExitStack) -> _CheckedJob | None:
     """Check the job on all ranks, and read its data.
 
     Args:
-        options: options of the command line.
+        found: options of the command line.
         world: this process among the ranks.
         tell: function that sends a value to all ranks and returns the values of all.
         held: closes the files of the data.
@@ -93,12 +93,12 @@ def _begin(options: argparse.Namespace, world: RunRank, tell: Tell, held: ExitSt
     Returns:
         The job, which is the same on all ranks; None if the run has ended and nothing is left to do.
     """
-    resumed = job.directory_of(options, None if options.config is None else load_config(options.config))
-    has_ended = world.speaks and resumed is not None and nothing_to_go_on_with(options, resumed.expanduser().absolute())
+    resumed = job.directory_of(found, None if found.config is None else load_config(found.config))
+    has_ended = world.speaks and resumed is not None and nothing_to_go_on_with(found, resumed.expanduser().absolute())
     if tell("whether the run has ended", has_ended)[0]:
         return None
-    given = options.dtype is not None
-    resolved = job.resolve(options, world, tell)
+    given = found.dtype is not None
+    resolved = job.resolve(found, world, tell)
     options, resuming = resolved.options, resolved.steps is not None
     _say_dtype(options.dtype, "run" if resuming else "option" if given else "default")
     config = _as_asked(resolved.config, options)
@@ -130,7 +130,7 @@ def _say_dtype(name: str, source: Source) -> None:
         print(line, flush=True)
 
 
-def _as_asked(config: SwapConfig, options: argparse.Namespace) -> SwapConfig:
+def _as_asked(config: SwapConfig, options: FinetuneOptions) -> SwapConfig:
     """Return the swap config, changed by the options that stand for its keys."""
     vertical = {"vertical": True} if options.micro_batches > 1 else {}
     return config.model_copy(update=vertical | ({"frozen": options.frozen} if options.frozen else {}))
@@ -201,13 +201,13 @@ def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
     )
 
 
-def _result(options: argparse.Namespace) -> str:
+def _result(options: FinetuneOptions) -> str:
     if options.lora is None:
         return "model"
     return "model, with the adapters merged into it" if options.merge else "adapters"
 
 
-def _follow(model: Any, options: argparse.Namespace, batch: Batch | None, tell: Tell, stopped: int) -> int:
+def _follow(model: Any, options: FinetuneOptions, batch: Batch | None, tell: Tell, stopped: int) -> int:
     """Take part in the collective operations of rank 0 until its result is complete.
 
     Returns:
@@ -246,7 +246,7 @@ def _store_of(model: Any, config: SwapConfig, world: RunRank) -> str | None:
     return header_in(store).header.run
 
 
-def _beside(options: argparse.Namespace, config: SwapConfig, origin: job.Origin, *, resuming: bool) -> Owner:
+def _beside(options: FinetuneOptions, config: SwapConfig, origin: job.Origin, *, resuming: bool) -> Owner:
     """Return the owner of the directories beside the output.
 
     Raises:
@@ -257,7 +257,7 @@ def _beside(options: argparse.Namespace, config: SwapConfig, origin: job.Origin,
     return owner
 
 
-def _output(options: argparse.Namespace, config: SwapConfig, done: int | None) -> Output:
+def _output(options: FinetuneOptions, config: SwapConfig, done: int | None) -> Output:
     """Return the output directory.
 
     Raises:
@@ -376,8 +376,7 @@ def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
     return code
 
 
-def _check(options: argparse.Namespace, config: SwapConfig) -> None:
-    require_useful(options)
+def _check(options: FinetuneOptions, config: SwapConfig) -> None:
     if options.method != "sft" and config.vertical:
         raise NotAvailableError(
             f"--method {options.method} with --micro-batches, or `vertical` in the swap config, is not available yet: "

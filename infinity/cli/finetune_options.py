@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from infinity.cli.fields import DATA_HELP, column
 from infinity.cli.options import (
@@ -26,15 +26,15 @@ from infinity.cli.options import (
     name,
     number,
     path,
-    require_needed,
     steps,
     text,
     unless,
     whole,
     word,
 )
-from infinity.cli.trainer_options import CONFIGS, OURS, take
+from infinity.cli.trainer_options import CONFIGS, OURS, Given, take
 from infinity.sizes import THREADS_MAX
+from infinity.state.moments import OptimizerName
 
 SCHEDULES = ("constant", "linear", "cosine")
 """Schedules of the learning rate with a warm-up; linear and cosine fall to --min-lr."""
@@ -69,12 +69,12 @@ class _WhatAndWhere:
         metavar="FILE",
         **_PROCESS,
     )
-    model: str | None = argument("directory of a Hugging Face checkpoint, or a hub id", name, **_PLACE)
+    model: str = argument("directory of a Hugging Face checkpoint, or a hub id", name, **_PLACE)
     revision: str | None = argument("of the hub's model: a branch, a tag or a commit", word)
     trust_remote_code: bool = argument(
         "run the Python files that come with the model, where it needs them; by default they are not run", **_PROCESS
     )
-    data: list[Path] | None = argument(DATA_HELP, path, nargs="+", **_PLACE)
+    data: list[Path] = argument(DATA_HELP, path, nargs="+", **_PLACE)
     columns: list[str] | None = argument(
         "columns of the rows to read, and as what, such as instruction=title output=body; no others are read",
         column,
@@ -90,8 +90,8 @@ class _WhatAndWhere:
     eval_steps: int | None = argument(
         "every N steps; by default after the last step only", _STEPS, metavar="N", needs=_HELD_OUT
     )
-    config: Path | None = argument("swap config: where states live (YAML or JSON)", path, **_PROCESS)
-    output: Path | None = argument("directory for the trained model and the report", path, **_PLACE)
+    config: Path = argument("swap config: where states live (YAML or JSON)", path, **_PROCESS)
+    output: Path = argument("directory for the trained model and the report", path, **_PLACE)
     from_checkpoint: Path | None = argument(
         "go on with a run from the copy that `infinity checkpoint export` wrote to EXPORT_DIR, on any disks and with "
         "any swap config; the run's options need not be given again",
@@ -139,7 +139,7 @@ class _Training:
     )
     gradient_accumulation: int = argument("backward passes per step (default 1)", _TOKENS, 1)
     sequence_length: int = argument("tokens per sequence (default 1024)", _TOKENS, 1024)
-    loss_on: str = argument(
+    loss_on: Literal["answers", "all"] = argument(
         "of rows with a prompt or messages: learn the completion, or what the assistant says (answers, the default), "
         "or everything (all)",
         word,
@@ -151,18 +151,18 @@ class _Training:
         "one row with a prompt or messages per sequence; by default as many as fit, which do not see each other",
         methods="sft",
     )
-    dtype: str | None = argument(
+    dtype: str = argument(
         f"of the weights, whatever the checkpoint has ({DEFAULT_DTYPE}); with fp16 the loss is scaled",
         word,
         choices=DTYPE_NAMES,
     )
-    optimizer: str = argument(
+    optimizer: OptimizerName = argument(
         f"default adamw; sgd has momentum {SGD_MOMENTUM}. Lion wants a third to a tenth of AdamW's --lr",
         word,
         "adamw",
         choices=OPTIMIZERS,
     )
-    lr: float | None = argument(
+    lr: float = argument(
         "peak learning rate (default 1e-5, with --method dpo 1e-6; with --lora ten times that)", number(1e-12, 1e6)
     )
     min_lr: float = argument("rate that the schedules linear and cosine fall to (default 0)", number(0, 1e6), 0.0)
@@ -288,6 +288,17 @@ class _WhatIsSaid:
     )
 
 
+@dataclass(frozen=True)
+class FinetuneOptions(_WhatIsSaid, _WhileItTrains, _PartOfTheModel, _Training, _WhatAndWhere):
+    """All options of a run, with their defaults where none are given.
+
+    Attributes:
+        trainer: fields of TRL's config that have no option of their own.
+    """
+
+    trainer: Given | None = None
+
+
 _GROUPS: dict[type, tuple[str, str | None]] = {
     _WhatAndWhere: ("what and where", None),
     _Training: ("training", None),
@@ -318,27 +329,11 @@ def build_finetune_parser() -> Parser:
     return parser
 
 
-def require_useful(options: argparse.Namespace) -> None:
-    """Check that no option of a run would do nothing.
-
-    Raises:
-        ConfigError: an option needs another option, or another --method.
-    """
-    for group in _GROUPS:
-        require_needed(options, group)
-
-
 def defaults(*roles: Role) -> dict[str, Any]:
-    """Return the options of these roles, with their defaults. The machine decides the default of `dtype`.
+    """Return the options of these roles, with their defaults. The machine decides the default of `dtype`."""
+    return {each.name: each.default for each in fields(FinetuneOptions) if _role_of(each) in roles}
 
-    The option `trainer` holds the fields of TRL's config that have no option of their own.
-    """
-    return {
-        **{
-            each.name: each.default
-            for group in _GROUPS
-            for each in fields(group)
-            if each.metadata.get("role", Role.TRAINING) in roles
-        },
-        **({"trainer": None} if Role.TRAINING in roles else {}),
-    }
+
+def _role_of(option: Field[Any]) -> Role:
+    role: Role = option.metadata.get("role", Role.TRAINING)
+    return role

@@ -13,8 +13,8 @@ from infinity.base.accelerator import current_device
 from infinity.checkpoint.portable import STATE_NAME, Portable
 from infinity.cli.command import command
 from infinity.cli.default_dtype import default_dtype
-from infinity.cli.finetune_options import Role, defaults
-from infinity.cli.options import option
+from infinity.cli.finetune_options import FinetuneOptions, Role, defaults
+from infinity.cli.options import option, options_of
 from infinity.cli.run_ranks import RunRank
 from infinity.cli.tokenizer import has_tokenizer
 from infinity.cli.trainer_options import Given
@@ -58,7 +58,7 @@ class Origin:
 class Job:
     """A run's options in the form that generations keep."""
 
-    def __init__(self, options: argparse.Namespace, config: SwapConfig, world: RunRank, origin: Origin) -> None:
+    def __init__(self, options: FinetuneOptions, config: SwapConfig, world: RunRank, origin: Origin) -> None:
         self._values = values_of(options)
         self._config = config.model_dump(mode="json")
         self._ranks = world.count
@@ -76,7 +76,7 @@ class Job:
         """Do nothing: resolve() has compared and taken over the options before the model was made."""
 
 
-def values_of(options: argparse.Namespace) -> dict[str, Any]:
+def values_of(options: FinetuneOptions) -> dict[str, Any]:
     """Return the options that a run keeps, as values of JSON."""
     return {name: _plain(getattr(options, name)) for name in _KEPT}
 
@@ -92,7 +92,7 @@ class Resolved:
         steps: number of optimizer steps that the run has done; None: nothing is resumed.
     """
 
-    options: argparse.Namespace
+    options: FinetuneOptions
     config: SwapConfig
     origin: Origin
     steps: int | None
@@ -129,7 +129,7 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
         options.dtype = options.dtype or default
         if config is None:
             raise AssertionError("a job without a config")
-        return Resolved(options, config, Origin(new, options.model), None)
+        return Resolved(_completed(options), config, Origin(new, options.model), None)
     saved, steps = found
     # The base of adapters, and the reference of --method dpo, are not in the copy.
     needed = saved["options"]["lora"] is not None or saved["options"]["method"] == "dpo"
@@ -143,7 +143,20 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
     _fill(options, defaults(Role.PROCESS))
     origin = Origin(**saved["origin"]) if "origin" in saved else Origin(new, saved["options"]["model"])
     origin = replace(origin, extended=origin.extended or extended)
-    return Resolved(options, config or _saved_config(saved, options), origin, steps)
+    return Resolved(_completed(options), config or _saved_config(saved, options), origin, steps)
+
+
+def _completed(options: argparse.Namespace) -> FinetuneOptions:
+    """Return all options of a run.
+
+    Raises:
+        ConfigError: an option would do nothing.
+    """
+    if options.logger == ["none"]:
+        options.logger = None
+    elif "none" in (options.logger or ()):
+        raise ConfigError(f"--logger {' '.join(options.logger)}: none is no tracker; leave it out, or the others")
+    return options_of(FinetuneOptions, options)
 
 
 def _fill(options: argparse.Namespace, defaults: dict[str, Any]) -> None:
@@ -261,12 +274,12 @@ def _require(options: argparse.Namespace) -> None:
 
 def _make_absolute(options: argparse.Namespace) -> None:
     """Make paths absolute, because a run may be resumed from another working directory."""
-    if options.output is not None:
-        options.output = options.output.expanduser().absolute()
-    if options.data is not None:
-        options.data = [path.expanduser().absolute() for path in options.data]
-    if options.eval_data is not None:
-        options.eval_data = [path.expanduser().absolute() for path in options.eval_data]
+    for name in ("output", "trace"):
+        if getattr(options, name) is not None:
+            setattr(options, name, getattr(options, name).expanduser().absolute())
+    for name in ("data", "eval_data"):
+        if getattr(options, name) is not None:
+            setattr(options, name, [path.expanduser().absolute() for path in getattr(options, name)])
     if options.model is not None and Path(options.model).expanduser().is_dir():
         options.model = str(Path(options.model).expanduser().absolute())
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import difflib
 import fnmatch
@@ -26,6 +25,7 @@ from infinity.checkpoint.load import load_pretrained, require_directory_or_id
 from infinity.checkpoint.merged_adapters import require_mergeable, save_merged
 from infinity.checkpoint.reshard import resume
 from infinity.checkpoint.save import save_pretrained
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.references import Reference
 from infinity.config import SwapConfig
@@ -40,7 +40,7 @@ NEEDS_PEFT = '--lora needs PEFT: pip install "infinity-offload[hf]"'
 _NAMED_MAX = 5
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: FinetuneOptions) -> None:
     """Check the options about parts of the model.
 
     Raises:
@@ -59,7 +59,7 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError(NEEDS_PEFT)
 
 
-def named(options: argparse.Namespace) -> dict[str, Any]:
+def named(options: Any) -> dict[str, Any]:
     """Return the arguments of transformers' from_pretrained, apart from the model's name."""
     revision = {} if options.revision is None else {"revision": options.revision}
     return revision | {"trust_remote_code": bool(options.trust_remote_code)}  # None would ask at a terminal
@@ -119,7 +119,7 @@ def _directories(directory: Path) -> list[str]:
         return []
 
 
-def class_of(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+def class_of(options: FinetuneOptions) -> tuple[Any, dict[str, Any]]:
     """Return the class of the model, and further arguments for its from_pretrained.
 
     A reward model has a head with one output. If the checkpoint has no such head, a new one is drawn.
@@ -129,7 +129,7 @@ def class_of(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     return transformers.AutoModelForSequenceClassification, {"num_labels": 1}
 
 
-def load(options: argparse.Namespace, config: SwapConfig, *, resuming: bool) -> tuple[Any, Reference | None]:
+def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tuple[Any, Reference | None]:
     """Load and offload the model, with the states of the run that is resumed.
 
     Returns:
@@ -182,9 +182,10 @@ def _offload_from(copy: Path, model: Any, config: SwapConfig, **made: Any) -> An
     return offload_from_checkpoint(model, copy, config, **made)
 
 
-def _with_adapters(model: Any, options: argparse.Namespace) -> Any:
+def _with_adapters(model: Any, options: FinetuneOptions) -> Any:
     from peft import LoraConfig, get_peft_model
 
+    assert options.lora is not None
     targets = options.lora_targets or ALL_LINEAR
     lora = LoraConfig(
         r=options.lora,
@@ -257,7 +258,7 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
 
 
 def save_model(
-    model: Any, directory: str | Path, options: argparse.Namespace, config: dict[str, Any] | None = None
+    model: Any, directory: str | Path, options: FinetuneOptions, config: dict[str, Any] | None = None
 ) -> None:
     """Write the trained model, its adapters, or the model with the adapters merged into it. All ranks call this.
 
@@ -288,7 +289,7 @@ def _configured(model: Any, values: dict[str, Any]) -> Iterator[None]:
         held.update(now)
 
 
-def output_bytes(model: nn.Module, options: argparse.Namespace) -> int:
+def output_bytes(model: nn.Module, options: FinetuneOptions) -> int:
     """Return the bytes of the output's weights; with several ranks, of this rank's slices."""
     layout = statistics(model).plan.layout
     if options.merge or not is_peft_model(model):

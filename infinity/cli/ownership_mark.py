@@ -3,13 +3,13 @@ without this run's mark are never replaced or removed."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from infinity import files
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.job import Origin
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, printable
@@ -48,7 +48,7 @@ class Owner:
     begins_anew: bool
 
     @classmethod
-    def of(cls, options: argparse.Namespace, config: SwapConfig, origin: Origin, *, resumes: bool) -> Owner:
+    def of(cls, options: FinetuneOptions, config: SwapConfig, origin: Origin, *, resumes: bool) -> Owner:
         swap = str(config.nvme.paths[0].expanduser().absolute()) if config.nvme.paths else "-"
         return cls(origin.run, swap, options.resume is not None and not resumes)
 

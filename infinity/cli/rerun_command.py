@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from infinity.cli.command import command
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.job import Origin, values_of
 from infinity.cli.options import FROZEN_NAMES
 from infinity.config import SwapConfig
@@ -21,7 +21,7 @@ _NOT_AGAIN = ("output",)
 """Options that are not written, because each run has its own value."""
 
 
-def write_rerun_command(options: argparse.Namespace, config: SwapConfig, origin: Origin, directory: Path) -> None:
+def write_rerun_command(options: FinetuneOptions, config: SwapConfig, origin: Origin, directory: Path) -> None:
     """Write the options of a run and its swap config to the files that the command of `rerun_command` names.
 
     Raises:
@@ -39,7 +39,7 @@ def write_rerun_command(options: argparse.Namespace, config: SwapConfig, origin:
         (directory / name).write_text("".join(lines), encoding="utf-8")
 
 
-def rerun_command(options: argparse.Namespace, *, extended: bool) -> str:
+def rerun_command(options: FinetuneOptions, *, extended: bool) -> str:
     """Return the command that repeats the run. It works once the output is complete.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from infinity.cli.data import PackedData, Sequences, split
 from infinity.cli.fields import by_name
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.pairs import PairedData
 from infinity.errors import ConfigError, printable
 
@@ -46,7 +46,7 @@ class Data:
         return self.trained.digest + ("" if self.held_out is None else self.held_out.digest)
 
 
-def read(options: argparse.Namespace, tokenizer: Any, disk: Path, held: ExitStack) -> Data:
+def read(options: FinetuneOptions, tokenizer: Any, disk: Path, held: ExitStack) -> Data:
     """Read all data of a run. The tokens are written to unnamed files on `disk`.
 
     Args:

@@ -3,7 +3,6 @@ trainer, and with the files of trackers. A run is resumed from its store, not fr
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.history import Evaluated, best_of
 from infinity.cli.ownership_mark import Owner
 from infinity.errors import ConfigError, printable
@@ -29,7 +29,7 @@ def directory_of(output: Path) -> Path:
     return output.with_name(f"{output.name}-steps")
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: FinetuneOptions) -> None:
     """Check the options about saving and trackers.
 
     Raises:
@@ -37,20 +37,16 @@ def check(options: argparse.Namespace) -> None:
     """
     if options.save_best and options.eval_steps is None:
         raise ConfigError("--save-best needs --eval-steps: else the last step is the only one that is evaluated")
-    if options.logger == ["none"]:
-        options.logger = None
-    elif "none" in (options.logger or ()):
-        raise ConfigError(f"--logger {' '.join(options.logger)}: none is no tracker; leave it out, or the others")
     for name in options.logger or ():
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--logger {name} needs its library: pip install {name.replace('_', '-')}")
 
 
-def _is_needed(options: argparse.Namespace) -> bool:
+def _is_needed(options: FinetuneOptions) -> bool:
     return bool(options.save_every or options.save_best or options.logger)
 
 
-def prepare(options: argparse.Namespace, owner: Owner) -> None:
+def prepare(options: FinetuneOptions, owner: Owner) -> None:
     """Check that the directory can be made, or is this run's.
 
     Raises:
@@ -94,7 +90,7 @@ def models_in(directory: Path) -> dict[int, Path]:
     return {step: folder for step, folder in _folders_in(directory).items() if is_whole(folder)}
 
 
-def tidy(options: argparse.Namespace, done: int) -> None:
+def tidy(options: FinetuneOptions, done: int) -> None:
     """Remove incomplete models, which an interruption left, and models of steps that the run repeats.
 
     Args:
@@ -114,7 +110,7 @@ def tidy(options: argparse.Namespace, done: int) -> None:
             _remove(folder)
 
 
-def rotate(options: argparse.Namespace, evaluations: Sequence[Evaluated]) -> None:
+def rotate(options: FinetuneOptions, evaluations: Sequence[Evaluated]) -> None:
     """Remove the models of --save-every except the newest --save-limit, models that are no longer the best, and
     incomplete models. With --save-best, the best model in the directory stays.
 
@@ -134,7 +130,7 @@ def rotate(options: argparse.Namespace, evaluations: Sequence[Evaluated]) -> Non
             _remove(folder)
 
 
-def _is_of_every(step: int, folder: Path, options: argparse.Namespace) -> bool:
+def _is_of_every(step: int, folder: Path, options: FinetuneOptions) -> bool:
     """Return whether --save-every saved a model. Otherwise it was saved because it was the best."""
     if options.save_every is not None and step % options.save_every == 0:
         return True
@@ -150,7 +146,7 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def require_room(options: argparse.Namespace, last: int, done: int, model_bytes: int) -> None:
+def require_room(options: FinetuneOptions, last: int, done: int, model_bytes: int) -> None:
     """Check that the disk has room for the models that will be saved, and for the output beside them.
 
     Args:
@@ -180,7 +176,7 @@ def require_room(options: argparse.Namespace, last: int, done: int, model_bytes:
         )
 
 
-def made(options: argparse.Namespace, owner: Owner | None, held: ExitStack) -> Path:
+def made(options: FinetuneOptions, owner: Owner | None, held: ExitStack) -> Path:
     """Return the directory, made if necessary.
 
     Args:
@@ -199,7 +195,7 @@ def made(options: argparse.Namespace, owner: Owner | None, held: ExitStack) -> P
     return directory
 
 
-def said(options: argparse.Namespace, evaluations: Sequence[Evaluated], failed: Sequence[str]) -> list[str]:
+def said(options: FinetuneOptions, evaluations: Sequence[Evaluated], failed: Sequence[str]) -> list[str]:
     """Return lines that name the saved models of steps. The output is complete when this is called.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.history import Evaluated, History, Sample
 from infinity.cli.limits import positions_of
 from infinity.cli.progress import PlainProgress, RichProgress
@@ -21,7 +21,7 @@ from infinity.errors import ConfigError
 _TOKENS = 64
 
 
-def prompts_of(options: argparse.Namespace, model: Any, tokenizer: Any, *, chat: bool) -> dict[str, torch.Tensor]:
+def prompts_of(options: FinetuneOptions, model: Any, tokenizer: Any, *, chat: bool) -> dict[str, torch.Tensor]:
     """Return the tokens of the prompts of --sample, by prompt.
 
     Args:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -13,6 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from infinity.cli import run_directory
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.history import History, best_of
 from infinity.cli.progress import PlainProgress, RichProgress, StepFacts
 from infinity.cli.run_ranks import gather_values
@@ -56,7 +56,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         traced: TracedSteps,
         stop: Stop,
         step_tokens: int,
-        options: argparse.Namespace,
+        options: FinetuneOptions,
     ) -> None:
         self._trainer = trainer
         self._model = trainer.model

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import ExitStack
 from pathlib import Path
 
 from torch import nn
 
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.errors import ConfigError, printable
 from infinity.runtime.trace import require_writable, trace
 
@@ -16,7 +16,7 @@ _STEPS = 5
 viewer in a browser."""
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: FinetuneOptions) -> None:
     """Check that the file of --trace can be written.
 
     Raises:
@@ -24,10 +24,9 @@ def check(options: argparse.Namespace) -> None:
     """
     if options.trace is None:
         return
-    there = options.trace.expanduser()
-    if there.exists() and not there.is_file():  # the file is replaced, and a device file must not be
-        raise ConfigError(f"--trace {printable(there)}: it is not a regular file")
-    options.trace = require_writable(there)
+    if options.trace.exists() and not options.trace.is_file():  # the file is replaced, and a device file must not be
+        raise ConfigError(f"--trace {printable(options.trace)}: it is not a regular file")
+    require_writable(options.trace)
     if options.output in options.trace.parents:
         raise ConfigError(f"--trace {options.trace}: --output must be empty when the run ends; write it elsewhere")
 

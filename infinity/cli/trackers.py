@@ -3,7 +3,6 @@ records. A tracker that fails does not end the run."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.echo import raised
 from infinity.errors import InfinityError
 
@@ -23,13 +23,13 @@ _PROJECT = "infinity"
 _TAKE_TEXTS = {"tensorboard", "trackio", "wandb"}
 
 
-def take_texts(options: argparse.Namespace) -> bool:
+def take_texts(options: FinetuneOptions) -> bool:
     """Return whether one of the trackers shows texts."""
     return bool(_TAKE_TEXTS.intersection(options.logger or ()))
 
 
 @contextmanager
-def opened(options: argparse.Namespace, run: str, directory: Path, done: int) -> Iterator[list[Any]]:
+def opened(options: FinetuneOptions, run: str, directory: Path, done: int) -> Iterator[list[Any]]:
     """Open trackers, and yield them as callbacks of a Trainer.
 
     Args:
@@ -46,7 +46,7 @@ def opened(options: argparse.Namespace, run: str, directory: Path, done: int) ->
 
 
 def _callback(
-    name: str, options: argparse.Namespace, run: str, directory: Path, done: int, held: ExitStack
+    name: str, options: FinetuneOptions, run: str, directory: Path, done: int, held: ExitStack
 ) -> TrainerCallback:
     """Return transformers' callback of a tracker. `held` closes the tracker."""
     if name == "tensorboard":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainingArguments, get_scheduler
 
 from infinity.base.accelerator import current_device
-from infinity.cli.finetune_options import SCHEDULES
+from infinity.cli.finetune_options import SCHEDULES, FinetuneOptions
 from infinity.cli.run_directory import directory_of
 from infinity.cli.trainer_options import CONFIGS, require_of_method, typed
 from infinity.echo import raised
@@ -24,7 +23,7 @@ from infinity.errors import ConfigError
 _OF_SCHEDULE = "lr_scheduler_kwargs"
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: FinetuneOptions) -> None:
     """Check the options before anything slow.
 
     Raises:
@@ -76,7 +75,7 @@ def _naming_the_schedule(arguments: TrainingArguments) -> Iterator[None]:
         raise ConfigError(f"--schedule {kind}{kwargs} is no schedule for this run: {raised(error)}") from error
 
 
-def arguments_of(options: argparse.Namespace, steps: int, directory: Path, *, evaluates: bool, balances: bool) -> Any:
+def arguments_of(options: FinetuneOptions, steps: int, directory: Path, *, evaluates: bool, balances: bool) -> Any:
     """Return all arguments. Values that differ from TRL's defaults are written out here.
 
     Args:
@@ -130,7 +129,7 @@ def arguments_of(options: argparse.Namespace, steps: int, directory: Path, *, ev
             raise ConfigError(f"TRL's {kind} refuses the options: {raised(error)}") from error
 
 
-def _schedule(options: argparse.Namespace, steps: int) -> dict[str, Any]:
+def _schedule(options: FinetuneOptions, steps: int) -> dict[str, Any]:
     """Return transformers' name of the schedule, and the rate to which it falls."""
     lowest = options.min_lr
     if options.schedule not in SCHEDULES or _OF_SCHEDULE in (options.trainer or {}):
@@ -142,13 +141,13 @@ def _schedule(options: argparse.Namespace, steps: int) -> dict[str, Any]:
     return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": lowest}}
 
 
-def _evaluation(options: argparse.Namespace, steps: int, *, evaluates: bool) -> dict[str, Any]:
+def _evaluation(options: FinetuneOptions, steps: int, *, evaluates: bool) -> dict[str, Any]:
     if not evaluates:
         return {"eval_strategy": "no"}
     return {"eval_strategy": "steps", "eval_steps": options.eval_steps or steps}
 
 
-def _saving(options: argparse.Namespace, steps: int) -> dict[str, Any]:
+def _saving(options: FinetuneOptions, steps: int) -> dict[str, Any]:
     """Return the arguments for saving models for use. A run is resumed from its store, so these models have no states.
 
     The best model is saved after its evaluation (step_watch.py). run_directory.py decides which models stay.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
 import tempfile
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli import job, limits, tracing, trackers
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.history import History
 from infinity.cli.models import save_model
 from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of
@@ -72,7 +72,7 @@ class Training:
         model: Any,
         data: Data,
         tokenizer: Any,
-        options: argparse.Namespace,
+        options: FinetuneOptions,
         config: SwapConfig,
         world: RunRank,
         origin: job.Origin,
@@ -286,7 +286,7 @@ def _padding_of(tokenizer: Any) -> int | None:
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id  # type: ignore[no-any-return]
 
 
-def _optimizer_of(options: argparse.Namespace, config: SwapConfig, model: Any) -> OffloadedOptimizer:
+def _optimizer_of(options: FinetuneOptions, config: SwapConfig, model: Any) -> OffloadedOptimizer:
     return make_optimizer(
         options.optimizer,
         model.parameters(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import nn
 from infinity import _native
 from infinity.checkpoint.load import load_config_of
 from infinity.checkpoint.merged_adapters import computing_merged
+from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.models import class_of, named, with_saved_adapters
 from infinity.cli.optimizers import DTYPES
 from infinity.coordinator import registry
@@ -37,7 +37,7 @@ class Expected:
     encoded: dict[str, Codec]
 
 
-def require_possible(options: argparse.Namespace) -> None:
+def require_possible(options: FinetuneOptions) -> None:
     """Check that the output will be loadable without infinity, if --verify-output is given.
 
     Raises:
@@ -53,7 +53,7 @@ def require_possible(options: argparse.Namespace) -> None:
         )
 
 
-def expected_of(model: Any, options: argparse.Namespace, batch: Any) -> Expected:
+def expected_of(model: Any, options: FinetuneOptions, batch: Any) -> Expected:
     """Compute the results of an offloaded model. All ranks call this.
 
     Args:
@@ -72,7 +72,7 @@ def logits_of(model: Any, batch: Any) -> torch.Tensor:
     return logits
 
 
-def verify(directory: Path, options: argparse.Namespace, batch: Any, expected: Expected) -> None:
+def verify(directory: Path, options: FinetuneOptions, batch: Any, expected: Expected) -> None:
     """Check that the saved model gives the expected logits.
 
     Args:
@@ -116,7 +116,7 @@ def _align(model: nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _has_adapters(options: argparse.Namespace) -> bool:
+def _has_adapters(options: FinetuneOptions) -> bool:
     """Return whether the output consists of adapters."""
     return options.lora is not None and not options.merge
 
@@ -127,7 +127,7 @@ def _encoded(model: nn.Module) -> dict[str, Codec]:
     return {name: codec for name, codec in codecs if codec is not None}
 
 
-def _load_plainly(directory: Path, options: argparse.Namespace, encoded: dict[str, Codec]) -> Any:
+def _load_plainly(directory: Path, options: FinetuneOptions, encoded: dict[str, Codec]) -> Any:
     """Load the output without infinity.
 
     Args:
