@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from infinity.cli import options as types
-from infinity.cli.finetune_options import build_finetune_parser
-from infinity.cli.options import OTHERS_NAMES, Parser
+from infinity.cli.finetune_options import FinetuneOptions
+from infinity.cli.options import OTHERS_NAMES
 from infinity.cli.trainer_options import OURS, names, require_passed_on
 from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
@@ -19,7 +21,9 @@ from infinity.strict import parse_yaml
 
 _FILE_BYTES_MAX = 1 << 20
 _TEXTS = (types.name, types.path, types.text, types.word)
-_ON_THE_COMMAND_LINE = ("options", "help", "resume", "from_checkpoint")
+_ON_THE_COMMAND_LINE = ("options", "resume", "from_checkpoint")
+_KNOWN: dict[str, Mapping[str, Any]] = {each.name: each.metadata for each in fields(FinetuneOptions) if each.metadata}
+"""Options, with their arguments of options.argument."""
 
 
 def with_file(options: argparse.Namespace) -> argparse.Namespace:
@@ -32,19 +36,17 @@ def with_file(options: argparse.Namespace) -> argparse.Namespace:
     """
     if options.options is None:
         return options
-    parser, file = build_finetune_parser(), printable(options.options)
-    of_file = _checked(_read(options.options, file), parser, file)
+    file = printable(options.options)
+    of_file = _checked(_read(options.options, file), file)
     given = {name for name, value in vars(options).items() if value is not None and value is not False}
     if options.resume is not None:
         given.add("resume")
-    for group in parser._mutually_exclusive_groups:
-        names = [action.dest for action in group._group_actions]
-        both = [name for name in names if name in of_file]
-        if len(both) > 1:
+    for one, other in ((name, about["excludes"]) for name, about in _KNOWN.items() if "excludes" in about):
+        if one in of_file and other in of_file:
             raise ConfigError(
-                f"{file}: {types.option(both[0])} and {types.option(both[1])} exclude each other; leave one of them"
+                f"{file}: {types.option(one)} and {types.option(other)} exclude each other; leave one of them"
             )
-        given |= set(names) if given.intersection(names) else set()
+        given |= {one, other} if given.intersection((one, other)) else set()
     trainer = {**of_file.pop("trainer", {}), **(options.trainer or {})}
     merged = vars(options) | {name: each for name, each in of_file.items() if name not in given}
     return argparse.Namespace(**(merged | {"trainer": trainer or None}))
@@ -66,17 +68,16 @@ def _read(path: Path, file: str) -> dict[str, Any]:
     return values or {}
 
 
-def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any]:
+def _checked(values: dict[str, Any], file: str) -> dict[str, Any]:
     """Return the values in the form of the parser's namespace. Options without a value are left out."""
-    known = {action.dest: action for action in parser._actions}
     checked: dict[str, Any] = {}
     given: dict[str, str] = {}
     for key, value in values.items():
         theirs = str(key).replace("-", "_")
         name = OURS.get(theirs, theirs)
-        of_trainer = name not in known and name in names()
-        if name not in known and not of_trainer:
-            raise ConfigError(f"{file}: {quoted(str(key))} is no option of infinity finetune{_hint(name, known)}")
+        of_trainer = name not in _KNOWN and name in names()
+        if name not in _KNOWN and not of_trainer:
+            raise ConfigError(f"{file}: {quoted(str(key))} is no option of infinity finetune{_hint(name)}")
         if name in _ON_THE_COMMAND_LINE:
             raise ConfigError(f"{file}: {types.option(name)} belongs on the command line")
         if value is None or value == []:
@@ -88,20 +89,20 @@ def _checked(values: dict[str, Any], parser: Parser, file: str) -> dict[str, Any
             require_passed_on(name, f"{file}: ")
             checked.setdefault("trainer", {})[name] = list(map(_as_typed, _listed(value)))
             continue
-        action = known[name]
-        if action.nargs == 0:
+        about = _KNOWN[name]
+        if about.get("action") == "store_true":
             if not isinstance(value, bool):
                 raise ConfigError(f"{file}: {key} is {quoted(value)}; it is true or false")
             checked[name] = value or None
-        elif action.nargs == "+":
-            checked[name] = [_converted(each, action, key, file) for each in _listed(value)]
+        elif about.get("nargs") == "+":
+            checked[name] = [_converted(each, about, key, file) for each in _listed(value)]
         else:
-            checked[name] = _converted(value, action, key, file)
+            checked[name] = _converted(value, about, key, file)
     return {name: value for name, value in checked.items() if value is not None}
 
 
-def _hint(name: str, known: dict[str, Any]) -> str:
-    near = [OTHERS_NAMES[name]] if name in OTHERS_NAMES else difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+def _hint(name: str) -> str:
+    near = [OTHERS_NAMES[name]] if name in OTHERS_NAMES else difflib.get_close_matches(name, _KNOWN, n=1, cutoff=0.5)
     return f"; did you mean {near[0].replace('_', '-')}?" if near else ""
 
 
@@ -116,7 +117,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _converted(value: Any, action: argparse.Action, key: str, file: str) -> Any:
+def _converted(value: Any, about: Mapping[str, Any], key: str, file: str) -> Any:
     """Return one value of an option.
 
     Raises:
@@ -125,13 +126,12 @@ def _converted(value: Any, action: argparse.Action, key: str, file: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kind = "true or false" if isinstance(value, bool) else f"a {type(value).__name__}"
         raise ConfigError(f"{file}: {key} is {kind}; it takes a number or a text")
-    if isinstance(value, float) and action.type in _TEXTS:
+    if isinstance(value, float) and about["type"] in _TEXTS:
         raise ConfigError(f"{file}: {key} is the number {value!r}, and a text is needed: put it in quotes")
-    convert: Any = action.type
     try:
-        made = convert(_as_typed(value))
+        made = about["type"](_as_typed(value))
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{file}: {key}: {error}") from None
-    if action.choices is not None and made not in action.choices:
-        raise ConfigError(f"{file}: {key} is {quoted(made)}, and none of {', '.join(map(str, action.choices))}")
+    if made not in about.get("choices", (made,)):
+        raise ConfigError(f"{file}: {key} is {quoted(made)}, and none of {', '.join(about['choices'])}")
     return made
