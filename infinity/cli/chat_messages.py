@@ -60,7 +60,7 @@ def _turn(asked: Any, said: Any) -> list[dict[str, Any]]:
 
 def _message(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, dict):
-        raise ConfigError(f"{where} is no object with a 'role' and a 'content', both strings")
+        raise ConfigError(f"{where} is not an object with a 'role' and a 'content', both strings")
     message = {key: value for key, value in given.items() if value is not None}
     for other, key in _SHAREGPT.items():
         if key in message and other in message:
@@ -116,7 +116,8 @@ def _text_of(parts: list[Any], where: str) -> str:
         what = part.get("type") if isinstance(part, dict) else type(part).__name__
         if what not in TABLE["texts"] or not isinstance(part.get("text"), str):
             raise ConfigError(
-                f"{where}: 'content' has a part of the type {quoted(what)}, and only text is learned here: leave such "
+                f"{where}: 'content' has a part of the type {quoted(what)}, and infinity "
+                "trains on text only: leave such "
                 'rows out, or give {"type": "text", "text": "…"}'
             )
     return "\n".join(part["text"] for part in parts)
@@ -135,7 +136,7 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
         for key in TABLE["parts"]:
             if message.get(key) not in (None, "", [], {}):
                 raise ConfigError(
-                    f"{where}[{index}]: has {quoted(key)}; what is to be learned of a part of a message is not read"
+                    f"{where}[{index}]: has {quoted(key)}; a choice of what to learn within a message is not supported"
                 )
         wanted = [message.pop(key) for key in ("weight", "train", "loss") if key in message]
         if any(each not in (0, 1) for each in wanted):
@@ -145,8 +146,8 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
         asked.append(all(map(bool, wanted)) if wanted else None)
         if asked[-1] and message["role"] != "assistant":
             raise ConfigError(
-                f"{where}[{index}]: 'weight' or 'train' asks that what the {message['role']} says is learned; only "
-                "the assistant's messages are. Take it out; --loss-on all learns whole conversations"
+                f"{where}[{index}]: 'weight' or 'train' asks to learn what the {message['role']} says, but only "
+                "the assistant's messages are learned. Remove it; --loss-on all learns whole conversations"
             )
     return asked
 

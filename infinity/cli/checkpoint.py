@@ -73,7 +73,7 @@ def _list_all(path: Path) -> int:
         pinned = any(pinned_in(each) for each in rank_paths(path, count) if each.is_dir())
         _say(
             f"{path}: generations that all {count} ranks have: {steps}"
-            + (", besides those that only checkpoint folders keep" if pinned else "")
+            + (", besides generations that only checkpoint folders keep" if pinned else "")
         )
     return max(damaged)
 
@@ -92,13 +92,13 @@ def _list(path: Path) -> int:
     damaged = 0
     if not (path / SWAP_NAME).exists():
         damaged += 1
-        _say(f"damaged: {SWAP_NAME} is gone, so nothing can be resumed; `remove` takes what is left")
+        _say(f"damaged: {SWAP_NAME} is missing, so nothing can be resumed; `remove` deletes the rest")
     if of_store.rebuilt:
         damaged += 1
         _say(f"damaged: {of_store.rebuilt}")
     damaged += _list_generations(path, header.run)
     if not is_there(header, path):
-        _say(f"it was {header.members[header.member]} when the store was made: a copy, or moved")
+        _say(f"it was {header.members[header.member]} when the store was made: this is a copy, or the store was moved")
     if header.member:
         _say(
             f"part {header.member + 1} of {len(header.members)} of a store; its generations are in {header.members[0]}"
@@ -192,8 +192,9 @@ def _write_tokenizer(directory: Path, tracked: dict[str, Any]) -> None:
         load_tokenizer(model, trust_remote_code=False, **named).save_pretrained(directory)
     except ModelError as error:
         print(
-            f"warning: the copy has no tokenizer. {error}. Copy the tokenizer's files into it, or give --model with "
-            "the directory that has them to a run that begins from the copy",
+            f"warning: the copy has no tokenizer. {error}. Copy the tokenizer's files into the "
+            "copy, or give --model with "
+            "the directory of these files to a run that starts from the copy",
             file=sys.stderr,
         )
 
@@ -260,7 +261,7 @@ def _require_one_store(paths: Sequence[Path]) -> None:
         if isinstance(each, NoStoreError):
             raise each
         raise ConfigError(
-            f"{path} is no part of the store in {where}. Where that store was made its parts are "
+            f"{path} is not a part of the store in {where}. When that store was made, its parts were "
             f"{' '.join(store.members)}."
         )
     if len(found) == 1 and store.mode == "generations" and not generations_in(where):
@@ -289,8 +290,8 @@ def _refusal(
     if known:
         path, header = next(iter(known.items()))
         return ConfigError(
-            f"{path} is a part of a store: name the directories of all its {len(header.members)} parts. Where the "
-            f"store was made they are {' '.join(header.members)}."
+            f"{path} is a part of a store: name the directories of all its {len(header.members)} parts. When the "
+            f"store was made, they were {' '.join(header.members)}."
         )
     path, problem = next(iter(found.items()))
     return _nobody_knows(path, str(problem))
@@ -305,12 +306,15 @@ def _require_own(path: Path, header: Header) -> None:
     swap = path / SWAP_NAME
     if not swap.exists() or (is_there(header, path) and swap.stat().st_size >= header.nbytes):
         return
-    problem = f"no generation is beside {path / HEADER_NAME}, and nothing shows that {SWAP_NAME} is what it describes"
+    problem = (
+        f"there is no generation in the directory of {path / HEADER_NAME}, and nothing shows that "
+        f"{SWAP_NAME} belongs to this header"
+    )
     raise _nobody_knows(path, problem)
 
 
 def _nobody_knows(path: Path, problem: str) -> ConfigError:
     return ConfigError(
         f"{problem}. {path} may be a part of a store that can still be resumed: name the store's other directories "
-        f"too. If it has none, delete {HEADER_NAME} and {SWAP_NAME} there yourself."
+        f"too. If there are no others, delete {HEADER_NAME} and {SWAP_NAME} in {path} yourself."
     )

@@ -28,13 +28,13 @@ def convert(options: argparse.Namespace) -> None:
     if options.force and output is None:
         raise ConfigError("--force does nothing without --output")
     if output is not None and os.path.lexists(output.expanduser()) and not options.force:
-        raise ConfigError(f"--output: {printable(output)} is there already; give --force to replace it")
+        raise ConfigError(f"--output: {printable(output)} exists already; give --force to replace it")
     source = read(options.input)
     conversion = converted(source)
     text = swap_text(conversion, source)
     load_config(values_of(conversion.lines))  # checked as values, so that an error is about them and not about a file
     if load_config(parse_yaml(text)) != load_config(values_of(conversion.lines)):
-        raise AssertionError(f"the swap config reads back as something else:\n{text}")
+        raise AssertionError(f"the written swap config does not have the converted values:\n{text}")
     said = report(conversion, source, output)
     if output is None:
         sys.stdout.write(text)

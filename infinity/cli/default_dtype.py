@@ -64,7 +64,7 @@ def dtype_line(name: str, source: Source, device: str, root: Path = _ROOT) -> st
     default = default_dtype(device, root)
     if source == "default":
         if name != "fp32":
-            return f"dtype {name}: {default.why} (--dtype takes another)"
+            return f"dtype {name}: {default.why} (--dtype chooses another)"
         return f"dtype fp32: {default.why}, so 16 bits are slower (--dtype bf16 takes half the memory for weights)"
     flags = processor(root).flags
     table = _fast_flags(flags)
@@ -73,9 +73,9 @@ def dtype_line(name: str, source: Source, device: str, root: Path = _ROOT) -> st
     why = (
         f"this processor has {_no(table[name])}" if table[name] else "torch uses no fp16 instructions of this processor"
     )
-    slow = f"{why}, so it multiplies such matrices slower than fp32 ones"
+    slow = f"{why}, so it multiplies such matrices more slowly than fp32 matrices"
     if source == "run":
-        return f"dtype {name}, with which the run began: {slow}"
+        return f"dtype {name}, as when the run began: {slow}"
     return f"dtype {name}: {slow}; --dtype {default.name} is faster"
 
 

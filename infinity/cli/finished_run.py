@@ -71,7 +71,7 @@ def finish(paths: Sequence[Path], run: str, output: Path, steps: int, epochs: in
         freed = _remove(run, paths)
     except (InfinityError, OSError) as error:
         again = command("checkpoint", "remove", *paths)
-        print(printable(f"warning: the finished run's store stays: {error} Remove it with: {again}"), file=sys.stderr)
+        print(printable(f"warning: the finished run's store is kept: {error} Remove it with: {again}"), file=sys.stderr)
         return
     print(printable(f"the store in {first} is removed, {format_bytes(freed)} freed (--keep-store keeps it)"))
 
@@ -118,20 +118,20 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
             return False  # the output can be written again from the store
         raise ResumeError(
             f"nothing to resume in {directory}: the run ended after step {note.steps}, its store is removed, and its "
-            f"output is not in {note.output} any more."
+            f"output is no longer in {note.output}."
         )
     print(printable(f"the run ended after step {note.steps}, nothing is left to do. Its output is in {note.output}"))
     if left and not options.keep_store:
         parts = members_of(left[0])
         freed = _remove(note.run, parts if left[0] == directory else [part.parent for part in parts])
-        print(printable(f"what was left of its store is removed, {format_bytes(freed)} freed"))
+        print(printable(f"the rest of its store is removed, {format_bytes(freed)} freed"))
     return True
 
 
 def _result(output: Path) -> str:
     if (output / ADAPTERS_NAME).is_file():
         return f"Its adapters are in {output}."
-    return f"Its model is in {output}: a new run begins from it with --model."
+    return f"Its model is in {output}: a new run starts from it with --model."
 
 
 def _note_in(directory: Path) -> FinishedNote | None:
@@ -147,7 +147,7 @@ def _note_in(directory: Path) -> FinishedNote | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        logger.warning("%s is not used: %s", printable(path), first_problem(error))
+        logger.warning("%s is ignored: %s", printable(path), first_problem(error))
     except (OSError, ResumeError) as error:
-        logger.warning("%s is not used: %s", printable(path), error)
+        logger.warning("%s is ignored: %s", printable(path), error)
     return None

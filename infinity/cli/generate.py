@@ -133,10 +133,10 @@ def _prompt(options: argparse.Namespace, tokenizer: Any) -> torch.Tensor:
             raise ConfigError("the prompt on stdin is empty")
     chat = bool(getattr(tokenizer, "chat_template", None)) and not options.raw
     if options.system is not None and not chat:
-        why = "--raw gives the prompt as it is" if options.raw else "the tokenizer has no chat template"
-        raise ConfigError(f"--system: there is no place for a system's message, as {why}")
+        why = "--raw passes the prompt unchanged" if options.raw else "the tokenizer has no chat template"
+        raise ConfigError(f"--system: the prompt has no place for a system message, because {why}")
     if chat:
-        _say("the prompt is a user's message, by the model's chat template (--raw gives it as it is)")
+        _say("the prompt is sent as a user message in the model's chat template (--raw passes it unchanged)")
     return prompt_ids(tokenizer, prompt, chat=chat, system=options.system)
 
 
@@ -183,8 +183,8 @@ def _form_of_adapters(base: str, name: str, config: SwapConfig) -> str | None:
         return None
     form, file = found
     _say(
-        f"the adapters were trained beside weights in {form} ({file}), and so the weights rest in {form} here; "
-        "--frozen takes another form"
+        f"the adapters were trained with weights in {form} ({file}), so the weights are stored in {form} here; "
+        "--frozen chooses another form"
     )
     return form
 

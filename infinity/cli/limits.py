@@ -52,6 +52,7 @@ def require_vocabulary(vocabulary: int, largest_token: int) -> None:
     """
     if largest_token >= vocabulary:
         raise ModelError(
-            f"the tokenizer gives token {largest_token}, the model's vocabulary has {vocabulary}; are they a pair? "
+            f"the tokenizer produces token {largest_token}, but the model's vocabulary has {vocabulary} "
+            "tokens; do they belong together? "
             "Give the model with its own tokenizer"
         )

@@ -30,7 +30,7 @@ from infinity.errors import (
 )
 
 _OF_FINETUNE = ("trl", "datasets")
-_SWAP_CONFIG_FIRST = ". The swap config comes first, then the script: infinity run swap.yaml train.py"
+_SWAP_CONFIG_FIRST = ". Give the swap config first, then the script: infinity run swap.yaml train.py"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

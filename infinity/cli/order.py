@@ -62,4 +62,6 @@ class DataIdentity:
             ConfigError: it is not.
         """
         if state != self._values:
-            raise ConfigError("the text, the tokenizer or the batches are not those of the run: give the same --data")
+            raise ConfigError(
+                "the text, the tokenizer or the batches differ from those of the run: give the same --data"
+            )

@@ -63,7 +63,9 @@ class Output:
     def __init__(self, directory: Path, apart: Mapping[str, Sequence[Path]] | None = None) -> None:
         self._named = f"--output {printable(directory)}"
         if any("\ud800" <= character <= "\udfff" for character in str(directory)):  # bytes that are not UTF-8
-            raise ConfigError(f"{self._named}: the name is not UTF-8, which the files of a model need; choose another")
+            raise ConfigError(
+                f"{self._named}: the name is not UTF-8, but the names of a model's files must be; choose another"
+            )
         try:
             self._target = directory.resolve()
             if os.path.lexists(self._target) and not (self._target.is_dir() and not any(self._target.iterdir())):
@@ -149,7 +151,7 @@ class Output:
             raise
         except Exception as error:
             taken = isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
-            problem = "somebody else has written to it meanwhile" if taken else raised(error)
+            problem = "another process wrote to it while the model was saved" if taken else raised(error)
         if problem:
             raise InfinityError(f"{self._named}: {problem.rstrip('.')}. {saved}")
 
@@ -182,8 +184,8 @@ def require_disjoint(what: str, directory: Path, option: str, other: Path) -> No
     """
     mine, others = directory.resolve(), other.expanduser().resolve()
     if mine == others:
-        raise ConfigError(f"{what} is {option} {printable(other)}, too; choose a directory for each")
+        raise ConfigError(f"{what} is {option} {printable(other)}, too; choose different directories")
     if others in mine.parents:
-        raise ConfigError(f"{what} is in {option} {printable(other)}; choose one that is not")
+        raise ConfigError(f"{what} is in {option} {printable(other)}; choose a directory outside it")
     if mine in others.parents:
-        raise ConfigError(f"{option} {printable(other)} is in {what}; choose one that is not")
+        raise ConfigError(f"{option} {printable(other)} is in {what}; choose a directory outside it")

@@ -69,8 +69,8 @@ class Owner:
         ours = mark is not None and (mark.run == self.run or (self.begins_anew and mark.swap == self.swap))
         if not ours:
             raise ConfigError(
-                f"{printable(directory)}, for {what}, is not an empty directory, and was not made by this run: choose "
-                f"another {instead}, or remove it"
+                f"{printable(directory)}, for {what}, is not empty, and was not made by this run: choose another "
+                f"{instead}, or remove the directory"
             )
 
     def make(self, directory: Path) -> None:

@@ -36,7 +36,8 @@ def require_separates(model: Any) -> None:
     seen, without = ((each.float() - apart.float()).abs().max().item() for each in (packed, joined))
     if seen > _SHARE_MAX * without:
         raise ModelError(
-            f"{type(model).__name__} does not keep the examples of one sequence apart: the logits of an example differ "
-            f"by up to {seen:.3g} with another one before it, and by {without:.3g} where nothing parts them. Give "
-            "--no-packing: each sequence has one example then, and padding."
+            f"{type(model).__name__} mixes the examples of one sequence: the logits of an example differ "
+            f"by up to {seen:.3g} after another example, and by {without:.3g} without any "
+            "separation. Give --no-packing: "
+            "each sequence then has one example and padding."
         )

@@ -28,10 +28,10 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
         StoreLockedError: a run is using the store.
     """
     if not folders and not all_gone:
-        raise ConfigError("say which pins go: --folder FOLDER, or --all-gone for the folders that are not there")
+        raise ConfigError("say which pins to remove: --folder FOLDER, or --all-gone for the folders that do not exist")
     if rank_of(paths[0])[1] > 1:
         raise ConfigError(
-            f"{paths[0]} is the directory of one of several ranks, which pin together: name {paths[0].parent}"
+            f"{paths[0]} is the directory of one of several ranks, and ranks pin together: name {paths[0].parent}"
         )
     with ExitStack() as held:
         every = []
@@ -57,7 +57,7 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
         for pin in chosen.values():
             print(printable(f"unpinned {pin}"))
         if not chosen:
-            print("every folder that pins a generation is there: nothing was unpinned")
+            print("every folder that pins a generation exists: nothing was unpinned")
     return 0
 
 
@@ -130,7 +130,7 @@ def let_go(path: Path, *, pinned: bool) -> None:
         place = place_of(path)
         raise ResumeError(
             f"checkpoint folders pin generations in {place}: {pins_text(there)}. Remove or unpin them first (`infinity "
-            f"checkpoint unpin {place} --folder FOLDER`); or give `remove` the option --pinned: then no run can go on "
+            f"checkpoint unpin {place} --folder FOLDER`); or give `remove` the option --pinned; no run can then resume "
             "from these folders."
         )
     if there:

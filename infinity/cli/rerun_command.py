@@ -49,7 +49,7 @@ def rerun_command(options: FinetuneOptions, *, extended: bool) -> str:
     options_file, config_file = options.output / OPTIONS_NAME, options.output / CONFIG_NAME
     line = command("finetune", "--options", options_file, "--config", config_file, "--output", "DIRECTORY")
     if extended:
-        line += " (this run was begun for another number of steps, so its learning rates were others)"
+        line += " (this run was started for another number of steps, so its learning rates were different)"
     return line
 
 

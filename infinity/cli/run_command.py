@@ -58,12 +58,12 @@ def _speaking(level: int, line: str) -> Iterator[None]:
 def _run(options: argparse.Namespace, who: str, *, several: bool) -> int:
     try:
         if options.config.suffix == ".py":
-            raise ConfigError(f"{options.config} is a script: the swap config comes first, infinity run CONFIG SCRIPT")
+            raise ConfigError(f"{options.config} is a script: give the swap config first, infinity run CONFIG SCRIPT")
         config = load_config(options.config)
         if options.resume is not None and not several:  # several ranks are not connected yet
             generation_of(options.resume, config)
         if not options.script.is_file():
-            raise ConfigError(f"there is no script {options.script}: infinity run CONFIG SCRIPT [ARGS...]")
+            raise ConfigError(f"the script {options.script} does not exist: infinity run CONFIG SCRIPT [ARGS...]")
         require_ready(config)
     except InfinityError as error:
         return _refuse(error, who)

@@ -61,7 +61,7 @@ def prepare(options: FinetuneOptions, owner: Owner) -> None:
     except OSError as error:
         raise ConfigError(
             f"{printable(directory)}, for the models of --save-every and --save-best and the files of --logger, cannot "
-            f"be made: {error.strerror}. Choose an --output in a directory that can be written."
+            f"be made: {error.strerror}. Choose an --output in a writable directory."
         ) from error
 
 

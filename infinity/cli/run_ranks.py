@@ -23,7 +23,7 @@ _WAIT_S = 24 * 3600.0
 """Seconds that ranks wait for a rank that is alive and reads the text or writes the result. A rank that died is noticed
 earlier."""
 
-_LEADING = "what rank 0 is about to do"
+_LEADING = "the next action of rank 0"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def joined() -> Iterator[RunRank]:
     try:
         dist.init_process_group("gloo")
     except (RuntimeError, ValueError) as error:
-        raise InfinityError(f"rank {world.rank} of {count} does not find the others: {error}") from error
+        raise InfinityError(f"rank {world.rank} of {count} cannot reach the others: {error}") from error
     try:
         with contextlib.ExitStack() as silent:
             if not world.speaks:

@@ -107,7 +107,7 @@ class Report:
         stalls in the other rows are the host's."""
         if self.device == "cpu":
             return []
-        idle = "waiting for weights and for optimizer.step; the lines below are the host's, beside it"
+        idle = "waiting for weights and for optimizer.step; the lines below are times of the host"
         return [("  GPU idle", f"{self.device_idle_s:.3f} s {idle}")]
 
     def _trained_row(self) -> list[tuple[str, str]]:
@@ -144,7 +144,7 @@ class Report:
             (
                 "time per step",
                 f"{self.step_s:.3f} s, {self.tokens_per_s:.0f} tokens/s"
-                + (" (one step only: with the warm-up of the first one)" if self.warm_up else ""),
+                + (" (one step only, with its warm-up)" if self.warm_up else ""),
             ),
             ("  compute", f"{self.compute_s:.3f} s"),
             *self._idle_row(),
@@ -152,18 +152,18 @@ class Report:
             (
                 "moved per parameter",
                 f"{self.bytes_per_parameter:.1f} B per step, counted; planned {self.planned_bytes_per_parameter:.1f} B "
-                "(with no weights cached between passes, and without updates that are begun for nothing)",
+                "(no weights cached between passes, and no discarded updates)",
             ),
             ("read, written", f"{format_bytes(self.read_bytes)}, {format_bytes(self.written_bytes)} by {self.engine}"),
             (
                 "updates of blocks",
-                f"{self.updates.early} begun during backward, {self.updates.late} with the step, "
-                f"{self.updates.undone} begun for nothing{why}",
+                f"{self.updates.early} begun during backward, {self.updates.late} with the "
+                f"step, {self.updates.undone} discarded{why}",
             ),
             (
                 "peak memory",
                 f"{format_bytes(self.peak_rss_bytes)} RSS; the model's states are {format_bytes(self.state_bytes)}, of "
-                f"which {format_bytes(self.cached_bytes)} rest in RAM",
+                f"which {format_bytes(self.cached_bytes)} are in RAM",
             ),
             (
                 "efficiency",

@@ -27,7 +27,7 @@ from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import finish_commit
 
-_STAY = "the step is skipped and the weights stay as they are"
+_STAY = "the step is skipped and the weights do not change"
 
 
 class StepWatch(TrainerCallback):  # type: ignore[misc]

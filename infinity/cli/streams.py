@@ -78,7 +78,7 @@ class Outlet:
             raise ReaderGoneError
         if self is not sys.stderr and (self._of_a_run or not closed):
             print(
-                f"the output cannot be written any more ({error.strerror}); the work goes on without it",
+                f"the output cannot be written any more ({error.strerror}); the work continues without it",
                 file=sys.stderr,
             )
 

@@ -62,7 +62,7 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = 
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise ConfigError(f"the model's chat template refuses the prompt: {raised(error)}") from error
     if not ids:
-        raise ConfigError("the prompt has no tokens: the tokenizer makes nothing of it")
+        raise ConfigError("the prompt has no tokens: the tokenizer returns none")
     return torch.tensor([ids])
 
 
@@ -125,7 +125,7 @@ def write(
     except InfinityError:
         raise
     except (ValueError, TypeError, NotImplementedError) as error:  # raised by transformers for settings that it refuses
-        raise WritingError(f"transformers cannot let the model write ({raised(error)})") from error
+        raise WritingError(f"transformers cannot generate text with the model ({raised(error)})") from error
     written: list[int] = found[0, ids.shape[1] :].tolist()
     return written
 

@@ -27,8 +27,9 @@ def load_tokenizer(name: str, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     absent = (
-        f"'{name}' has no tokenizer: copy the tokenizer's files (tokenizer.json and those beside it) into the model's "
-        "directory, from the model it was made of"
+        f"'{name}' has no tokenizer: copy the tokenizer's files (tokenizer.json and the files "
+        "next to it) into the model's "
+        "directory, from the model that it was made from"
     )
     if Path(name).is_dir() and not any(TOKENIZER_FILE.search(entry.name) for entry in Path(name).iterdir()):
         raise ModelError(absent)

@@ -104,8 +104,9 @@ def _moved(model: Any, device: torch.device) -> Any:
         return model.to(device)
     except torch.OutOfMemoryError as error:
         raise NotAvailableError(
-            f"--verify-output: the saved model is complete, and {device} has no room for it without infinity, so the "
-            "two cannot be compared; leave the option out"
+            f"--verify-output: the saved model is complete, but {device} has no room for it "
+            "without infinity, so the two "
+            "models cannot be compared; leave the option out"
         ) from error
 
 

@@ -53,7 +53,7 @@ def test_another_runs_part_is_not_taken_for_this_ones(disks: list[Path], tmp_pat
     assert main(["checkpoint", "verify", *map(str, wrong)]) == 1
     capsys.readouterr()
     assert main(["checkpoint", "remove", *map(str, wrong)]) == 2
-    assert f"{tmp_path}/d is no part of the store in {disks[0]}" in capsys.readouterr().err
+    assert f"{tmp_path}/d is not a part of the store in {disks[0]}" in capsys.readouterr().err
     assert (headers(wrong), (tmp_path / "d" / SWAP_NAME).read_bytes()) == before
     infinity.close(infinity.resume(build(), config(tmp_path / "c", tmp_path / "d")))
     infinity.close(infinity.resume(build(), config(*disks)))
@@ -64,14 +64,14 @@ def test_a_part_with_a_foreign_header_is_not_removed_alone(disks: list[Path], ot
     assert main(["checkpoint", "remove", str(disks[1])]) == 2
     assert "may be a part of a store that can still be resumed" in capsys.readouterr().err
     assert main(["checkpoint", "list", str(disks[1])]) == 0
-    assert f"it was {other} when the store was made: a copy, or moved" in capsys.readouterr().out
+    assert f"it was {other} when the store was made: this is a copy, or the store was moved" in capsys.readouterr().out
     infinity.close(infinity.resume(build(), config(*disks)))
 
 
 def test_what_is_named_beside_a_store_and_is_no_part_of_it_stays(disks: list[Path], other: Path, capsys: Said) -> None:
     paths = [str(disks[0]), str(other)]
     assert main(["checkpoint", "remove", *paths]) == 2
-    assert f"{other} is no part of the store in {disks[0]}" in capsys.readouterr().err
+    assert f"{other} is not a part of the store in {disks[0]}" in capsys.readouterr().err
     assert all((Path(path) / SWAP_NAME).exists() for path in paths)
 
 
@@ -225,4 +225,4 @@ def test_a_damaged_store_without_generations_says_what_to_do(tmp_path: Path, cap
         path.unlink()
     flip(tmp_path / "swap" / HEADER_NAME)
     assert main(["checkpoint", "remove", str(tmp_path / "swap")]) == 2
-    assert f"delete {HEADER_NAME} and {SWAP_NAME} there yourself" in capsys.readouterr().err
+    assert f"delete {HEADER_NAME} and {SWAP_NAME} in" in capsys.readouterr().err

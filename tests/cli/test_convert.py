@@ -59,7 +59,7 @@ def test_the_swap_config_goes_to_stdout_and_the_report_to_stderr(
     assert (config.weights, config.optimizer, config.nvme.block) == ("host", "nvme", 262144)
     assert "No counterpart, costs time or memory:\n  zero_optimization.zero_quantized_gradients: true" in printed.err
     assert "infinity run swap.yaml train.py ITS ARGUMENTS" in printed.err
-    assert "Take `--deepspeed ds_config.json` out of ITS ARGUMENTS" in printed.err
+    assert "Remove `--deepspeed ds_config.json` from ITS ARGUMENTS" in printed.err
 
 
 def test_with_output_the_report_goes_to_stdout(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_training_starts_as_the_report_says(of: str, here: Path, capsys: Any, mo
     Path(file).write_text(json.dumps(values))
     assert main(["convert", file, "-o", "swap.yaml"]) == 0
     said = capsys.readouterr().out
-    option = {"deepspeed": "Take `--deepspeed {}` out", "fsdp": "Take `--fsdp_config {}` and `--fsdp` out"}.get(of)
+    option = {"deepspeed": "Remove `--deepspeed {}`", "fsdp": "Remove `--fsdp_config {}` and `--fsdp`"}.get(of)
     assert (option or "accelerate launch --config_file {} train.py").format(shlex.quote(file)) in said
     lines = dict(line.strip().split(" ", 2)[1:] for line in said.splitlines() if line.startswith("  infinity "))
     llama(1)[0].save_pretrained("model")
@@ -147,7 +147,7 @@ def test_nothing_is_overwritten_without_force(here: Path, capsys: pytest.Capture
     (here / "link.yaml").symlink_to("nowhere")
     for name in ("mine.yaml", "link.yaml"):
         assert main(["convert", "ds_config.json", "-o", name]) == 2
-        assert capsys.readouterr().err == f"error: --output: {name} is there already; give --force to replace it\n"
+        assert capsys.readouterr().err == f"error: --output: {name} exists already; give --force to replace it\n"
     assert (here / "mine.yaml").read_text() == "mine"
     assert (here / "link.yaml").is_symlink()
     assert main(["convert", "ds_config.json", "-o", "mine.yaml", "--force"]) == 0

@@ -102,7 +102,7 @@ def test_a_chosen_dtype_has_a_line_only_where_the_processor_is_slow_in_it(
 @pytest.mark.parametrize(
     ("found", "given", "name", "said"),
     [
-        (FAST, None, "bf16", "dtype bf16: this processor has avx512_bf16 (--dtype takes another)"),
+        (FAST, None, "bf16", "dtype bf16: this processor has avx512_bf16 (--dtype chooses another)"),
         (frozenset({"avx512_fp16"}), None, "fp16", "dtype fp16: this processor has avx512_fp16, but neither"),
         (SLOW, None, "fp32", f"dtype fp32: this processor has {NOTHING_ON_X86}"),
         (SLOW, "bf16", "bf16", "dtype bf16: this processor has neither avx512_bf16 nor amx_bf16"),
@@ -161,7 +161,7 @@ def test_a_run_keeps_its_dtype_under_other_flags(
     assert main(more) == 0
     lines = re.findall("^dtype .*", capsys.readouterr().out, re.MULTILINE)
     assert len(lines) == told
-    assert all(line.startswith("dtype bf16, with which the run began: this processor has neither") for line in lines)
+    assert all(line.startswith("dtype bf16, as when the run began: this processor has neither") for line in lines)
     assert not any("--dtype" in line for line in lines), "a run cannot change its dtype"
     with (tmp_path / "more/loss.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2

@@ -318,7 +318,7 @@ def test_a_model_that_cannot_keep_examples_apart_is_refused() -> None:
     torch.manual_seed(0)
     model = Leaky(LlamaConfig(**SMALL)).train()
     model.config.use_cache = False
-    with pytest.raises(ModelError, match="Leaky does not keep the examples of one sequence apart.*--no-packing"):
+    with pytest.raises(ModelError, match="Leaky mixes the examples of one sequence.*--no-packing"):
         require_separates(model)
     assert model.training
 
@@ -335,5 +335,5 @@ def test_a_model_that_cannot_keep_examples_apart_trains_without_packing(
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", leaky)
     assert run(job | {"--data": rows, "--steps": 1}) == 2
-    assert "Give --no-packing: each sequence has one example then" in capsys.readouterr().err
+    assert "Give --no-packing: each sequence then has one example" in capsys.readouterr().err
     assert run(job | {"--data": rows, "--steps": 1}, "--no-packing") == 0

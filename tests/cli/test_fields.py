@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a text and its prompt (cosmopedia)": ({"prompt": ASKED, "text": FOX}, "both 'text' and 'prompt'"),
     "rows of tokens": ({"text": ASKED, "input_ids": [1, 2]}, "has 'input_ids'"),
     "a part of a weight": ({"messages": saying(TALK, 1, weight=0.5)}, "messages\\[1\\]: 'weight' is 0 or 1"),
-    "a user who is to be learned": ({"messages": saying(TALK, 0, train=True)}, "asks that what the user says"),
+    "a user who is to be learned": ({"messages": saying(TALK, 0, train=True)}, "asks to learn what the user says"),
     "a row of half a weight": ({"prompt": ASKED, "completion": FOX, "weight": 0.5}, "'weight' is 0.5"),
     "a row that is not to be trained": ({"messages": TALK, "train": False}, "'train' is False"),
     "two messages of the system": (
@@ -274,7 +274,7 @@ def test_thoughts_that_the_chat_template_leaves_out_are_named(read: Read) -> Non
 
 def test_what_a_user_says_is_learned_as_the_message_says(read: Read) -> None:
     row = {"messages": saying(TALK, 0, train=True)}
-    with pytest.raises(ConfigError, match="Take it out; --loss-on all learns whole conversations"):
+    with pytest.raises(ConfigError, match="Remove it; --loss-on all learns whole conversations"):
         read([row])
     said = learned(read([{"messages": TALK}], loss_on="all"))[0]
     assert ASKED in said

@@ -160,7 +160,7 @@ def test_a_run_of_one_step_reports_that_step(steps: int, job: dict[str, Any], tm
     assert report["adam_s"] > 0
     assert report["stall_s"]["step"] > 0
     assert report["compute_s"] + sum(report["stall_s"].values()) == pytest.approx(report["step_s"])
-    said = "with the warm-up of the first one" in (tmp_path / "out" / "report.txt").read_text()
+    said = "with its warm-up" in (tmp_path / "out" / "report.txt").read_text()
     assert said == report["warm_up"] == (steps == 1)
 
 
@@ -385,7 +385,7 @@ def test_a_loss_that_is_not_finite_skips_its_step_whatever_the_gradients_are(
     losing(monkeypatch, {1, 2, 3}, value)
     assert run(job | {"--steps": 3, "--weight-decay": 0.5}) == 0
     out = capsys.readouterr().out
-    assert out.count("; the step is skipped and the weights stay as they are") == 3
+    assert out.count("; the step is skipped and the weights do not change") == 3
     assert "  skipped  lr " in out
     before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("model", "out"))
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -425,7 +425,7 @@ def test_gradients_that_are_not_finite_are_said(
     changing(monkeypatch, overflow, {2})
     assert run(job) == 0
     out = capsys.readouterr().out
-    assert "step 2: a gradient is not finite; the step is skipped and the weights stay as they are" in out
+    assert "step 2: a gradient is not finite; the step is skipped and the weights do not change" in out
     assert out.count("skipped and the weights") == 1
 
 
@@ -474,7 +474,7 @@ def test_a_run_that_nobody_reads_any_more_goes_on_to_its_end(job: dict[str, Any]
     process.stdout.close()
     _, errors = process.finished()
     assert process.returncode == 0, errors
-    assert errors.count("the work goes on without it") == 1
+    assert errors.count("the work continues without it") == 1
     assert json.loads((tmp_path / "out" / "report.json").read_text())["steps"] == 8
 
 

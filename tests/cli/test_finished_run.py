@@ -86,7 +86,7 @@ def test_a_finished_run_has_nothing_to_go_on_with(short: Job, tmp_path: Path, ca
     error = capsys.readouterr().err
     assert "the run ended after step 2, and its store is removed" in error
     assert "--keep-store" in error
-    assert f"Its model is in {short['--output']}: a new run begins from it with --model." in error
+    assert f"Its model is in {short['--output']}: a new run starts from it with --model." in error
     assert run(short | {"--model": short["--output"], "--output": tmp_path / "more"}) == 0
 
 
@@ -150,7 +150,7 @@ def test_a_store_that_cannot_be_removed_does_not_cost_the_output(
     monkeypatch.setattr(atomic_file, "remove", remove)
     assert run(short) == 0
     error = capsys.readouterr().err
-    assert "warning: the finished run's store stays: unlink: Read-only file system. Remove it with:" in error
+    assert "warning: the finished run's store is kept: unlink: Read-only file system. Remove it with:" in error
     assert f"checkpoint remove {tmp_path / 'swap'} {tmp_path / 'swap2'}" in error
     assert complete(short["--output"])
 

@@ -154,7 +154,7 @@ def test_adapters_write_beside_the_form_that_they_were_trained_with(
     plain.write_text(yaml.safe_dump(yaml.safe_load(config.read_text()) | {"frozen": "auto"}))
     made = ["generate", "--model", str(adapters), "--config", str(plain), "--prompt", "a", "--max-tokens", "2"]
     file = adapters / ("run.yaml" if by == "option" else "swap.yaml")
-    line = f"the adapters were trained beside weights in nf4 ({file}), and so the weights rest in nf4 here; --frozen"
+    line = f"the adapters were trained with weights in nf4 ({file}), so the weights are stored in nf4 here; --frozen"
     capsys.readouterr()
     assert main(made) == 0
     taken = capsys.readouterr()
@@ -162,9 +162,9 @@ def test_adapters_write_beside_the_form_that_they_were_trained_with(
     for form, same in (("nf4", True), ("bf16", False)):
         assert main([*made, "--frozen", form]) == 0
         given = capsys.readouterr()
-        assert "were trained beside" not in given.err
+        assert "were trained with" not in given.err
         assert given.out == taken.out or not same
     (adapters / "run.yaml").write_text("frozen: [")
     (adapters / "swap.yaml").write_text("frozen: fp4")
     assert main(made) == 0
-    assert "were trained beside" not in capsys.readouterr().err
+    assert "were trained with" not in capsys.readouterr().err

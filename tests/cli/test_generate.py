@@ -121,7 +121,7 @@ def test_a_prompt_is_a_users_message_where_there_is_a_chat_template(model: Path,
         asked = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         given = capsys.readouterr()
         assert given.out.rstrip("\n") == plain(model, asked).rstrip("\n")
-        assert "--raw gives it as it is" in given.err
+        assert "--raw passes it unchanged" in given.err
     assert main(arguments(model, "--prompt", PROMPT, "--max-tokens", "12", "--raw")) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain(model).rstrip("\n")
 

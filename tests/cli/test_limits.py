@@ -168,7 +168,7 @@ def test_tokens_beyond_the_vocabulary_are_found_before_the_model_is_loaded(
     assert run(job | {"--steps": 1}) == 0, "what is not used does not matter"
     (tmp_path / "text.txt").write_text(TEXT + f"<new{VOCABULARY - 1}>")
     os.rename(tmp_path / "out", tmp_path / "first")
-    refused(job, f"token {last}, the model's vocabulary has {VOCABULARY}", tmp_path, capsys)
+    refused(job, f"token {last}, but the model's vocabulary has {VOCABULARY}", tmp_path, capsys)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "not JSON", "another kind"])

@@ -215,7 +215,7 @@ def test_a_run_goes_on_when_its_reader_is_gone(tmp_path: Path) -> None:
     done = in_outlets("sys.exit(7)", go_on=True, tmp_path=tmp_path, stdout=writer)
     os.close(writer)
     assert done.returncode == 7
-    assert done.stderr == "the output cannot be written any more (Broken pipe); the work goes on without it\n"
+    assert done.stderr == "the output cannot be written any more (Broken pipe); the work continues without it\n"
     assert (tmp_path / "done").exists()
 
 

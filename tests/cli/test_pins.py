@@ -100,7 +100,7 @@ def test_unpin_says_what_is_missing_and_what_is_pinned(run: Run, capsys: Said) -
     assert act("unpin", run) == 2
     assert "--folder FOLDER, or --all-gone" in capsys.readouterr().err
     assert act("unpin", run, "--folder", "elsewhere") == 2
-    assert f"Pinned there are: {run.folder(2)} (generation 2)" in capsys.readouterr().err
+    assert f"Pins there: {run.folder(2)} (generation 2)" in capsys.readouterr().err
     again = Run(run.root, resumes=True)
     assert act("unpin", run, "--folder", run.folder(2)) == 2
     assert "in use by another run" in capsys.readouterr().err

@@ -307,7 +307,9 @@ def test_a_model_that_cannot_write_a_sample_trains(job: dict[str, Any], tmp_path
     """With a tokenizer of words transformers cannot look for strings to stop at."""
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"stop_strings": ["fox"]}))
     assert run(job, "--sample", "the quick", "--sample-tokens", "4") == 0
-    assert "warning: --sample: transformers cannot let the model write (ValueError: " in capsys.readouterr().err
+    assert (
+        "warning: --sample: transformers cannot generate text with the model (ValueError: " in capsys.readouterr().err
+    )
     assert len(evaluations(tmp_path / "out-a")) == 3
 
 

@@ -111,7 +111,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "set --size to at most": "cli/bench/test_survey.py::test_the_last_five_percent_of_a_disk_are_left_alone",
     },
     "cli/checkpoint.py": {
-        "files into it, or give --model with the director": "cli/test_limits.py::"
+        "files into the copy, or give --model with the director": "cli/test_limits.py::"
         "test_an_export_whose_tokenizer_is_gone_says_so",
     },
     "cli/command.py": {
@@ -131,7 +131,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "give --eval-data instead": "cli/test_evaluation.py::test_data_of_one_sequence_is_evaluated_on_data_apart",
     },
     "cli/deepspeed/config_reader.py": {
-        "Write that to swap.yaml": "cli/deepspeed/test_config_reader.py::"
+        "Write this to swap.yaml": "cli/deepspeed/test_config_reader.py::"
         "test_where_nothing_says_where_states_rest_the_swap_configs_that_are_named_can_be_written",
         "config; it names one: infinity convert <>": "cli/test_convert.py::"
         "test_a_file_that_names_a_config_is_refused_with_a_command_that_converts_that",
@@ -149,7 +149,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "  <> --model MODEL --data DATA": "cli/test_convert.py::test_training_starts_as_the_report_says",
     },
     "cli/default_dtype.py": {
-        "dtype <>: <> (--dtype takes another)": "cli/test_default_dtype.py::"
+        "dtype <>: <> (--dtype chooses another)": "cli/test_default_dtype.py::"
         "test_a_run_trains_in_the_default_and_one_line_says_so",
         "so 16 bits are slower (--dtype bf16 takes half t": "cli/test_default_dtype.py::"
         "test_a_run_trains_in_the_default_and_one_line_says_so",
@@ -181,15 +181,15 @@ FOLLOWED: dict[str, dict[str, str]] = {
     "cli/finished_run.py": {
         "With --keep-store a run can go on": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
         "(--keep-store keeps it)": "cli/test_finished_run.py::test_keep_store_keeps_it",
-        "begins from it with --model.": "cli/test_finished_run.py::test_a_finished_run_has_nothing_to_go_on_with",
+        "starts from it with --model.": "cli/test_finished_run.py::test_a_finished_run_has_nothing_to_go_on_with",
     },
     "cli/generate.py": {
-        "--frozen takes another form": "cli/test_frozen.py::"
+        "--frozen chooses another form": "cli/test_frozen.py::"
         "test_adapters_write_beside_the_form_that_they_were_trained_with",
         "infinity generate runs in one proce": "cli/test_generate.py::"
         "test_several_processes_are_refused_and_one_writes",
         "give a --prompt, or the prompt on": "cli/test_generate.py::test_the_prompt_may_come_from_stdin",
-        "model's chat template (--raw gives it as it is": "cli/test_generate.py::"
+        "model's chat template (--raw passes it unchanged": "cli/test_generate.py::"
         "test_a_prompt_is_a_users_message_where_there_is_a_chat_template",
     },
     "cli/job.py": {
@@ -250,7 +250,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_an_option_that_a_message_proposes_is_one",
     },
     "cli/pins.py": {
-        "say which pins go: --folder FOLDER": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
+        "say which pins to remove: --folder FOLDER": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
         "or give `remove` the option --pinned": "runtime/test_rank_pins.py::test_the_commands_know_what_ranks_pin",
     },
     "cli/planning/local_rates.py": {
@@ -279,9 +279,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "give --model as it was": "cli/test_trainers.py::test_a_killed_run_ends_in_the_same_bits",
     },
     "cli/run_command.py": {
-        "config comes first, infinity run CONFIG SCRIPT": "cli/test_run_process.py::"
+        "give the swap config first, infinity run CONFIG SCRIPT": "cli/test_run_process.py::"
         "test_in_this_process_the_logger_is_as_before",
-        "there is no script <>: infinity run CONFIG SCRIPT [AR": "cli/test_run_process.py::"
+        "the script <> does not exist: infinity run CONFIG SCRIPT [AR": "cli/test_run_process.py::"
         "test_in_this_process_the_logger_is_as_before",
     },
     "cli/run_directory.py": {
@@ -296,7 +296,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_the_best_model_needs_evaluations_on_the_way",
     },
     "cli/packing_support.py": {
-        "parts them. Give --no-packing: each sequence ha": "cli/test_examples.py::"
+        "separation. Give --no-packing: each sequence th": "cli/test_examples.py::"
         "test_a_model_that_cannot_keep_examples_apart_trains_without_packing",
     },
     "cli/tracing.py": {

@@ -240,4 +240,4 @@ def test_a_weight_that_stops_being_finite_is_named(offload: Any, caplog: pytest.
                 parameter.grad = torch.full_like(parameter, 10.0)
             optim.step()
         infinity.synchronize(model)
-    assert "of unit '0' is not finite any more" in caplog.text
+    assert "of unit '0' is no longer finite" in caplog.text

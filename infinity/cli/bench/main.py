@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except (InfinityError, OSError, MemoryError) as error:
                 return _fail(error)
             except KeyboardInterrupt:
-                print("interrupted; nothing is left behind", file=sys.stderr)
+                print("interrupted; all test files are removed", file=sys.stderr)
                 return INTERRUPTED
             out.flush()
         return int(out.failure is not None)

@@ -71,7 +71,7 @@ def _measure(path: Path, options: BenchOptions, engine: str) -> PathReport:
     _announce(path, options, file_bytes)
     with Scratch(path, file_bytes) as scratch:
         if not scratch.file.direct:
-            _say("no direct I/O here: the page cache is measured as well")
+            _say("no direct I/O here: the measurement includes the page cache")
         rig = Rig(scratch, memory)
         rig.fill()
         if options.sustained:
@@ -97,8 +97,8 @@ def _announce(path: Path, options: BenchOptions, file_bytes: int) -> None:
     filled = 2 * file_bytes
     wear = f"{format_bytes(filled + most_written(min(file_bytes, _SAMPLE_BYTES)))} at most, less on a slow disk"
     if options.sustained:
-        longest = f"for up to {options.limit_s or _LIMIT_S:.0f} s: 3.6 TB an hour on a disk that takes 1 GB/s"
-        wear = f"{format_bytes(filled)} and then whatever the disk takes, {longest}"
+        longest = f"for up to {options.limit_s or _LIMIT_S:.0f} s: 3.6 TB an hour on a disk that writes 1 GB/s"
+        wear = f"{format_bytes(filled)} and then as much as the disk writes, {longest}"
     _say(f"will write to {path}: {wear}")
 
 

@@ -74,7 +74,7 @@ class Rig:
 
     def __init__(self, scratch: Scratch, memory_bytes: int) -> None:
         if scratch.nbytes % memory_bytes:
-            raise AssertionError("the file is no multiple of the memory")
+            raise AssertionError("the size of the file is not a multiple of the memory")
         self.scratch = scratch
         self.memory_bytes = memory_bytes
         arena = _native.Arena(2 * memory_bytes)
@@ -153,8 +153,8 @@ class Rig:
         if not np.array_equal(got, wanted):
             page = int(np.flatnonzero(got != wanted)[0]) // 512
             raise BenchError(
-                f"WRONG DATA: page {page} of what was read ({workload.kind}, {workload.block_bytes >> 10} KiB × "
-                f"{workload.queue_depth}) is not what had been written. Do not trust this disk, its cable or this "
+                f"WRONG DATA: page {page} of the data read ({workload.kind}, {workload.block_bytes >> 10} KiB "
+                f"× {workload.queue_depth}) differs from the data written. Do not trust this disk, its cable or this "
                 "memory: run memtest and smartctl."
             )
 

@@ -82,7 +82,7 @@ def read(path: Path) -> Source:
     link = values.get("deepspeed")
     if isinstance(link, str) and "zero_optimization" not in values:
         file = shlex.quote(printable(link))
-        raise ConfigError(f"{name}: is no DeepSpeed config; it names one: infinity convert {file}")
+        raise ConfigError(f"{name}: is not a DeepSpeed config; it names one: infinity convert {file}")
     # Only DeepSpeed has the section activation_checkpointing, and the other keys that FSDP does not have.
     fsdp = _of_fsdp(values)
     known = {each.shown for each in fsdp if each.key in KEYS and not isinstance(each.value, Mapping)}
@@ -116,8 +116,8 @@ def _values(path: Path) -> dict[str, Any]:
         hint, comment = "", re.search(r"(?m)(?:^|[,{\[])\s*(//|#|/\*)", text)
         if comment and not is_yaml:
             hint = (
-                f". It has comments, as in line {text.count(chr(10), 0, comment.start(1)) + 1}, which JSON has not: "
-                "remove them. Where DeepSpeed is installed, `hjson -j FILE > plain.json` does that"
+                f". It has comments, as in line {text.count(chr(10), 0, comment.start(1)) + 1}, which JSON does not "
+                "have: remove them. If DeepSpeed is installed, `hjson -j FILE > plain.json` removes them"
             )
         raise ConfigError(f"{name}: not valid {'YAML' if is_yaml else 'JSON'}: {error}{hint}") from error
     if not isinstance(values, dict):
@@ -128,7 +128,7 @@ def _values(path: Path) -> dict[str, Any]:
 def _section(name: str, shown: str, value: Any) -> dict[Any, Any]:
     """Return a section. Raises ConfigError if it is not a mapping."""
     if not isinstance(value, dict):
-        raise ConfigError(f"{name}: {shown} is {quoted(value)}; keys and values belong there")
+        raise ConfigError(f"{name}: {shown} is {quoted(value)}; it must have keys and values")
     return value
 
 
@@ -151,11 +151,12 @@ def _of_deepspeed(name: str, values: dict[str, Any]) -> tuple[tuple[Item, ...], 
 def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
     """Raise ConfigError if no key indicates a DeepSpeed config."""
     if values.keys() & _OURS:
-        raise ConfigError(f"{name}: is no DeepSpeed config; it looks like a swap config, which `infinity run` takes")
+        raise ConfigError(f"{name}: is not a DeepSpeed config; it looks like a swap config, which `infinity run` takes")
     if "distributed_type" in values:
         raise ConfigError(
             f"{name}: this config file of Accelerate has no {_ACCELERATE}; its distributed_type is "
-            f"{quoted(values['distributed_type'])}, and nothing in it says where states rest. Write that to swap.yaml: "
+            f"{quoted(values['distributed_type'])}, and the file does not say where states are "
+            "kept. Write this to swap.yaml: "
             "`{weights: auto, optimizer: auto}`, or for a model larger than RAM "
             "`{weights: nvme, optimizer: nvme, nvme: {paths: [DIRECTORY]}}`; "
             "`infinity plan --model MODEL --config swap.yaml` says whether it fits"
@@ -164,7 +165,7 @@ def _require_deepspeed(name: str, values: dict[str, Any]) -> None:
         near = {key: nearest_key(key) for key in list(values)[:_SHOWN]}
         found = ", ".join(f"{quoted(key)}{f' (did you mean {hint}?)' if hint else ''}" for key, hint in near.items())
         raise ConfigError(
-            f"{name}: is no DeepSpeed config: it has no key of one, such as zero_optimization. Found: "
+            f"{name}: is not a DeepSpeed config: it has none of DeepSpeed's keys, such as zero_optimization. Found: "
             f"{found or 'nothing'}"
         )
 
@@ -211,15 +212,13 @@ def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) 
     if link in (None, "none"):
         return Source((*given, *rest), (), "", str(path))
     if not isinstance(link, str):
-        raise ConfigError(
-            f"{printable(path)}: {_ACCELERATE}.{_LINK} is {quoted(link)}; the path of a file belongs there"
-        )
+        raise ConfigError(f"{printable(path)}: {_ACCELERATE}.{_LINK} is {quoted(link)}; it must be the path of a file")
     # Accelerate resolves a path from the working directory; users often write it relative to the file.
     beside = path.expanduser().parent / link
     file = Path(link) if Path(link).expanduser().exists() or not beside.exists() else beside
     theirs = _values(file)
     if _ACCELERATE in theirs:
-        raise ConfigError(f"{printable(file)}: is a config file of Accelerate again, and no DeepSpeed config")
+        raise ConfigError(f"{printable(file)}: is another config file of Accelerate, not a DeepSpeed config")
     items, doubles = _of_deepspeed(printable(file), theirs)
     asked = {item.key for item in items if item.value == AUTO}
     told = {item.key: item for item in given if item.key in asked}

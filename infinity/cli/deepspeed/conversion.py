@@ -31,11 +31,11 @@ _DEPTH_DEFAULT, _DEPTH_MAX = 8, 1024
 _COUNT_MAX = 1 << 60
 _WORD_CHARS_MAX = 40
 _STATES_WERE_ON_GPUS = (
-    "The optimizer's states were on the GPUs. Here they rest in RAM, and the CPU updates them beside the backward "
-    "pass. Where RAM is too small for them add `nvme: {paths: [...]}`."
+    "The optimizer's states were on the GPUs. Here they are in RAM, and the CPU updates them during the backward "
+    "pass. If RAM is too small for them, add `nvme: {paths: [...]}`."
 )
 _FSDP_HAS_NO_NVME = (
-    "FSDP has no place on NVMe. Where RAM is too small for weights and states, write `weights: nvme`, "
+    "FSDP does not offload to NVMe. If RAM is too small for weights and states, write `weights: nvme`, "
     "`optimizer: nvme` and `nvme: {paths: [DIRECTORY]}` in their place."
 )
 
@@ -115,7 +115,7 @@ def convert(source: Source) -> Conversion:
             conversion.add(ours, _meaning(found[0]), ", ".join(map(_say, found)), *(item.key for item in found))
     hints = [item for item in source.items if _is_unknown(item)][:HINTS_MAX]
     conversion.findings += [_finding(item, items, conversion.lines, hinted=item in hints) for item in source.items]
-    doubled = "another key says it, and this one is not read"
+    doubled = "another key sets this, and this key is ignored"
     conversion.findings += [
         Finding(item.shown, said(item.value), Fate.NOT_NEEDED, doubled) for item in source.overruled
     ]
@@ -160,8 +160,8 @@ def _add_disks(conversion: Conversion, active: Mapping[str, Item]) -> None:
     for path in paths:
         if not os.path.exists(os.path.expanduser(path)):
             conversion.remarks.append(
-                f"nvme.paths: {printable(path)} is not there on this machine. A run makes it if the directory above it "
-                "is there."
+                f"nvme.paths: {printable(path)} does not exist on this machine. A run makes it if its parent "
+                "directory exists."
             )
     if not paths:
         return
@@ -186,11 +186,10 @@ def _path(active: Mapping[str, Item], device: str) -> Item:
     item = active.get(f"{device.rpartition('.')[0]}.nvme_path")
     if item is None:
         raise ConfigError(
-            f"{active[device].shown} is nvme, and no nvme_path is named beside it: add the directory that the swap "
-            "files are to be in"
+            f"{active[device].shown} is nvme, but nvme_path is missing: add the directory for the swap files"
         )
     if not isinstance(item.value, str):
-        raise ConfigError(f"{item.shown} is {quoted(item.value)}; the path of a directory belongs there")
+        raise ConfigError(f"{item.shown} is {quoted(item.value)}; it must be the path of a directory")
     try:
         require_possible(item.value)
     except ValueError as error:
@@ -218,7 +217,7 @@ def _finding(item: Item, items: Mapping[str, Item], lines: list[Line], *, hinted
         return Finding(item.shown, value, Fate.NOT_NEEDED, "it is a comment")
     if key is None:
         near = nearest_key(item.key) if hinted else ""
-        hint = f"did you mean {near}?" if near else "infinity knows no such key of DeepSpeed or FSDP"
+        hint = f"did you mean {near}?" if near else "infinity does not know this key of DeepSpeed or FSDP"
         return Finding(item.shown, value, Fate.UNKNOWN, hint if hinted else "")
     ours = [line.key for line in lines if item.key in line.sources]
     if ours:
@@ -229,7 +228,7 @@ def _finding(item: Item, items: Mapping[str, Item], lines: list[Line], *, hinted
     if nothing:
         return Finding(item.shown, value, Fate.NOT_NEEDED, nothing)
     if key.fate is Fate.SCRIPT and item.value == AUTO:
-        trainer_says = "auto: the Trainer says it already, with an argument of its own"
+        trainer_says = "auto: an argument of the Trainer sets it already"
         return Finding(item.shown, AUTO, Fate.SCRIPT, trainer_says)
     words = words_of(key, items)
     if isinstance(words, str) and words:
@@ -290,7 +289,7 @@ def _whole(item: Item, low: int, high: int) -> Any:
     value = whole_number(item.value)
     if item.value in (None, AUTO) or (value is not None and low <= value <= high):
         return value
-    raise ConfigError(f"{item.shown} is {quoted(item.value)}; a whole number from {low} to {high} belongs there")
+    raise ConfigError(f"{item.shown} is {quoted(item.value)}; a whole number from {low} to {high} is needed")
 
 
 def _meaning(item: Item) -> str:
@@ -304,7 +303,7 @@ def _meaning(item: Item) -> str:
         value = {"true": True, "false": False}.get(value.lower(), value)
     if isinstance(value, list | dict) or value not in key.values:
         values = ", ".join(said(each) for each in key.values)
-        raise ConfigError(f"{item.shown} is {quoted(item.value)}, and none of {values}")
+        raise ConfigError(f"{item.shown} is {quoted(item.value)}, not one of {values}")
     return key.values[value]
 
 

@@ -31,8 +31,8 @@ def swap_text(conversion: Conversion, source: Source) -> str:
     """Return the swap config in YAML, each line with the key from which it is made."""
     name = shlex.quote(printable(source.accelerate or source.file))
     out = [
-        f"# Made by `infinity convert {name}`. Each value is followed by what it comes from.",
-        "# What is not named here is measured or chosen; `infinity run --verbose` prints it.",
+        f"# Made by `infinity convert {name}`. Each value is followed by its source.",
+        "# Other values are measured or chosen; `infinity run --verbose` prints them.",
     ]
     for section, lines in groupby(conversion.lines, key=lambda line: line.key.rpartition(".")[0]):
         indent = "  " if section else ""
@@ -69,7 +69,7 @@ def report(conversion: Conversion, source: Source, output: Path | None) -> str:
     out: list[str] = []
     for fate in Fate:
         if fate is Fate.SCRIPT and conversion.remarks:
-            out += ["To know:", *(f"  {remark}" for remark in conversion.remarks)]
+            out += ["Notes:", *(f"  {remark}" for remark in conversion.remarks)]
         out += _listed(fate.value, conversion.of(fate))
     return "\n".join([*out, *_how_to_start(source, output)]) + "\n"
 
@@ -103,15 +103,15 @@ def _how_to_start(source: Source, output: Path | None) -> list[str]:
     if source.accelerate:
         before = f"accelerate launch --config_file {accelerate}"
     taken = (
-        f"Take `--deepspeed {file}` out of ITS ARGUMENTS, and deepspeed= out of TrainingArguments in the script."
+        f"Remove `--deepspeed {file}` from ITS ARGUMENTS, and deepspeed= from TrainingArguments in the script."
         if not source.fsdp
-        else f"Take `--fsdp_config {file}` and `--fsdp` out of ITS ARGUMENTS, and both out of TrainingArguments."
+        else f"Remove `--fsdp_config {file}` and `--fsdp` from ITS ARGUMENTS, and both from TrainingArguments."
     )
     calls = "wraps its model with FSDP" if source.fsdp else "calls deepspeed.initialize"
     loop = f" with {training.optimizer_call}" if training.optimizer_call else ""
     fixed = (
-        "What follows ITS ARGUMENTS are the arguments of Trainer that the config fixes. They replace "
-        "others of the same name; in a script that makes its TrainingArguments itself they belong there."
+        "The arguments after ITS ARGUMENTS are Trainer arguments that the config sets. They replace "
+        "others of the same name; if the script makes its TrainingArguments itself, set them there."
     )
     return [
         "",

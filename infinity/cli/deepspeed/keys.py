@@ -18,10 +18,10 @@ class Fate(Enum):
     Each key has one.
     """
 
-    TRAINING = "No counterpart, the training is another one"
+    TRAINING = "No counterpart, changes the training"
     COST = "No counterpart, costs time or memory"
-    WATCHING = "No counterpart, only something to look at"
-    UNKNOWN = "Unknown keys, of which nothing was made"
+    WATCHING = "No counterpart, diagnostics only"
+    UNKNOWN = "Unknown keys, ignored"
     SCRIPT = "Belongs to the training script (TrainingArguments), or to `infinity finetune` (--options)"
     NOT_NEEDED = "Not needed"
     MAPPED = "In the swap config"

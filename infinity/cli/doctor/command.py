@@ -40,8 +40,8 @@ def doctor(options: argparse.Namespace) -> int:
     try:
         if not ends(lambda: _paths(options), _LIMIT_S):
             raise InfinityError(
-                f"a swap directory, or the swap config, gives no answer within {_LIMIT_S} s: are its disk and its "
-                "server there? `findmnt` lists what is mounted."
+                f"a swap directory, or the swap config, does not respond within {_LIMIT_S} s: are its disk and its "
+                "server reachable? `findmnt` lists mounted file systems."
             )
         config, paths = _paths(options)
         rows = ordered(look(groups(config, paths, given=options.config is not None)))
@@ -112,7 +112,7 @@ def _without_paths(config: SwapConfig) -> Row:
         require_paths(config)
     except ConfigError as error:
         return Row("missing", str(error))
-    return Row("ok", "the swap config names none, and uses no disk")
+    return Row("ok", "the swap config names no directory and uses no disk")
 
 
 def _report(rows: Sequence[Row], paths: Sequence[Path], options: argparse.Namespace) -> str:

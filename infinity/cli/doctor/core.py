@@ -25,7 +25,11 @@ def instruction_set() -> Row:
     except ValueError as error:
         return Row("missing", str(error), "unset INFINITY_ISA")
     if used != supported[-1]:
-        return Row("slower", f"{used}, as INFINITY_ISA={asked} says; {supported[-1]} works", "unset INFINITY_ISA")
+        return Row(
+            "slower",
+            f"{used}, because of INFINITY_ISA={asked}; the processor supports {supported[-1]}",
+            "unset INFINITY_ISA",
+        )
     if used == "baseline":
         return Row("slower", "baseline: infinity has no faster code for this processor")
     return Row("ok", f"{used}, of {', '.join(supported)}")

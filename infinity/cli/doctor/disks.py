@@ -33,14 +33,14 @@ _SHOWN_OPTIONS = (
 _KINDS: dict[DiskKind, tuple[State, str]] = {
     "NVMe": ("ok", "NVMe"),
     "SCSI": ("ok", "SCSI"),
-    "virtual": ("ok", "a virtual disk; only infinity-bench can tell what is behind it"),
+    "virtual": ("ok", "a virtual disk; only infinity-bench can measure its speed"),
     "rotating": ("slower", "a rotating disk: every step waits for it"),
     "SATA": ("slower", "SATA, which moves 0.6 GB/s at most"),
     "USB": ("slower", "on USB"),
     "card": ("slower", "a memory card"),
-    "network": ("slower", "behind a network. Name a directory on a local SSD"),
-    "memory": ("missing", "this is RAM, and saves none. Name a directory on an SSD"),
-    "": ("unknown", "the system does not tell its kind"),
+    "network": ("slower", "a network disk. Name a directory on a local SSD"),
+    "memory": ("missing", "this is RAM, so it saves no RAM. Name a directory on an SSD"),
+    "": ("unknown", "the system does not report its kind"),
 }
 
 
@@ -94,21 +94,21 @@ class Disk:
             elif name.is_dir() and not os.access(name, os.W_OK) and not self._is_read_only:
                 mend = f"sudo install -d -o $USER {shlex.quote(str(name / 'infinity-swap'))}"
             return Row("missing", str(error).removeprefix("nvme.paths: "), mend)
-        return Row("ok", "can be written to" if self.path.exists() else "is made by the run")
+        return Row("ok", "writable" if self.path.exists() else "will be made by the run")
 
     def filesystem(self) -> Row:
         kind, mount = self._disk.filesystem, shlex.quote(self._disk.mount_point)
         options = [each for each in self._disk.mount_options.split(",") if each.partition("=")[0] in _SHOWN_OPTIONS]
-        said = f"{kind or 'not told'}{', mounted ' if options else ''}{','.join(options)}"
+        said = f"{kind or 'unknown'}{', mounted ' if options else ''}{','.join(options)}"
         if self._is_read_only:
             mend = f"sudo mount -o remount,rw {mount}" if self._disk.mount_point else ""
-            return Row("missing", f"{said}: nothing can be written", mend)
+            return Row("missing", f"{said}: the file system is read-only", mend)
         if kind == "overlay":
             mend = restarted("-v /a/directory/on/the/ssd:/swap", self._root)
-            return Row("slower", f"{said}: layers of a container's image. Name a directory that is mounted", mend)
+            return Row("slower", f"{said}: layers of a container's image. Name a mounted directory", mend)
         if kind == "btrfs" and "nodatacow" not in options:
             mend = f"chattr +C {shlex.quote(str(self.path))}" if self.path.exists() else ""
-            said += ": it copies what is overwritten. Switch that off while the directory is empty"
+            said += ": it copies blocks on overwrite. Turn this off while the directory is empty"
             return Row("slower", said, mend)
         if "sync" in options:
             return Row("slower", f"{said}: every write waits for the disk", f"sudo mount -o remount,async {mount}")
@@ -148,7 +148,7 @@ class Disk:
         """Return a row with the rates that the planner uses."""
         profile = profile_of(self.there)
         if profile is None:
-            said = "not yet: block size and rates are guesses; measuring takes three minutes"
+            said = "not measured yet: block size and rates are guesses; measuring takes three minutes"
             return Row("unknown", said, self._measuring())
         said = f"{profile.read_rate / 1e9:.2f} GB/s reading, {profile.overwrite_rate / 1e9:.2f} overwriting, "
         return Row("ok", f"{said}{profile.mixed_rate / 1e9:.2f} both, measured {profile.measured}")
@@ -167,21 +167,21 @@ class Disk:
         found = chosen(self._told("queue/scheduler"))
         if self._kind == "NVMe" and found in ("bfq", "kyber"):
             name = f"/sys/block/{self._disk.members[0].name}/queue/scheduler"
-            return Row("slower", f"{found}, which takes processor time", written("none", name))
-        return Row("ok", found or "the device has none, or the system does not tell")
+            return Row("slower", f"{found}, which costs processor time", written("none", name))
+        return Row("ok", found or "the device has none, or the system does not report it")
 
     def wear(self) -> Row:
         """Return a row with the wear that the drive reports. Its serial number is not shown."""
         if self._kind != "NVMe":
-            return Row("ok", f"not asked of {self._kind or 'such'} disks")
+            return Row("ok", f"not checked for {self._kind or 'such'} disks")
         if smartctl() is None:
             return Row("unknown", "smartmontools is not installed", "sudo apt-get install smartmontools")
         name = self._disk.members[0].name
         command, told = f"smartctl -a /dev/{name}", endurance_of(name)
         if told is None and os.geteuid() != 0:
-            return Row("unknown", "the drive tells it to root only", f"sudo {command}")
+            return Row("unknown", "the drive reports it to root only", f"sudo {command}")
         if told is None:
-            return Row("unknown", f"`{command}` does not tell it")
+            return Row("unknown", f"`{command}` does not report it")
         said = f"{told.percentage_used} % used, {told.written_bytes / 1e12:.1f} TB written"
         if told.percentage_used >= _WORN_PERCENT:
             return Row("slower", f"{said}: the drive is near the end of its rated life, and fine-tuning writes a lot")

@@ -70,8 +70,10 @@ class Gpus:
             return Row("ok", said)
         if "NVIDIA" in vendors:
             mend = pip_install("torch>=2.6", how="--force-reinstall")
-            return Row("missing", f"{said}, and there is an NVIDIA GPU. The build on PyPI is for CUDA", mend)
-        return Row("slower", f"{said}, and there is an AMD GPU. pytorch.org has the command for a build for ROCm")
+            return Row("missing", f"{said}, but the machine has an NVIDIA GPU. The build on PyPI is for CUDA", mend)
+        return Row(
+            "slower", f"{said}, but the machine has an AMD GPU. pytorch.org has the command for a build for ROCm"
+        )
 
     def found(self) -> list[Row]:
         """Return rows with the GPUs and their memory."""
@@ -89,9 +91,9 @@ class Gpus:
         budgets = f"memory.device is {format_bytes(device)}"
         budgets += f" and memory.host {format_bytes(host)}, together {format_bytes(host + device)}" if host else ""
         said = (
-            f"{budgets}, and without a GPU that is RAM, of which {format_bytes(left)} can be taken now: set memory: "
-            f"{{host: {fitting['host']}, device: {fitting['device']}}}, or leave `memory` out, "
-            "which takes what there is"
+            f"{budgets}; without a GPU this memory is RAM, and {format_bytes(left)} of RAM is available now: set "
+            f"memory: {{host: {fitting['host']}, device: {fitting['device']}}}, or leave `memory` out "
+            "to use the available memory"
         )
         return [Row("missing", said, what="memory.device")]
 
@@ -131,7 +133,7 @@ class Gpus:
         if not there:
             return Row("ok", "none: the CPU computes")
         if not accelerator.has_runtime():
-            return Row("unknown", f"{there}: this torch cannot ask")
+            return Row("unknown", f"{there}: this torch cannot query it")
         hidden = next((name for name in _HIDING if os.environ.get(name, "all") in ("", "-1")), "")
         if hidden:
             return Row("slower", f"{there}, hidden by {hidden}: the CPU computes", f"unset {hidden}")
@@ -154,7 +156,9 @@ class Gpus:
         said = f"{facts.name}, {facts.architecture}, {format_bytes(facts.total_bytes)}, of which "
         said += f"{format_bytes(facts.free_bytes)} are free"
         if wanted is not None and wanted > facts.free_bytes:
-            said += f"; memory.device is {format_bytes(wanted)}: lower it, or free what others have there"
+            said += (
+                f"; memory.device is {format_bytes(wanted)}: lower it, or free memory that other processes use there"
+            )
             return Row("missing", said)
         return Row("ok", said)
 
@@ -166,7 +170,7 @@ class Gpus:
             _native.DeviceGate(index, enter=table.enter, synchronize=table.synchronize, keep=table.keep, **gate)
         except ConfigError as error:
             return Row("missing", str(error), pip_install("torch>=2.6", how="--force-reinstall"))
-        return Row("ok", "copies and events are called without Python")
+        return Row("ok", "copies and events run without Python")
 
     def _rates(self, device: torch.device) -> Row:
         address = accelerator.describe(device).address
@@ -174,15 +178,17 @@ class Gpus:
         said = f"{copied.up_rate / 1e9:.1f} GB/s up, {copied.down_rate / 1e9:.1f} GB/s down"
         if copied.refused:
             mend = restarted("--ulimit memlock=-1", self._root)
-            return Row("slower", f"{said}, not beside compute, as memory cannot be pinned: {copied.refused}", mend)
+            return Row(
+                "slower", f"{said}, not parallel to compute, because memory cannot be pinned: {copied.refused}", mend
+            )
         if most is None or copied.link is None:
-            return Row("ok", f"{said}; of its link the system does not tell, as in many virtual machines")
+            return Row("ok", f"{said}; the system does not report its link, as in many virtual machines")
         if copied.link.rate < most.rate:
-            advice = "try another slot, and the slot's settings in the BIOS"
+            advice = "try another slot, or the slot's settings in the BIOS"
             return Row("slower", f"{said}: its link is {copied.link} while copying, {most} at most: {advice}")
         if min(copied.up_rate, copied.down_rate) < _POOR * most.rate:
             return Row("slower", f"{said}; its link ({most}) has {most.rate / 1e9:.1f} GB/s each way")
-        return Row("ok", f"{said}; its link is {most}, the most that it can")
+        return Row("ok", f"{said}; its link is {most}, its maximum")
 
 
 def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:

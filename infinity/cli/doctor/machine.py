@@ -29,7 +29,7 @@ def threads(config: SwapConfig, root: Path = _ROOT) -> Row:
     said = f"{wanted} for the update, of {os.cpu_count()} cores"
     if quota is None or wanted <= math.ceil(quota):
         return Row("ok", said)
-    said += f", and the control group's quota is worth {quota:g} of them"
+    said += f", and the control group's quota allows {quota:g} of them"
     return Row("slower", f"{said}: threads wait for each other", f"export OMP_NUM_THREADS={max(int(quota), 1)}")
 
 
@@ -79,7 +79,7 @@ def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
     cards = {f"{gpu.vendor} at {gpu.address}": gpu.numa_node for gpu in pci.gpus(root)}
     nodes = {node for node, cpus in there.items() if os.sched_getaffinity(0) & cpus}
     known = disks | cards
-    said = "; ".join(f"{name}: {'not told' if node is None else f'node {node}'}" for name, node in known.items())
+    said = "; ".join(f"{name}: {'unknown' if node is None else f'node {node}'}" for name, node in known.items())
     said += f"; this process: node {', '.join(map(str, sorted(nodes)))}"
     wanted = {*(cards or disks).values()} - {None}
     if len(wanted) == 1 and not wanted <= nodes:
@@ -88,7 +88,7 @@ def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
     if None in known.values():
         return Row("unknown", said)
     if len({*known.values()}) > 1:
-        return Row("slower", f"{said}. What goes between nodes is slower: use disks at the GPU's node")
+        return Row("slower", f"{said}. Transfers between nodes are slower: use disks at the GPU's node")
     return Row("ok", said)
 
 

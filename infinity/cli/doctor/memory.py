@@ -25,13 +25,13 @@ def ram(config: SwapConfig, root: Path = _ROOT) -> Row:
 
     total, left = int(psutil.virtual_memory().total), available_host_bytes(root)
     limits = [limit for limit, _ in memory_limits(root) if limit < total]
-    said = f"{format_bytes(total)}, of which {format_bytes(left)} can be taken now"
+    said = f"{format_bytes(total)}, of which {format_bytes(left)} is available now"
     said += f"; the control group allows {format_bytes(min(limits))}" if limits else ""
     wanted = config.memory.host
     if wanted is not None and wanted > left:
         return Row(
             "missing",
-            f"{said}; memory.host is {format_bytes(wanted)}: lower it, or leave it out, which takes what there is",
+            f"{said}; memory.host is {format_bytes(wanted)}: lower it, or leave it out to use the available memory",
         )
     return Row("ok", said)
 
@@ -41,7 +41,7 @@ def huge_pages(root: Path = _ROOT) -> Row:
     if setting in ("always", "madvise"):
         return Row("ok", setting)
     if not setting:
-        return Row("unknown", "the kernel does not say")
+        return Row("unknown", "the kernel does not report it")
     return Row("slower", f"{setting}: infinity's memory is in pages of 4 KiB", written("madvise", _THP))
 
 
@@ -68,4 +68,4 @@ def locked(config: SwapConfig, root: Path = _ROOT) -> Row:
     if hard == resource.RLIM_INFINITY or hard >= wanted:
         mend = f"ulimit -l {'unlimited' if hard == resource.RLIM_INFINITY else hard >> 10}"
     mend = mend or f'echo "$USER - memlock unlimited" | sudo tee {_LIMITS_FILE}  # then log in again'
-    return Row("slower", f"{said}. Beyond it transfers take more processor time", mend)
+    return Row("slower", f"{said}. Above the limit transfers cost more processor time", mend)

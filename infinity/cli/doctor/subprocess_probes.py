@@ -108,7 +108,7 @@ class _Child:
         why, rows = "", list(itertools.chain.from_iterable(self._found))
         for probe in self.group.probes[len(self._found) :]:
             rows += probe.rows(Row("unknown", why or self._problem()))
-            why = why or f"not looked at, because '{probe.what}' came to no end"
+            why = why or f"not checked, because '{probe.what}' did not end"
         return rows
 
     def close(self) -> None:
@@ -137,13 +137,11 @@ class _Child:
         if self.late:
             stuck = ""
             if self._status is None and self.group.leaves:
-                stuck = (
-                    f"; the disk does not let go of the process that looked, which may leave {self.group.leaves} behind"
-                )
+                stuck = f"; the disk still blocks the process that checked, which may leave {self.group.leaves} behind"
             return f"no answer within {self.group.limit_s:g} s{stuck}"
         if self._status is not None and os.WIFSIGNALED(self._status):
-            return f"the process that looked was ended by {signal.Signals(os.WTERMSIG(self._status)).name}"
-        return "the process that looked ended too early"
+            return f"the process that checked was ended by {signal.Signals(os.WTERMSIG(self._status)).name}"
+        return "the process that checked ended too early"
 
 
 def _work(group: Probes, writer: Connection) -> NoReturn:

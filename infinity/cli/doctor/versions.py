@@ -51,12 +51,16 @@ def imported() -> Row:
     except metadata.PackageNotFoundError:
         other = ""
     if not os.path.exists(origin) or not os.path.samefile(origin, str(infinity.__file__)):
-        said = f"`import infinity` finds {origin or 'nothing'} here, and not this infinity"
+        said = f"`import infinity` finds {origin or 'nothing'} here, not this infinity"
         if other:
             return Row("missing", f"{said}; {other}", f"{away} && {again}")
-        return Row("missing", f"{said}: rename it, or start scripts elsewhere" if origin else said)
+        return Row("missing", f"{said}: rename it, or start scripts in another directory" if origin else said)
     if other:
-        return Row("slower", f"{other} as well: `import infinity` finds infinity, and what needs the other fails", away)
+        return Row(
+            "slower",
+            f"{other} as well: `import infinity` finds infinity, and programs that need the other package fail",
+            away,
+        )
     return Row("ok", "finds infinity")
 
 

@@ -138,7 +138,7 @@ def _updater(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool) -
             isa=isa,
         )
         if not finite:
-            raise AssertionError(f"{form}: the states are not finite any more; what was measured means nothing")
+            raise AssertionError(f"{form}: the states are no longer finite; the measurement is not valid")
 
     # Zeros are a valid state in every format.
     for name in ("w", "r", "m", "v"):

@@ -47,7 +47,9 @@ def _busy() -> str:
     """Return a note for rates that are measured while other processes compute. This process must not compute now."""
     busy = psutil.cpu_percent(interval=_LOOK_S)
     return (
-        f", while other work took {busy:.0f} % of the processors: they may be too low" if busy > _BUSY_PERCENT else ""
+        f", while other work used {busy:.0f} % of the processors: the rates may be too low"
+        if busy > _BUSY_PERCENT
+        else ""
     )
 
 

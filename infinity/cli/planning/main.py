@@ -55,7 +55,9 @@ def plan(found: argparse.Namespace) -> int:
         return _does_not_fit(scenario, error, options)
     alternatives = scenario.alternatives(outcome)
     if scenario.ranks > 1 and scenario.machine.is_gpu:
-        print("several ranks on GPUs are not built yet: this is what they would do", file=sys.stderr)
+        print(
+            "several ranks on GPUs are not available yet: this is a prediction of what they would do", file=sys.stderr
+        )
     if options.json:
         print(json.dumps(as_json(scenario, outcome, alternatives), indent=2))
     else:

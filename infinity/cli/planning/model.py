@@ -113,7 +113,7 @@ def on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bo
                 kind = getattr(config, "model_type", "")
                 why = f"{name}: transformers has no causal language model of type {quoted(kind)}"
                 raise ConfigError(why) from error
-            raise ModelError(f"{name}: transformers cannot make a model of its config: {raised(error)}") from error
+            raise ModelError(f"{name}: transformers cannot make a model from its config: {raised(error)}") from error
 
 
 def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> None:
@@ -153,7 +153,7 @@ def adapt(model: nn.Module, rank: int) -> None:
             warnings.simplefilter("ignore")
             inject_adapter_in_model(lora, model, low_cpu_mem_usage=True)
     except ValueError as error:
-        raise ConfigError(f"--lora: PEFT finds no layers to put adapters beside ({raised(error)})") from error
+        raise ConfigError(f"--lora: PEFT finds no layers for adapters ({raised(error)})") from error
     for parameter in model.parameters():
         if parameter.requires_grad:  # PEFT creates them in fp32 on the meta device
             parameter.data = parameter.to(dtype)

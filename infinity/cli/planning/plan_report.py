@@ -35,7 +35,7 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
     if not outcome.activations_fit:
         short = format_bytes(outcome.work.peak_bytes - outcome.activation_room)
         budget = "RAM" if scenario.device.type == "cpu" else "memory.device"
-        return f"does not fit: activations need {short} more of {budget} than the plan leaves them"
+        return f"does not fit: activations need {short} more of {budget} than the plan leaves for them"
     line = (
         f"fits: {duration(prediction.seconds)} per step of {tokens:,} tokens ({_rate(tokens / prediction.seconds)} "
         f"tokens/s), bound by {_bound(outcome)}"
@@ -48,7 +48,7 @@ def verdict(scenario: Scenario, outcome: Outcome) -> str:
         days = machine.endurance_bytes / (written / prediction.seconds) / _DAY_S
         share = written * 1000 / machine.endurance_bytes
         worn = f" (worn out after {days:,.0f} days of training)" if days < _DAYS_SHOWN else ""
-        wear += f", {share:.2%} of what the drives endure{worn}"
+        wear += f", {share:.2%} of the drives' rated endurance{worn}"
     return line + wear
 
 
@@ -92,12 +92,12 @@ def _lines(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]
 def _times(outcome: Outcome) -> Iterator[str]:
     prediction = outcome.prediction
     overlapped = outcome.plan.placement.updates.overlap != "off"
-    yield f"one step, predicted: {duration(prediction.seconds)}{', with all of these at once' if overlapped else ''}"
+    yield f"one step, predicted: {duration(prediction.seconds)}{', with these in parallel' if overlapped else ''}"
     for name, seconds in sorted(prediction.busy.items(), key=lambda each: -each[1]):
         yield f"  {LINKS[name]:<18}{duration(seconds):>10}{_of_compute(name, outcome)}"
     needed = compute_tokens(outcome)
     if needed is not None and needed >= 1:
-        yield f"  computing is the bound from {needed:,.0f} tokens per step on; this step has {outcome.work.tokens:,}"
+        yield f"  computing is the bound from {needed:,.0f} tokens per step; this step has {outcome.work.tokens:,}"
 
 
 def _of_compute(name: str, outcome: Outcome) -> str:
@@ -130,7 +130,7 @@ def _activations(scenario: Scenario, outcome: Outcome) -> Iterator[str]:
     most = f"at most {fits} sequences" if fits else "not one sequence"
     yield (
         f"activations: about {format_bytes(work.peak_bytes)} for {batch.sequences} × {batch.length} tokens{many}, "
-        f"{format_bytes(max(outcome.activation_room, 0))} of memory is left for them: {most} of "
+        f"{format_bytes(max(outcome.activation_room, 0))} of memory is left for activations: {most} of "
         f"{batch.length} tokens in a micro-batch"
     )
 
@@ -139,7 +139,7 @@ def _alternatives(outcome: Outcome, alternatives: list[Alternative]) -> Iterator
     if not alternatives:
         yield "no change of the swap config makes a step much shorter"
         return
-    yield "faster would be, with this in the swap config:"
+    yield "faster with these changes of the swap config:"
     for each in alternatives:
         seconds = each.outcome.prediction.seconds
         yield f"  {duration(seconds):>9} ({seconds / outcome.prediction.seconds:.2f}×)  {as_yaml(each.changes)}"

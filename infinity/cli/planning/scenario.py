@@ -127,7 +127,7 @@ class Scenario:
         if taken > self.machine.host_bytes:
             beside = f" and memory.device {format_bytes(limits.device * self.ranks)}" if self._in_ram else ""
             raise PlanError(
-                f"the plan takes {format_bytes(taken)} of RAM, as memory.host is "
+                f"the plan takes {format_bytes(taken)} of RAM, because memory.host is "
                 f"{format_bytes(limits.host * self.ranks)}{beside}, and {self.machine.name} has "
                 f"{format_bytes(self.machine.host_bytes)}. Lower {'them' if beside else 'it'}, or leave `memory` out "
                 "of the swap config: it is measured then."
@@ -144,7 +144,7 @@ class Scenario:
             has = "has" if len(config.nvme.paths) == 1 else "have"
             raise PlanError(
                 f"the swap file{each} takes {format_bytes(needed)}, and {where} {has} room for {format_bytes(free)}. "
-                "Free space, name more disks in nvme.paths, or let less rest there."
+                "Free space, name more disks in nvme.paths, or keep less there."
             )
 
     def _plan(self, config: SwapConfig, found: Discovery) -> Plan:
@@ -358,7 +358,7 @@ def _nested(changes: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any
         for section in sections:
             into = into.setdefault(section, {})
             if not isinstance(into, dict):
-                raise ConfigError(f"{quoted(key)}: {section} is no section of the swap config")
+                raise ConfigError(f"{quoted(key)}: {section} is not a section of the swap config")
         into[last] = value
     return values
 

@@ -97,23 +97,26 @@ def test_a_key_in_two_places_is_read_where_deepspeed_looks(tmp_path: Path) -> No
         ("[]", "found list"),
         ("3", "found int"),
         ("null", "found NoneType"),
-        ("{}", "no key of one"),
+        ("{}", "none of DeepSpeed's keys"),
         ('{"weights": "nvme"}', "looks like a swap config"),
-        ('{"model_type": "llama", "hidden_size": 8}', "no key of one, such as zero_optimization. Found: 'model_type'"),
+        (
+            '{"model_type": "llama", "hidden_size": 8}',
+            "none of DeepSpeed's keys, such as zero_optimization. Found: 'model_type'",
+        ),
         ('{"bf16": {}, "bf16": {}}', "'bf16' is given twice"),
         ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
-        ('{"fp16": true}', "fp16 is True; keys and values"),
+        ('{"fp16": true}', "fp16 is True; it must have keys and values"),
         ('{"deepspeed": "ds.json", "output_dir": "x"}', "it names one: infinity convert ds.json"),
         ('{"distributed_type": "MULTI_GPU"}', "has no deepspeed_config; its distributed_type is 'MULTI_GPU'"),
-        ('{"distributed_type": "FSDP", "fsdp_config": 3}', "fsdp_config is 3; keys and values"),
-        ('{"deepspeed_config": []}', r"deepspeed_config is \[\]; keys and values"),
+        ('{"distributed_type": "FSDP", "fsdp_config": 3}', "fsdp_config is 3; it must have keys and values"),
+        ('{"deepspeed_config": []}', r"deepspeed_config is \[\]; it must have keys and values"),
         ('{"deepspeed_config": {"deepspeed_config_file": 3}}', "deepspeed_config_file is 3"),
         (
             '{"deepspeed_config": {"deepspeed_config_file": "missing.json"}}',
             "cannot read the DeepSpeed config missing.json",
         ),
         ('{\n  // ZeRO\n  "bf16": {}}', "has comments, as in line 2.*hjson -j"),
-        ('{"bf16": {}, # mine\n "fp16": {}}', "has comments, as in line 1, which JSON has not"),
+        ('{"bf16": {}, # mine\n "fp16": {}}', "has comments, as in line 1, which JSON does not have"),
         ('{"bf16": {},}', "not valid JSON"),
         ("{" * 100_000, "not valid JSON"),
     ],
@@ -181,7 +184,7 @@ def test_what_the_report_says_of_fsdp_can_be_done(tmp_path: Path) -> None:
     said = report(conversion, source, None)
     assert "offload_parms: true - did you mean fsdp.offload_params?" in said
     assert "in place of `torchrun train.py ITS ARGUMENTS`" in said
-    assert f"Take `--fsdp_config {path}` and `--fsdp` out of ITS ARGUMENTS" in said
+    assert f"Remove `--fsdp_config {path}` and `--fsdp` from ITS ARGUMENTS" in said
     assert "deepspeed" not in said.replace("docs/deepspeed.md", "").lower()
     keys = dict(re.findall(r"`(weights|optimizer): (nvme)`", said))
     place = re.findall(r"`nvme: ({.*?})`", said)[0].replace("DIRECTORY", str(tmp_path))
@@ -214,7 +217,7 @@ def test_a_schedule_that_is_not_there_is_named_with_those_that_are(tmp_path: Pat
 
 def test_a_config_of_accelerate_does_not_name_another_one(tmp_path: Path) -> None:
     written({"deepspeed_config": {}}, tmp_path)
-    with pytest.raises(ConfigError, match="config file of Accelerate again"):
+    with pytest.raises(ConfigError, match="another config file of Accelerate"):
         read(accelerate(tmp_path, deepspeed_config_file="ds_config.json"))
 
 

@@ -184,7 +184,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(tmp_path: Path) -> N
             "did you mean zero_optimization.stage3_param_persistence_threshold?"
         ),
         "gradient_cliping": "did you mean gradient_clipping?",
-        "zzz": "infinity knows no such key of DeepSpeed or FSDP",
+        "zzz": "infinity does not know this key of DeepSpeed or FSDP",
     }
 
 
@@ -325,7 +325,7 @@ def test_two_disks_are_two_paths_and_one_disk_is_one(tmp_path: Path) -> None:
 def test_a_path_that_is_not_here_is_kept_and_said(tmp_path: Path) -> None:
     values = zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/nowhere/here"})
     assert lines(values, tmp_path)["nvme.paths"] == ["/nowhere/here"]
-    assert any("/nowhere/here is not there" in remark for remark in converted(values, tmp_path).remarks)
+    assert any("/nowhere/here does not exist" in remark for remark in converted(values, tmp_path).remarks)
 
 
 def test_a_path_that_nothing_is_offloaded_to_is_left_out(tmp_path: Path) -> None:
@@ -404,14 +404,14 @@ def test_where_they_do_nothing_there_is_no_line(values: Any, tmp_path: Path) -> 
         (zero(stage="three"), "zero_optimization.stage is 'three'"),
         (zero(stage=True), "zero_optimization.stage is True"),
         (zero(stage=[3]), r"zero_optimization.stage is \[3\]"),
-        (zero(stage=3, offload_param={"device": "gpu"}), "is 'gpu', and none of cpu, nvme, none"),
-        (zero(stage=3, offload_param={"device": ["cpu"]}), "none of cpu, nvme, none"),
-        (zero(stage=3, offload_param="cpu"), "zero_optimization.offload_param is 'cpu'; keys and values"),
-        (zero(stage=3, offload_param={"device": "nvme"}), "is nvme, and no nvme_path"),
-        (zero(stage=3, offload_param={"device": "nvme", "nvme_path": "auto"}), "no nvme_path"),
+        (zero(stage=3, offload_param={"device": "gpu"}), "is 'gpu', not one of cpu, nvme, none"),
+        (zero(stage=3, offload_param={"device": ["cpu"]}), "not one of cpu, nvme, none"),
+        (zero(stage=3, offload_param="cpu"), "zero_optimization.offload_param is 'cpu'; it must have keys and values"),
+        (zero(stage=3, offload_param={"device": "nvme"}), "is nvme, but nvme_path is missing"),
+        (zero(stage=3, offload_param={"device": "nvme", "nvme_path": "auto"}), "nvme_path is missing"),
         (zero(stage=3, offload_param={"device": "nvme", "nvme_path": 3}), "nvme_path is 3"),
         (zero(stage=3, offload_param={"device": "nvme", "nvme_path": ""}), "nvme_path: ''"),
-        (zero(cpu_offload="perhaps"), "cpu_offload is 'perhaps', and none of true, false"),
+        (zero(cpu_offload="perhaps"), "cpu_offload is 'perhaps', not one of true, false"),
         (zero(zero_hpz_partition_size=-1), "zero_hpz_partition_size is -1"),
         (
             zero(stage=3, offload_param={"device": "nvme", "nvme_path": "/x"}) | {"aio": {"queue_depth": 1.5}},

@@ -27,11 +27,11 @@ def test_what_is_lost_comes_first_and_what_needs_no_thought_last(tmp_path: Path)
     }
     titles = [line for line in told(values, tmp_path).splitlines() if line and not line.startswith("  ")]
     assert titles[:8] == [
-        "No counterpart, the training is another one:",
+        "No counterpart, changes the training:",
         "No counterpart, costs time or memory:",
-        "No counterpart, only something to look at:",
-        "Unknown keys, of which nothing was made:",
-        "To know:",
+        "No counterpart, diagnostics only:",
+        "Unknown keys, ignored:",
+        "Notes:",
         "Belongs to the training script (TrainingArguments), or to `infinity finetune` (--options):",
         "Not needed:",
         "In the swap config:",
@@ -47,7 +47,7 @@ def test_every_key_of_a_public_config_is_named(tmp_path: Path) -> None:
 
 def test_a_trainers_own_arguments_are_one_line(tmp_path: Path) -> None:
     values = {"train_batch_size": "auto", "gradient_clipping": "auto"}
-    line = "  train_batch_size, gradient_clipping: auto: the Trainer says it already, with an argument of its own\n"
+    line = "  train_batch_size, gradient_clipping: auto: an argument of the Trainer sets it already\n"
     assert line in told(values, tmp_path)
 
 
@@ -61,7 +61,7 @@ def test_the_words_of_an_option_are_said(tmp_path: Path) -> None:
 def test_the_command_names_the_files(tmp_path: Path) -> None:
     said = told({"bf16": {"enabled": "auto"}}, tmp_path, output=tmp_path / "mine.yaml")
     assert f"infinity run {tmp_path}/mine.yaml train.py ITS ARGUMENTS\nin place of `deepspeed train.py ITS" in said
-    assert f"Take `--deepspeed {tmp_path}/ds_config.json` out" in said
+    assert f"Remove `--deepspeed {tmp_path}/ds_config.json`" in said
     inner = {"deepspeed_config": {"zero_stage": 2}}
     said = told(inner, tmp_path, "accelerate.yaml")
     assert f"in place of `accelerate launch --config_file {tmp_path}/accelerate.yaml train.py" in said

@@ -60,8 +60,8 @@ def as_user(monkeypatch: pytest.MonkeyPatch, *writable: Path) -> None:
 
 
 def test_a_directory_that_is_there_or_can_be_made_is_good(swap: Path) -> None:
-    assert Disk(swap).directory() == Row("ok", "can be written to")
-    assert Disk(swap / "new").directory() == Row("ok", "is made by the run")
+    assert Disk(swap).directory() == Row("ok", "writable")
+    assert Disk(swap / "new").directory() == Row("ok", "will be made by the run")
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -121,7 +121,7 @@ def test_a_file_system_is_judged_by_its_kind_and_options(
         write(root, {".dockerenv": ""})
     found = Disk(swap, root).filesystem()
     assert (found.state, found.mend) == (state, mend.format(swap=swap))
-    assert found.finding.startswith(filesystem or "not told")
+    assert found.finding.startswith(filesystem or "unknown")
 
 
 def test_a_file_system_that_is_mounted_for_reading_is_missing(
@@ -131,7 +131,7 @@ def test_a_file_system_that_is_mounted_for_reading_is_missing(
     looks = Disk(swap, root)
     monkeypatch.setattr(Disk, "_is_read_only", True)
     assert looks.filesystem() == Row(
-        "missing", "ext4, mounted ro: nothing can be written", f"sudo mount -o remount,rw {swap}"
+        "missing", "ext4, mounted ro: the file system is read-only", f"sudo mount -o remount,rw {swap}"
     )
 
 
@@ -150,14 +150,14 @@ def test_options_that_name_servers_and_users_are_not_shown(root: Path, swap: Pat
     ("below", "name", "files", "state", "said"),
     [
         ("pci0000:00/nvme/nvme0", "nvme0n1", {"device/model": "FAST"}, "ok", "nvme0n1 FAST: NVMe"),
-        ("pci0000:00/nvme/nvme0", "nvme0n1", {"device/transport": "tcp"}, "slower", "behind a network"),
+        ("pci0000:00/nvme/nvme0", "nvme0n1", {"device/transport": "tcp"}, "slower", "a network disk"),
         ("pci0000:00/virtio1/block", "vda", {}, "ok", "a virtual disk"),
         ("pci0000:00/ata1/block", "sda", {}, "slower", "SATA"),
         ("pci0000:00/ata1/block", "sda", {"queue/rotational": "1"}, "slower", "a rotating disk"),
         ("pci0000:00/usb1/block", "sdb", {}, "slower", "on USB"),
         ("platform/mmc0/block", "mmcblk0", {}, "slower", "a memory card"),
         ("virtual/block", "zram0", {}, "missing", "this is RAM"),
-        ("virtual/block", "strange", {}, "unknown", "does not tell its kind"),
+        ("virtual/block", "strange", {}, "unknown", "does not report its kind"),
     ],
 )
 def test_a_device_is_judged_by_its_kind(
@@ -173,8 +173,8 @@ def test_a_device_is_judged_by_its_kind(
 @pytest.mark.parametrize(
     ("filesystem", "state", "said"),
     [
-        ("nfs4", "slower", "nfs4: behind a network"),
-        ("fuse.sshfs", "slower", "fuse.sshfs: behind a network"),
+        ("nfs4", "slower", "nfs4: a network disk"),
+        ("fuse.sshfs", "slower", "fuse.sshfs: a network disk"),
         ("tmpfs", "missing", "tmpfs: this is RAM"),
     ],
 )
@@ -333,7 +333,7 @@ def test_wear_that_is_not_told_is_unknown_and_the_command_is_named(
 
 def test_a_virtual_disk_tells_no_wear(root: Path, swap: Path) -> None:
     place(root, swap, "sys/devices/pci0000:00/virtio1/block/vda")
-    assert Disk(swap, root).wear() == Row("ok", "not asked of virtual disks")
+    assert Disk(swap, root).wear() == Row("ok", "not checked for virtual disks")
 
 
 def test_all_rows_are_there_and_nothing_is_left(swap: Path) -> None:

@@ -69,10 +69,10 @@ def test_without_a_gpu_the_cpu_computes(none: Any, tmp_path: Path) -> None:
     [
         ({"device": "48MiB"}, ""),
         ({"device": "32MiB", "host": "16MiB"}, ""),
-        ({"device": "49MiB"}, "memory.device is 49.00 MiB, and without a GPU that is RAM"),
+        ({"device": "49MiB"}, "memory.device is 49.00 MiB; without a GPU this memory is RAM"),
         (
             {"device": "32MiB", "host": "20MiB"},
-            "memory.device is 32.00 MiB and memory.host 20.00 MiB, together 52.00 MiB, and",
+            "memory.device is 32.00 MiB and memory.host 20.00 MiB, together 52.00 MiB; without a GPU",
         ),
     ],
 )
@@ -169,17 +169,17 @@ def test_memory_that_cannot_be_pinned_is_slower(fake: Fake, tmp_path: Path, monk
     monkeypatch.setattr(fake.cudart, "cudaHostRegister", lambda *_: 2)
     (copies,) = Gpus(SwapConfig(), tmp_path).copies()
     assert (copies.state, copies.mend) == ("slower", "docker run --ulimit memlock=-1 …")
-    assert "as memory cannot be pinned: " in copies.finding
+    assert "because memory cannot be pinned: " in copies.finding
     assert "refused 64.00 MiB" in copies.finding
 
 
 @pytest.mark.parametrize(
     ("most", "now", "lanes", "state", "said"),
     [
-        ("16.0 GT/s PCIe", "16.0 GT/s PCIe", "16", "ok", "its link is Gen4 ×16, the most"),
+        ("16.0 GT/s PCIe", "16.0 GT/s PCIe", "16", "ok", "its link is Gen4 ×16, its maximum"),
         ("16.0 GT/s PCIe", "16.0 GT/s PCIe", "4", "slower", "Gen4 ×4 while copying, Gen4 ×16 at most"),
         ("32.0 GT/s PCIe", "8.0 GT/s PCIe", "16", "slower", "Gen3 ×16 while copying, Gen5 ×16 at most"),
-        ("Unknown", "16.0 GT/s PCIe", "16", "ok", "does not tell"),
+        ("Unknown", "16.0 GT/s PCIe", "16", "ok", "does not report"),
     ],
 )
 def test_a_link_that_could_be_faster_is_slower(
@@ -220,4 +220,4 @@ def test_a_gpu_whose_place_torch_does_not_tell_has_a_link_that_is_not_told(
     monkeypatch.setattr(accelerator, "describe", lambda device: DeviceFacts("GPU", 1, 1, "x", ""))
     link(tmp_path)
     (found,) = Gpus(SwapConfig(), tmp_path).copies()
-    assert (found.state, "does not tell" in found.finding) == ("ok", True)
+    assert (found.state, "does not report" in found.finding) == ("ok", True)

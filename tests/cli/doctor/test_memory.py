@@ -28,7 +28,7 @@ def test_a_control_group_limits_ram(tmp_path: Path) -> None:
     limit = {"sys/fs/cgroup/memory.max": str(64 << 20), "sys/fs/cgroup/memory.current": str(16 << 20)}
     write(tmp_path, limit)
     found = ram(SwapConfig(), tmp_path)
-    assert (found.state, "48.00 MiB can be taken" in found.finding) == ("ok", True)
+    assert (found.state, "48.00 MiB is available" in found.finding) == ("ok", True)
     assert found.finding.endswith("the control group allows 64.00 MiB")
 
 

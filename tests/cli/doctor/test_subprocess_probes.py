@@ -62,11 +62,11 @@ def test_an_error_is_an_unknown_row_and_the_next_probe_goes_on() -> None:
 def test_what_ends_the_process_costs_the_probes_that_are_not_done() -> None:
     assert states(look([group(good, crashes, good), group(good)])) == [
         ("ok", "well"),
-        ("unknown", "the process that looked was ended by SIGKILL"),
-        ("unknown", "not looked at, because 'probe 1' came to no end"),
+        ("unknown", "the process that checked was ended by SIGKILL"),
+        ("unknown", "not checked, because 'probe 1' did not end"),
         ("ok", "well"),
     ]
-    assert states(look([group(lambda: os._exit(0))])) == [("unknown", "the process that looked ended too early")]
+    assert states(look([group(lambda: os._exit(0))])) == [("unknown", "the process that checked ended too early")]
 
 
 def test_what_hangs_is_given_up() -> None:
@@ -82,7 +82,7 @@ def test_a_process_that_does_not_die_is_left_and_its_file_is_named(
     pids: list[int] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: pids.append(pid))
     (row,) = look([group(hangs, limit_s=0.2, leaves=tmp_path / "left")])
-    assert row.finding.startswith("no answer within 0.2 s; the disk does not let go")
+    assert row.finding.startswith("no answer within 0.2 s; the disk still blocks")
     assert str(tmp_path / "left") in row.finding
     kill(pids[0], signal.SIGKILL)
     os.waitpid(pids[0], 0)

@@ -68,9 +68,9 @@ def test_another_infinity_that_a_script_would_import_is_missing(
     monkeypatch.setattr(versions.infinity, "__file__", str(tmp_path / "mine.py"))
     found = imported()
     assert (found.state, found.mend) == ("missing", "")
-    assert found.finding.startswith(f"`import infinity` finds {there} here, and not this infinity: rename it")
+    assert found.finding.startswith(f"`import infinity` finds {there} here, not this infinity: rename it")
     monkeypatch.setattr(sys, "executable", "true")
-    assert imported().finding == "`import infinity` finds nothing here, and not this infinity"
+    assert imported().finding == "`import infinity` finds nothing here, not this infinity"
 
 
 def test_the_other_package_of_that_name_is_told_by_its_version(

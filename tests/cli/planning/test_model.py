@@ -66,7 +66,7 @@ def test_layers_that_the_checkpoint_leaves_out_stay_as_they_are(tmp_path: Path) 
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ModelError, "is quantized by gptq"),
         ({"quantization_config": {**NF4, "bnb_4bit_quant_type": "fp4"}}, ModelError, "is quantized as fp4"),
         ({"model_type": "t5"}, ConfigError, "transformers has no causal language model of type 't5'"),
-        ({"hidden_act": "nothing"}, ModelError, "transformers cannot make a model of its config"),
+        ({"hidden_act": "nothing"}, ModelError, "transformers cannot make a model from its config"),
     ],
 )
 def test_what_cannot_be_planned_says_why(
