@@ -130,8 +130,7 @@ def generations_of(coordinator: Coordinator) -> Generations:
     kept = coordinator.generations
     if kept is None:
         raise ConfigError(
-            "commit_every: 0 keeps no generations; set commit_every to 1, or to the number of "
-            "steps between two generations"
+            "commit_every: 0 keeps no generations; set commit_every: 1, or another number of steps between generations"
         )
     return kept
 

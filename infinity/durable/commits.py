@@ -408,8 +408,8 @@ class Commits:
         if self._resources.generations is None:
             why = self._resources.plan.placement.commits.reason or "commit_every: 0"
             raise ConfigError(
-                f"this run keeps no generations ({why}); set commit_every to 1, or to the number of "
-                "steps between two generations"
+                f"this run keeps no generations ({why}); set commit_every: 1, or another number of "
+                "steps between generations"
             )
         if self._made_before_writes and step == self.newest:
             raise NotAvailableError(

@@ -186,7 +186,7 @@ def test_no_sync_keeps_no_model_alive(offloaded: Train, tmp_path: Path) -> None:
     del model
     gc.collect()
     assert coordinator() is None
-    with pytest.raises(infinity.InfinityError, match="is gone"):
+    with pytest.raises(infinity.InfinityError, match="no longer exists"):
         no_sync()
 
 

@@ -240,7 +240,7 @@ def test_ranks_never_go_on_from_parts_of_another_generation_of_the_step(tmp_path
     for path in mine.glob("pinned-*"):
         path.unlink()
     for told in run(RANKS, begun_again, str(tmp_path)):
-        assert "there is no generation that every rank has a part of (rank 0: 5" in str(told)
+        assert "there is no generation of which every rank has its part (rank 0: 5" in str(told)
 
 
 def going_on_killed(root: str, folder: str, kill: Kill) -> None:
@@ -307,8 +307,8 @@ def test_what_no_rank_can_go_on_from_is_said_and_its_pin_goes_with_the_next_resu
         for each in run(RANKS, outcome, str(tmp_path), "checkpoint-1")
     )
     told = run(3, outcome, str(tmp_path), "checkpoint-2")
-    assert all("was written by a run of 2 ranks, and this one has 3 ranks" in str(each) for each in told)
-    with pytest.raises(ResumeError, match="of 2 ranks, and this one has one process"):
+    assert all("was written by a run of 2 ranks, and this run has 3 ranks" in str(each) for each in told)
+    with pytest.raises(ResumeError, match="of 2 ranks, and this run has one process"):
         infinity.resume(Blocks(torch.float32), config(str(tmp_path)), folder=tmp_path / "checkpoint-2", device="cpu")
     assert all("another number of ranks cannot keep them" in str(each) for each in run(3, plainly, str(tmp_path)))
     assert run(RANKS, going_on, str(tmp_path), "checkpoint-2", 2)[0][0] == 3
