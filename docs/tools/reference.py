@@ -37,7 +37,7 @@ PAGES = {
     "gradients": ("Micro-batches", "../micro-batches.md"),
     "memory.device": ("Choosing a placement", "../placement.md"),
     "nvme.block": ("What can my disks do?", "../disks.md"),
-    "overlap": ("Updates beside compute", "../overlap.md"),
+    "overlap": ("Updates in parallel with compute", "../overlap.md"),
     "vertical": ("Micro-batches", "../micro-batches.md"),
     "commit_every": ("Crash safety", "../crash-safety.md"),
     "keep": ("Crash safety", "../crash-safety.md"),
