@@ -356,7 +356,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         "out is not aligned to 2": (data, "nf4_fp32", 128, 0, out.view(np.uint8)[1:-1], "bf16"),
         "int8_rows needs row_numel": (data, "int8_rows", 128, 0, out, "fp32"),
         "of which numel is a multiple": (data, "int8_rows", 128, 3, out, "fp32"),
-        "so many elements": (data, "nf4", 1 << 60, 0, out, "fp32"),
+        "that many elements": (data, "nf4", 1 << 60, 0, out, "fp32"),
         "out and data overlap": (data, "int8", 16, 0, data, "bf16"),
     }.items():
         with pytest.raises(ValueError, match=match) as refused:

@@ -170,7 +170,7 @@ def test_a_job_of_another_form_cannot_be_taken_over(tmp_path: Path) -> None:
     assert bench.pipeline.withdraw([[ahead]]) == [True]
     with pytest.raises(ValueError, match="does not read ahead"):
         decide(bench, streams, ahead, SEGMENTS)
-    with pytest.raises(ValueError, match="not read ahead"):
+    with pytest.raises(ValueError, match="cannot be read ahead"):
         read_ahead(bench, {"exp_avg": bench.stream("exp_avg", "both")})
     bench.close()
 
