@@ -53,16 +53,18 @@ def main() -> int:
     last_lines = (
         ("memory", f"{format_bytes(report['state_bytes'])} of model states were trained within budgets of {budgets}"),
         ("loss", f"{first:.2f} → {last:.2f} in {steps} steps"),
-        ("bytes", f"{moved:.1f} were moved per parameter and step; the plan said {planned:.1f} at most"),
+        ("bytes", f"{moved:.1f} were moved per parameter and step; the plan predicted at most {planned:.1f}"),
         (
             "speed",
-            f"{report['step_s']:.2f} s per step: {report['efficiency']:.0%} of what the slower of disk and processor "
+            f"{report['step_s']:.2f} s per step: {report['efficiency']:.0%} of the speed that the "
+            "slower of disk and processor "
             "allows",
         ),
         (
             "nothing lost",
-            f"the saved model has the bits of step {steps} in the store, in all {tensors} tensors; plain transformers "
-            "computes the trained model's logits with it",  # make ran `--verify-output` before
+            f"all {tensors} tensors of the saved model have the same bits as step {steps} in the store; "
+            "plain transformers computes the same "
+            "logits with the saved model as the trained model",  # make ran `--verify-output` before
         ),
     )
     print()

@@ -41,14 +41,14 @@ HEAD = f"""\
 # Predicted: every preset on three machines
 
 **Nothing here was measured.** These are the predictions of `infinity plan`, with rates from data sheets;
-`infinity plan --model PRESET --machine MACHINE --batch-size {SEQUENCES} --sequence-length {LENGTH}` prints a cell of
-the first table as a whole report, with every rate and where it comes from; `--set moments=int8`, and `--lora 16
---frozen nf4` (with `--ranks 1` on several GPUs), print those of the others. How near predictions come to what was
-measured on a machine that is here: [infinity plan](../plan.md).
+`infinity plan --model PRESET --machine MACHINE --batch-size {SEQUENCES} --sequence-length {LENGTH}` prints the whole
+report of a cell of the first table, with every rate and its source; with `--set moments=int8`, or with
+`--lora 16 --frozen nf4` (and `--ranks 1` on several GPUs), it prints those of the other tables. The page
+[infinity plan](../plan.md) compares predictions with measurements.
 
-A cell has the time of one step of {SEQUENCES * LENGTH:,} tokens for each GPU, what it is bound by, and the terabytes
-that 1,000 steps write to all drives. `weights` and `optimizer` are `auto`; activations are recomputed. A step with more
-tokens takes hardly longer where the disk is the bound (`--micro-batches`).
+A cell has the time of one step of {SEQUENCES * LENGTH:,} tokens for each GPU, its bound, and the terabytes that 1,000
+steps write to all drives. `weights` and `optimizer` are `auto`; activations are recomputed. If the disk is the
+bound, a step with more tokens takes hardly longer (`--micro-batches`).
 """
 
 README = Path(__file__).parents[2] / "README.md"

@@ -52,8 +52,8 @@ PAGES = {
 CONFIG_HEAD = """\
 # The swap config
 
-The swap config says where states rest and how they move, and nothing about training. To use a disk only `nvme.paths` is
-needed; every omitted value is measured or chosen, and printed with `--verbose`. The smallest useful config:
+The swap config says where states are kept and how they move. It does not describe the training. To use a disk, only `nvme.paths`
+is needed; every omitted value is measured or chosen, and printed with `--verbose`. The smallest useful config:
 
 ```yaml
 nvme: {paths: [/mnt/nvme/swap]}
@@ -61,26 +61,26 @@ memory: {device: 20GiB, host: 48GiB}
 ```
 
 The file is YAML or JSON, 64 KiB at most. An unknown key is an error that names the nearest known key; a key that is
-given twice is an error that names both lines; a value whose feature is not built yet is refused, not ignored. Only YAML
-that versions 1.1 and 1.2 read alike is accepted: `12:30:00` and `010` are texts, not numbers, and anchors, aliases and
-tags are refused. Sizes are written `64MiB`, `20GiB` or `2.5GB`. In code, a `dict` with the same keys does as well as a
+given twice is an error that names both lines; a value whose feature is not available yet is an error. Only YAML with the
+same meaning in versions 1.1 and 1.2 is accepted: `12:30:00` and `010` are texts, not numbers, and anchors, aliases and
+tags are refused. Sizes are written `64MiB`, `20GiB` or `2.5GB`. In code, you can use a `dict` with the same keys instead of a
 file.
 
-`auto` puts as much as `memory.host` has room for in RAM: first the weights of as many units as fit, then the optimizer
-states of as many units as fit. This is chosen once, and the traffic falls in proportion. `nvme` puts none of it in RAM.
+`auto` keeps as much in RAM as `memory.host` has room for: first the weights of as many units as fit, then the optimizer
+states of as many units as fit. This is decided once, and the traffic falls in proportion. `nvme` keeps none of these states in RAM.
 
 """
 COMMANDS_HEAD = """\
 # Commands
 
-Options have no abbreviations. A wrong option is an error of one line and exit code 2, before anything is loaded.
-[Environment variables and exit codes](environment.md) are on a page of their own.
+Options cannot be abbreviated. A wrong option gives an error of one line and exit code 2, before
+anything is loaded. See also [environment variables and exit codes](environment.md).
 
 """
 TRAINERS_HEAD = """\
 # A Trainer's own arguments, and what the launcher replaces
 
-[Unchanged scripts](../unchanged.md) has an example. With these nothing of a library is replaced.
+[Unchanged scripts](../unchanged.md) has an example. With these arguments, infinity replaces no function of a library.
 
 """
 REPLACED_HEAD = """\
@@ -90,7 +90,7 @@ REPLACED_HEAD = """\
 libraries' own. `infinity finetune` uses private methods of a Trainer. A library in which one is gone is named before
 anything is trained.
 
-| what | what it does under infinity | why no official point serves | what breaks first when it moves | for |
+| function | effect of the replacement | why no official extension point is enough | first failure without the replacement | for |
 |---|---|---|---|---|
 """
 
@@ -159,7 +159,7 @@ def is_refused(key: str, value: str) -> bool:
 
 
 def config_page() -> str:
-    lines = ["| key | values | default | what it says |", "|---|---|---|---|"]
+    lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
     refused = []
     for key, allowed, default, told in keys():
         known = [
@@ -169,7 +169,7 @@ def config_page() -> str:
         title, page = PAGES.get(key, ("", ""))
         more = f" See [{title}]({page})." if page else ""
         lines.append(f"| `{key}` | {', '.join(known)} | {default} | {escaped(told)}{more} |")
-    last = f"\nNamed by the schema, and refused until they are built: {', '.join(refused)}.\n" if refused else ""
+    last = f"\nKnown to the schema, but not available yet: {', '.join(refused)}.\n" if refused else ""
     return CONFIG_HEAD + "\n".join(lines) + "\n" + last
 
 
@@ -214,7 +214,7 @@ def section(line: str, parser: argparse.ArgumentParser, told: str) -> str:
             note = f" {escaped(group.description)}" if group.description else ""
             parts.append(f"**{str(group.title)[:1].upper()}{str(group.title)[1:]}.**{note}\n")
         rows = [f"| {name_of(action)} | {escaped(help_of(parser, action))} |" for action in actions]
-        parts.append("\n".join([f"| {title or 'option'} | what it does |", "|---|---|", *rows]) + "\n")
+        parts.append("\n".join([f"| {title or 'option'} | meaning |", "|---|---|", *rows]) + "\n")
     return "\n".join(parts)
 
 

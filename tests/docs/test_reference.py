@@ -31,7 +31,7 @@ def test_every_key_is_in_the_table_and_says_something(reference: ModuleType) -> 
 
 
 def test_values_that_are_not_built_yet_are_said_to_be_refused(reference: ModuleType) -> None:
-    table, _, refused = reference.config_page().partition("\nNamed by the schema")
+    table, _, refused = reference.config_page().partition("\nKnown to the schema")
     assert "`optimizer: device`" in refused
     assert "`device`" in next(line for line in table.splitlines() if line.startswith("| `weights`"))
     assert "`device`" not in next(line for line in table.splitlines() if line.startswith("| `optimizer`"))

@@ -22,7 +22,7 @@ from infinity.echo import one_line
 from infinity.errors import ConfigError, InfinityError, printable
 
 _DESCRIPTION = """\
-Measures what the disks under --path can do for infinity and prints the settings to use.
+Measures the disks under --path for infinity and prints the settings to use.
 
   infinity-bench [--path DIR ...]         the survey: under three minutes per disk
   infinity-bench --sustained              writes until the rate settles (wears the drive: it says how much)

@@ -16,8 +16,8 @@ class BenchOptions:
     """The scope and the duration of the measurement."""
 
     path: tuple[Path, ...] = argument("directories, one per disk (default .)", types.path, (Path("."),), nargs="+")
-    size: int = argument("of the file that is measured on (default 2GiB)", types.size(SIZE_MIN), 2 << 30)
+    size: int = argument("size of the test file (default 2GiB)", types.size(SIZE_MIN), 2 << 30)
     engine: str = argument("default auto", types.word, "auto", choices=("auto", "io_uring", "threads"))
-    json: Path | None = argument("write everything found as JSON", types.path, metavar="FILE")
-    sustained: bool = argument("in place of the sweep: overwrite until the rate settles")
+    json: Path | None = argument("write all results as JSON", types.path, metavar="FILE")
+    sustained: bool = argument("overwrite until the rate settles, instead of the sweep")
     limit_s: float | None = argument("in seconds (default 3600)", types.number(1, 7 * 86400), needs="sustained")

@@ -21,21 +21,23 @@ class PlannedModel:
     model: str = argument(_MODEL + ", ".join(PRESETS), types.name, required=True)
     config: Path | None = argument("swap config (YAML or JSON); default: every key's default", types.path)
     set: tuple[str, ...] = argument(
-        "of the swap config, such as moments=int8", types.text, (), nargs="+", metavar="KEY=VALUE"
+        "change keys of the swap config, such as moments=int8", types.text, (), nargs="+", metavar="KEY=VALUE"
     )
-    swap_dir: tuple[Path, ...] = argument("nvme.paths of the swap config", types.path, (), nargs="+", metavar="DIR")
-    revision: str | None = argument("of the hub's model: a branch, a tag or a commit", types.word)
+    swap_dir: tuple[Path, ...] = argument(
+        "directories that replace nvme.paths of the swap config", types.path, (), nargs="+", metavar="DIR"
+    )
+    revision: str | None = argument("revision of the hub's model: a branch, a tag or a commit", types.word)
     trust_remote_code: bool = argument("run the Python files that come with the model")
     json: bool = argument("print everything as JSON")
-    verbose: bool = argument("log what the planner tries")
+    verbose: bool = argument("log the attempts of the planner")
 
 
 @dataclass(frozen=True)
 class PlannedMachine:
     """The machine; by default this one."""
 
-    machine: str | None = argument("another one, with rates from data sheets", types.word, choices=MACHINES)
-    cpu: bool = argument("plan for the CPU though there is a GPU")
+    machine: str | None = argument("another machine, with rates from data sheets", types.word, choices=MACHINES)
+    cpu: bool = argument("plan for the CPU even if there is a GPU")
     ranks: int | None = argument("processes that train together on the machine", types.whole(1, 64), metavar="N")
 
 
@@ -46,14 +48,19 @@ class Training:
     batch_size: int = argument("sequences per micro-batch (default 1)", types.whole(1, types.TOKENS_MAX), 1)
     sequence_length: int = argument("tokens per sequence (default 1024)", types.whole(1, types.TOKENS_MAX), 1024)
     micro_batches: int = argument(
-        "that go through one layer after the other (default 1)", types.whole(1, types.TOKENS_MAX), 1, metavar="N"
+        "micro-batches that go through each layer together (default 1)",
+        types.whole(1, types.TOKENS_MAX),
+        1,
+        metavar="N",
     )
     gradient_accumulation: int = argument("backward passes per step (default 1)", types.whole(1, types.TOKENS_MAX), 1)
-    dtype: str | None = argument(f"of the weights ({types.DEFAULT_DTYPE})", types.word, choices=types.DTYPE_NAMES)
+    dtype: str | None = argument(f"dtype of the weights ({types.DEFAULT_DTYPE})", types.word, choices=types.DTYPE_NAMES)
     optimizer: OptimizerName = argument("default adamw", types.word, "adamw", choices=types.OPTIMIZERS)
-    lora: int | None = argument("adapters of rank R beside a frozen model", types.whole(1, types.LORA_MAX), metavar="R")
+    lora: int | None = argument(
+        "train adapters of rank R for a frozen model", types.whole(1, types.LORA_MAX), metavar="R"
+    )
     frozen: str | None = argument("how the frozen weights rest", types.word, choices=types.FROZEN_NAMES, needs="lora")
-    clips: bool = argument("gradients are clipped in most steps")
+    clips: bool = argument("assume that gradients are clipped in most steps")
 
 
 @dataclass(frozen=True)
