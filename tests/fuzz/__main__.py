@@ -32,7 +32,7 @@ def attempt(seed: int) -> str:
 
 
 def main(first: int, count: int = 1, stride: int = 1) -> int:
-    """Print one line of JSON for each case. A case that takes too long ends the process with all threads' stacks."""
+    """Print one line of JSON for each case. A case that takes too long ends the process, with all threads' stacks."""
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
     warnings.simplefilter("ignore")

@@ -31,7 +31,7 @@ class Case:
     """A model's seed, a loop and a config.
 
     Attributes:
-        fixed: options of the swap config that are the same for the complete run.
+        fixed: options of the swap config that do not change during the run.
     """
 
     seed: int
@@ -165,8 +165,8 @@ class Verdict:
 
     Attributes:
         problems: descriptions of the differences.
-        configs: swap configs of the run, one for each of its lives.
-        moved: some weight was trained.
+        configs: swap configs of the run, one for each process life (a run starts a new life when it is resumed).
+        moved: at least one weight changed.
     """
 
     seed: int
@@ -180,7 +180,7 @@ def judge(case: Case, *, distortion: float = 1.0) -> Verdict:
 
     Args:
         case: the case.
-        distortion: factor of the learning rate of one param group in the plain run; other values than 1 must give
+        distortion: factor of the learning rate of one param group in the plain run. A value other than 1 must cause
             problems.
     """
     verdict = Verdict(case.seed)
@@ -210,7 +210,7 @@ def _plain(case: Case, found: Log, distorted: tuple[int, float] | None) -> tuple
 
 
 def _where(seed: int) -> str | None:
-    """Return a directory in memory, where an fdatasync takes no time; None (on a disk) for every twentieth case."""
+    """Return a directory in memory, where an fdatasync takes no time; None, which means a disk, for each 20th case."""
     return "/dev/shm" if seed % 20 and os.access("/dev/shm", os.W_OK) else None
 
 

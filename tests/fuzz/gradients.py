@@ -22,7 +22,7 @@ class Change:
         kinds: kinds of change, used in turn for the chosen parameters.
         share: share of the parameters that are chosen.
         seed: seed of the choice and of the noise.
-        write: the context also allows writing weights; none is written.
+        write: the context also allows weights to be written, although no weight is written.
     """
 
     kinds: tuple[str, ...]
@@ -84,7 +84,7 @@ def _change(parameter: nn.Parameter, kind: str, rng: random.Random) -> None:
 
 @contextmanager
 def lent(kept: dict[nn.Parameter, torch.Tensor], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Provide `kept` fp32 gradients in the way that infinity.gathered(..., grads=True) promises."""
+    """Provide `kept` fp32 gradients as infinity.gathered(..., grads=True) does."""
     given = {parameter: kept[parameter].to(parameter.dtype) for parameter in parameters}
     before = {parameter: (copy.clone(), copy._version) for parameter, copy in given.items()}
     for parameter, copy in given.items():

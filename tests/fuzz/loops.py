@@ -27,7 +27,7 @@ class Failure:
     """Exception of the user's code in the `nth` module with parameters, in one forward or backward.
 
     Attributes:
-        repeats: part that is repeated afterwards: the forward alone, or the complete iteration.
+        repeats: part that is repeated afterwards: only the forward, or the complete iteration.
     """
 
     where: Literal["forward", "backward"]
@@ -40,10 +40,11 @@ class Iteration:
     """One step.
 
     Attributes:
-        evaluation: (context, in training mode too) of a forward before the step; None: no evaluation.
+        evaluation: context of a forward before the step, and whether it also runs in training mode; None: no
+            evaluation.
         lr: learning rate set by hand at the start of the iteration; None: it is not changed.
         gates: whether each visit of a block takes place.
-        restart: number of generations back; the run ends after this step and is resumed from there, once.
+        restart: the run ends after this step and is resumed once, from the generation this many before the newest.
         changes: changes of gradients after each micro-batch.
     """
 
@@ -67,7 +68,7 @@ class Loop:
 
     Attributes:
         groups: hyperparameters of each param group; parameters are distributed to the groups in turn.
-        hint: accumulation_steps, right or wrong.
+        hint: value of accumulation_steps, which may be wrong.
         freezing: schedule of requires_grad; None: requires_grad is not changed.
     """
 
@@ -114,7 +115,7 @@ class Log:
     """Results of a run that the user can see.
 
     Attributes:
-        restarts: step that the run resumed from, by the iteration after which it ended.
+        restarts: the step from which the run resumed, by the iteration after which it had ended.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -182,7 +183,7 @@ def _hyperparameters(rng: random.Random, rule: str) -> dict[str, Any]:
 
 
 def make(seed: int, visits: int, *, resumable: bool) -> Loop:
-    """Return a loop. `visits`: visits of blocks in a forward. `resumable`: generations are kept."""
+    """Return a loop for a model with this number of block visits in a forward. `resumable`: generations are kept."""
     rng = random.Random(f"loop {seed}")
     rule = rng.choice(["AdamW"] * 6 + list(_RULES))
     odd, accumulation = rng.choice([0.0, 0.5, 1.0, 1.0]), rng.choice([1, 1, 1, 2, 3])
@@ -331,7 +332,7 @@ def _backward(loss: torch.Tensor, in_thread: bool) -> None:
 
 @contextmanager
 def _broken(model: nn.Module, nth: int, where: str) -> Any:
-    """Let the `nth` module fail in its forward, or in the backward of its output."""
+    """Make the `nth` module fail in its forward, or in the backward of its output."""
     modules = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
 
     def fail(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Random modules, made from a seed: the same for a seed, on any machine.
+"""Random modules, made from a seed. A seed gives the same modules on every machine.
 
 A net is a stem, blocks and a head. Its unusual properties are listed in its `traits`.
 """
@@ -79,7 +79,7 @@ class Mixed(nn.Module):
 
 
 class Direct(nn.Module):
-    """Block that reads the weights of its child without calling it, and counts in a buffer."""
+    """Block that reads its child's weights without calling the child, and counts its calls in a buffer."""
 
     def __init__(self, rng: random.Random, width: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Direct(nn.Module):
 
 
 class Experts(nn.Module):
-    """Experts of which the data select one."""
+    """Experts, one of which is selected by the data."""
 
     def __init__(self, rng: random.Random, width: int) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Net(nn.Module):
         gates: whether each visit of a block takes place; set from outside.
         around: checkpoints around blocks.
         trained: names of the parameters that are not frozen at first.
-        in_pieces: one backward pass may add the gradient of a parameter in several pieces.
+        in_pieces: whether one backward pass may deliver the gradient of a parameter in several pieces.
     """
 
     def __init__(self, rng: random.Random, dtype: torch.dtype) -> None:
@@ -314,7 +314,7 @@ def _call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def make(seed: int, *, values: int = 0) -> Net:
-    """Return a net. `values`: seed of other weights in the same net."""
+    """Return a net. `values` is a seed: another one gives the same net other weights."""
     rng = random.Random(f"model {seed}")
     torch.manual_seed(seed * 1000 + values)
     return Net(rng, rng.choice([torch.float32, torch.float32, torch.bfloat16])).train()

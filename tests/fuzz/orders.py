@@ -1,7 +1,7 @@
-"""Loops whose operations have any order, killed anywhere and resumed.
+"""Loops with their operations in random order, killed at a random place and resumed.
 
 `python -m tests.fuzz.orders SEED [COUNT]` runs cases, one after the other. Each case has an undisturbed run, a run that
-is killed (SIGKILL), and a run that resumes from its store, each in a process of its own. Required of the resumed run:
+is killed (SIGKILL), and a run that resumes from its store, each in its own process. The resumed run must have:
 
 * if each iteration first takes one item of a tracked loader and makes one step, or calls `infinity.commit` at its end:
   the losses, weights and states of the undisturbed run, and no warning;
@@ -59,7 +59,7 @@ class Case:
 
     Attributes:
         body: names of the operations of the loop body.
-        tracked: the loader is tracked.
+        tracked: whether infinity tracks the loader.
         exact: a resumed run must end in the bits of the undisturbed one.
         killed: iteration, and the index in its body, at which the run is killed.
     """
@@ -93,7 +93,7 @@ def make(seed: int) -> Case:
     if kind == "two steps" or (kind == "commit" and draw.random() < 0.5):
         body = ["next", *some(share), *a_pass, "step", *some(share), *a_pass, "step", *after]
     if kind == "ahead":  # this iteration takes the item of the next iteration
-        seen = ("schedule", "evaluate", "draw")  # a forward or a write after taking the item would belong to that item
+        seen = ("schedule", "evaluate", "draw")  # no forwards and writes, which would count for the new item
         body = [*a_pass, "step", *(part for part in after if part in seen)]
         body.insert(draw.randrange(1, len(body)), "next")
     if kind == "left":  # leaves gradients that the next step adds to its own
@@ -116,7 +116,7 @@ def make(seed: int) -> Case:
 
 
 class Net(nn.Module):
-    """bf16 model, which therefore has a master, with a buffer, and random numbers in its forward."""
+    """A bf16 model, so that it has a master; with a buffer, and random numbers in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Count:
-    """Number of iterations that are done, which selects the items without a tracked loader."""
+    """Number of completed iterations. Without a tracked loader it selects the next item."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -251,7 +251,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Life:
-    """Results of a life. Attributes: began: index of the first iteration."""
+    """Results of a life.
+
+    Attributes:
+        began: index of the first iteration.
+    """
 
     began: int
     losses: dict[str, list[str]]

@@ -18,7 +18,7 @@ class Symmetric(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Parametrization with a parameter of its own."""
+    """Parametrization that has its own parameter."""
 
     def __init__(self, like: torch.Tensor) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ class Around:
     Attributes:
         spans: visits [begin, end), and whether a checkpoint is around them.
         segments: segments of torch's checkpoint_sequential around all visits; 0: it is not used.
-        within: visits that have a checkpoint of their own, with its kind.
+        within: visits that have their own checkpoint, with the kind of it.
     """
 
     spans: list[tuple[int, int, bool]]
@@ -61,7 +61,7 @@ class Around:
 
 
 def draw_around(rng: random.Random, visits: int) -> Around | None:
-    """Return checkpoints that mostly contain more than one block; None: other kinds are used."""
+    """Return checkpoints that mostly contain more than one block; None if other kinds are used."""
     if rng.random() < 0.6:
         return None
     reentrant = rng.random() < 0.5

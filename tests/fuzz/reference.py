@@ -186,12 +186,12 @@ RULES: dict[str, Callable[..., Tensors]] = {
 
 
 def _root(v: torch.Tensor) -> torch.Tensor:
-    """Return the root, rounded once; torch's own fp32 root differs by an ulp for some values."""
+    """Return the square root, rounded once. torch's fp32 square root differs by an ulp for some values."""
     return v.double().sqrt().float()
 
 
 def _zero_below(g: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the gradient without values that would add exactly nothing to a sum of squares."""
+    """Return the gradient with those values set to 0 whose squares would not change a sum of squares."""
     vanishing = math.sqrt(2.0**-150 / factor) * (1 - 2.0**-20)
     return torch.where(g.abs() < vanishing, torch.zeros_like(g), g)
 

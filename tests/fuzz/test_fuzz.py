@@ -1,7 +1,8 @@
-"""Random models, loops and swap configs end in the bits of plain torch, without an error.
+"""Random models, loops and swap configs end in the same bits as plain torch, without an error.
 
-`make fuzz-test` makes 2,000 cases; INFINITY_FUZZ_SEED is the first of their seeds. A case alone: `python -m tests.fuzz
-SEED`. What a seed found is also a test of its own elsewhere: a changed generator makes other cases of the same seeds.
+`make fuzz-test` runs 2,000 cases; INFINITY_FUZZ_SEED is the seed of the first case. `python -m tests.fuzz SEED` runs a
+single case. A bug that a seed found also has its own test elsewhere, because a changed generator makes other cases
+from the same seeds.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def test_what_was_found_once_is_not_found_again(seed: int) -> None:
 
 
 def test_a_learning_rate_that_is_5_percent_off_in_one_group_is_found_in_every_fp32_case() -> None:
-    """The power of the comparison. Cases in which every step is skipped, or no rate is above 0, train nothing."""
+    """Shows that the comparison finds errors. Cases that skip every step, or have no rate above 0, train nothing."""
     cases = (case for case in map(make, count(SEED)) if case.is_fp32)
     verdicts = (judge(case, distortion=1.05) for case in cases)
     trained = list(islice((verdict for verdict in verdicts if verdict.moved), sampling.number(2, 200)))

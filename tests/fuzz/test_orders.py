@@ -1,7 +1,7 @@
-"""Loops in which things come in any order, killed anywhere, resume exactly or say that they may not.
+"""Loops with their operations in any order, killed anywhere, resume exactly or warn that they may not be exact.
 
-`make fuzz-test` makes 2,000 cases; INFINITY_ORDERS_SEED is the first of their seeds. A case alone: `python -m
-tests.fuzz.orders SEED`.
+`make fuzz-test` runs 2,000 cases; INFINITY_ORDERS_SEED is the seed of the first case.
+`python -m tests.fuzz.orders SEED` runs a single case.
 """
 
 from __future__ import annotations

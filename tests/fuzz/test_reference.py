@@ -1,4 +1,4 @@
-"""The fuzzer's reference is no invention: step by step it is torch's optimizer, to rounding."""
+"""The fuzzer's reference optimizer makes the same steps as torch's optimizer, except for rounding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def backward(parameter: nn.Parameter, step: int, size: float) -> None:
 @pytest.mark.parametrize("clip", [None, 1.0])
 @pytest.mark.parametrize("rule", RULES)
 def test_the_reference_steps_as_torch_does(rule: str, clip: float | None) -> None:
-    """In each step up to four roundings of the weight and ten of what is subtracted from it."""
+    """Each step has up to four roundings of the weight, and ten of the change that is subtracted from it."""
     make, options = RULES[rule]
     torch.manual_seed(0)
     ours = nn.Parameter(torch.randn(1000))

@@ -1,6 +1,6 @@
 """Parameters of a random loop that are frozen and trained in turn.
 
-They change by requires_grad between steps, or by a param group that is added later, as in gradual unfreezing.
+The loop sets requires_grad between steps, or adds a param group later, as gradual unfreezing does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Freezing:
 
 
 def unfreezing(seed: int, loop: Any) -> Any:
-    """Return a loop that freezes and unfreezes, for some of the seeds; else the unchanged loop."""
+    """Return a loop that freezes and unfreezes parameters for some seeds, and the unchanged loop for the others."""
     rng = random.Random(f"freezing {seed}")
     if rng.random() < 0.6:
         return loop
@@ -56,7 +56,7 @@ def trained(model: Any) -> list[nn.Parameter]:
 
 
 def late_ones(loop: Any, model: Any) -> list[nn.Parameter]:
-    """Return the parameters that the optimizer gets later."""
+    """Return the parameters of the param group that is added later."""
     if loop.freezing is None:
         return []
     return [parameter for number, parameter in enumerate(trained(model)) if loop.freezing.is_late(number)]

@@ -2,9 +2,9 @@
 
 queues.py decides when queued operations run.
 
-[Note: the host] All Python threads are one host: Python's own locks order them, and operations that they queue on a
-stream are ordered behind all that the host did. The host is ordered behind a stream by `synchronize`, and by `reached`
-when it returns true. It is ordered behind a native request by waiting for it (host.py).
+[Note: the host] All Python threads together are one actor, the host: Python's own locks order them. Operations that
+they queue on a stream happen after all earlier uses of the host. The host is ordered behind a stream by `synchronize`,
+and by `reached` when it returns true. It is ordered behind a native request when it waits for the request (host.py).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from tests.sim.queues import LAZY, Copy, Policy, Queues, Recording, SimEvent, Si
 from tests.sim.slab import POISON, Slab
 
 PATIENCE = 32
-"""Number of times that `reached` returns false if nothing else decides; a caller that polls must not wait for ever."""
+"""Number of times that `reached` may return false for a recording, so that a caller that polls ends."""
 
 
 class Misuse(AssertionError):  # noqa: N818
-    """A use that a device does not support, or that has another effect than it appears to have."""
+    """A use that a device does not support, or whose effect differs from its appearance."""
 
 
 class SimAccelerator:
@@ -387,7 +387,7 @@ class SimAccelerator:
             self.found(Unordered(f"{error}. {self._who_knows(error.other, caused_by)}", error.other))
 
     def _who_knows(self, other: Access, caused_by: Actor | None) -> str:
-        """Return the actors that could have established an order, with their clocks."""
+        """Return the actors whose clocks may order a use, with these clocks."""
         asked = [each for each in (caused_by, self.host) if each is not None]
         known = ", ".join(f"{each.name} {each.clock.get(other.index, 0)}" for each in asked)
         return f"{other.actor} did it at its {other.at}. Of {other.actor} know: {known}"

@@ -119,7 +119,7 @@ class Memory:
     def use(self, begin: int, end: int, access: Access, clock: Snapshot) -> tuple[Access, int, int] | None:
         """Record an access and return None; or return a use without an order to it, and the range of that use."""
         if begin == end:
-            return None  # no bytes need no order, and an empty segment would be between others
+            return None  # a use of 0 bytes needs no order, and its empty segment would lie between others
         low, high = self._cut(begin, end)
         for segment in self._segments[low:high]:
             other = _unordered(segment, access, clock)
@@ -133,7 +133,7 @@ class Memory:
 
     @_uncollected
     def forget(self, begin: int, end: int) -> None:
-        """Forget the uses of bytes that get another owner, since the owner is ordered by other means."""
+        """Forget the uses of bytes that get a new owner. Other means order the new owner behind these uses."""
         self._replace(*self._cut(begin, end), [])
 
     def last_write(self, address: int) -> Access | None:
@@ -283,7 +283,7 @@ NATIVE: Place = ("a native thread", 0)
 
 
 def place() -> Place:
-    """Return the nearest running line of infinity; else the nearest line of a test; else NATIVE."""
+    """Return the innermost running line of infinity; without one, that of a test; without both, NATIVE."""
     test = None
     for frame in _frames(sys._getframe(1)):
         file = frame.f_code.co_filename

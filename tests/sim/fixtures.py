@@ -65,7 +65,7 @@ class Simulation:
         monkeypatch.setattr(resources.Resources, "close", closed)
 
     def finish(self) -> None:
-        """Close the simulation; raise errors that were found and not raised, or swallowed."""
+        """Close the simulation. Raise errors that were found but not raised, or that the caller swallowed."""
         self._entered.close()
         self.sim.check()
 

@@ -98,7 +98,7 @@ class Queues:
         self._time = 0
 
     def queued(self, on: SimStream) -> None:
-        """Run operations that must not wait, after something was queued on a stream."""
+        """Run the operations that must not wait. Called after an operation was queued on a stream."""
         if self.policy.when == "eager" or (on.computes and not isinstance(on.queue[-1], Recording)):
             self.drain(on)
 

@@ -22,7 +22,7 @@ class Slab:
 
     Attributes:
         begin, end: addresses.
-        tensor: uint8 [nbytes]; the simulation keeps no reference to its storage, so that only torch counts.
+        tensor: uint8 [nbytes]; the simulation keeps no reference to its storage, so only torch decides its lifetime.
 
     Args:
         shut: the pages are accessible only in `opened`; an undeclared use ends the process.
@@ -61,7 +61,7 @@ class Slab:
                     self._protect(_PROT_NONE)
 
     def reopen(self) -> None:
-        """Allow access for ever, so that the end of the test may use the memory without declaring it."""
+        """Allow access from now on, so that the end of the test may use the memory without declaring it."""
         self._protect(_PROT_ALL)
         self._shut = False
 

@@ -1,4 +1,4 @@
-"""The simulated device: what runs when, what it counts, and what it refuses."""
+"""The simulated device: when operations run, which operations it counts, and which uses it refuses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ every_policy = pytest.mark.parametrize("policy", POLICIES, ids=str)
 
 
 class Bench:
-    """A device with a slab, and pinned host memory of as many bytes."""
+    """A device with a slab, and pinned host memory of the same size."""
 
     def __init__(self, policy: Policy, *, nbytes: int = 4096, **options: object) -> None:
         self.sim = SimAccelerator(policy, **options)  # type: ignore[arg-type]
@@ -226,7 +226,7 @@ def test_a_change_of_device_memory_that_nobody_told_of_is_found() -> None:
 
 
 def on_a_native_thread(function: Callable[[], None]) -> None:
-    """Stands in for one: Python has not called what runs."""
+    """Run code as on a native thread: no Python function has called it."""
     thread = threading.Thread(target=function)
     thread.start()
     thread.join()

@@ -1,4 +1,4 @@
-"""Models that are not a row of equal blocks, on the simulated device with the least device memory for them."""
+"""Models that are not a sequence of equal blocks, on the simulated device with the smallest possible device memory."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_the_least_device_memory_is_enough(
     simulate: Simulate, offload: Offload, tmp_path: Path, policy: Policy, name: str, activations: str, tier: str
 ) -> None:
-    """One of t5's units stays while the model runs, the tied one is used at both ends, and few experts see a batch."""
+    """One of t5's units stays on the device while the model runs, its tied unit is used at both ends, and only few
+    experts of a mixture see a batch."""
     config = {"activations": activations}
     plain = train(offload, name, tier, nvme={"paths": [str(tmp_path / "plain")]}, **config)
     simulate(policy)

@@ -1,4 +1,4 @@
-"""The checker of happens-before: by hand, and against all pairs of all accesses."""
+"""The checker of happens-before, in cases made by hand and compared with a check of all pairs of accesses."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ requests = st.tuples(st.just("request"), st.integers(0, BYTES - 1), st.integers(
 
 @given(st.lists(st.one_of(uses, uses, records, waits, waits, requests), max_size=60))
 def test_it_finds_what_all_pairs_of_all_accesses_find(program: list[tuple]) -> None:
-    """The model knows of each step all steps that happen before it, as a set."""
+    """The model keeps, for each step, the set of all steps that happen before it."""
     order = Order()
     actors = [order.actor(f"actor {index}") for index in range(ACTORS)]
     before: list[set[int]] = [set() for _ in actors]
@@ -150,7 +150,7 @@ def test_it_finds_what_all_pairs_of_all_accesses_find(program: list[tuple]) -> N
 
 @pytest.mark.parametrize("seed", range(20))
 def test_segments_are_disjoint_and_have_bytes_whatever_is_used(seed: int) -> None:
-    """A use of no bytes once left a segment without any, which some later use was then said to be unordered with."""
+    """A use of 0 bytes once left an empty segment, and later uses were then reported as unordered with it."""
     chance, memory, everything = random.Random(seed), Memory(), dict.fromkeys(range(4), 1000)
     for turn in range(200):
         begin = chance.randrange(40)
@@ -167,7 +167,7 @@ def test_segments_are_disjoint_and_have_bytes_whatever_is_used(seed: int) -> Non
 
 
 def test_a_finalizer_that_forgets_memory_does_not_disturb_a_use_under_way() -> None:
-    """The collector runs where an object is made, also amid a use, and finds an arena of a model that was closed."""
+    """The garbage collector runs when an object is made, also during a use, and may collect a closed model's arena."""
     memory, order = Memory(), Order()
     actor, threshold = order.actor("the host"), gc.get_threshold()
 

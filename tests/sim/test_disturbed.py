@@ -33,7 +33,7 @@ TIERS = [("host", "host"), ("host", "nvme"), ("nvme", "nvme")]
 
 
 def offloaded(tiers: tuple[str, str], directory: Path, *, slots: int = 2, **config: Any) -> Blocks:
-    """Args: slots: units that the device has room for."""
+    """Return an offloaded model. The device has room for `slots` units."""
     model = Blocks(torch.bfloat16)
     unit = 4 * WIDTH * WIDTH + 4096
     memory = {"device": (slots + 3) * unit, "host": "64MiB"}
@@ -74,7 +74,7 @@ def bits(model: Blocks) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The bits after the steps on the CPU, by tiers."""
+    """Bits of the weights after the steps on the CPU, by tiers."""
 
     @functools.cache
     def of(tiers: tuple[str, str], micro_batches: int = 1) -> dict[str, torch.Tensor]:
@@ -94,10 +94,10 @@ def require_bits(model: Blocks, expected: dict[str, torch.Tensor]) -> None:
 
 
 class Failing:
-    """A context manager: the nth call of these methods from now on raises.
+    """Context manager in which the nth call of these methods raises.
 
     Args:
-        nth: counted over all of them.
+        nth: number of the call, counted over all these methods.
     """
 
     def __init__(self, nth: int, owner: type, *names: str, error: type[Exception] = torch.OutOfMemoryError) -> None:
@@ -229,7 +229,7 @@ def test_an_update_waits_for_an_upload_of_the_old_weights_that_nobody_waited_for
         model(BATCH).backward()
         hook = model.blocks[1].register_forward_pre_hook(_fail)
         with torch.no_grad(), contextlib.suppress(FailedError):
-            model(BATCH)  # the unit behind is on its way up
+            model(BATCH)  # the next unit is being uploaded
         hook.remove()
         optim.step()
         infinity.close(model, discard=True)
@@ -286,7 +286,7 @@ def test_gradients_that_were_added_up_begin_the_next_step_in_fp32_and_native_thr
 def test_a_step_moves_the_bytes_of_the_plan(
     slots: int, reads: int | None, micro_batches: int, simulate: Simulate, tmp_path: Path
 ) -> None:
-    """Weights on NVMe, in bf16: 2 B a read, 10 B of states read and written, 2 B of new weights written."""
+    """With bf16 weights on NVMe: 2 B per read of a weight, 10 B of states read and written, 2 B of new weights."""
     sim = simulate(EAGER)
     model = offloaded(("nvme", "nvme"), tmp_path, slots=slots, overlap="during_backward")
     optim = infinity.AdamW(model.parameters(), lr=1e-2, accumulation_steps=micro_batches)
@@ -313,7 +313,7 @@ def test_a_step_moves_the_bytes_of_the_plan(
     groups = [group for unit in units for group in unit.full.groups]
     gradients = sum(max(spec.offset + spec.numel for spec in group.specs) * 2 for group in groups)
     assert moved["written"] == weights + states
-    # An update that speculated and had not begun is done again after the step, with weights that may have left.
+    # A speculative update that had not begun is made again after the step, when its weights may have been evicted.
     again = moved["down"] - micro_batches * gradients - weights
     assert 0 <= again <= weights, "gradients go down, and weights for updates"
     read_by_updates = moved["read"] - states - moved["up"]

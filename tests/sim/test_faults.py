@@ -1,4 +1,4 @@
-"""Each wait, event and last use that a seam needs, left out: the checker names what is not ordered, by any policy."""
+"""If a wait, an event or a last use is left out, the checker names the unordered uses, with every policy."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Seam:
             home.fill_(index + 1)
 
     def step(self, without: str) -> list[float]:
-        """Two units computed, one after the other, a gradient, and an update of the second unit."""
+        """Compute two units, one after the other, and a gradient, and update the second unit."""
         sim, compute = self.sim, self.sim.current()
         first = sim.copy(self.slot, self.homes[0], on=self.up)
         if without != "wait before use":
@@ -51,7 +51,7 @@ class Seam:
         if without != "wait for the landing":
             sim.synchronize(down)
         landed = float(self.landed.sum())
-        self.homes[1].fill_(5)  # the landing was behind the kernel, which was behind the upload
+        self.homes[1].fill_(5)  # the landing was ordered behind the kernel, and the kernel behind the upload
         return [one, landed]
 
 
@@ -64,7 +64,7 @@ def watching(run: Callable[[], list[float]], sim: SimAccelerator) -> list[float]
 def test_a_whole_seam_is_ordered(policy: Policy) -> None:
     seam = Seam(policy)
     assert watching(lambda: seam.step(""), seam.sim) == [PART / 4 * 2, PART / 4 * 4]
-    watching(lambda: seam.step(""), seam.sim)  # what the next one uses was used before
+    watching(lambda: seam.step(""), seam.sim)  # the next step uses memory that this one used
     seam.sim.check()
 
 

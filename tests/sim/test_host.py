@@ -1,4 +1,4 @@
-"""Requests of native threads are ordered by their futures alone."""
+"""Only futures order the requests of native threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = 4096
 
 
 class Rig:
-    """An engine with a file, an update pipeline, and 16 pinned pages. What this thread does is watched."""
+    """An engine with a file, an update pipeline, and 16 pinned pages. The uses of this thread are watched."""
 
     def __init__(self, sim: SimAccelerator, path: Path) -> None:
         self.sim = sim

@@ -1,6 +1,9 @@
-"""Steps of three units on the simulated device, under any schedule of copies: the CPU's bits, every use of memory in
-order, no more device memory than planned, no wait of the host but for the norm. A few schedules, in which any two
-values of `AXES` and of when copies run meet; 20,000 with INFINITY_TESTS=all."""
+"""Steps of three units on the simulated device, with many schedules of copies.
+
+Each schedule must give the same bits as the CPU, order every use of memory, use no more device memory than planned, and
+let the host wait only for the norm. By default a few schedules run, which contain every pair of values of `AXES` and of
+the policies for copies; with INFINITY_TESTS=all, 20,000.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +71,12 @@ WIDTH = 48
 
 
 class Blocks(nn.Module):
-    """Three units. The first has a bias, the last two modules; two are recomputed together. The loss reads a weight
-    outside its module.
+    """Three units: the first has a bias, the last has two modules, and two are recomputed together.
+
+    The loss reads a weight outside of its module.
 
     Args:
-        keeps: a view of another weight from its module's forward to the end.
+        keeps: the model keeps a view of another weight from the forward of its module to the end.
     """
 
     def __init__(self, dtype: torch.dtype, *, recompute: str = "no", keeps: bool = False) -> None:
@@ -105,7 +109,11 @@ class Blocks(nn.Module):
 
 
 class Result(NamedTuple):
-    """After a few steps. Attributes: seen: what `look` saw of the model before it was closed."""
+    """Results after a few steps.
+
+    Attributes:
+        seen: result of `look` on the model before it was closed.
+    """
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
@@ -119,7 +127,7 @@ def train(
     look: Callable[[nn.Module], Any] = lambda model: None,
     aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> Result:
-    """Args: aside: what disturbs a loop is done in it."""
+    """Train a case. Operations that disturb the loop run in the context `aside`."""
     nbytes = WIDTH * WIDTH * case.dtype.itemsize + 4096
     memory = {"device": (6 if case.device == "tight" else 16) * nbytes, "host": "64MiB"}
     weights, optimizer = case.tiers
@@ -164,7 +172,7 @@ class FailedError(Exception):
 
 
 def _disturb(habit: str, step: int, model: nn.Module, batch: torch.Tensor) -> None:
-    """Do one of the things that loops do beside their steps."""
+    """Run one of the operations that loops make besides their steps."""
     if habit == "drops":
         model(batch).backward()
         model.zero_grad()
@@ -187,7 +195,7 @@ def _fail_in_forward(model: nn.Module, batch: torch.Tensor, step: int) -> None:
 
 
 def _fail_in_backward(model: nn.Module, batch: torch.Tensor, step: int) -> None:
-    """Between the two modules of a unit, or behind another."""
+    """Fail in backward, between the two modules of a unit, or after another unit."""
 
     def watch(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         if arguments[0].requires_grad:
@@ -204,7 +212,11 @@ def _fail(*_: object) -> None:
 
 
 class Observed(NamedTuple):
-    """Attributes: waits: of the host for the device, but for gradients that a native thread lands."""
+    """Observations of a run.
+
+    Attributes:
+        waits: number of the host's waits for the device, except for gradients that a native thread lands.
+    """
 
     waits: int
     slab_bytes: int
@@ -253,8 +265,10 @@ def covering_schedules() -> list[tuple[Case, Policy]]:
 
 
 def schedules_of(part: int) -> Iterator[tuple[Case, Policy]]:
-    """Pairs of a case and a policy: a part of those that cover, and of others; each other case with lazy and eager
-    copies, and some random ones."""
+    """Return pairs of a case and a policy: a share of the covering pairs, and a share of others.
+
+    The others have each case with lazy and with eager copies, and with some random policies.
+    """
     yield from covering_schedules()[part::PARTS]
     draw = random.Random(f"{sampling.seed('INFINITY_SCHEDULES_SEED')} schedules {part}")
     for _ in range(SCHEDULES // PARTS // SCHEDULES_OF_A_CASE):
@@ -282,7 +296,7 @@ def test_any_schedule_ends_in_the_bits_of_the_cpu_with_every_use_in_order(part: 
         for now, then in ((found.weights, expected.weights), (found.states, expected.states)):
             wrong = [name for name in then if not torch.equal(now[name], then[name])]
             assert not wrong, f"{case} under {policy}: {wrong}"
-        unused = case.habit in ("skips", "fails")  # weights may be on their way up, which nobody needed
+        unused = case.habit in ("skips", "fails")  # weights that no pass needed may still be uploading
         assert unused or found.seen.waits == 0, f"{case} under {policy}: the host waited for the device"
         assert found.seen.slab_bytes <= found.seen.device_bytes <= found.seen.limit, f"{case} under {policy}"
         count += 1

@@ -1,4 +1,4 @@
-"""Offloaded models on the simulated device: the bits are those of the CPU, and all is ordered."""
+"""Offloaded models on the simulated device: the same bits as on the CPU, and all uses are ordered."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ def train(
 
 
 def offload_alone(opened: list[nn.Module], directory: Path, model: nn.Module, tier: str, **options: Any) -> nn.Module:
-    """Offload a model apart from the fixture `offload`, of which each test has one. The caller closes the models in
-    `opened`."""
+    """Offload a model without the fixture `offload`, which exists once per test. The caller closes those in `opened`."""
     config = {"weights": tier, "optimizer": tier, "nvme": {"paths": [str(directory)]}, "commit_every": 0}
     memory = {"memory": {"device": "64MiB", "host": "512MiB"}}
     opened.append(infinity.offload(model, config | memory | options))
@@ -81,7 +80,7 @@ def offload_alone(opened: list[nn.Module], directory: Path, model: nn.Module, ti
 
 
 TIGHT = {"device": "36KiB", "host": "512MiB"}
-"""Two of three units have a slot at a time, and one the gradients' ring."""
+"""Room for the slots of two of the three units, and for the gradients' ring of one unit."""
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -90,7 +89,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, torch.Tensor]]:
-    """The weights that come out on the CPU."""
+    """Return the weights that are trained on the CPU."""
 
     @functools.cache
     def trained(tier: str, **options: Any) -> dict[str, torch.Tensor]:
@@ -131,7 +130,7 @@ def test_checkpointing_and_a_backward_thread_are_ordered_too(
 
 @every_policy
 def test_evaluation_between_steps_is_ordered(simulate: Simulate, offload: Offload, policy: Policy) -> None:
-    """Nothing comes down that would show the host how far the device has got."""
+    """An evaluation copies nothing to the host that would show the progress of the device."""
     simulate(policy)
     model = offload(Toy().bfloat16(), "host", memory=TIGHT)
     optimizer = infinity.AdamW(model.parameters(), lr=1e-2)
@@ -146,7 +145,7 @@ def test_evaluation_between_steps_is_ordered(simulate: Simulate, offload: Offloa
 
 
 class Clamped(nn.Linear):
-    """Its forward writes to the weight behind everybody's back, as some of gemma3n's do."""
+    """Module whose forward writes to the weight without notice, as some modules of gemma3n do."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.weight.data.clamp_(-0.1, 0.1)
@@ -228,7 +227,7 @@ def test_a_piece_of_the_ring_that_is_not_given_back_fails_the_test(
 
 
 def train_shut(directory: Path) -> None:
-    """In a process of its own: on a slab whose pages are shut but for what is logged."""
+    """Train in a separate process, on a slab whose pages are accessible only for logged uses."""
     faulthandler.enable()
     opened: list[nn.Module] = []
     simulation = Simulation(pytest.MonkeyPatch(), LAZY, shut=True)
@@ -241,7 +240,7 @@ def train_shut(directory: Path) -> None:
 
 
 def test_no_operation_touches_device_memory_without_being_logged(tmp_path: Path) -> None:
-    """Anything else would end the process."""
+    """An access that is not logged would end the process."""
     done = processes.run(train_shut, tmp_path / "swap")
     assert done.stdout == "all was logged\n", done.stderr
 

@@ -147,7 +147,7 @@ def test_a_module_and_a_backward_pass_are_watched_on_a_thread_that_ran_before(
 
 
 class Weighted(nn.Module):
-    """Its weight lies in device memory; autograd reads it again."""
+    """Module with a weight in device memory that autograd reads again in backward."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_checkpointing_is_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch,
     seen = uses_of(bench, monkeypatch)
     output = checkpoint(module, torch.ones(8, requires_grad=True), use_reentrant=reentrant)
     in_a_thread(lambda: output.sum().backward())
-    # Forward, forward again, backward; the second forward without reentrance stops when it has what was saved.
+    # Forward, forward again, backward. Without reentrance, the second forward stops when it has all saved tensors.
     assert seen == [(False, "mul")] * (3 if reentrant else 2)
 
 

@@ -40,7 +40,7 @@ class CtrlC:
 
     @contextmanager
     def at_line(self, nth: int) -> Iterator[None]:
-        """Send Ctrl-C at the `nth` line, call or return of infinity's code in this thread, if it has so many."""
+        """Send Ctrl-C at the `nth` line, call or return of infinity's code in this thread, if there are that many."""
         left = nth
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:

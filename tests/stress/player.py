@@ -1,4 +1,4 @@
-"""Player of a script on an offloaded model: the loop and its disturbances, in a program that survives them."""
+"""Player of a script on an offloaded model: it runs the loop and its disturbances, and survives them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def sized(script: Script, model: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Player:
-    """One run. `plain`: only the iterations, in RAM, one phase after the other."""
+    """One run. With `plain`, it has only the iterations, in RAM, one phase after the other."""
 
     def __init__(self, script: Script, directory: Path, interrupts: CtrlC, *, plain: bool) -> None:
         self.script = script
@@ -150,7 +150,7 @@ class Player:
                 self.outcome.digests[self.coordinator.steps] = digest_of(self.model)
 
     def _disturbed(self, iteration: Iteration, disturbance: Disturbance) -> bool:
-        """Make an attempt that may end early; return whether it completed a step nevertheless."""
+        """Make an attempt that may end early; return whether it completed its step."""
         before = self.coordinator.steps
         try:
             with self._signals(disturbance) if not disturbance.forward_only else nullcontext():
@@ -166,7 +166,7 @@ class Player:
         return self.coordinator.steps > before
 
     def _surviving(self, iteration: Iteration) -> None:
-        """Make an attempt that only the device may disturb."""
+        """Make an attempt that only a failure of the device may end early."""
         before = self.coordinator.steps
         for _ in range(_RETRIES_MAX):
             try:
@@ -253,7 +253,7 @@ class Player:
 
     @contextmanager
     def _broken(self, disturbance: Disturbance | None, where: Where) -> Iterator[None]:
-        """Let a module's `where` fail within the context, or send Ctrl-C in it, if the script says so."""
+        """If the script says so, make a module's `where` fail within the context, or send Ctrl-C in it."""
         if where == "backward" and self._ends_in == "backward":
             with self._hooked(self._end, backward=True):
                 yield
@@ -266,7 +266,7 @@ class Player:
 
     @contextmanager
     def _hooked(self, what: Callable[[], None], *, backward: bool, module: Any = None) -> Iterator[None]:
-        """Call `what` once, at the end of a module's forward or the start of its backward; default: the middle one's.
+        """Call `what` once, at the end of a module's forward or the start of its backward; default: the middle module.
 
         A full backward hook of the module would be a node of the graph, and would change the order in which torch sums
         the gradients of the module's input. A hook of its output is not a node.

@@ -1,4 +1,4 @@
-"""One run from its seed to its verdict: the correct bits or the expected error, no lost state, no remaining thread."""
+"""One run from its seed to its verdict: correct bits or the expected error, no lost state, no remaining thread."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _require_same(player: Player, wanted: Outcome) -> None:
 
 
 def _digest_of(player: Player) -> str:
-    """Return the digest; try again if the one transfer that was made to fail is in it."""
+    """Return the digest. Try again if computing it hits the transfer that was made to fail."""
     try:
         return digest_of(player.model)
     except infinity.SwapIOError:
@@ -134,7 +134,7 @@ def _require_closed(player: Player) -> None:
 
 
 def _resumed_step(script: Script, directory: Path, wanted: Outcome) -> int | None:
-    """Return the step that was committed, which must be one of the undisturbed run; None when nothing was."""
+    """Return the committed step, which must have the states of the undisturbed run; None if nothing was committed."""
     gc.collect()
     model, _ = make(script.subject, *_dtype(script))
     config = _resumable(script, directory)

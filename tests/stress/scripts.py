@@ -24,7 +24,8 @@ class Disturbance:
             that infinity executes; timer: Ctrl-C after a random time; abandon: everything but the step is done and
             discarded.
         where: place of `raise` and `SIGINT`.
-        nth: module (modulo their number), line, or ten-thousandths of about the time that an attempt takes.
+        nth: index of the module (modulo the number of modules); number of the line; or time in ten-thousandths of the
+            approximate duration of an attempt.
         forward_only: only a forward is disturbed, and only the forward is repeated.
     """
 
@@ -40,7 +41,7 @@ class Iteration:
     """One step of the loop.
 
     Attributes:
-        told: all backward passes but the last are announced as not the last.
+        told: the loop announces all backward passes except the last as not the last.
         lr_when: place where the learning rate is set.
         asides: (where, what) of additional operations that change nothing.
     """
@@ -107,7 +108,7 @@ def _disturbance(rng: random.Random, micro_batches: int) -> Disturbance:
 
 
 def script_of(seed: int) -> Script:
-    """Return the script of a seed, which is the same on any machine."""
+    """Return the script of a seed. It is the same on every machine."""
     rng = random.Random(seed)
     steps = rng.randint(3, 6)
     accumulation = rng.choice([1, 1, 1, 2, 3])

@@ -1,7 +1,7 @@
-"""Many short runs with everything that may go wrong: no deadlock, no leak, the right bits whenever a run ends well.
+"""Many short runs with all kinds of failures: no deadlock, no leak, and correct bits whenever a run succeeds.
 
-`make stress-test` makes 1,000; INFINITY_STRESS_SEED is the first of their seeds. A seed that failed is run alone with
-`python -m tests.stress.worker SEED 1 1`.
+`make stress-test` makes 1,000 runs; INFINITY_STRESS_SEED is the seed of the first run.
+`python -m tests.stress.worker SEED 1 1` runs a single seed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RUNS = sampling.number(8, 1000, "INFINITY_STRESS_RUNS")
 SEED = int(sampling.seed("INFINITY_STRESS_SEED"))
 WORKERS = min(os.cpu_count() or 1, 8, RUNS)
 TAKEN = ("ended well", "interrupts", "exceptions", "abandoned", "early", "undone", "late", "resumed")
-"""Events that any number of runs must contain; without them the runs would show nothing."""
+"""Events that every number of runs must contain. Without them the runs prove nothing."""
 
 
 def _problems(results: list[dict[str, Any]], code: int, errors: str) -> list[str]:
@@ -50,5 +50,5 @@ def test_whatever_disturbs_a_run_nothing_is_lost(tmp_path: Path, monkeypatch: py
     print(f"seeds {SEED} to {SEED + RUNS - 1}: {', '.join(f'{n} {what}' for what, n in sorted(counts.items()))}")
     assert not problems, "\n".join(problems)
     assert counts["runs"] == RUNS
-    if RUNS >= 100:  # a few runs need not meet everything
+    if RUNS >= 100:  # a small number of runs need not contain all events
         assert [what for what in TAKEN if not counts[what]] == []

@@ -1,6 +1,6 @@
 """Process for many runs, one after the other: `python -m tests.stress.worker FIRST COUNT STRIDE`.
 
-It prints one line of JSON for each run. A run that takes too long ends the process with the stacks of all threads.
+It prints one line of JSON for each run. If a run takes too long, the process prints the stacks of all threads and ends.
 """
 
 from __future__ import annotations
