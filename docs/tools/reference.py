@@ -52,8 +52,9 @@ PAGES = {
 CONFIG_HEAD = """\
 # The swap config
 
-The swap config says where states are kept and how they move. It does not describe the training. To use a disk, only `nvme.paths`
-is needed; every omitted value is measured or chosen, and printed with `--verbose`. The smallest useful config:
+The swap config says where states are kept and how they move. It does not describe the training. To use a disk, only
+`nvme.paths` is needed; every omitted value is measured or chosen, and printed with `--verbose`. The smallest useful
+config:
 
 ```yaml
 nvme: {paths: [/mnt/nvme/swap]}
@@ -61,13 +62,14 @@ memory: {device: 20GiB, host: 48GiB}
 ```
 
 The file is YAML or JSON, 64 KiB at most. An unknown key is an error that names the nearest known key; a key that is
-given twice is an error that names both lines; a value whose feature is not available yet is an error. Only YAML with the
-same meaning in versions 1.1 and 1.2 is accepted: `12:30:00` and `010` are texts, not numbers, and anchors, aliases and
-tags are refused. Sizes are written `64MiB`, `20GiB` or `2.5GB`. In code, you can use a `dict` with the same keys instead of a
-file.
+given twice is an error that names both lines; a value whose feature is not available yet is an error. Only YAML with
+the same meaning in versions 1.1 and 1.2 is accepted: `12:30:00` and `010` are texts, not numbers, and anchors, aliases
+and tags are refused. Sizes are written `64MiB`, `20GiB` or `2.5GB`. In code, you can use a `dict` with the same keys
+instead of a file.
 
-`auto` keeps as much in RAM as `memory.host` has room for: first the weights of as many units as fit, then the optimizer
-states of as many units as fit. This is decided once, and the traffic falls in proportion. `nvme` keeps none of these states in RAM.
+`auto` keeps as much in RAM as `memory.host` has room for: first the weights of as many units as fit, then the
+optimizer states of as many units as fit. This is decided once, and the traffic falls in proportion. `nvme` keeps none
+of these states in RAM.
 
 """
 COMMANDS_HEAD = """\
@@ -90,7 +92,7 @@ REPLACED_HEAD = """\
 libraries' own. `infinity finetune` uses private methods of a Trainer. A library in which one is gone is named before
 anything is trained.
 
-| function | effect of the replacement | why no official extension point is enough | first failure without the replacement | for |
+| function | effect of the replacement | why no official extension point is enough | first failure without it | for |
 |---|---|---|---|---|
 """
 

@@ -144,8 +144,8 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "measured or chosen; `infinity run --verbose` prints": "cli/test_convert.py::"
         "test_training_starts_as_the_report_says",
         "accelerate launch --config_file <>": "cli/test_convert.py::test_training_starts_as_the_report_says",
-        "Take `--fsdp_config <>` and `-": "cli/test_convert.py::test_training_starts_as_the_report_says",
-        "Take `--deepspeed <>` out of ITS AR": "cli/test_convert.py::test_training_starts_as_the_report_says",
+        "Remove `--fsdp_config <>` and `-": "cli/test_convert.py::test_training_starts_as_the_report_says",
+        "Remove `--deepspeed <>` from ITS AR": "cli/test_convert.py::test_training_starts_as_the_report_says",
         "  <> --model MODEL --data DATA": "cli/test_convert.py::test_training_starts_as_the_report_says",
     },
     "cli/default_dtype.py": {

@@ -72,7 +72,7 @@ def train(
 
 
 def offload_alone(opened: list[nn.Module], directory: Path, model: nn.Module, tier: str, **options: Any) -> nn.Module:
-    """Offload a model without the fixture `offload`, which exists once per test. The caller closes those in `opened`."""
+    """Offload a model without the fixture `offload`, which exists once per test. The caller closes `opened`."""
     config = {"weights": tier, "optimizer": tier, "nvme": {"paths": [str(directory)]}, "commit_every": 0}
     memory = {"memory": {"device": "64MiB", "host": "512MiB"}}
     opened.append(infinity.offload(model, config | memory | options))

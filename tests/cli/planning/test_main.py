@@ -138,7 +138,7 @@ def test_budgets_that_the_machine_does_not_have_are_named(budgets: dict[str, str
 
 def test_what_is_measured_beside_other_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 60.0)
-    assert local_rates._busy() == ", while other work took 60 % of the processors: they may be too low"
+    assert local_rates._busy() == ", while other work used 60 % of the processors: the rates may be too low"
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: 10.0)
     assert local_rates._busy() == ""
 
