@@ -46,7 +46,7 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
         for folder in sorted(wanted - chosen.keys()):
             there = {pin.folder: pin for pins in every for pin in pins.entries}
             raise ConfigError(
-                f"{folder} pins no generation in {paths[0]}. Pinned there are: {pins_text(there.values()) or 'none'}."
+                f"{folder} pins no generation in {paths[0]}. Pins there: {pins_text(there.values()) or 'none'}."
             )
         for pins in every:
             for pin in (pin for pin in pins.entries if pin.folder in chosen):
