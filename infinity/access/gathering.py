@@ -6,7 +6,7 @@ than the planned memory for weights can be gathered as far as the machine has me
 states only if that was requested. Then only parameters whose bits changed are written: their weights, and for each
 changed weight a master of exactly its value. Weights that are restored before the next step get their old masters back
 (coordinator/written_masters.py). Moments do not change. The write goes to copies in the store that no generation names
-(`destination`). So existing generations stay complete, and the next commit has the new values.
+(`copy_to_write`). So existing generations stay complete, and the next commit has the new values.
 
 Several ranks enter and leave the context together, with the same values on all of them. Each rank puts all new values
 into its slot, and writes its slice to the states.

@@ -542,8 +542,8 @@ class Coordinator(Lender):
         """Begin an outermost backward pass, which is about to bring its first gradient.
 
         Args:
-            spanning: number of micro-batches that go through each unit before the next unit (`passed`), when several
-                passes of autograd are treated as one. 0: an ordinary pass.
+            spanning: number of micro-batches that go through each unit before the next unit (`micro_batch_passed`),
+                when several passes of autograd are treated as one. 0: an ordinary pass.
         """
         self.readers.backward_begins()
         self.gradients.drop_cleared(self.places)
@@ -618,7 +618,7 @@ class Coordinator(Lender):
 
         After the last piece that a unit expects in an ordinary pass, the unit's gradients are complete, as far as can
         be told. They are sent from the device, and the unit's update may begin once they are complete on all ranks.
-        Raises as `land`.
+        Raises as `set_gradient`.
         """
         index = place.unit.index
         self._land(place, gradient, accumulate=accumulate)

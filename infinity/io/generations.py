@@ -14,7 +14,7 @@ This module makes a generation durable, pins it for a checkpoint folder, and res
    all ranks have confirmed that (`prepare`, `retire`), and the next step writes after the removal.
 5. A resumed run fsyncs the directory before it continues from a manifest. Before it writes anything, it removes the
    manifests that it does not continue from, and fsyncs the directory again.
-6. A pinned generation has its own manifest (pins.py), which none of the above touches. A pin is durable before hold()
+6. A pinned generation has its own manifest (pins.py), which none of the above touches. A pin is durable before pin()
    returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before a copy that the
    pinned manifest names may be written. A resume keeps all pinned generations, older or newer than its own, even if the
    run makes a generation of the same step again.
@@ -76,7 +76,7 @@ class Generations:
         self._pins_max = pins
         self._pins = Pins([directory.path for directory in store.directories], store.run, rank, ranks)
         self._pinned: dict[str, list[int]] = {}  # by digest, certainly or possibly pinned: the copy of each extent
-        self._given_up: dict[Path, str] = {}  # manifests that settle() removes, and the reason for each
+        self._given_up: dict[Path, str] = {}  # manifests that finish_recovery() removes, and the reason for each
         self._retires = False  # whether retire() must still be called
         self._pending_recovery: _PendingRecovery | None = None
 
@@ -146,7 +146,7 @@ class Generations:
         return sorted(self._kept)
 
     def candidates(self, step: int | None) -> list[Candidate]:
-        """Return the generations that recover() may resume from, like `ways` of generation_scan.py."""
+        """Return the generations that recover() may resume from, like `candidates` of generation_scan.py."""
         return candidates(self._directory, self._store.run, step)
 
     def make(self, step: int, facts: dict[str, Any], body: dict[str, Any]) -> Path:
@@ -222,7 +222,7 @@ class Generations:
         """Find the newest undamaged generation, and make its values the newest values of the extents.
 
         Every byte of the generation is read once, and the store remembers its checksums. Newer generations that are
-        damaged are reported in the log; settle() removes their manifests.
+        damaged are reported in the log; finish_recovery() removes their manifests.
 
         Args:
             memory: 4 KiB-aligned buffer for reading.
@@ -243,7 +243,7 @@ class Generations:
         # A killed run may have left its last rename only in the page cache: make the rename durable before resuming.
         atomic_file.sync_directory(directory.path)
         found = directory.generations()
-        # settle() would remove manifests that this run does not resume from
+        # finish_recovery() would remove manifests that this run does not resume from
         require_known([*found.values(), *pinned_in(directory.path)])
 
         def point_to(manifest: Manifest, path: Path) -> tuple[tuple[Manifest, Path], list[Extent]]:
@@ -391,7 +391,7 @@ class Generations:
 
     @property
     def pin_list(self) -> list[Pin]:
-        """Pins, oldest first, without the pins that settle() will remove."""
+        """Pins, oldest first, without the pins that finish_recovery() will remove."""
         return list(self._pins.entries if self._pending_recovery is None else self._pending_recovery.pins)
 
     def has_free_pin(self, folder: Path) -> bool:
@@ -505,7 +505,7 @@ class Generations:
 
 @dataclass(frozen=True)
 class _PendingRecovery:
-    """Work of settle() besides removing manifests.
+    """Work of finish_recovery() besides removing manifests.
 
     Attributes:
         pins: the pins that stay.

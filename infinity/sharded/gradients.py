@@ -341,7 +341,7 @@ class SharedGradients:
         self._outbox.land_arrived()
 
     def before_landing(self, index: int, /) -> None:
-        return  # the outbox calls `before` when gradients of all ranks land
+        return  # the outbox calls `before_landing` when gradients of all ranks land
 
     def complete(self, index: int) -> Sequence[int]:
         self._units[index].send()

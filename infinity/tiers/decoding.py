@@ -1,11 +1,11 @@
 """Decoding of weights for a slot: by the native decoder in host memory, by kernels of the device on a device.
 
 [Note: decoding] The weights of a group with a codec are smaller at home than in a slot (state/codec.py). A fetch from
-the store reads the encoded weights into a bounce buffer (`landing`), which is given back once they are decoded into the
-slot. Encoded weights in RAM are decoded directly from their home. On a device, the encoded weights cross the bus and
-are decoded on the compute stream. NF4 is decoded by one Triton kernel (triton_nf4.py) or by the bitsandbytes kernel, if
-one of them is installed and gives the same bits as infinity's operations. All other formats are decoded by torch
-operations.
+the store reads the encoded weights into a bounce buffer (`encoded_space`), which is given back once they are decoded
+into the slot. Encoded weights in RAM are decoded directly from their home. On a device, the encoded weights cross the
+bus and are decoded on the compute stream. NF4 is decoded by one Triton kernel (triton_nf4.py) or by the bitsandbytes
+kernel, if one of them is installed and gives the same bits as infinity's operations. All other formats are decoded by
+torch operations.
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ class GroupDownload:
         return [landing.future for landing in self._on_way]
 
     def sent(self, name: str) -> bool:
-        """Return whether a gradient of this parameter was sent and `land` has not taken it yet."""
+        """Return whether a gradient of this parameter was sent and `wait_landed` has not taken it yet."""
         return any(name in landing.names for landing in self._on_way)
 
     def wait_landed(self) -> Iterator[Mapping[str, Sequence[float]]]:

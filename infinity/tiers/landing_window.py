@@ -117,14 +117,14 @@ class Spill:
         return self._extent.nbytes
 
     def use(self, nbytes: int) -> None:
-        """Set the number of bytes in use, of the memory that `bring` returns.
+        """Set the number of bytes in use, of the memory that `load` returns.
 
         Only these bytes are written to the store.
         """
         self._used_bytes = nbytes
 
     def announce(self) -> None:
-        """Start to read the gradients from the store for a `bring` that will follow soon, if there is room at once."""
+        """Start to read the gradients from the store for a `load` that will follow soon, if there is room at once."""
         if self._where is _SpillState.AWAY and self._failure is None:
             lease = self._landing.space.try_lease(self.nbytes)
             if lease is not None:

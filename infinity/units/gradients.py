@@ -14,7 +14,7 @@ Gradients without room in RAM, or without room to be widened there, land in a wi
 
 The pass that lands a gradient also computes its sum of squares, so the norm needs no pass of its own. From a device
 with memory of its own, gradients come through a queue (tiers/downloads.py) and land in the background. A reader of such
-gradients is chained to the landing, or calls `settle`.
+gradients is chained to the landing, or calls `wait_landed`.
 """
 
 from __future__ import annotations

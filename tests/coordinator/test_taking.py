@@ -36,7 +36,7 @@ def test_ctrl_c_between_two_units_leaves_none_in_use(
 
 
 def test_weights_that_were_required_stay_where_they_are_while_they_are_referred_to(offload: Any) -> None:
-    """Another thread may bring other units before a view is made of what `require` returned."""
+    """Another thread may bring other units before a view is made of the result of `weights_view`."""
     coordinator = registry.coordinator_of(offload(llama()[0], tier="nvme", memory=TIGHT))
     required = coordinator.weights_view(1)
     value = required.clone()
