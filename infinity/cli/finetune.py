@@ -183,7 +183,7 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
         swap = config.nvme.paths[0]
         more = command("finetune", "--resume", swap, "--steps", "MORE", "--output", "DIRECTORY")
         print(printable(f"checkpoint of step {run.done}: {swap} (`{command('checkpoint')}` exports or removes it)"))
-        print(printable(f"to go on from it: {more}"))
+        print(printable(f"to resume it: {more}"))
     elif store is not None:
         passes = None if options.steps is not None else options.epochs or 1
         finish(config.nvme.paths, store, options.output, run.done, passes)
@@ -195,8 +195,8 @@ def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
     the run."""
     paths = config.nvme.paths
     return StoreNotEmptyError(
-        f"{printable(paths[0])} holds the generations of an earlier run. To go on with it: "
-        f"`{command('finetune', '--resume', paths[0])}`. To let it go: `{command('checkpoint', 'remove', *paths)}`. "
+        f"{printable(paths[0])} holds the generations of an earlier run. To resume it: "
+        f"`{command('finetune', '--resume', paths[0])}`. To remove it: `{command('checkpoint', 'remove', *paths)}`. "
         "Or name another directory in nvme.paths."
     )
 
@@ -372,7 +372,7 @@ def _require_model(name: str, *, resuming: bool) -> None:
 def _leave(model: Any, config: SwapConfig, code: int, step: int) -> int:
     """Commit the last step of a run that a signal stopped, print how to resume it, and return the exit code."""
     commit(model)
-    print(printable(f"stopped after step {step}; go on with: {command('finetune', '--resume', config.nvme.paths[0])}"))
+    print(printable(f"stopped after step {step}; resume with: {command('finetune', '--resume', config.nvme.paths[0])}"))
     return code
 
 

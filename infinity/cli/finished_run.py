@@ -110,7 +110,7 @@ def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
             raise ResumeError(
                 f"nothing to resume in {directory}: the run ended after step {note.steps}, and its store is removed. "
                 + _result(Path(note.output))
-                + " With --keep-store a run can go on after its end."
+                + " With --keep-store a run can be resumed after its end."
             )
         return False
     if not Path(note.output).is_dir():

@@ -96,9 +96,7 @@ def read(options: FinetuneOptions, tokenizer: Any, disk: Path, held: ExitStack) 
             else f"; held out: {read[1].summary()}"
         )
     if options.verbose:
-        print(
-            f"the first document of --data, with what is learned of it in «»:\n{printable(data.preview())}", flush=True
-        )
+        print(f"the first document of --data, with the learned text in «»:\n{printable(data.preview())}", flush=True)
     return Data(
         trained,
         held_out,

@@ -143,13 +143,15 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             so_far = " (the best so far)" if is_best else ""
             self._progress.say(f"step {step}: the model is saved in {self._trainer.folder_of(step)}{so_far}")
         elif state.is_world_process_zero:
-            print(f"warning: {printable(why)}; the run goes on", file=sys.stderr, flush=True)
+            print(f"warning: {printable(why)}; the run continues", file=sys.stderr, flush=True)
 
     def _rotate(self) -> None:
         try:
             run_directory.rotate(self._options, self._history.evaluations)
         except OSError as error:
-            print(f"warning: a model cannot be removed: {raised(error)}; the run goes on", file=sys.stderr, flush=True)
+            print(
+                f"warning: a model cannot be removed: {raised(error)}; the run continues", file=sys.stderr, flush=True
+            )
 
     def figures(self) -> dict[str, float]:
         """Return figures of the steps since the last entry in a tracker, in addition to a Trainer's own figures."""

@@ -101,7 +101,7 @@ class _Guarded:
             raise
         except Exception as error:
             if not self._failed:
-                what = f"warning: the tracker {self._tracker} failed: {raised(error)}; the run goes on"
+                what = f"warning: the tracker {self._tracker} failed: {raised(error)}; the run continues"
                 print(what, file=sys.stderr, flush=True)
             self._failed = True
             return None

@@ -376,7 +376,7 @@ class Generations:
             for path, why in self._given_up.items():
                 step = int(path.name.partition(".")[0].split("-")[1])
                 gone = f"generation {step} {why} and is removed ({path})"
-                logger.warning("the run goes on from generation %s; %s", self.newest, gone)
+                logger.warning("the run resumes from generation %s; %s", self.newest, gone)
                 atomic_file.remove(path)
             atomic_file.sync_directory(self._directory.path)
             self._given_up = {}

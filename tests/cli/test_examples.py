@@ -218,7 +218,7 @@ def test_verbose_shows_the_first_document_of_the_data(job: dict[str, Any], tmp_p
     rows = tmp_path / "rows.jsonl"
     rows.write_text((json.dumps({"prompt": "the quick", "completion": "brown fox"}) + "\n") * 4)
     assert run(job | {"--data": rows, "--steps": 1}, "--verbose") == 0
-    shown = capsys.readouterr().out.partition("the first document of --data, with what is learned of it in «»:\n")[2]
+    shown = capsys.readouterr().out.partition("the first document of --data, with the learned text in «»:\n")[2]
     assert shown.splitlines()[0].replace(" ", "") == "thequick«brownfox<eos>»"
 
 

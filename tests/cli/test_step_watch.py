@@ -181,7 +181,7 @@ def test_a_loss_that_is_not_finite_is_in_one_entry_of_trackers_and_one_that_fail
     assert [loss for _, loss in read["train/loss"]] == pytest.approx(entries, rel=1e-6, nan_ok=True)
     assert [math.isnan(loss) for loss in entries] == [False, True, False, False]
     assert (
-        "warning: the tracker tensorboard failed: ConnectionError: 503 Service Unavailable; the run goes on"
+        "warning: the tracker tensorboard failed: ConnectionError: 503 Service Unavailable; the run continues"
         in capfd.readouterr().err
     )
 

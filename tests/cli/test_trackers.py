@@ -132,7 +132,7 @@ def test_a_tracker_may_fail_from_its_opening_to_its_end(
     assert capsys.readouterr().err.count(GOES_ON) == 1
 
 
-GOES_ON = "warning: the tracker wandb failed: ConnectionError: no route to host; the run goes on"
+GOES_ON = "warning: the tracker wandb failed: ConnectionError: no route to host; the run continues"
 
 
 def away(*_: Any, **__: Any) -> None:

@@ -179,7 +179,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_a_rate_that_would_rise_is_refused_and_one_that_stays_or_falls_is_not",
     },
     "cli/finished_run.py": {
-        "With --keep-store a run can go on": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
+        "With --keep-store a run can be resumed": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
         "(--keep-store keeps it)": "cli/test_finished_run.py::test_keep_store_keeps_it",
         "starts from it with --model.": "cli/test_finished_run.py::test_a_finished_run_has_nothing_to_go_on_with",
     },
@@ -262,7 +262,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_frozen_weights_of_several_ranks_that_cannot_be_encoded_are_planned_as_the_message_says",
     },
     "cli/run_data.py": {
-        "the first document of --data, with what is lea": "cli/test_examples.py::"
+        "the first document of --data, with the learned": "cli/test_examples.py::"
         "test_verbose_shows_the_first_document_of_the_data",
     },
     "cli/records.py": {

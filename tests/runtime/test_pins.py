@@ -104,7 +104,7 @@ def test_a_run_goes_on_from_a_folder_whose_generation_keep_would_have_dropped(
     assert same(again.bits, expected)
     assert pinned(again.model) == {folder: 2}
     again.to(3).end()
-    assert "the run goes on from generation 2; generation 7 is newer and is removed (" in caplog.text
+    assert "the run resumes from generation 2; generation 7 is newer and is removed (" in caplog.text
     assert "damaged" not in caplog.text
 
 
@@ -116,7 +116,7 @@ def test_a_damaged_generation_that_goes_is_called_damaged(tmp_path: Path, caplog
         again = Run(tmp_path, keep=2, resumes=True)
         assert again.done == 3
         again.to(4).end()
-    assert f"the run goes on from generation 3; generation 4 is damaged and is removed ({newest})" in caplog.text
+    assert f"the run resumes from generation 3; generation 4 is damaged and is removed ({newest})" in caplog.text
 
 
 def test_pinning_does_not_change_a_bit_of_the_run(tmp_path: Path) -> None:
