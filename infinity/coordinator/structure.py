@@ -1,4 +1,4 @@
-"""Modules and parameters of a model, to detect replaced ones."""
+"""Record of a model's modules and parameters, to detect modules and parameters that were replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.errors import ModelError
 
 
 class Structure:
-    """The modules and parameters of a model when it was offloaded. A replaced one would run without hooks."""
+    """The modules and parameters of a model when it was offloaded. A module that replaces another has no hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._children = [
@@ -41,16 +41,15 @@ class Structure:
         """Check that no module or parameter was replaced.
 
         Raises:
-            ModelError: one was replaced; names it.
+            ModelError: a module or parameter was replaced. The message names the module or parameter.
         """
         name = self.changed()
         if not name:
             return
         raise ModelError(
             f"'{name}' was replaced after infinity.offload (by get_peft_model, merge_and_unload, a parametrization, or "
-            "an assignment), so its weights are not in the store. Change the model before infinity.offload (after "
-            "infinity.load_pretrained(defer=True)), or make the optimizer before the first "
-            "forward: the optimizer offloads the "
-            "model again. To save a merged PEFT model, call merged.save_pretrained(directory) in the "
-            "same `with infinity.gathered(model):` as the merge."
+            "an assignment), so its weights are not in the store. Change the model before infinity.offload (with "
+            "infinity.load_pretrained(defer=True): between the two calls). Or make the optimizer after the change and "
+            "before the first forward: making the optimizer offloads the model again. To save a merged PEFT model, "
+            "call merged.save_pretrained(directory) in the same `with infinity.gathered(model):` as the merge."
         )

@@ -19,19 +19,20 @@ class CommitPace:
     """The decision which steps are committed.
 
     A run that measures N commits its first two steps, to find out the cost of a commit and the time of a step. After
-    each commit it sets N so that commits take at most 5 % of the time. The cost of a commit is the time for which the
-    loop waits for it.
+    each commit, the run sets N so that commits take at most 5 % of the time. The cost of a commit is the time for which
+    the loop waits for the commit.
 
-    Invariant: once due() was asked about a step, its answer for that step does not change, because updates are started
-    on the strength of that answer.
+    Invariant: after the first call of due() for a step, due() gives the same answer for this step, because updates
+    that rely on the answer have begun.
 
-    Several ranks commit the same steps. A rank's measured N has no effect until all ranks have received it: before each
-    step they agree on the largest N of all ranks (lead). It applies from the step after the next one on.
+    Several ranks commit the same steps. Before each step, the ranks agree on the largest N that any of them has
+    measured (lead). This N applies from the step after the next step on. Before that step, a rank's own measurement has
+    no effect.
 
     Args:
         commits: interval between commits from the plan.
         agreed: whether this process is one of several ranks (GenerationMaker).
-        clock: returns the time in seconds.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class CommitPace:
 
     @property
     def every(self) -> int:
-        """Steps between commits that this process has measured."""
+        """Number of steps between commits, as measured by this process."""
         return self._measured
 
     def lead(self, every: int, step: int) -> None:
-        """Commit every `every`-th step from the one after `step` on, until the ranks agree again.
+        """Commit every `every`-th step among the steps after `step`, until the ranks agree again.
 
-        `step` itself keeps the former interval, because some ranks may have asked about it already.
+        `step` itself keeps the former interval, because some ranks may have called due() for this step already.
         """
         self.due(step)
         self._every = every
@@ -83,7 +84,7 @@ class CommitPace:
             step_s = (now - self._last[1] - cost_s) / (step - self._last[0])
             every = min(affordable_every(cost_s, step_s), self._most)
             if every != self._measured:
-                logger.info("commits: every %d steps (one takes %.3g s, a step %.3g s)", every, cost_s, step_s)
+                logger.info("commits: every %d steps (a commit takes %.3g s, a step %.3g s)", every, cost_s, step_s)
             self._measured = every
             if not self._agreed:
                 self._every = every

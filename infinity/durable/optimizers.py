@@ -1,4 +1,4 @@
-"""The optimizers of a model. Every commit keeps their hyperparameters and progress."""
+"""The optimizers of a model, whose hyperparameters and progress are kept in every commit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.errors import ModelError
 
 
 class Checkpointed(Protocol):
-    """An optimizer, as far as commits use it."""
+    """Interface of an optimizer for commits."""
 
     def names(self) -> set[str]: ...
 
@@ -36,11 +36,11 @@ class Optimizers(Generic[T]):
     def enter(self, optimizer: T, resumed: ResumedGeneration | None) -> None:
         """Register an optimizer, so that every commit keeps its state.
 
-        It replaces the optimizers that have any of its parameters. In a resumed run the optimizer restores its state
-        from the generation.
+        The new optimizer replaces the registered optimizers that have any of its parameters. In a resumed run the new
+        optimizer restores its state from the generation.
 
         Raises:
-            ResumeError: the saved state does not fit the optimizer. It is not registered.
+            ResumeError: the saved state does not fit the optimizer. The optimizer is not registered.
         """
         before = self._entered
         self._entered = [other for other in before if not optimizer.names() & other.names()]
@@ -59,18 +59,18 @@ class Optimizers(Generic[T]):
         return self._entered[0] if len(self._entered) == 1 else None
 
     def require_entered(self, optimizer: object) -> None:
-        """Raise ModelError if another optimizer has replaced this one."""
+        """Raise ModelError if another optimizer has replaced `optimizer`."""
         if not any(other is optimizer for other in self._entered):
             raise ModelError(
-                "another optimizer was made for parameters of this one and replaced it: the states of "
-                "this one would not be in the "
-                "commits. Use one optimizer for each parameter."
+                "another optimizer was made for parameters of this optimizer and replaced it: the states of this "
+                "optimizer would be missing from the commits. Use one optimizer for each parameter."
             )
 
     def require_disjoint(self, optimizer: object, names: set[str]) -> None:
-        """Raise ModelError if another optimizer has some of the parameters that this one is about to get.
+        """Raise ModelError if another optimizer has some of the parameters `names`, which `optimizer` is about to get.
 
-        An optimizer that is still being constructed is not registered. It replaces the others when it is.
+        Nothing is checked for an optimizer that is still being constructed: it is not registered yet, and it replaces
+        the other optimizers when it is registered.
         """
         if not any(other is optimizer for other in self._entered):
             return
@@ -85,8 +85,8 @@ class Optimizers(Generic[T]):
         """Restore learning rates and other hyperparameters in a resumed run.
 
         Args:
-            resumed: the generation that the run was resumed from; None does nothing.
-            again: restore all optimizers; otherwise only those that were not restored yet.
+            resumed: the generation that the run was resumed from; None: nothing is restored.
+            again: restore all optimizers; otherwise only the optimizers that were not restored yet.
         """
         if resumed is None:
             return

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class ResumedGeneration:
-    """The generation from which a run was resumed. It is in use until the first step is done."""
+    """The generation from which a run was resumed. The object is in use until the first step is done."""
 
     def __init__(self, step: int, body: Body) -> None:
         self.step = step
@@ -26,7 +26,7 @@ class ResumedGeneration:
         """Restore the state of a tracked object.
 
         Raises:
-            ResumeError: the run did not track it, or its state does not fit.
+            ResumeError: the run did not track an object of this name, or the saved state does not fit the object.
         """
         if name not in self.body.tracked:
             there = ", ".join(f"'{key}'" for key in self.body.tracked) or "nothing"
@@ -64,4 +64,6 @@ class ResumedGeneration:
             rng.restore(self.body.rng_before_forward)
         if self.unclaimed:
             unclaimed = ", ".join(sorted(self.unclaimed))
-            logger.warning("the run that is resumed tracked %s, and nothing has restored their state", unclaimed)
+            logger.warning(
+                "the run that is resumed tracked %s, and nothing has restored the state of these objects", unclaimed
+            )

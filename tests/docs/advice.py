@@ -353,9 +353,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_with_no_sync_updates_begin_in_the_last_pass_of_the_first_step_on",
     },
     "coordinator/structure.py": {
-        "(after infinity.load_pretrained(defer=True))": "runtime/test_reoffload.py::"
+        "(with infinity.load_pretrained(defer=True): between": "runtime/test_reoffload.py::"
         "test_a_model_changed_after_it_was_loaded_has_the_bits_and_the_states_of_one_changed_before",
-        "or make the optimizer before the first forward": "runtime/test_reoffload.py::"
+        "Or make the optimizer after the change and": "runtime/test_reoffload.py::"
         "test_following_the_advice_a_weight_is_computed_from_now_on",
         "call merged.save_pretrained(directory) in the": "checkpoint/test_adapters.py::"
         "test_a_model_merged_and_saved_in_gathered_has_the_logits_of_the_adapters",
