@@ -1,1 +1,1 @@
-"""One offloaded unit and its surroundings: weights, update and gradients; prefetch, eviction and the order of both."""
+"""One offloaded unit (weights, update, gradients), and the order in which units are fetched, evicted and updated."""

@@ -1,7 +1,8 @@
-"""Gradients that a backward pass has brought so far, units that have all of theirs, and the last pass before the step.
+"""Counts of the gradients that have arrived in a backward pass.
 
-Nothing in this file changes a result. Expectations are learned from the pass before; where one was wrong, the
-speculative update that relied on it is undone.
+The counts show when all gradients of a unit have arrived, and which pass is the last one before the step. Nothing in
+this file changes a result. Expectations are learned from the previous pass. If an expectation was wrong, the
+speculative update that relied on the expectation is undone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Arrivals:
         return self.all_came
 
     def end_pass(self) -> None:
-        """End the pass. The next one is expected to bring the same number of pieces."""
+        """End the pass. The next pass is expected to bring the same number of pieces."""
         self._expected = {name: self._came.get(name, 0) for name in self._expected}
         self.begin_pass()
 
@@ -63,7 +64,8 @@ class Passes:
 
     Attributes:
         spanning: number of micro-batches that the pass under way takes through each unit before the next unit; 0: an
-            ordinary pass. In a spanning pass a unit is complete with the gradients of all micro-batches.
+            ordinary pass. In a spanning pass a unit is complete when the gradients of all its micro-batches have
+            arrived.
     """
 
     def __init__(self, arrivals: Sequence[Arrivals]) -> None:
@@ -72,14 +74,14 @@ class Passes:
         self._passes_learned = 1
         self._accumulating = 0
         self._told = False  # no_sync was used since the last step: a pass outside no_sync is the last one
-        self._micro_batches = 0  # in the passes that have ended
+        self._micro_batches = 0  # number of micro-batches in the passes that have ended
         self.spanning = 0
 
     def begin(self, *, spanning: int = 0) -> None:
         """Begin an outermost backward pass.
 
         Args:
-            spanning: number of micro-batches, as the attribute.
+            spanning: number of micro-batches (see the attribute `spanning`).
         """
         self.spanning = spanning
         for each in self._arrivals:
@@ -103,7 +105,7 @@ class Passes:
         self.spanning = 0
 
     def step_ended(self) -> None:
-        """Learn the number of passes from a step, which has used their gradients."""
+        """Learn the number of passes before a step. The step that has ended has used the gradients of these passes."""
         self._passes_learned = max(self._passes, 1)
         self.forget()
 
@@ -116,8 +118,8 @@ class Passes:
         """Return whether the pass under way is expected to be the last one before the step.
 
         Args:
-            accumulation_steps: number of passes, or of micro-batches, before a step, as set by the user; None: the
-                number of passes before the last step.
+            accumulation_steps: number of passes, or of micro-batches, before a step, as set by the user; None: as many
+                passes as before the last step.
         """
         if self._accumulating:
             return False

@@ -1,6 +1,6 @@
-"""Rules by which a process brings units to their slots, when only its own memory and updates matter.
+"""Rules for bringing units to their slots, in a process for which only its own memory and updates matter.
 
-Ranks that bring their units together may each do only the fetches and evictions that all of them do. That policy is
+Ranks that gather their units together must all make the same fetches and evictions; their rules are in
 sharded/fetch_rules.py.
 """
 
@@ -14,13 +14,13 @@ from infinity.units.weights import Residency
 
 
 class FetchRules(Protocol):
-    """Questions that the room asks before it brings or evicts units.
+    """Questions that the Fetcher asks before it brings or evicts units.
 
     Attributes:
-        rearranges: whether the room may wait for updates, collect garbage and move units in use, when evicting units
+        rearranges: whether the Fetcher may wait for updates, collect garbage and move units in use, when evicting units
             does not make enough room.
-        keeps_slots: whether an update in this process may leave a unit its slot. Otherwise an update on any rank voids
-            the unit's slot.
+        keeps_slots: whether a unit may keep its slot while this process updates the unit; otherwise an update on any
+            rank makes the slot invalid.
     """
 
     rearranges: bool
@@ -37,13 +37,13 @@ class FetchRules(Protocol):
 
         Args:
             unit: unit to evict.
-            prefetch: the room is for a prefetch, which waits for no update and evicts no unit that is still being
-                fetched.
+            prefetch: whether the room is needed for a prefetch. A prefetch waits for no update and evicts no unit that
+                is still being fetched.
         """
 
 
 class LocalFetchRules:
-    """Fetch rules of a process that brings its units alone (FetchRules)."""
+    """Fetch rules of a process that fetches its units without other ranks (FetchRules)."""
 
     rearranges = True
     keeps_slots = True
@@ -52,7 +52,7 @@ class LocalFetchRules:
         return unit.can_be_fetched()
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:
-        """Return True: the slot pool decides."""
+        """Return True, because the slot pool decides whether the unit fits."""
         return True
 
     def may_evict(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:

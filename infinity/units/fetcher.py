@@ -4,9 +4,9 @@ A unit stays after its forward until its memory is needed; the unit with the far
 may be evicted when no forward runs in it, no backward was announced for it, and nothing but its parameters refers to
 its slot.
 
-autograd may refer to the slot through views that it unpacked, and the script through views of its own. The
-recomputation of torch.utils.checkpoint keeps no views (runtime/recomputed_weights.py); another reentrant checkpoint may
-keep views, or the parameters themselves.
+autograd may refer to the slot through views that it unpacked; the script may have made views of the slot, too. The
+recomputation of torch.utils.checkpoint keeps no views (runtime/recomputed_weights.py). Another implementation of
+reentrant checkpoints may keep views, or the parameters themselves.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ from infinity.units.weights import Residency
 
 
 class Fetcher:
-    """Memory for weights on the device, and the units in it. The methods are called under the coordinator's lock.
+    """Device memory for weights, and the units in this memory. The methods are called under the coordinator's lock.
 
-    Invariant: `_present` has the units that are not RELEASED, `_fetching` the FETCHING ones, `_held` the units that are
-    held.
+    Invariant: `_present` has the units that are not RELEASED, `_fetching` the units that are FETCHING, `_held` the
+    units that are held.
 
     Args:
-        rules: decide which units may be brought and evicted, as far as the visits do not decide it.
+        rules: rules that permit fetches and evictions; the order of the visits chooses among the permitted ones.
 
     Attributes:
         units: the units, in the order of their indices.
-        unit_at: function that returns the unit whose slot has a storage (its `_cdata`); None when no slot has it.
+        unit_at: function that returns the unit whose slot is in a given storage (`_cdata`); None when no slot is in the
+            storage.
     """
 
     def __init__(
@@ -58,10 +59,10 @@ class Fetcher:
         self._updates = updates
         self._timeline = timeline
         self._at: dict[int, OffloadedUnit] = {}  # units by the storage of their slots
-        self.unit_at: Callable[[int], OffloadedUnit | None] = self._at.get  # called per saved tensor
+        self.unit_at: Callable[[int], OffloadedUnit | None] = self._at.get  # called for each saved tensor
         self._slots = slots
         self._rules = rules
-        self._viewed: list[Slot] = []  # slots of released units that still have outstanding views
+        self._viewed: list[Slot] = []  # slots with outstanding views, of units that are released
         self._present: dict[int, OffloadedUnit] = {}
         self._fetching: dict[int, OffloadedUnit] = {}
         self._held: list[OffloadedUnit] = []
@@ -81,11 +82,11 @@ class Fetcher:
             self._traces[False].close()
 
     def end_iteration(self) -> None:
-        """End a training iteration. The next one is expected to visit the units in the same order."""
+        """End a training iteration. The next iteration is expected to visit the units in the same order."""
         self._traces[True].close()
 
     def order(self) -> list[OffloadedUnit]:
-        """Return all units, first the one that the next training forward uses first."""
+        """Return all units. The unit that the next training forward uses first comes first."""
         order = update_order(len(self.units), lambda index: self.units[index].full.stays, self._traces[True])
         return [self.units[index] for index in order]
 
@@ -94,7 +95,7 @@ class Fetcher:
         return self._traces[self._training]
 
     def hold(self, indices: Collection[int]) -> list[int]:
-        """Hold these units, and no others.
+        """Hold these units, and no other units: their backward is announced, so they must not be evicted.
 
         Returns:
             Indices of the units that are no longer held.
@@ -110,9 +111,9 @@ class Fetcher:
         return [unit.index for unit in before if unit.index not in indices]
 
     def unuse(self, unit: OffloadedUnit) -> None:
-        """Count a forward of the unit that ended, normally or with an exception."""
+        """Count the end of a forward of the unit, normal or by an exception."""
         unit.weights.unuse()
-        if not in_backward():  # a unit recomputed in backward stays in use
+        if not in_backward():  # a unit that is recomputed in backward stays in use
             unit.weights.rest()
 
     def forget_uses(self) -> None:
@@ -141,8 +142,8 @@ class Fetcher:
         """Free the slots of all units, after the model is closed and its threads have ended.
 
         Returns:
-            Whether the memory of all slots is free. It is not while views of a slot exist, or a device that was given
-                up may still write to a slot.
+            Whether the memory of all slots is free. The memory is not free while views of a slot exist, or while a
+                device that was given up may still write to a slot.
         """
         for unit in self.units:
             if unit.weights.residency is Residency.FETCHING:
@@ -188,8 +189,8 @@ class Fetcher:
     def prefetch(self) -> None:
         """Fetch the next units in the expected order, as far as there is room.
 
-        A unit that still waits for its update keeps its room. If a later unit took this room, it would have to be
-        evicted again before the first unit could be fetched.
+        A unit that still waits for its update keeps its room. If a later unit took this room, the later unit would have
+        to be evicted again before the waiting unit could be fetched.
         """
         if len(self._present) == len(self.units):
             return
@@ -207,9 +208,9 @@ class Fetcher:
                 return
 
     def _prefetch_staying(self) -> None:
-        """Fetch the staying units first.
+        """Fetch the units that stay on the device before other units.
 
-        A staying unit fetched later would be placed between the others and fragment the room.
+        If a staying unit were fetched later, its slot would be placed between other slots and fragment the memory.
         """
         for index in self._staying:
             unit = self.units[index]
@@ -232,11 +233,12 @@ class Fetcher:
         self._at[slot.tensor.untyped_storage()._cdata] = unit
 
     def _start(self, unit: OffloadedUnit, distance: int | None) -> bool:
-        """Begin a fetch, and evict units to make room for it.
+        """Begin a fetch. Evict units as long as there is no room for the fetch.
 
         Args:
             unit: unit to fetch.
-            distance: only units whose next use is more than `distance` visits away may be evicted; None: any unit.
+            distance: a unit may be evicted only if its next use is more than `distance` visits away; None: any unit may
+                be evicted.
 
         Returns:
             Whether the fetch began.
@@ -283,9 +285,9 @@ class Fetcher:
         )
 
     def _let_held_go(self) -> bool:
-        """Stop holding the units whose backward was announced, to make room for the recomputation before it.
+        """Stop holding the units whose backward was announced, to make room for the recomputation before that backward.
 
-        Autograd brings these units again where it unpacks their weights.
+        The units are fetched again when autograd unpacks their weights.
 
         Returns:
             Whether a unit was held.
@@ -296,7 +298,7 @@ class Fetcher:
         return bool(held)
 
     def _make_room(self, unit: OffloadedUnit) -> bool:
-        """Begin a fetch that found no room, after waiting for updates and collecting garbage.
+        """Try again to begin a fetch that found no room: wait for updates, then collect garbage.
 
         Returns:
             Whether the fetch began.
@@ -310,11 +312,11 @@ class Fetcher:
     def _move_others(self, unit: OffloadedUnit) -> bool:
         """Begin a fetch when enough bytes are free, but not in one piece.
 
-        Units in use without outstanding views give up their slots, and are fetched again into the room that the fetch
-        leaves.
+        Other units whose slots have no outstanding views give up their slots. They are fetched again into the memory
+        that is left after the unit's own fetch.
 
         Returns:
-            Whether all of them fit.
+            Whether the unit and these other units fit.
         """
         others = [
             other
@@ -329,7 +331,7 @@ class Fetcher:
             self._evict(other)
         every = sorted([unit, *others], key=lambda each: -each.full.weight_bytes)
         for each in every:
-            each.weights.use()  # so that none of these is evicted for another
+            each.weights.use()  # so that none of these units is evicted to make room for another
         try:
             fits = all(self._start(each, None) for each in every)
             if not fits and unit.weights.residency is Residency.FETCHING:
@@ -358,7 +360,7 @@ class Fetcher:
         """Return the unit to evict next; None when no unit may be evicted.
 
         Args:
-            distance: distance of the fetch that needs room, as for `_start`.
+            distance: distance of the fetch that needs room, with the same meaning as in `_start`.
         """
         units = (self.units[index] for index in victims(sorted(self._present), self._trace, distance))
         return next((unit for unit in units if self._may_go(unit, prefetch=distance is not None)), None)
@@ -382,7 +384,7 @@ class Fetcher:
         self._vacate(unit)
 
     def _vacate(self, unit: OffloadedUnit) -> None:
-        """Free the slot of a unit, which nothing may use any more."""
+        """Free the slot of a unit. Nothing may use the slot any more."""
         slot = unit.weights.release()
         del self._present[unit.index]
         del self._at[slot.tensor.untyped_storage()._cdata]
@@ -406,7 +408,7 @@ class Fetcher:
     def update_decided(self, unit: OffloadedUnit) -> None:
         """Adapt the slot of a unit to its decided update.
 
-        The old weights are void, so the slot is kept only if the update uses it.
+        The old weights are no longer valid, so the slot is kept only if the update uses the slot.
         """
         unit.weights.bump()
         update, slot = unit.decided, unit.weights.slot
@@ -433,7 +435,7 @@ class Fetcher:
     def adopt(self) -> None:
         """Take over the parameters of all units and turn them into placeholders.
 
-        Their values must be at home by now.
+        The homes of the units must have the values of the parameters already.
         """
         for unit in self.units:
             unit.views.adopt(self._resources.torch_device)

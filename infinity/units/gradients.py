@@ -1,20 +1,20 @@
 """Gradients before the update: landing, accumulation over micro-batches, and the exact global norm.
 
-A gradient passes ParameterHooks (runtime/hooks.py) → Coordinator.land_gradient → GroupGradients.land. From there it
-lands with _native.land_gradient in one process on the CPU, through the queue below from a device, and through the
-outbox (sharded/outbox.py) with several ranks.
+A gradient passes ParameterHooks (runtime/hooks.py) → Coordinator.land_gradient → GroupGradients.land.
+GroupGradients.land calls _native.land_gradient for a gradient that is on the CPU. A gradient from a device goes through
+a queue (tiers/downloads.py). With several ranks, gradients go through the outbox (sharded/outbox.py).
 
-A group's buffer has the dtype of the group's weights until a second gradient arrives for a parameter. The buffer is
-then widened in place to fp32. So one micro-batch costs 2 bytes per bf16 parameter, and accumulation is in fp32. A group
-that accumulated in one step begins the next step in fp32. So does a group whose micro-batches follow each other
-directly.
+A group's buffer has the dtype of the group's weights until a second gradient arrives for a parameter. When the second
+gradient arrives, the buffer is widened in place to fp32. So one micro-batch costs 2 bytes per bf16 parameter, and
+accumulation is in fp32. A group that accumulated in one step begins the next step in fp32. A group whose micro-batches
+follow each other directly begins its step in fp32, too.
 
 Gradients without room in RAM, or without room to be widened there, land in a window of RAM and wait in the store
-(tiers/landing_window.py). They are written when the backward of another unit begins.
+(tiers/landing_window.py). These spilled gradients are written when the backward of another unit begins.
 
-The pass that lands a gradient also computes its sum of squares, so the norm needs no pass of its own. From a device
-with memory of its own, gradients come through a queue (tiers/downloads.py) and land in the background. A reader of such
-gradients is chained to the landing, or calls `wait_landed`.
+The pass that lands a gradient also computes its sum of squares, so the norm needs no separate pass over the gradients.
+Gradients from a device with its own memory land in the background. An update that reads gradients in flight waits for
+their landings; every other reader calls `wait_landed` first.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class GroupGradients:
     sums of squares (Σ g²) of the parameters in `present`, except for gradients in `_down`, which may not have landed.
 
     Args:
-        home: RAM that the gradients wait in; None when they spill.
-        extent: range of the store for spilled gradients; None when they always have room in RAM.
-        window: window of RAM that spilled gradients pass through; None when they always have room in RAM.
+        home: RAM that the gradients wait in; None: the gradients spill to the store.
+        extent: range of the store for spilled gradients; None: the gradients always have room in RAM.
+        window: window of RAM that spilled gradients pass through; None: the gradients always have room in RAM.
         queue: queue from a device; None when gradients arrive in host memory.
     """
 
@@ -118,11 +118,11 @@ class GroupGradients:
         Args:
             spec: parameter of the gradient.
             gradient: gradient of the parameter's shape, on the parameter's device.
-            accumulate: add the gradient to the present one; otherwise replace it.
-            more: further gradients of the group's parameters will be added soon.
+            accumulate: add the gradient to the present gradient; otherwise replace the present gradient.
+            more: whether further gradients of the group's parameters will be added soon.
 
         Raises:
-            PlanError: a second gradient arrived before a step, with no room for fp32 accumulation.
+            PlanError: a second gradient arrived before a step, and there is no room to accumulate gradients in fp32.
             SwapIOError: a transfer of gradients to or from the store failed.
         """
         if gradient.is_sparse:
@@ -132,7 +132,7 @@ class GroupGradients:
             self._widen()
             self._accumulates = True
         elif not self.present:
-            # Gradients from a device that spill move fewer bytes in the dtype they arrive in.
+            # Spilled gradients from a device move fewer bytes in the dtype in which they arrive.
             room = self._room_bytes if self._down is None else self._home_bytes
             wide = (self._accumulates or more) and room >= self._fp32_bytes
             self._keep_as(torch.float32 if wide else self._group.dtype)
@@ -168,7 +168,7 @@ class GroupGradients:
         if down.packed is not None and not down.packed.takes(spec, add=add):
             down.send()
         if not add and down.sent(spec.name):
-            self.wait_landed()  # the native thread may still read the gradient that this one replaces
+            self.wait_landed()  # the native thread may still read the gradient that is to be replaced
         self._sums.pop(spec.name, None)
         adds_up = more and not add and self.dtype == torch.float32
         packed = down.packed or down.begin(self._view(), self.dtype, adds_up=adds_up)
@@ -224,12 +224,12 @@ class GroupGradients:
         self._keep_as(torch.float32)
 
     def backward_begins(self) -> None:
-        """Prepare for the unit's backward: announce that gradients in the store will be added to."""
+        """Prepare for the unit's backward: announce that gradients will be added to those in the store."""
         if self._spilled and self._spill is not None:
             self._spill.announce()
 
     def replay(self) -> None:
-        """Bring spilled gradients to the window, as landing a gradient does. Their values do not matter."""
+        """Load spilled gradients into the window, as `land` does. The values of the gradients do not matter."""
         if self._spilled and self._spill is not None:
             self._spill.load()
 
@@ -255,10 +255,10 @@ class GroupGradients:
             self._spill.begin_spill()
 
     def partials(self, spec: ParameterSpec) -> Sequence[float]:
-        """Return the partial sums of squares (Σ g²) of a gradient in double, one per part that the group's grid cuts.
+        """Return the partial sums of squares (Σ g²) of a gradient in double, one for each cell of the group's grid.
 
-        The partials are the same for any number of threads. A partial is not finite when one of its elements is not.
-        Wait until the gradient has landed.
+        The partials are the same for any number of threads. A partial is not finite if one of its elements is not
+        finite. Wait until the gradient has landed.
 
         Raises:
             DeviceError: the gradient was lost on the way from the device.
@@ -271,7 +271,9 @@ class GroupGradients:
         return self._sums[spec.name]
 
     def sum_squares(self, spec: ParameterSpec) -> float:
-        """Return Σ g² of a gradient in double; not finite when an element is not. Wait until the gradient has landed.
+        """Return Σ g² of a gradient in double, after waiting until the gradient has landed.
+
+        The sum is not finite if an element of the gradient is not finite.
 
         Raises:
             DeviceError: the gradient was lost on the way from the device.
@@ -318,8 +320,8 @@ def groups_of(unit: Unit, resources: Resources) -> dict[int, GroupGradients]:
 def total_of(partials: Iterable[float]) -> float:
     """Return the sum of partials, rounded once.
 
-    The result does not depend on the order of the partials, so any number of ranks, each with some of the partials,
-    finds the same norm.
+    The result does not depend on the order of the partials. So the norm is the same for any number of ranks, each of
+    which has some of the partials.
     """
     return math.fsum(partials)
 
@@ -329,7 +331,7 @@ class UnitGradients:
 
     Attributes:
         groups: gradients of the trainable groups, by group index.
-        arrivals: gradients that the backward pass under way has brought.
+        arrivals: counts of the gradients that have arrived in the current backward pass.
     """
 
     def __init__(self, unit: Unit, groups: Mapping[int, GroupGradients]) -> None:
@@ -385,11 +387,11 @@ class GradientGroup(Protocol):
 
 @dataclass(frozen=True)
 class Decision:
-    """Facts that are known before a step.
+    """Result of the ranks' agreement before a step.
 
     Attributes:
-        skip: why this process or another rank wants the step to change nothing; "" when none does.
-        payloads: facts that each rank told about its generations, in rank order.
+        skip: reason why this process or another rank wants the step to change nothing; "" when no rank wants that.
+        payloads: numbers that each rank reported about its generations, in rank order.
     """
 
     skip: str
@@ -397,14 +399,14 @@ class Decision:
 
 
 Named = Callable[[], Iterable[tuple[nn.Parameter, Place]]]
-"""Function that gives the parameters of the model, each with its place."""
+"""Function that returns the parameters of the model, each with its place."""
 
 
 class Gradients(Protocol):
     """The gradients of every trainable parameter, from the backward passes to the step.
 
-    They are the gradients of this process (`LocalGradients`) or of all ranks (sharded/gradients.py). All ranks make the
-    same calls.
+    The gradients are those of this process (`LocalGradients`) or of all ranks (sharded/gradients.py). All ranks make
+    the same calls.
     """
 
     @property
@@ -433,7 +435,7 @@ class Gradients(Protocol):
         """Begin an outermost backward pass."""
 
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
-        """Begin the backward of `units`, and send spilled gradients of others, except `staying`, to the store."""
+        """Begin the backward of `units`. Send spilled gradients of all other units, except `staying`, to the store."""
 
     def backward_left(self, units: Iterable[int]) -> None:
         """End the backward of these units.
@@ -443,10 +445,10 @@ class Gradients(Protocol):
         """
 
     def before_landing(self, index: int, /) -> None:
-        """Prepare for a gradient of a unit, which backward is about to bring."""
+        """Prepare for a gradient of a unit; the backward is about to produce this gradient."""
 
     def complete(self, index: int) -> Iterable[int]:
-        """Send the gradients of a unit, which are complete as far as can be told, from the device.
+        """Send the gradients of a unit from the device; they are complete as far as this process can tell.
 
         Yields:
             Units whose gradients are complete on all ranks, as they become so.
@@ -457,7 +459,7 @@ class Gradients(Protocol):
 
         Args:
             indices: units that the micro-batch has passed.
-            complete: those of the units that now have the gradients of all micro-batches.
+            complete: units among `indices` that now have the gradients of all micro-batches.
 
         Yields:
             Units whose gradients are complete on all ranks, as they become so.
@@ -467,7 +469,7 @@ class Gradients(Protocol):
         """
 
     def take_completed(self) -> Sequence[int]:
-        """Return the units whose gradients of a pass have landed from all ranks, each unit once."""
+        """Return the units whose gradients of this pass have landed from all ranks. Return each unit only once."""
 
     def pass_ended(self) -> None:
         """End the outermost backward pass.
@@ -492,12 +494,12 @@ class Gradients(Protocol):
         """Drop the gradients of parameters whose `.grad` was set to None by hand."""
 
     def decide(self, facts: Mapping[str, object], skip: str, told: Sequence[int]) -> Decision:
-        """Agree with the other ranks on a step, when all gradients have landed.
+        """Agree with the other ranks on a step. The caller has waited until all gradients have landed.
 
         Args:
             facts: JSON values that must be the same on all ranks, by a name for messages.
-            skip: why this process wants the step to change nothing; "" when it does not.
-            told: facts about this process's generations.
+            skip: reason why this process wants the step to change nothing; "" without a reason.
+            told: numbers about this process's generations, for the other ranks.
 
         Raises:
             PeerError: the facts or the set of parameters with a gradient differ between ranks, or a rank failed.
@@ -512,9 +514,9 @@ class LocalGradients:
 
     Args:
         units: gradients of each unit, in the order of unit indices.
-        window: window that spilled gradients land in; None when none spill.
-        before_landing: called with the index of a unit before gradients of the unit land; from then on nothing may read
-            the unit's present gradients.
+        window: window that spilled gradients land in; None when no gradients spill.
+        before_landing: function that is called with the index of a unit before gradients of the unit land; after the
+            call nothing may read the present gradients of the unit.
     """
 
     elsewhere: Set[str] = frozenset()
@@ -592,7 +594,7 @@ def sum_of(of: Callable[[Place], GradientGroup], places: Iterable[Place]) -> tup
     """Return Σ g² over `places`, as Gradients.sum_squares.
 
     Args:
-        of: function that gives the gradients of the group at a place.
+        of: function that returns the gradients of the group at a place.
         places: places of the parameters.
     """
     every: list[float] = []

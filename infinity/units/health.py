@@ -32,15 +32,15 @@ class Health:
         self._world.fail(error)
 
     def supersede(self) -> None:
-        """Note that the model is being offloaded anew, which closes this instance."""
+        """Record that the model is being offloaded again; this closes the present instance."""
         self._why_closed = "was offloaded again after this forward pass: make the optimizer first, then run the forward"
 
     def close(self) -> None:
-        """Note that the model is closed."""
+        """Record that the model is closed."""
         self.closed = True
 
     def forget(self) -> None:
-        """Drop the failure, whose traceback keeps frames and so the model alive."""
+        """Drop the failure: its traceback keeps frames alive, and the frames keep the model alive."""
         self.failure = None
 
     def failing(self, *kinds: type[InfinityError]) -> AbstractContextManager[None]:
@@ -73,7 +73,7 @@ class Health:
 
 
 class _Failing:
-    """Context manager of `Health.failing`. A generator would double the cost of each landing of a gradient."""
+    """Context manager of `Health.failing`. A generator instead would double the cost of each landing of a gradient."""
 
     __slots__ = ("_health", "_kinds")
 

@@ -1,8 +1,8 @@
 """The parameters of a unit: placeholders, views of a slot, or gathered copies.
 
 The class of a parameter says whether its values may be read now (units/released_parameters.py). A unit is open while
-its parameters may be read. It opens when a forward, a backward or a gathering brings the unit, and closes when that
-ends or the unit is evicted.
+its parameters may be read. A unit opens when a forward, a backward or a gathering brings the unit. It closes when this
+forward, backward or gathering ends, or when the unit is evicted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity.tiers.slots import Slot
 from infinity.units.released_parameters import ReleasedParameter, in_backward, nan_placeholder, ordinary_tensors
 
 _use_count: Final[Callable[[torch.Tensor], int] | None] = getattr(torch.Tensor, "_use_count", None)
-"""Function that counts the references to a tensor, those of autograd and torch included.
+"""Function that counts the references to a tensor, including the references from autograd and torch.
 
 A parameter itself and the node that accumulates its gradient count as references. None where torch lacks the function.
 """
@@ -35,7 +35,7 @@ class ParameterViews:
         named: the parameters, by name.
         placeholders: for each parameter a stride-0 NaN of its true shape and dtype; empty before `adopt`.
         gathered: names of the parameters whose data is a gathered copy.
-        open: whether the parameters have their own class.
+        open: whether the parameters have their original class.
 
     Args:
         released: class of parameters whose values must not be read.
@@ -51,11 +51,11 @@ class ParameterViews:
         self.open = False
         self._classes: dict[str, type[nn.Parameter]] = {}
         self._data: dict[str, tuple[int, int]] = {}  # (storage, offset) last set by infinity
-        self._versions: dict[str, int] = {}  # as last set by infinity
+        self._versions: dict[str, int] = {}  # version of each parameter when infinity last set it
         self._references: dict[str, int] = {}  # reference counts when a backward opened the unit
 
     def adopt(self, device: torch.device) -> None:
-        """Take over the parameters and turn them into placeholders. Their values must be at home by now."""
+        """Turn the parameters into placeholders. The unit's homes must have the parameters' values already."""
         for name, parameter in self.named.items():
             self.placeholders[name] = nan_placeholder(parameter.shape, parameter.dtype, device)
             self._nowhere[name] = self.placeholders[name].untyped_storage()._cdata
@@ -150,8 +150,8 @@ class ParameterViews:
     def set_to_itself(self, name: str) -> None:
         """Account for a call of `parameter.set_(parameter)` by torch.
 
-        The call adds one to the version and changes no value. If the version moved further, something changed the
-        parameter before the call; require_untouched will report that change.
+        The call adds one to the version and changes no value. If the version increased by more than one, something
+        changed the parameter before the call; require_untouched will report that change.
         """
         parameter, version = self.named[name], self._versions[name] + 1
         with torch._C.DisableTorchFunctionSubclass():
@@ -178,14 +178,14 @@ class ParameterViews:
     def saved_by_autograd(self) -> bool:
         """Return whether autograd may have saved the parameters themselves since a backward opened the unit.
 
-        This happens in the recomputation of a reentrant checkpoint other than torch's own, where no hook packs saved
-        tensors. References that existed before the backward opened the unit do not count: they do not need the current
-        values.
+        Autograd saves parameters in the recomputation of a reentrant checkpoint other than torch's, because no hook
+        packs saved tensors in that recomputation. References that existed before the backward opened the unit do not
+        count: they do not need the current values.
         """
         if not self.open or not in_backward():
             return False
         if _use_count is None:
-            return True  # safe answer: keeping the slot costs room, freeing it could lose weights
+            return True  # the safe answer: keeping the slot costs room, freeing the slot could lose weights
         return any(
             _use_count(parameter) > max(self._references.get(name, 0), 1 + parameter.requires_grad)
             for name, parameter in self.named.items()

@@ -1,11 +1,11 @@
 """The pump: the only code that continues work after its background part completes.
 
-The pump has no thread. Each forward, backward and step of a unit calls it, and it continues with all work that has
-completed since the last call.
+The pump has no thread. Each forward, backward and step of a unit calls the pump. Each call continues all work whose
+background part has completed since the last call.
 
-An update is finished when its writes are complete. After the last update of a step its commit continues: states in RAM
-are written, then the swap file is synced. The manifest is written once the sync is done and the training loop has been
-at its top.
+An update is finished when its writes are complete. After the last update of a step, the commit of the step continues:
+states in RAM are written, then the swap file is synced. The manifest is written once the sync is done and the training
+loop has reached the top of its next iteration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.units.update_queue import UpdateQueue
 class Pump:
     """The pump of one model. Its methods are called under the coordinator's lock.
 
-    After a failed commit the model refuses every call: states that were reported durable are not.
+    After a failed commit the model refuses every call, because states that were reported durable are not durable.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Pump:
         self._advance_commit()
 
     def finish_commit(self) -> None:
-        """Finish the commit under way, if there is one. Raises as Commits.finish."""
+        """Finish the commit under way, if there is one. Raises the errors of Commits.finish."""
         if self._commits.under_way:
             self.finish_updates()
             with self.committing():
                 self._commits.finish()
 
     def begin_commit(self, step: int) -> None:
-        """Begin the commit of `step`, which was decided, if it is due."""
+        """Begin the commit of the decided step `step`, if a commit is due."""
         if self._commits.due(step):
             with self.committing():
                 self._commits.begin(step)
@@ -67,9 +67,12 @@ class Pump:
             self._commits.skip_commit()
 
     def make_way(self) -> bool:
-        """Prepare for a write to the store: finish a frozen commit, withdraw another one, and finish all updates.
+        """Prepare for a write to the store, after all updates are finished.
 
-        Raises as Commits.step_begins.
+        If the commit under way is frozen, finish the commit; otherwise withdraw the commit. Delete the generations that
+        were given up.
+
+        Raises the errors of Commits.step_begins.
 
         Returns:
             Whether a commit was withdrawn.
@@ -102,7 +105,7 @@ class Pump:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Record a failure inside this context as a failure of a commit."""
+        """Return a context: its failure is a failure of the model, and its time counts as waiting for commits."""
         with self._health.failing(InfinityError), self._timeline.stall("commit"):
             yield
 

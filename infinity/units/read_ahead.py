@@ -1,9 +1,9 @@
-"""States that are read during backward, for updates that are decided after it.
+"""States that are read during backward, for updates that are decided after the backward.
 
-The states that an update reads are known before the step is decided, and nothing changes them until then. So where
-updates do not speculate, the first tiles of the next forward's first units are already in the staging when the step is
-decided. The staging limits how many tiles may be read ahead. The tiles stay valid as long as nothing writes these
-states, so also through a skipped step. The update of a unit takes over the jobs that read ahead for it.
+The states that an update reads are known before the step is decided, and the states do not change before the decision.
+So where updates do not speculate, the first tiles of the next forward's first units are already in the staging when the
+step is decided. The staging limits how many tiles may be read ahead. The tiles stay valid as long as nothing writes
+these states, even if a step is skipped. The update of a unit takes over the jobs that read ahead for this unit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from infinity.units.update_jobs import read_update_ahead
 class ReadAhead:
     """Jobs that read ahead, by unit and group.
 
-    Invariant: `_jobs` has only units whose states are in the store and not being written.
+    Invariant: `_jobs` has only units whose states are in the store and are not being written.
     """
 
     def __init__(self, resources: Resources) -> None:
@@ -28,10 +28,10 @@ class ReadAhead:
         self._jobs: dict[OffloadedUnit, dict[int, _native.UpdateFuture]] = {}  # by unit and group
 
     def begin(self, order: Iterable[OffloadedUnit], step: int) -> None:
-        """Read the states of units that are kept in the store, until the staging is full.
+        """Read ahead the states of units whose states are all in the store, until the staging is full.
 
         Args:
-            order: units without an update under way, first the one that is needed first.
+            order: units without an update under way; the unit that is needed first comes first.
             step: the optimizer step that will use the states.
         """
         room = self._resources.pipeline.ahead_tiles_max - sum(map(self._tiles, self._jobs))
@@ -53,9 +53,9 @@ class ReadAhead:
                 jobs[index] = read_update_ahead(self._resources, unit, index, step=step)
 
     def take(self, unit: OffloadedUnit, groups: Collection[int]) -> Mapping[int, _native.UpdateFuture]:
-        """Return the jobs of a unit's `groups`, for the updates that take them over.
+        """Return the jobs of a unit's `groups`, for the updates that take these jobs over.
 
-        Cancel the jobs of its other groups.
+        Cancel the jobs of the unit's other groups.
         """
         taken = self._jobs.pop(unit, {})
         for index in taken.keys() - set(groups):

@@ -11,21 +11,21 @@ parameter from Python:
     anything else, in the model's forward, a backward or infinity.gathered    the values are fetched, then the call runs
     anything else, elsewhere                                                  raises, and says what to do
 
-Writing to a fetched parameter raises, too: the change would be lost with the unit's slot.
+Writing to a fetched parameter raises an error, too, because the change would be lost with the unit's slot.
 
 The parameters of a unit that stays on the device after its forward get this class as well, so that a script behaves the
 same whether or not the weights fit.
 
 Some functions of torch's C++ code do not check the class of their argument. Code that writes, or asks for an address
-that it could write to (to_dlpack, most C++ extensions), gets an error of torch from the placeholder's storage. Code
-that only reads gets NaN. Such code is: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p),
+that it could write to (to_dlpack, most C++ extensions), fails with an error from torch, raised by the placeholder's
+storage. Code that only reads gets NaN, namely: the constructors torch.tensor(p), torch.Tensor(p), torch.FloatTensor(p),
 x.new(p), x.new_tensor(p), and torch.as_tensor and torch.asarray to another dtype; p.as_subclass and
 torch.Tensor._make_subclass; transforms of torch.func and torch.vmap with p as their argument; `other.data = p` and
 other.set_(p); p as a gradient given to backward() or autograd.grad; torch.nested.nested_tensor([p]); C++ extensions
 that ask for a constant address.
 
-A module that writes through `.data` of its own weight in its own forward is not noticed either. The write is lost if
-the weights are kept in the store.
+infinity does not notice either that a module writes through `.data` of its own weight in its own forward. The write is
+lost if the weights are kept in the store.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _CONVERSIONS = ("to", "type", "float", "half", "bfloat16", "cpu", "cuda")
 
 
 def way_out(use: str) -> str:
-    """Return advice for an operation `use` that must not get the values.
+    """Return advice for the user of an operation `use` that must not read the values.
 
     An operation that writes is often a step of torch's optimizer.
     """
@@ -79,7 +79,7 @@ class Lender(ABC):
 
     @abstractmethod
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> AbstractContextManager[None]:
-        """Return a context in which the parameters have their values and their own class.
+        """Return a context in which the parameters have their values and their original class.
 
         Args:
             parameters: released parameters.
@@ -102,7 +102,7 @@ class Lender(ABC):
     def name_of(self, parameter: nn.Parameter) -> str: ...
 
     def keep(self, parameter: nn.Parameter) -> None:
-        """Give a parameter its values and its own class from now on, for an access to `.data`.
+        """Give a parameter its values and its original class from now on, for an access to `.data`.
 
         Raises:
             ReleasedParameterError: the parameter cannot keep its values.
@@ -154,7 +154,7 @@ class Lender(ABC):
         )
 
     def converted(self, parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> nn.Parameter | None:
-        """Return a parameter with the values converted to `dtype` and `device`; None if the values are needed now."""
+        """Return the parameter converted to `dtype` and `device`; None if the conversion must read the values now."""
         return None
 
 
@@ -199,7 +199,7 @@ def ordinary_tensors() -> AbstractContextManager[object]:
 def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return the data of a released parameter: one NaN, expanded to the true shape and dtype.
 
-    The storage gives out no address to write to, where torch supports that.
+    The storage refuses to give out an address to write to, if the installed torch supports such a refusal.
     """
     with torch.inference_mode(False):
         nan = torch.full((), float("nan"), dtype=dtype, device=device)
@@ -209,7 +209,7 @@ def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device)
 
 
 def released_class(lender: Lender) -> type[ReleasedParameter]:
-    """Return the class for the released parameters of one offloaded model. The class does not keep the model alive."""
+    """Return the class for the released parameters of one offloaded model. This class does not keep the model alive."""
 
     class Released(ReleasedParameter):
         _lender = weakref.ref(lender)
@@ -247,7 +247,7 @@ def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _name(func: Callable[..., Any]) -> str:
-    """Return a function's name as the user wrote it. The getter of an attribute gets the attribute's name."""
+    """Return a function's name as the user wrote it. For access to an attribute, return the attribute's name."""
     name = str(getattr(func, "__name__", func))
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     return f".{attribute}" if attribute and name in ("__get__", "__set__") else name
@@ -269,7 +269,7 @@ def _data(func: Callable[..., Any], parameter: ReleasedParameter, *value: Any) -
 def _equal(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Answer torch.equal, which Lightning's BaseFinetuning calls between steps.
 
-    Fetch no values when identity or shape decides.
+    If the identity or the shapes of the operands decide the result, no values are fetched.
     """
     one, other = [*args, *kwargs.values()]
     with torch._C.DisableTorchFunctionSubclass():
@@ -303,7 +303,8 @@ def _convert(func: Callable[..., Any], parameter: ReleasedParameter, *args: Any,
 def _without_number(argument: Any) -> Any:
     """Replace `cpu:0` by `cpu`.
 
-    accelerate places a rank on `cpu:0`, and torch copies a tensor sent there although the tensor is on the CPU.
+    accelerate places a rank on `cpu:0`, and torch copies a tensor that is sent to `cpu:0` although the tensor is on the
+    CPU.
     """
     device = torch.device(argument) if isinstance(argument, str) and argument.startswith("cpu:") else argument
     numbered = isinstance(device, torch.device) and device.type == "cpu" and device.index is not None

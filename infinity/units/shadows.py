@@ -1,15 +1,15 @@
 """Host memory for the new values of speculative updates, for weights or optimizer states that are kept in RAM.
 
-While updates do not speculate, this memory is lent to the update's staging, which reads states ahead with it.
+While updates do not speculate, this memory is lent to the staging of the updates, which reads states ahead into it.
 
 [Note: homes and shadows trade places]
 A shadow is one piece of memory for all values in RAM that an update of a unit changes. When the update is applied, the
 parts of the shadow become homes, and the old homes become free. The old homes are one piece again, because the homes of
-a unit are adjacent. Most units have the same size, the size of a block of the model, so the next shadow fits where
-homes were. A shadow takes the shortest free piece that is long enough, so it does not use the longer piece that a head
-or an embedding left. Units of other sizes, or an optimizer that changes only some of the states, can still leave free
-memory in pieces that are too short. A unit whose shadow does not fit does not speculate, and its update begins with the
-step.
+a unit are adjacent. Most units have the same size, the size of a block of the model, so the next shadow fits into the
+memory of former homes. A shadow takes the shortest free piece that is long enough, so it does not use the longer piece
+that a head or an embedding left. Units of other sizes, or an optimizer that changes only some of the states, can still
+leave free memory in pieces that are too short. A unit whose shadow does not fit does not speculate, and its update
+begins when the step is decided.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Shadows:
         space: memory of the homes in RAM and of the shadows ([Note: homes and shadows trade places]).
         pipeline: pipeline of the updates, whose staging borrows the memory.
         nbytes: bytes planned for shadows.
-        sizes: sizes of the pieces to lend, in order: the weight bytes of the units that need shadows.
+        sizes: sizes of the pieces to lend, in this order; they are the weight bytes of the units that need shadows.
     """
 
     def __init__(self, space: Space, pipeline: _native.UpdatePipeline, nbytes: int, sizes: list[int]) -> None:
@@ -43,7 +43,7 @@ class Shadows:
         self.free_bytes = nbytes
 
     def try_shadow(self, weights: WeightsHome | None, states: Sequence[Home]) -> Mapping[Home, Lease] | None:
-        """Return a shadow of weights and states in RAM, by home; None when there is no memory for it.
+        """Return a shadow of weights and states in RAM, by home; None when there is not enough memory for the shadow.
 
         The weights of all groups share one lease.
 
@@ -61,7 +61,7 @@ class Shadows:
         return {**dict.fromkeys(groups, new_weights), **dict(zip(states, others, strict=True))}
 
     def try_lease(self, nbytes: int) -> Lease | None:
-        """Return memory for new values; None when there is none."""
+        """Return memory for new values; None when there is not enough memory."""
         lease = self._space.try_lease(nbytes, tightest=True) if nbytes <= self.free_bytes else None
         if lease is not None:
             self.free_bytes -= lease.nbytes
@@ -88,9 +88,9 @@ class Shadows:
                     self._lent.append(lease)
 
     def reclaim(self) -> None:
-        """Take the lent memory back. Wait for writes from it.
+        """Take the lent memory back, after waiting for writes from this memory.
 
-        The caller ensures that no read ahead into this memory and no computation in it is left.
+        The caller has ended all reads into this memory and all computations in it.
         """
         with interrupts_deferred():
             while self._lent:

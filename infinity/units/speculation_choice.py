@@ -1,4 +1,4 @@
-"""Whether updates speculate, by the config and by the results of the last steps.
+"""Choice whether updates speculate, made from the config and from the results of the last steps.
 
 [Note: steps that are timed] While a device computes the backward, updates slow down the device's copies and the threads
 that feed the device. Whether speculation still gains time depends on the machine and the model. So with `auto`, some
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _MEMORY = 0.75  # weight of the old average in the running average of wrong steps
 _LEARNING = 10  # untimed first steps, which learn the order of units while a device compiles and allocates
 _TURN, _TURNS = 3, 4  # steps per turn, and number of turns
-_GAIN = 0.97  # speculation is switched off only if a step without it takes less than this share of the time
+_GAIN = 0.97  # speculation is switched off only if a step without it takes less than this share of a step with it
 _KEPT = 500  # steps before the next timing
 
 
@@ -32,7 +32,7 @@ class Predictable(Protocol):
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Number of backward passes before a step; None: the number before the last step."""
+        """Number of backward passes before a step; None: as many as before the last step."""
 
     @property
     def expected_scale(self) -> float:
@@ -50,8 +50,8 @@ class Counts:
         early: speculative updates that the step agreed with.
         undone: speculative updates that were undone.
         late: updates that began when the step was decided.
-        clipped: steps, not units, that clipped their gradients or changed the loss scale, where updates may speculate;
-            every speculative update of such a step is wrong.
+        clipped: number of steps (not of units) that clipped their gradients or changed the loss scale while updates
+            were allowed to speculate; every speculative update of such a step is wrong.
     """
 
     early: int = 0
@@ -61,7 +61,7 @@ class Counts:
 
 
 class TimedChoice:
-    """Choice of the faster way ([Note: steps that are timed]).
+    """Choice of the faster of two ways: with or without speculation ([Note: steps that are timed]).
 
     Args:
         clock: function that returns seconds.
@@ -71,7 +71,7 @@ class TimedChoice:
         self._clock = clock
         self._steps = 0
         self._last: tuple[bool, float] | None = None  # whether the step before speculated, and when it was decided
-        self._seconds: dict[bool, float] = {}  # shortest time between two decisions, by way
+        self._seconds: dict[bool, float] = {}  # shortest time between two decisions, with and without speculation
         self._chosen = True
 
     @property
@@ -102,14 +102,14 @@ class TimedChoice:
 
 
 class SpeculationChoice:
-    """Whether to speculate, learned from the steps so far.
+    """Choice whether to speculate, learned from the steps so far.
 
     A speculation always expects the same: no clipping, no skipping, no change of hyperparameters or loss scale, and no
     further backward pass.
 
     Args:
         mode: overlap mode of the plan.
-        timed: decides which way is faster in mode `auto`; None: speculation is.
+        timed: choice of the faster way in mode `auto`; None: speculation is taken to be faster.
 
     Attributes:
         mode: overlap mode of the plan.
@@ -140,7 +140,7 @@ class SpeculationChoice:
             self._learn(wrong=True)
 
     def step_decided(self, right: Set[int], wrong: Set[int], requested: Set[int], *, clipped: bool) -> None:
-        """Learn from a decided step, also when nothing was speculated: whether a speculation would have been right.
+        """Learn from a decided step whether a speculation was right, or would have been right.
 
         Args:
             right: units whose speculative updates continue.

@@ -18,11 +18,11 @@ from infinity.units.update_queue import UpdateQueue
 class Speculator:
     """Start of speculative updates and of reads ahead. The methods are called under the coordinator's lock.
 
-    With several ranks, each rank speculates on its own: an update contains no collective, and the ranks decide the step
-    together, which shows the wrong speculations.
+    With several ranks, each rank speculates on its own, because an update contains no collective. The ranks decide the
+    step together; the decision shows which speculations were wrong.
 
     Args:
-        speculation: whether to speculate.
+        speculation: choice whether to speculate.
         updates: updates under way.
         passes: backward passes before the step.
         commits: commits of the model.
@@ -50,7 +50,7 @@ class Speculator:
         self._shards = shards
 
     def gradients_complete(self, unit: OffloadedUnit, optimizer: Predictable | None, step: int) -> None:
-        """Begin the update of a unit whose gradients are complete, as far as can be told, if that is worthwhile.
+        """Begin the update of a unit whose gradients seem to be complete, if that is worthwhile.
 
         Args:
             unit: unit with complete gradients.
@@ -60,7 +60,8 @@ class Speculator:
         if optimizer is None or not self._seems_worth_it(unit, optimizer):
             return
         self._pump.advance()
-        self._pump.finish_commit()  # a generation's copies must not be overwritten before it is durable
+        # the copies of a generation must not be overwritten before the generation is durable
+        self._pump.finish_commit()
         self._commits.retire_early()
         self._pump.finish_recovery()
         if self._updates.can_speculate(unit):
@@ -82,7 +83,7 @@ class Speculator:
         """Read states ahead, before the last backward of a step, for updates that will not begin during the backward.
 
         Args:
-            order: function that returns all units, first the one that the next forward uses first.
+            order: function that returns all units; the unit that the next forward uses first comes first.
             optimizer: optimizer of all parameters; None when there are several optimizers, or none.
             step: step that the updates belong to.
         """
@@ -99,7 +100,7 @@ class Speculator:
             self._updates.read_ahead(waiting, step)
 
     def undo(self, cause: str, advice: str) -> None:
-        """Warn once why speculation was wrong, and undo all speculative updates, before the step.
+        """Undo all speculative updates before the step, and warn once why the speculation was wrong.
 
         UpdateQueue.decide undoes the updates that the step itself rejects, for example when it clips.
 
@@ -110,9 +111,10 @@ class Speculator:
         self.drop()
 
     def before_landing(self, index: int) -> None:
-        """Make the gradients of a unit free for further gradients, which are about to land.
+        """Make a unit ready for further gradients, which are about to land.
 
-        Apply a decided update of the unit; undo all speculative updates if the unit has one.
+        If the unit has a decided update, apply the update. If the unit has a speculative update, undo all speculative
+        updates.
 
         Raises:
             SwapIOError: the device failed.
@@ -140,8 +142,8 @@ class Speculator:
     def wrong(self, requests: Mapping[int, UnitRequest]) -> set[int]:
         """Return the units whose speculative updates differ from the requested ones.
 
-        UpdateQueue.decide also undoes updates that were not wrong: those that had not begun, which then run in the
-        order of the next forward.
+        UpdateQueue.decide also undoes speculative updates that were right but have not begun to run. These updates
+        begin again, in the order of the next forward.
         """
         return {
             unit.index

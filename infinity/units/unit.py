@@ -38,11 +38,11 @@ class OffloadedUnit:
 
     Attributes:
         full: the full unit, in the layout of its slot.
-        local: the part of the unit that this rank keeps and updates: all of it, or the rank's slice.
+        local: part of the unit that this rank keeps and updates: the full unit, or the rank's slice.
         shard: how the unit is divided into the slices of the ranks.
 
     Args:
-        health: records the failure of a decided update.
+        health: object that records the failure of a decided update.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class OffloadedUnit:
         begin, end = self.shard.weight_range(group, self.shard.cut.index)
         return self.weights.require_slot().tensor[begin:end]
 
-    # -- where its states are kept ------------------------------------------------------------------------------------
+    # -- where the unit's states are kept -----------------------------------------------------------------------------
 
     @property
     def weights_home(self) -> WeightsHome:
@@ -174,17 +174,17 @@ class OffloadedUnit:
     def apply_update(self) -> None:
         """Wait until the decided update, if there is one, is computed, then apply it.
 
-        New weights in memory count from then on, and the gradients are no longer needed.
+        Once the update is applied, its new weights in memory are valid, and the gradients are no longer needed.
 
         Raises:
-            SwapIOError: a transfer failed; the unit is partly new, partly old.
+            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
         """
         update = self.update
         if update is None or update.state is not UpdateState.DECIDED:
             return
         self._await(update, "computed")
         if update.state is not UpdateState.DECIDED:
-            return  # a signal handler applied it during the wait (for example through infinity.commit)
+            return  # a signal handler applied the update during the wait (for example through infinity.commit)
         with interrupts_deferred():
             self._take_over(update)
             update.to(UpdateState.APPLIED)
@@ -193,7 +193,7 @@ class OffloadedUnit:
         """Wait until the decided update, if there is one, no longer uses the slot of the weights.
 
         Raises:
-            SwapIOError: a transfer failed; the unit is partly new, partly old.
+            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
         """
         if self.decided is not None:
             self._await(self.decided, "weights")
@@ -201,13 +201,13 @@ class OffloadedUnit:
     def finish_update(self) -> UnitUpdate | None:
         """Wait until the decided update is written, then finish it.
 
-        From then on its new values count in the store, too, and no update is under way.
+        Once the update is finished, its new values are valid in the store, too, and the unit has no update under way.
 
         Returns:
             The finished update, or None when a signal handler finished it during the wait.
 
         Raises:
-            SwapIOError: a transfer failed; the unit is partly new, partly old.
+            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
         """
         update = self.decided
         if update is None:
@@ -226,7 +226,7 @@ class OffloadedUnit:
         return update
 
     def undo_update(self) -> None:
-        """Discard the speculative update, if there is one, and restore the state before it.
+        """Discard the speculative update, if there is one, and restore the state before the update.
 
         The caller has canceled the update; none of its transfers is in flight.
         """
@@ -238,7 +238,7 @@ class OffloadedUnit:
         self._end(update)
 
     def _end(self, update: UnitUpdate) -> None:
-        """Return the memory that is no home: the shadow of an undone update, or of an update of viewed weights."""
+        """Return the memory that has not become a home: the shadow of an undone update, or of viewed weights."""
         for lease in update.shadows():
             self._shadows.give_back(lease)
         update.release_weights_copy(now=True)
@@ -251,10 +251,10 @@ class OffloadedUnit:
             wait_all(update.until(milestone))
 
     def _take_over(self, update: UnitUpdate) -> None:
-        """Make the memory with the new values their home.
+        """Make the memory with the new values the home of these values.
 
-        Viewed weights keep their memory: the new values are copied to it, and their part of the shadow is returned once
-        it is written.
+        Weights with views keep their memory: the new weights are copied to this memory. The part of the shadow with the
+        new weights is returned after the weights are written to the store.
         """
         weights = self.homes.weights
         for shadow, home in update.shadows().items():
@@ -266,10 +266,10 @@ class OffloadedUnit:
                 self._shadows.give_back(weights.move(shadow))
 
     def weights_under_way(self) -> Written:
-        """Return the new weights of the decided update, by group; empty without one."""
+        """Return the new weights of the decided update, by group; empty without a decided update."""
         return {} if self.decided is None else self.decided.written()
 
-    # -- what delays the next use of the unit -------------------------------------------------------------------------
+    # -- delays of the next use of the unit ---------------------------------------------------------------------------
 
     @property
     def at_rest(self) -> bool:
@@ -287,8 +287,8 @@ class OffloadedUnit:
     def can_be_fetched(self) -> bool:
         """Return whether a fetch can begin now.
 
-        Weights in RAM wait for their update, which this call applies if it is computed. A read from the store does not
-        wait: it is chained to the update.
+        If the weights are in RAM, a fetch must wait for their update; this call applies the update if it is computed. A
+        fetch from the store need not wait, because its read is chained to the update.
         """
         if self.decided is None or self.homes.weights.lease is None:
             return True

@@ -9,15 +9,16 @@
     backward begins ──▶ first states READ AHEAD (read_ahead.py), which an update that begins takes over
 
 A speculative update assumes that the step will neither clip nor skip, and that the hyperparameters will not change. It
-reads the current values and writes the new ones to other memory and other copies (tiers/destination.py). So it may be
-undone at any time; until the decision, every reader sees the old values.
+reads the current values and writes the new values to other memory and to other copies in the store
+(tiers/destination.py). So a speculative update may be undone at any time; until the decision, every reader sees the old
+values.
 
 A decided update may overwrite the old values. A caller that needs the unit waits for this unit's update only. If the
-new weights are kept in memory, that wait ends when they are computed: the update is then applied, while its writes to
-the store may still be in flight. Once the update is finished, the values written to the store count, too.
+new weights are kept in memory, the wait ends when the weights are computed. The update is applied at that moment, while
+its writes to the store may still be in flight. Once the update is finished, the values in the store are valid, too.
 
-Both ways end in the same bits as a step that waits for every update, because they run the same jobs over the same
-bytes.
+Speculative and decided updates give the same bits as a step that waits for every update, because they run the same jobs
+over the same bytes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ written     all new values are complete at their destination
 
 @dataclass(frozen=True)
 class UpdateTransfer(Transfer):
-    """The update of one group of a unit, under way."""
+    """Update under way of one group of a unit."""
 
     future: _native.UpdateFuture
 
@@ -106,7 +107,7 @@ class UnitUpdate:
         moves_weights: whether applying the update moves the weights to other memory.
         transfers: the native updates under way, by group.
         viewed: whether views of the weights' memory exist, so that the new weights must be copied to this memory.
-        weights_copy: host copy of the current weights from a device, while the update may use it; None without one.
+        weights_copy: host copy of the current weights of a device; None when there is no copy, or it is released.
         state: state of the update; only `to` changes it.
     """
 
@@ -163,10 +164,10 @@ class UnitUpdate:
         return not self.is_speculative and self.uses_slot and not self.reached("weights")
 
     def release_weights_copy(self, *, now: bool = False) -> bool:
-        """Release the copy of the weights once the update no longer uses it.
+        """Release the copy of the weights if the update no longer uses this copy.
 
         Args:
-            now: release the copy at once.
+            now: whether to release the copy at once.
 
         Returns:
             Whether no copy is left.
@@ -177,7 +178,7 @@ class UnitUpdate:
         return self.weights_copy is None
 
     def keep_memory(self) -> None:
-        """Note that views of the weights' memory exist, to which applying the update must write the new weights."""
+        """Record that views of the weights' memory exist, so that the new weights are later written to this memory."""
         self.viewed = True
 
     def each_destination(self) -> Iterator[Destination]:
@@ -186,9 +187,9 @@ class UnitUpdate:
             yield from of_group.values()
 
     def shadows(self) -> dict[Lease, Home]:
-        """Return the shadow memory that has not become a home yet, each piece with the home that will move to it.
+        """Return the shadow memory that is not a home yet, each piece with the home that will move to the piece.
 
-        One piece has the weights of all groups; its home is that of any of these groups.
+        One piece has the weights of all groups; it comes with the weights' home of only one of these groups.
         """
         if not self.speculated:
             return {}
@@ -196,7 +197,7 @@ class UnitUpdate:
         return {each.rests_in: each.home for each in moving if each.rests_in is not None}
 
     def written(self) -> Written:
-        """Return the destinations of the new weights, by group; each carries the transfer that completes them."""
+        """Return the destinations of the new weights, by group; each with the transfer that completes the weights."""
         return {
             index: replace(self.destinations[index]["weight"], written=transfer.until("weights"))
             for index, transfer in self.transfers.items()

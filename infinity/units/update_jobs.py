@@ -23,10 +23,10 @@ def submit_update(
 ) -> UpdateTransfer:
     """Start the update of a unit's group.
 
-    Groups pass through the pipeline in the order of these calls, except speculative ones. The newest speculative update
-    runs next, once the unit that has begun is done. So the speculative updates that remain when the step is decided are
-    spread over the model, and the next forward meets them one at a time. Groups without transfers to or from the store
-    have an order of their own: they are computed while the others wait for the disk.
+    Groups pass through the pipeline in the order of these calls, except speculative groups. The newest speculative
+    update runs next, once the update that is running has ended. So the speculative updates that remain when the step is
+    decided are spread over the model, and the next forward reaches these updates one at a time. Groups without
+    transfers to or from the store have a separate order: these groups are computed while the others wait for the disk.
 
     Each group waits for the gradients of all updated groups of the unit. Otherwise a unit could begin with a small
     group while the gradients of another group are in flight, and that other group would run after all later units.
@@ -37,7 +37,8 @@ def submit_update(
         update: update of the unit.
         group_index: index of the group.
         step: the optimizer step, counted from 1.
-        ahead: job that `read_update_ahead` returned for this group, which the update takes over; None without one.
+        ahead: job that `read_update_ahead` returned for this group, which the update takes over; None without such a
+            job.
     """
     group, wanted = unit.local.groups[group_index], update.wanted[group_index]
     destinations, gradients = update.destinations[group_index], unit.gradients.groups
@@ -97,9 +98,7 @@ def _naming(
 def read_update_ahead(
     resources: Resources, unit: OffloadedUnit, group_index: int, *, step: int
 ) -> _native.UpdateFuture:
-    """Begin to read the states that a group's update will read, before the step is decided.
-
-    The states are in the store.
+    """Begin to read from the store the states that a group's update will read, before the step is decided.
 
     Weights are not read ahead: the update uses the weights in the slot if they are still present.
     """

@@ -1,4 +1,4 @@
-"""The updates under way: begun on speculation or after the decision of the step, and finished one by one."""
+"""Updates under way. An update begins on speculation or after the step is decided; updates are finished one by one."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class UpdateQueue:
 
     @property
     def oldest_decided(self) -> OffloadedUnit | None:
-        """Unit whose decided update began first; None without one. Speculative updates begin after all decided ones."""
+        """Unit whose decided update began first; None without a decided update.
+
+        Speculative updates begin after all decided updates.
+        """
         oldest = next(iter(self._under_way.values()), None)
         return None if oldest is None or oldest.decided is None else oldest
 
@@ -109,8 +112,8 @@ class UpdateQueue:
     def reclaim_shadows(self) -> None:
         """Take the lent shadow memory back, because updates speculate again.
 
-        Drop the states that were read ahead into this memory. Wait for decided updates, which may compute in it, and
-        for writes from it.
+        Drop the states that were read ahead into this memory. Wait for decided updates, which may compute in this
+        memory, and for writes from this memory.
         """
         if not self.shadows.lent_bytes:
             return
@@ -121,7 +124,10 @@ class UpdateQueue:
         self.shadows.reclaim()
 
     def read_ahead(self, order: Iterable[OffloadedUnit], step: int) -> None:
-        """Read states of units for `step`, which is not decided yet, in `order`, until the staging is full."""
+        """Read states of units, in `order`, until the staging is full.
+
+        The states are for the updates of `step`, which is not decided yet.
+        """
         self.ahead.begin((unit for unit in order if unit.update is None), step)
 
     def _copy_down(self, unit: OffloadedUnit) -> WeightsCopy | None:
@@ -141,7 +147,7 @@ class UpdateQueue:
         return may_keep_slot(unit.full.weight_bytes, kept, self._resources.plan.budgets.slot_bytes)
 
     def wait_for_readers(self) -> None:
-        """Wait until no update reads a slot. Finishing or undoing an update reports its failure."""
+        """Wait until no update reads a slot. A failed update is reported when that update is finished or undone."""
         for unit in self._readers:
             if unit.update is not None and unit.update.reads_slot():
                 unit.update.wait("computed")
@@ -175,9 +181,9 @@ class UpdateQueue:
 
         Args:
             requests: requested updates, by unit.
-            order: all units, first the one that is used first.
+            order: all units; the unit that is used first comes first.
             step: the optimizer step.
-            committed: the updates write all states that a generation needs.
+            committed: whether the updates write all states that a generation needs.
 
         Returns:
             The units with an update of this step.
@@ -202,8 +208,8 @@ class UpdateQueue:
     def _withdraw(self, updates: Mapping[int, UnitUpdate]) -> set[int]:
         """Take back the updates in `updates` that have not begun to run.
 
-        Such an update may then begin again in the order of the forward, and overwrite values. An update that has begun
-        to run continues, so that no work is done twice.
+        An update that was taken back may begin again in the order of the forward, and may then overwrite the old
+        values. An update that has begun to run continues, so that no work is done twice.
 
         Returns:
             The keys of the updates that were taken back.
@@ -227,10 +233,10 @@ class UpdateQueue:
         Args:
             unit: unit to update.
             wanted: requested update of each group.
-            slot: host memory of the slot with the current weights, which the update may use; None without one.
+            slot: host memory of the slot with the current weights, which the update may use; None without such memory.
             shadow: for a speculative update, the memory for the new values of states in RAM; None for a decided update.
             step: the optimizer step.
-            committed: the update writes all states that a generation needs.
+            committed: whether the update writes all states that a generation needs.
         """
         weights, speculative = unit.homes.weights, shadow is not None
         copy = self._copy_down(unit) if weights.lease is None else None
@@ -270,7 +276,7 @@ class UpdateQueue:
                 )
 
     def _copy_to_write(self, home: Home, *, speculative: bool, committed: bool) -> int | None:
-        """Return the copy in the store that new values are written to; None when they are kept in RAM only."""
+        """Return the copy in the store to write new values to; None when the new values are kept in RAM only."""
         if home.in_memory and not committed:
             return None
         extent = home.stored()
@@ -282,10 +288,10 @@ class UpdateQueue:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def finish(self, unit: OffloadedUnit) -> None:
-        """Wait for the decided update of a unit, if there is one, and finish it: its new values count from then on.
+        """Wait for the decided update of a unit, if there is one, and finish it, so that its new values become valid.
 
         Raises:
-            SwapIOError: a transfer failed; the unit is partly new, partly old.
+            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
         """
         update = None if unit.decided is None else unit.finish_update()
         if update is None:
@@ -299,7 +305,7 @@ class UpdateQueue:
             )
 
     def finish_written(self) -> None:
-        """Finish the updates that are written, oldest first, up to the first one that is not."""
+        """Finish the updates that are written, oldest first, up to the first update that is not written."""
         while (unit := self.oldest_decided) is not None and unit.update is not None and unit.update.reached("written"):
             self.finish(unit)
 
@@ -307,13 +313,15 @@ class UpdateQueue:
         """Finish every decided update, after waiting for it.
 
         Raises:
-            SwapIOError: a transfer failed; the unit is partly new, partly old.
+            SwapIOError: a transfer failed; the values of the unit are partly new, partly old.
         """
         for unit in self.decided:
             self.finish(unit)
 
     def require_well(self) -> None:
-        """Check that the oldest decided update is not known to have failed. The others are checked when it is finished.
+        """Check that the oldest decided update is not known to have failed.
+
+        A later update is checked when it has become the oldest one.
 
         Raises:
             SwapIOError: a transfer of the update failed.

@@ -9,10 +9,11 @@
         ├──────────────────────leave───────────────── UPDATING─┘   the update writes the new weights into the slot
         └──────────────────────leave───────────────── STALE        the update reads the slot, and writes elsewhere
 
-The parameters of a RESIDENT unit are views of its slot; those of every other unit are placeholders. A FETCHING unit may
-leave once its fetch is finished.
+The parameters of a RESIDENT unit are views of its slot; the parameters of every other unit are placeholders. A FETCHING
+unit may be released once its fetch is finished.
 
-`version` counts the updates of the unit's weights. Each tensor saved for backward records the version at that time.
+`version` counts the updates of the unit's weights. Each tensor saved for backward records the version at the time of
+saving.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Weights:
         slot: device memory of the weights; None while RELEASED or FETCHING.
         fetch: fetch in flight; None unless FETCHING.
         uses: number of forwards that run in the unit.
-        held: whether the unit's backward is announced, and no other unit's since.
+        held: whether the unit is one of those whose backward was announced last.
         version: number of updates so far.
     """
 
@@ -113,7 +114,8 @@ class Weights:
         """Begin a decided update that uses the slot.
 
         Args:
-            writes_slot: the update writes the new weights into the slot; otherwise it only reads the slot.
+            writes_slot: whether the update writes the new weights into the slot; otherwise the update only reads the
+                slot.
         """
         self._to(Residency.UPDATING if writes_slot else Residency.STALE)
         self._views.hide()
@@ -124,7 +126,7 @@ class Weights:
         self._views.show(self.require_slot())
 
     def release(self) -> Slot:
-        """Give up the slot, which nobody may use any more.
+        """Give up the slot. Nothing may use the slot any more.
 
         Returns:
             The slot, which the caller frees.
@@ -146,7 +148,7 @@ class Weights:
         self.uses += 1
 
     def unuse(self) -> None:
-        """Count a forward that ended, normally or with an exception."""
+        """Count the end of a forward, normal or by an exception."""
         self.uses = max(self.uses - 1, 0)
 
     def hold(self, held: bool) -> None:
@@ -157,7 +159,7 @@ class Weights:
         self.uses, self.held = 0, False
 
     def rest(self) -> None:
-        """Close the parameters if nobody is known to use the weights before they are brought again."""
+        """Forbid reads of the parameters if no use of the weights is known before the unit is fetched again."""
         rests = self.residency is Residency.RESIDENT and not self.in_use and not self.referred_to()
         if rests and self.require_slot().rest():
             self._views.close()
@@ -184,5 +186,5 @@ class Weights:
         return None if self.slot is None or self.residency is not Residency.RESIDENT else self.slot.copy_down()
 
     def host_memory(self) -> Lease | None:
-        """Return the host memory of the slot if the slot is used there and has the newest weights; otherwise None."""
+        """Return the slot's host memory; None if the slot is not in host memory or lacks the newest weights."""
         return None if self.slot is None or self.residency is Residency.STALE else self.slot.lease
