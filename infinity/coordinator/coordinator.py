@@ -78,19 +78,20 @@ class Optimizer(Checkpointed, Predictable, Protocol):
 class Coordinator(Lender):
     """One offloaded model: its parts, opened in the order of their dependencies.
 
-    Every public method may be called from any thread, and signals such as Ctrl-C are deferred until it ends
-    (interrupt.py). The exception is the section "states, for use-cases": callers of these methods hold the lock
-    (`locked`, `gathering`), or have exclusive use of the model, as while it is opened.
+    Every public method may be called from any thread. Signals such as Ctrl-C are deferred until the method ends
+    (base/interrupt.py). The exception is the section "states, for use-cases": callers of these methods hold the lock
+    (`locked`, `gathering`), or have exclusive use of the model, for example while the model is being opened.
 
     Attributes:
         units: the units, in the order of their indices.
         steps: number of completed optimizer steps.
-        rewritten: names of parameters whose values were changed, other than by a step, since the model was filled.
+        rewritten: names of parameters whose values were changed, other than by a step, after the model was filled.
         saved_wide: names of parameters that the script had in fp32; their masters are saved instead of their weights.
         saved_from: for frozen parameters that the script had in fp32, functions that return the values to save.
         masters: masters of weights that were written to since the last step.
-        keeps_room: whether frozen parameters keep the room for their optimizer states, to be unfrozen later.
-        copied_from: run and step whose states this run began with; None if it began without a run.
+        keeps_room: whether frozen parameters keep the room for their optimizer states, so that they can be unfrozen
+            later.
+        copied_from: run and step from whose states this run began; None if this run did not begin from another run.
         readers: threads and contexts that may read parameters now.
         staying: indices of the units that stay on the device while the model runs.
         unit_at: see Fetcher.unit_at.
@@ -215,11 +216,11 @@ class Coordinator(Lender):
         )
 
     def keep_room(self) -> None:
-        """Keep the room for the optimizer states of parameters that are frozen from now on, to be unfrozen later."""
+        """Keep room for the optimizer states of parameters that will be frozen, so that they can be unfrozen later."""
         self.keeps_room = True
 
     def why_not_reoffload(self) -> str:
-        """Return what would be lost by offloading the model anew; "" if nothing changed since the model was filled."""
+        """Return why the model cannot be offloaded again without a loss; "" if it can be offloaded again."""
         with self._lock:
             if self.health.closed:
                 return "it was closed"
@@ -244,7 +245,7 @@ class Coordinator(Lender):
             self.saved_wide, self.saved_from = frozenset(names), frozen
 
     def rewrote(self, index: int, names: Iterable[str]) -> None:
-        """Note that parameters of a unit got new values, other than by a step, since the model was filled."""
+        """Record that parameters of a unit got new values, other than by a step, after the model was filled."""
         self.rewritten.update(names)
         self.units[index].weights.bump()  # tensors saved for backward have the old values
         self.commits.touched()
@@ -261,10 +262,10 @@ class Coordinator(Lender):
 
     @uninterruptible
     def gradient_value(self, place: Place) -> torch.Tensor:
-        """Return a copy of a landed gradient, in RAM, in the dtype of its buffer.
+        """Return a copy in RAM of a landed gradient, in the dtype of the gradient's buffer.
 
         Raises:
-            NotAvailableError: there are several ranks, and this one has only a slice of the gradient.
+            NotAvailableError: there are several ranks, and this rank has only a slice of the gradient.
             DeviceError: the gradient was lost on the way from the device.
             SwapIOError: the gradient was lost on the way to or from the store.
         """
@@ -305,24 +306,25 @@ class Coordinator(Lender):
     def stepping(self) -> Iterator[None]:
         """Return a context for one step: begin_step, then update or skip, then end_step.
 
-        Ctrl-C is deferred until it ends.
+        Ctrl-C is deferred until the context ends.
         """
         with interrupts_deferred(), self.timeline.stall("step"):
             yield
 
     @transition
     def begin_step(self, facts: Mapping[str, object], skip: str) -> str:
-        """Prepare for a step, and agree on it with the other ranks.
+        """Prepare for a step, and agree on the step with the other ranks.
 
-        On return, all gradients have landed and no update, commit or fetch is under way, except speculative updates.
-        The parameters were not changed outside infinity. All ranks know which gradients exist on any rank.
+        On return, all gradients have landed and no update, commit or fetch is under way, except speculative updates. It
+        is then certain that no parameter was changed outside infinity. All ranks know which gradients exist on any
+        rank.
 
         Args:
             facts: JSON values that must be the same on all ranks, by a name for messages.
-            skip: why this rank wants the step to change nothing; "" when it does not.
+            skip: reason why this rank wants the step to change nothing; "" without a reason.
 
         Returns:
-            Why the step must change nothing, by this or another rank; "" when no rank wants that.
+            Reason why the step must change nothing, from this or another rank; "" when no rank has a reason.
 
         Raises:
             SwapIOError: gradients were lost on their way to the store; the model is usable again after zero_grad.
@@ -366,7 +368,7 @@ class Coordinator(Lender):
 
     @transition
     def gradient_sum_squares(self, places: Iterable[Place]) -> tuple[float, str]:
-        """Return the sum of squares of landed gradients, and the first name whose part is not finite ("" if none)."""
+        """Return the sum of squares of landed gradients, and the first non-finite gradient's name ("" if none)."""
         self.gradients.synchronize()
         return self.gradients.sum_squares(places)
 
@@ -402,7 +404,7 @@ class Coordinator(Lender):
 
     @contextmanager
     def _failing_for_good(self) -> Iterator[None]:
-        """Record any exception inside this context as a step that was begun and not finished."""
+        """Return a context in which any exception is recorded as a failure of the model: the step was not finished."""
         try:
             yield
         except SwapIOError as error:
@@ -438,7 +440,7 @@ class Coordinator(Lender):
         self.resources.idle.ends()
 
     def at_step(self, step: int, run: str = "") -> None:
-        """Note that the states are those after optimizer step `step`.
+        """Record that the current states are the states after optimizer step `step`.
 
         Args:
             step: number of completed steps.
@@ -455,12 +457,13 @@ class Coordinator(Lender):
     def begin_root_forward(self, *, training: bool, graph: Callable[[], object] = lambda: None) -> None:
         """Begin a forward of the outermost module.
 
-        Before a training forward, the body of the last step's commit is frozen. Raises as `require_usable`,
+        Before a training forward, the body of the last step's commit is frozen. Raises the errors of `require_usable`,
         `Fetcher.require_untouched` and `finish_commit`.
 
         Args:
-            training: a training forward; otherwise an evaluation.
-            graph: function that returns an object while the tensors that the forward saves for backward are kept.
+            training: whether the forward is a training forward; otherwise it is an evaluation.
+            graph: function that returns an object while the tensors that the forward saves for backward are kept, and
+                None afterwards.
         """
         self.require_usable()
         self.readers.forget_dead_others()
@@ -482,7 +485,7 @@ class Coordinator(Lender):
 
     @transition
     def begin_use(self, index: int) -> None:
-        """Begin a forward that reads unit `index`: on return its parameters have their values."""
+        """Begin a forward that reads unit `index`: on return the unit's parameters have their values."""
         unit = self.units[index]
         unit.weights.use()
         try:
@@ -500,7 +503,7 @@ class Coordinator(Lender):
 
     @transition
     def end_use(self, index: int) -> None:
-        """End a forward that reads unit `index`, after it returned or raised."""
+        """End a forward that reads unit `index`, after the forward returned or raised."""
         self.fetcher.unuse(self.units[index])
 
     @transition
@@ -511,7 +514,7 @@ class Coordinator(Lender):
 
     @transition
     def begin_reading(self, end_if_dead: Callable[[], None]) -> None:
-        """Allow reads of parameters, since a forward begins. Args as Readers.begin_reading."""
+        """Allow reads of parameters, since a forward begins. The argument is that of Readers.begin_reading."""
         self.readers.begin_reading(end_if_dead)
 
     @transition
@@ -521,7 +524,7 @@ class Coordinator(Lender):
 
     @transition
     def module_call_ended(self) -> None:
-        """Close the parameters after a call of a module, if nothing may read them.
+        """Close all parameters after a call of a module, if nothing may read them any more.
 
         The module may have been called outside any forward.
         """
@@ -529,9 +532,10 @@ class Coordinator(Lender):
 
     @transition
     def forget_dead(self) -> None:
-        """End the calls that an exception left open.
+        """End the calls that an exception interrupted before they could end themselves.
 
-        Gathering, a step and the end of the model call this first, since they need that no forward is under way.
+        This method is called before gathering, before a step and before the model is closed: no forward may be in
+        progress then.
         """
         self.readers.forget_dead()
 
@@ -555,7 +559,7 @@ class Coordinator(Lender):
 
     @transition
     def begin_units_backward(self, indices: Sequence[int]) -> None:
-        """Begin the backward of these units: bring them, and keep them until the backward of other units begins."""
+        """Begin the backward of these units: fetch and keep the units until the backward of other units begins."""
         self.readers.backward_begins()
         self.pump.advance()
         left = self.fetcher.hold(indices)
@@ -568,7 +572,7 @@ class Coordinator(Lender):
             self._fetch(self.units[index])
 
     def weights_view(self, index: int) -> torch.Tensor:
-        """Return the slot of unit `index` with its weights, as a view, uint8 on the device.
+        """Return a view of the slot of unit `index` with the unit's weights, uint8 on the device.
 
         The view keeps the slot alive.
         """
@@ -577,7 +581,7 @@ class Coordinator(Lender):
             if unit.weights.residency is not Residency.RESIDENT:
                 self._require_absent(unit)
             slot = unit.weights.require_slot()
-            slot.wait()  # the stream that asks may be another than the one it was brought for
+            slot.wait()  # the current stream may differ from the stream that the unit was brought for
             return slot.tensor.view(-1)
 
     @transition
@@ -586,11 +590,11 @@ class Coordinator(Lender):
 
     @transition
     def set_gradient(self, place: Place, gradient: torch.Tensor, *, accumulate: bool) -> None:
-        """Take a parameter's gradient to host memory (GroupGradients.land).
+        """Land a parameter's gradient that was set by hand (GroupGradients.land).
 
         Raises:
             InfinityError: the model is closed.
-            NotAvailableError: there are several ranks, and the others would not know of the gradient.
+            NotAvailableError: there are several ranks, and the other ranks would not know of the gradient.
         """
         self.gradients.require_settable(place)
         self._set_by_hand(place)
@@ -614,15 +618,16 @@ class Coordinator(Lender):
         *,
         accumulate: bool,
     ) -> None:
-        """Land a piece of a parameter's gradient that backward brings, and set the parameter's `.grad` to `handle`.
+        """Land a piece of a parameter's gradient that comes from backward, and set the parameter's `.grad` to `handle`.
 
-        After the last piece that a unit expects in an ordinary pass, the unit's gradients are complete, as far as can
-        be told. They are sent from the device, and the unit's update may begin once they are complete on all ranks.
-        Raises as `set_gradient`.
+        After the last piece that a unit expects in an ordinary pass, the unit's gradients are probably complete.
+        Complete gradients are sent from the device, and the unit's update may begin once its gradients are complete on
+        all ranks. Raises the errors of GroupGradients.land.
         """
         index = place.unit.index
         self._land(place, gradient, accumulate=accumulate)
-        parameter.grad = handle.renewed()  # before the update, which covers the parameters with a handle
+        # set before the update begins, because the update covers the parameters with a handle
+        parameter.grad = handle.renewed()
         if self.units[index].gradients.arrivals.came(place.spec.name) and not self.passes.spanning:
             with self._failing_if_cut_off:
                 self._completed(self.gradients.complete(index))
@@ -643,7 +648,7 @@ class Coordinator(Lender):
 
         Args:
             indices: units that the micro-batch has passed.
-            complete: those of the units that now have the gradients of all micro-batches.
+            complete: units among `indices` that now have the gradients of all micro-batches.
         """
         with self._failing_if_cut_off:
             self._completed(self.gradients.micro_batch_passed(indices, complete))
@@ -657,7 +662,7 @@ class Coordinator(Lender):
         """End a backward pass.
 
         Args:
-            outermost: the pass was not inside another backward pass.
+            outermost: whether the pass was outside of all other backward passes.
         """
         left = self.fetcher.hold(())
         with self._failing_if_cut_off:
@@ -703,7 +708,7 @@ class Coordinator(Lender):
 
     @property
     def run(self) -> str:
-        """Id of the run, which is that of its store; "" without a store."""
+        """Id of the run (the run id of the store); "" without a store."""
         return "" if self.resources.store is None else self.resources.store.run
 
     def is_at(self, run: str, step: int) -> bool:
@@ -750,7 +755,7 @@ class Coordinator(Lender):
 
     @transition
     def finish_updates(self) -> None:
-        """Wait until the states are those after the last step.
+        """Wait until the updates of the last step are finished.
 
         Raises:
             InfinityError: an update or a commit failed.
@@ -769,7 +774,7 @@ class Coordinator(Lender):
 
     @transition
     def commit(self) -> None:
-        """Make a generation of the current states. Raises as finish_commit and as Commits.require_possible."""
+        """Make a generation of the current states. Raises the errors of finish_commit and Commits.require_possible."""
         self.commits.require_possible(self.steps)
         self._commit()
 
@@ -778,7 +783,7 @@ class Coordinator(Lender):
 
         Args:
             buffers: the buffers, by name.
-            fresh: the buffers do not come from a generation; otherwise nothing is done.
+            fresh: whether the run is new; otherwise the buffers come from a generation, and nothing is done.
         """
         if fresh:
             broadcast = open_broadcast(self.world)
@@ -787,9 +792,9 @@ class Coordinator(Lender):
 
     @transition
     def end_iteration(self) -> None:
-        """End an iteration of the loop: finish the commit under way on any rank.
+        """End an iteration of the loop. If a commit is under way on any rank, finish it on all ranks.
 
-        All ranks call this. Raises as finish_commit.
+        All ranks call this. Raises the errors of finish_commit.
         """
         if any(self.world.tell("the end of an iteration", self.commits.under_way)):
             self._commit(begun_only=True)
@@ -798,22 +803,23 @@ class Coordinator(Lender):
         with self.pump.committing():
             self._wait_until_idle()
             self.pump.finish_recovery()
-            if self.commits.under_way or not begun_only:  # otherwise this rank has already made it
+            if self.commits.under_way or not begun_only:  # otherwise this rank has already made the generation
                 self.commits.commit(self.steps)
             self.commits.agree("committing", self.steps + 1)
             self.commits.require_made(self.steps)
 
     def _wait_until_idle(self) -> None:
         self.pump.finish_updates()
-        self._speculator.drop()  # they write where others may write now
+        self._speculator.drop()  # speculative updates write to copies that others may write to now
         self.update_queue.ahead.drop(but=())
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Return a context in which states may be written to their destinations. All ranks call this.
 
-        A commit is finished first if its loop has been at the top since the step. Otherwise it is withdrawn, and begun
-        again after the context. Raises as finish_commit.
+        A commit under way is finished before the context if the loop has been at its top since the step. A commit whose
+        loop has not been at its top is withdrawn, and begun again after the context. Raises the errors of
+        finish_commit.
         """
         self.require_usable()
         with self._lock:
@@ -832,8 +838,8 @@ class Coordinator(Lender):
     def require_untouched(self) -> None:
         """Check that no script changed a parameter outside infinity, if nothing may read parameters now.
 
-        Raises as Fetcher.require_untouched. During a pass and in infinity.gathered, parameters have values that may be
-        changed.
+        Raises the errors of Fetcher.require_untouched. During a pass and in infinity.gathered, nothing is checked,
+        because parameters have values then, which the script may change.
         """
         if self.readers.nobody:
             self.fetcher.require_untouched()
@@ -857,7 +863,7 @@ class Coordinator(Lender):
 
     @transition
     def _take(self, indices: Iterable[int], taken: list[int]) -> None:
-        """Acquire units, and append each acquired one to `taken`, also when this raises."""
+        """Begin to use units. Append the index of each unit in use to `taken`, even if an error follows."""
         for index in indices:
             self.begin_use(index)
             taken.append(index)
@@ -890,7 +896,7 @@ class Coordinator(Lender):
             yield
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return a copy of a parameter's values in RAM (Lender.copy_of), also while no pass is under way."""
+        """Return a copy of a parameter's values in RAM (Lender.copy_of), even while no pass is under way."""
         self.forget_dead()
         with torch.no_grad(), self.gathering(), self.taking([self._owners[id(parameter)][0]]):
             return parameter.detach().to("cpu", copy=True)
@@ -908,7 +914,7 @@ class Coordinator(Lender):
 
     @property
     def generations(self) -> Generations | None:
-        """Generations of the run; None when none are kept."""
+        """Generations of the run; None when the run keeps no generations."""
         return self.resources.generations
 
     @property
@@ -922,7 +928,7 @@ class Coordinator(Lender):
         return facts_of(self.resources)
 
     def adopt(self) -> None:
-        """Take over the states in the store: read those kept in RAM, and turn the parameters into placeholders.
+        """Adopt the states in the store: read the states that are kept in RAM, and make the parameters placeholders.
 
         Raises:
             SwapIOError: a read failed.
@@ -931,16 +937,16 @@ class Coordinator(Lender):
         self.fetcher.adopt()
 
     def resume(self, step: int, run: str, body: Body) -> None:
-        """Continue the run from a generation whose states the model has."""
+        """Continue a run from one of its generations, whose states the model has already."""
         self.at_step(step, run)
         self.commits.resume(step, body)
 
     def read_part(self, home: Home, begin: int, nbytes: int) -> torch.Tensor:
-        """See parts.read_part."""
+        """See state_parts.read_part."""
         return state_parts.read_part(self.resources, home, begin, nbytes)
 
     def write_parts(self, home: Home, new: Mapping[int, torch.Tensor]) -> None:
-        """See parts.write_parts."""
+        """See state_parts.write_parts."""
         state_parts.write_parts(self.resources, home, new)
 
     def write_home(
@@ -979,13 +985,13 @@ class Coordinator(Lender):
         stopped between its optimizer and its scheduler would make a generation that no uninterrupted run has.
 
         Args:
-            discard: commit nothing, and remove the generations, too. Several ranks do that once all of them make this
-                call.
-            broken: an exception ended the program.
+            discard: commit nothing, and remove the generations, too. Several ranks remove their generations only after
+                all of them have made this call.
+            broken: whether an exception ended the program.
 
         Raises:
-            InfinityError: the last generation could not be made. All resources are released all the same.
-            PeerError: with `discard`, another rank does not make this call: the generations stay.
+            InfinityError: the last generation could not be made. All resources are released nevertheless.
+            PeerError: with `discard`, another rank does not make this call, so the generations stay.
         """
         if self.health.closed or in_forked_child():
             return

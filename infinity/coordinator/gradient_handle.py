@@ -1,26 +1,27 @@
 """The object in `parameter.grad` for a gradient that is in host memory.
 
 [Note: loss scaling]
-Gradients of a scaled loss land scaled, and stay scaled. The update multiplies them by the inverse scale in fp32,
-together with the clip factor. So unscaling needs no pass of its own. torch.amp.GradScaler gives its scale in one of two
-ways:
+Gradients of a scaled loss land scaled, and stay scaled. The update multiplies the gradients by the inverse scale in
+fp32, together with the clip factor. So unscaling needs no separate pass over the gradients. torch.amp.GradScaler passes
+its scale to the optimizer in one of two ways:
 
     scaler.step(optim)       checks the gradients, then calls optim.step() with `optim.grad_scale` and `.found_inf` set
-    scaler.unscale_(optim)   before it: checks them and multiplies them by the inverse; then `grad_scale` is None
+    scaler.unscale_(optim)   before step(): checks the gradients, multiplies them by the inverse; `grad_scale` is None
 
-The check and the multiplication are one operation in torch, which is dispatched to the handles. They answer the check
-from the sums of squares that were computed when the gradients landed, and store the factor (`Factors.inverse_scale`).
+The check and the multiplication are one operation in torch, which is dispatched to the handles. The handles answer the
+check from the sums of squares that were computed when the gradients landed, and store the factor
+(`Factors.inverse_scale`).
 
 [Note: torch's clipping]
-torch.nn.utils.clip_grad_norm_ requests the norm of each gradient, which the handles compute from the same sums of
-squares, and multiplies each gradient by one factor. The handles store that factor (`Factors.clip`) separately from the
-loss scale. The loss scale is the same for all gradients of a step, and a speculative update expects it not to change. A
-clip factor belongs to one parameter, and a step with a factor other than 1 makes speculative updates wrong.
+torch.nn.utils.clip_grad_norm_ requests the norm of each gradient and multiplies each gradient by one factor. The
+handles compute the norm from the same sums of squares, and store the factor (`Factors.clip`) separately from the loss
+scale. The loss scale is the same for all gradients of a step, and a speculative update expects the loss scale not to
+change. A clip factor belongs to one parameter, and a step with a factor other than 1 makes speculative updates wrong.
 
 [Note: reductions]
 Values that code logs about gradients (`p.grad.abs().max()`, `isfinite().all()`, norms of any order) are computed from a
 copy of one gradient, which is freed with the expression. Only infinity.gathered(..., grads=True) gives copies that stay
-and may be changed: it checks for enough memory first, and takes changed copies back.
+and may be changed: infinity.gathered checks for enough memory first, and writes changed copies back to the gradients.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Holder(Protocol):
 
 @dataclass
 class Factors:
-    """Factors that a gradient is still to be multiplied by.
+    """Factors by which a gradient is still to be multiplied.
 
     Attributes:
         inverse_scale: factor from GradScaler.unscale_.
@@ -68,13 +69,14 @@ class GradientHandle(torch.Tensor):
     has the meaning that it has in torch, and no code computes with a gradient without values.
 
     Attributes:
-        factors: factors, shared by the handles that `.data` and `.detach()` return: multiplying one multiplies all.
+        factors: factors, shared by all handles that `.data` and `.detach()` return, so that multiplying one handle
+            multiplies all.
 
     Args:
         like: tensor of the gradient's shape, on its device.
-        holder: owner of the gradient; not kept alive.
+        holder: owner of the gradient; the handle does not keep the owner alive.
         place: place of the parameter.
-        factors: factors to share; None: new ones.
+        factors: factors to share with other handles; None: new factors.
     """
 
     factors: Factors
@@ -107,10 +109,10 @@ class GradientHandle(torch.Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of the gradient, but float32 for a float16 gradient.
+        """Dtype of the gradient; float32 for a gradient that is stored in float16.
 
-        GradScaler.unscale_ refuses float16, in which small values would be lost. Here none are lost: the gradient is
-        multiplied in fp32.
+        GradScaler.unscale_ refuses float16, because small values would be lost. infinity loses no values, because it
+        multiplies the gradient in fp32.
         """
         stored = super().dtype
         return torch.float32 if stored == torch.float16 else stored
@@ -121,14 +123,17 @@ class GradientHandle(torch.Tensor):
 
     @property
     def l2_norm(self) -> float:
-        """Norm of the gradient with all factors applied, averaged over the ranks; not finite when an element is not."""
+        """Norm of the gradient with all factors applied, averaged over the ranks.
+
+        The norm is not finite if an element of the gradient is not finite.
+        """
         landed, factor = self._landed(), self.factors.inverse_scale * self.factors.clip
         return math.sqrt(landed.sum_squares(self._place.spec)) * abs(factor) * landed.mean
 
     def value(self) -> torch.Tensor:
         """Return a copy of the gradient on the parameter's device, with all factors applied.
 
-        Raises as `_landed` and Holder.gradient_value.
+        Raises the errors of `_landed` and Holder.gradient_value.
         """
         self._landed()
         value, factor = self._held().gradient_value(self._place), self.factors.inverse_scale * self.factors.clip
@@ -136,7 +141,7 @@ class GradientHandle(torch.Tensor):
         return value.to(self.device, self.dtype)
 
     def _landed(self) -> GradientGroup:
-        """Return the gradients of the parameter's group, which include this one.
+        """Return the gradients of the parameter's group, which include this gradient.
 
         Raises:
             ReleasedParameterError: the gradient was dropped, or its model no longer exists.
@@ -169,7 +174,7 @@ class GradientHandle(torch.Tensor):
         raise _refusal(".numpy()")
 
     def tolist(self) -> NoReturn:
-        """Raise an error that says what to do, as `numpy`."""
+        """Raise an error that says what to do, like `numpy`."""
         raise _refusal(".tolist()")
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -184,7 +189,7 @@ def _check_and_unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tenso
         torch._amp_foreach_non_finite_check_and_unscale_(by_hand, found_inf, inverse)
     if not all(handle.finite for handle in handles):
         found_inf.fill_(1.0)
-    factor = inverse.item()  # read once: on a GPU this waits for all queued work
+    factor = inverse.item()  # read only once: on a GPU, the read waits for all queued work
     for handle in handles:
         handle.factors.inverse_scale *= factor
 
@@ -247,13 +252,14 @@ def _multiply_each(gradients: Sequence[torch.Tensor], factor: Any) -> None:
 
 
 class _LastNumber:
-    """Cache of the value of the last tensor read.
+    """Cache of the value of the tensor that was read last.
 
-    torch multiplies every gradient by the same tensor, and reading it from a GPU waits for all queued work.
+    torch multiplies every gradient by the same tensor, and reading this tensor from a GPU waits for all queued work.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[weakref.ref[torch.Tensor], int, float] | None = None  # one object: any thread may read it
+        # one tuple, because any thread may read it
+        self._last: tuple[weakref.ref[torch.Tensor], int, float] | None = None
 
     def of(self, tensor: torch.Tensor) -> float:
         last, version = self._last, tensor._version
@@ -301,4 +307,4 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._foreach_mul_.Tensor: _multiply_each,
     _aten._foreach_mul_.Scalar: _multiply_each,
 }
-"""Operations that the handles answer without their values."""
+"""Operations that the handles answer without the values of the gradients."""

@@ -14,7 +14,7 @@ class Readers:
     """Forwards, backwards and contexts that may read parameters now.
 
     Invariant: while nothing may read, every parameter has the released class. The coordinator closes all parameters
-    when `nobody` has become true.
+    when `nobody` becomes true.
     """
 
     def __init__(self) -> None:
@@ -43,27 +43,31 @@ class Readers:
         """Begin a forward.
 
         Args:
-            end_if_dead: function that ends the forward if an event that skips post-hooks, such as Ctrl-C, has ended it.
+            end_if_dead: function that ends the forward if the forward was interrupted by an event that skips
+                post-hooks, such as Ctrl-C.
         """
         self._in_forward, self._in_backward, self._end_if_dead = True, False, end_if_dead
 
     def watch(self, end_if_dead: Callable[[], None]) -> None:
-        """Add a source of other calls that may read.
+        """Add a source of other calls that may read parameters.
 
         Args:
-            end_if_dead: method that ends dead calls. It is not kept alive, as it may keep the frame of a dead call, and
-                so the model.
+            end_if_dead: method that ends dead calls. Only a weak reference to the method is kept, because the method
+                may keep the frame of a dead call alive, and so the model.
         """
         self._others.append(weakref.WeakMethod(end_if_dead))
 
     def forget_dead(self) -> None:
-        """End dead calls before gathering, a step or the end of the model, which need that no forward is under way."""
+        """End the calls that were interrupted, before gathering, before a step and before the model is closed.
+
+        No forward may be in progress at these moments.
+        """
         if self._in_forward:
             self._end_if_dead()
         self.forget_dead_others()
 
     def forget_dead_others(self) -> None:
-        """End dead calls of other sources, before a forward."""
+        """End interrupted calls of the other sources (`watch`), before a forward."""
         for each in self._others:
             if (end_if_dead := each()) is not None:
                 end_if_dead()
@@ -72,7 +76,7 @@ class Readers:
         self._in_forward = False
 
     def backward_begins(self) -> None:
-        """Begin a backward, in any thread. Other threads may not close the parameters that it opens.
+        """Begin a backward, in any thread. Other threads may not close the parameters that the backward opens.
 
         Raises:
             ModelError: the backward would add to gathered gradients.
@@ -90,7 +94,7 @@ class Readers:
 
     @contextmanager
     def gathering(self, *, grads: bool = False) -> Iterator[None]:
-        """Return a context in which parameters of every unit may be read, and are brought as in a forward.
+        """Return a context in which parameters of every unit may be read. Units are fetched as in a forward.
 
         Args:
             grads: gradients are gathered, too.
@@ -104,11 +108,11 @@ class Readers:
             self._lending -= grads
 
     def step_begins(self) -> None:
-        """End all passes, normal or dead, before a step.
+        """End all forwards and backwards before a step, including those that were interrupted.
 
         Raises:
-            ModelError: the step is inside infinity.gathered, and would make its copies stale; or inside a backward pass
-                that still needs the weights.
+            ModelError: the step is inside infinity.gathered, and would make the gathered copies stale; or the step is
+                inside a backward pass that still needs the weights.
         """
         self.forget_dead()
         if in_backward():

@@ -1,7 +1,7 @@
 """Side tables from parameters to their places and from models to their coordinators.
 
-Tensors and modules stay unchanged. `reoffload_if_changed` detects changes of a model since it was offloaded, when an
-optimizer is made.
+Tensors and modules stay unchanged. When an optimizer is made, `reoffload_if_changed` detects whether a model has
+changed since it was offloaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Offloaded:
     Attributes:
         coordinator: coordinator of the model.
         hooks: hooks on the model's parameters.
-        reoffload: function that changes the model, offloads it anew and returns the result of the change.
+        reoffload: function that changes the model, offloads the model again and returns the result of the change.
         structure: structure of the model when it was offloaded.
         end: finalizer that runs when the model is collected.
     """
@@ -65,8 +65,8 @@ def enter(
         model: the model.
         coordinator: coordinator of the model.
         hooks: hooks on the model's parameters.
-        reoffload: as in _Offloaded; must not keep the model alive.
-        structure: as in _Offloaded; must not keep the model alive.
+        reoffload: function as in _Offloaded; it must not keep the model alive.
+        structure: structure as in _Offloaded; it must not keep the model alive.
     """
     _entered[0] += 1
     end = weakref.finalize(model, _end, coordinator, hooks, weakref.ref(model))
@@ -89,7 +89,7 @@ def leave(model: nn.Module) -> None:
 
 def _forget(coordinator: Coordinator, hooks: Sequence[RemovableHandle]) -> None:
     for parameter, _ in coordinator.places():
-        _places.pop(parameter, None)  # the entry keeps the coordinator alive, and so its own key
+        _places.pop(parameter, None)  # the entry keeps the coordinator alive, and so the entry's own key
     for handle in hooks:
         handle.remove()  # hooks of a parameter keep the coordinator alive, unseen by the garbage collector
 
@@ -111,7 +111,7 @@ def give_back_signals() -> None:
 
 
 def find(parameter: nn.Parameter) -> tuple[Coordinator, Place] | None:
-    """Return the coordinator and the place of a parameter; None when it is not offloaded."""
+    """Return the coordinator and the place of a parameter; None when the parameter is not offloaded."""
     found: tuple[Coordinator, Place] | None = _places.get(parameter)
     return found
 
@@ -120,7 +120,7 @@ def coordinator_of(model: nn.Module) -> Coordinator:
     """Return the coordinator of an offloaded model, or of the only offloaded model inside a module (as with PEFT).
 
     Raises:
-        ModelError: there is no such model, or there are several.
+        ModelError: there is no offloaded model, or there are several inside the module.
     """
     inside = [model] if model in _models else [module for module in model.modules() if module in _models]
     if len(inside) != 1:
@@ -131,7 +131,7 @@ def coordinator_of(model: nn.Module) -> Coordinator:
 
 
 def model_of(coordinator: Coordinator) -> nn.Module | None:
-    """Return the model of a coordinator; None once the model was collected, or offloaded anew."""
+    """Return the model of a coordinator; None once the model was collected, or offloaded again."""
     return next((model for model, of in _models.items() if of.coordinator is coordinator), None)
 
 
@@ -145,24 +145,25 @@ def is_offloaded(model: nn.Module) -> bool:
 
 
 def reoffload(model: nn.Module, change: Callable[[], Any]) -> Any:
-    """Change an offloaded model while its parameters are deferred ones, and offload it anew.
+    """Change an offloaded model while its parameters are deferred, and offload the model again.
 
     Raises:
-        TooLateError: the model cannot be offloaded anew; says what to do, and nothing was changed.
-        others: as infinity.offload, and as `change`.
+        TooLateError: the model cannot be offloaded again. The message says what to do, and nothing was changed.
+        others: the errors of infinity.offload and of `change`.
     """
     return _models[model].reoffload(model, change)
 
 
 def reoffload_if_changed(parameters: Iterable[object]) -> None:
-    """Offload changed models anew, before an optimizer of these parameters is made.
+    """Offload changed models again, before an optimizer of these parameters is made.
 
     A model is changed if its parameters were replaced, frozen, unfrozen or moved to other modules since it was
     offloaded. Only models with some of these parameters are checked.
 
     Raises:
-        TooLateError: trained parameters have no states, and the model cannot be offloaded anew; says what to do.
-        others: as infinity.offload.
+        TooLateError: trained parameters have no states, and the model cannot be offloaded again. The message says what
+            to do.
+        others: the errors of infinity.offload.
     """
     wanted = {id(each) for each in parameters}
     for model, offloaded in list(_models.items()):

@@ -1,9 +1,10 @@
 """Masters of weights that were written to by hand, until the next step.
 
-A write between steps changes weights, and gives each changed weight a master of exactly its new value. An adversarial
-method (FGM, AWP) changes weights, computes with them and restores the old weights. Their masters are then restored,
-too, so that the bits which training had added below the last bit of a weight are kept. A parameter set by
-load_state_dict to a different value gets new masters for all of its weights, also for those whose bits did not change.
+A write between steps changes weights, and sets the master of each changed weight to exactly the new value. An
+adversarial method (FGM, AWP) changes weights, computes with the changed weights and restores the old weights. When old
+weights are restored, their old masters are restored, too, so that the bits which training had added below the last bit
+of a weight are kept. A parameter set by load_state_dict to a different value gets new masters for all of its weights,
+even for weights whose bits did not change.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class _SavedElements:
-    """Elements of a parameter as they were before the first write since the step.
+    """Elements of a parameter, with their values before the first write since the step.
 
     Attributes:
         at: int64 [n], indices among the elements that this rank has.
@@ -46,7 +47,7 @@ class _SavedElements:
         return _SavedElements(self.at[which], self.bits[which], self.rest[which])
 
     def and_also(self, at: torch.Tensor, bits: torch.Tensor, rest: torch.Tensor) -> _SavedElements:
-        """Return these elements and those of the elements `at` that are not included yet.
+        """Return the present elements together with the elements of `at` that are not included yet.
 
         Args:
             at: indices of elements.
@@ -64,11 +65,12 @@ class WrittenMasters:
 
     def __init__(self) -> None:
         self._was: dict[str, _SavedElements] = {}
-        self._not_kept: dict[str, int] = {}  # sum of the bits of the old weights
+        # for a parameter whose old masters were not kept: sum of the bits of the old weights
+        self._not_kept: dict[str, int] = {}
         self._given: set[str] = set()
 
     def give(self, names: Iterable[str]) -> None:
-        """Mark parameters as set by load_state_dict, until `written`."""
+        """Mark parameters as set by load_state_dict, until the next call of `written`."""
         self._given.update(names)
 
     def written(self) -> None:
@@ -80,9 +82,9 @@ class WrittenMasters:
     ) -> torch.Tensor:
         """Return the residual of a piece of a parameter after a write to its weights.
 
-        An element keeps its residual if its weight has not changed. It gets its saved residual back if its weight is
-        restored to the value before an earlier write since the step. Any other element gets the residual of its new
-        value. A parameter marked by `give` gets the new residual for all elements.
+        An element keeps its residual if its weight has not changed. An element gets its saved residual back if its
+        weight is restored to the value before an earlier write since the step. Any other element gets the residual of
+        its new value. A parameter marked by `give` gets the new residual for all elements.
 
         Args:
             name: name of the parameter.
@@ -133,7 +135,7 @@ class WrittenMasters:
             self._was[name] = was
 
     def forget(self) -> None:
-        """Forget the saved masters, since a step gives all of them new values."""
+        """Forget the saved masters, since a step gives new values to all masters."""
         self._was.clear()
         self._not_kept.clear()
 

@@ -1,6 +1,6 @@
 """A model's persistent buffers (such as running means of batch norms), kept in each generation.
 
-Training changes them, so a resumed run must restore them.
+Training changes these buffers, so a resumed run must restore them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def reader(model: nn.Module) -> Callable[[], dict[str, torch.Tensor]]:
     """Return a function that reads the current values of the persistent buffers.
 
-    The function does not keep the model alive. It still works after the model is gone.
+    The function does not keep the model alive. The function still works after the model is gone.
     """
     places = [
         (f"{prefix}.{name}" if prefix else name, module._buffers, name)
@@ -44,7 +44,7 @@ def restore(model: nn.Module, saved: dict[str, Any]) -> None:
     """Copy the buffer values of a generation into the model's buffers.
 
     Raises:
-        ResumeError: the model's buffers differ from the run's in name, shape or dtype.
+        ResumeError: the model's buffers differ from the buffers of the run in name, shape or dtype.
     """
     mine = dict(named(model))
     if mine.keys() != saved.keys():

@@ -2,10 +2,11 @@
 
 [Note: when a commit is begun and when it is finished]
 A commit is begun when the step is decided. Its body is frozen when the next training forward begins: the body then has
-the tracked objects as they were at the top of the loop (see tracked_objects.py). Meanwhile the updates continue. After
-the last update has finished, the commit writes the states in RAM that no update wrote to the store, and starts the
-fdatasync. When the fdatasync is done, the manifest is written and the commit is finished. This happens at the latest
-before the next step writes anything. An explicit infinity.commit and the end of a run also finish the commit.
+the tracked objects as they were at the top of the loop (see tracked_objects.py). Meanwhile, the updates of the step
+continue. After the last update has finished, the commit writes the states in RAM that no update wrote to the store, and
+starts the fdatasync. When the fdatasync is done, the manifest is written and the commit is finished. The commit is
+finished at the latest before the next step writes anything. An explicit infinity.commit and the end of a run also
+finish the commit.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Commits:
     """The generations of a run.
 
     Life cycle of each generation: begin() → forward_begins() → write_remaining() → finish(). The two middle calls may
-    come in either order or be left out: finish() does their work. finish() requires that all updates of the step are
-    finished.
+    come in either order or be left out, because finish() does the work of a missing call. Before finish(), all updates
+    of the step must be finished.
 
     Attributes:
         tracking: objects given to infinity.track.
@@ -76,9 +77,9 @@ class Commits:
     Args:
         resources: the plan, the store, the units and the generations.
         optimizers: optimizers of the model.
-        maker: makes the generations.
+        maker: object that makes the generations.
         model: facts about the model that a reader of the states needs.
-        buffers: returns the model's persistent buffers.
+        buffers: function that returns the model's persistent buffers.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Commits:
         self._commit: Commit | None = None
         self._owed = False
         self._touched = False  # states were written outside a step since the newest generation was begun
-        self._waited = False  # a forward began after the commit, before the loop reached its top
+        self._waited = False  # a forward began after the commit was begun, before the loop reached its top
         self._several_steps_an_item = False
         self._closing = False
         self.tracking = Tracking(optimizers.checkpoint, buffers)
@@ -115,7 +116,7 @@ class Commits:
     def step_done(self) -> None:
         """Record that a step was done: the run has moved past the generation it was resumed from."""
         self.resumed = None
-        if len(self._optimizers) <= 1:  # with several, each uses its own gradients; zero_grad reports the others
+        if len(self._optimizers) <= 1:  # several optimizers: each uses its own gradients; zero_grad reports the others
             self.tracking.gradients_gone()
 
     # -- generations --------------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class Commits:
         return None if self._resources.generations is None else self._resources.generations.newest
 
     def begin(self, step: int) -> None:
-        """Begin the generation of `step`: all states will be those after this step.
+        """Begin the generation of `step`: its states will be the states after this step.
 
         Raises:
             ConfigError: the state of a tracked object cannot be kept.
@@ -153,15 +154,15 @@ class Commits:
     def begin_again(self, step: int) -> None:
         """Begin the generation of `step` without the end of a step.
 
-        This is for a commit that was dropped before a write, and for a step that was not due. The loop is still at the
-        same place, so the tracked objects are not noted again.
+        Use this method for a commit that was dropped before a write, and for a step that was not due for a commit. The
+        loop is still at the same place, so the states of the tracked objects are not recorded again.
         """
         self._commit, self._owed, self._touched = Commit(step), False, False
 
     def _learn(self) -> None:
-        """Learn that the loop makes several steps for one item.
+        """Detect a loop that makes several steps for one item of its loader.
 
-        This is the case when a commit waited for the top of the loop and the next step came first.
+        In such a loop, the next step comes while a commit waits for the top of the loop.
         """
         if self._owed and self._waited and len(self._optimizers) == 1 and not self._several_steps_an_item:
             self._several_steps_an_item = True
@@ -219,13 +220,14 @@ class Commits:
     def forward_begins(self, graph: Callable[[], object] = lambda: None) -> None:
         """Freeze the body of the current commit if the loop is at its top.
 
-        With a tracked loader, the loop is at its top once the loader was asked for the next item. Until then the commit
-        waits, because this forward may run between a step and its scheduler's step. Where the loop makes several steps
-        for one item, the next step replaces the waiting commit. Once a loop with one optimizer has done this, its later
-        commits are frozen at the next forward, wherever the loop is.
+        With a tracked loader, the loop is at its top once the loader was asked for the next item. Until that moment the
+        commit waits, because this forward may run between a step and its scheduler's step. Where the loop makes several
+        steps for one item, the next step replaces the waiting commit. After such a replacement in a loop with one
+        optimizer, all later commits are frozen at the next forward, wherever the loop is.
 
         Args:
-            graph: returns an object while the backward of this forward may still run, and None afterwards.
+            graph: function that returns an object while the backward of this forward may still run, and None
+                afterwards.
         """
         if self._commit is not None and not self.frozen:
             if self.tracking.has_data and not self.tracking.at_top and not self._several_steps_an_item:
@@ -257,7 +259,7 @@ class Commits:
         """Prepare for a write to the states. All updates must be finished.
 
         A frozen commit is finished. A commit that is not frozen is dropped, because another optimizer steps in the same
-        iteration; the next step is due for a commit instead.
+        iteration. In place of the dropped commit, the next step is committed.
 
         Raises:
             InfinityError: the commit failed.
@@ -277,7 +279,7 @@ class Commits:
         All updates of the step must be finished.
 
         Raises:
-            InfinityError: an fsync or a write failed, and this generation does not exist. The newest earlier one
+            InfinityError: an fsync or a write failed, and this generation does not exist. The newest earlier generation
                 remains.
             ConfigError: the state of a tracked object cannot be kept.
         """
@@ -337,10 +339,10 @@ class Commits:
     # -- the body -----------------------------------------------------------------------------------------------------
 
     def _body_now(self, *, before_forward: bool) -> dict[str, Any]:
-        """Return the body of a generation of the loop's current state.
+        """Return the body of a generation for the current state of the loop.
 
         Args:
-            before_forward: a training forward follows immediately.
+            before_forward: whether a training forward follows immediately.
         """
         noted = self.tracking.note()
         body = {
@@ -354,8 +356,9 @@ class Commits:
         return body if self.resumed is None else self._with_resumed_values(body, self.resumed)
 
     def _why_unsure(self, noted: LoopState) -> str:
-        """Return why a run resumed from this generation may continue at another place in its loop; "" if it continues
-        exactly.
+        """Return why a run resumed from this generation may continue at another place in its loop.
+
+        Return "" if the run continues exactly.
         """
         if noted.gradients:
             return "there were gradients that no step had used"
@@ -374,7 +377,7 @@ class Commits:
         """Return a body that keeps the resumed generation's values for objects that this process has not restored.
 
         A generation can be made again before the first step of a resumed run. For example, a script that only changes
-        weights creates no optimizer and tracks nothing.
+        weights makes a generation without an optimizer and without tracked objects.
         """
         there = resumed.body.model_dump()
         mine = body["optimizers"]
@@ -388,14 +391,12 @@ class Commits:
         }
 
     def touched(self) -> None:
-        """Record that states were written between two steps, so the newest generation of this step has the old
-        states.
-        """
+        """Record that states were written between two steps: the newest generation has the old states."""
         self._touched = self.newest is not None
 
     @property
     def _made_before_writes(self) -> bool:
-        """Whether states were written after this step's generation was made, and it cannot be made again."""
+        """Whether this step's generation was made before states were written, and cannot be made again."""
         return self._touched and not self._maker.makes_again
 
     def require_possible(self, step: int) -> None:
@@ -403,7 +404,7 @@ class Commits:
 
         Raises:
             ConfigError: the run keeps no generations.
-            NotAvailableError: the newest generation is of this step, and several ranks cannot make it again.
+            NotAvailableError: the newest generation is of this step, and several ranks cannot make a generation twice.
         """
         if self._resources.generations is None:
             why = self._resources.plan.placement.commits.reason or "commit_every: 0"
@@ -420,11 +421,11 @@ class Commits:
     def commit(self, step: int, *, closing: bool = False) -> None:
         """Make a generation of `step` now.
 
-        The loop is at the end of an iteration. The errors are those of begin() and finish().
+        The loop must be at the end of an iteration. Raises the errors of begin() and finish().
 
         Args:
             step: the last step that was done.
-            closing: the model is being closed; the loop did not call infinity.commit.
+            closing: whether the model is being closed and the loop did not call infinity.commit.
         """
         self._optimizers.restore_hyperparameters(self.resumed, again=False)
         self.begin(step)
@@ -433,12 +434,12 @@ class Commits:
         self.finish()
 
     def end(self, step: int, *, broken: bool) -> None:
-        """End the run after `step`: make a generation of it, unless there is one.
+        """End the run after `step`: make a generation of this step, unless the generation exists.
 
         Args:
             step: the last step that was done.
-            broken: the loop may have been left in the middle of an iteration, so only a known top of the loop is
-                committed.
+            broken: whether the loop may have been left in the middle of an iteration; if so, the step is committed only
+                if the loop is known to be at its top.
         """
         if self._resources.generations is None or (step == (self.newest or 0) and not self._touched):
             return
@@ -451,7 +452,7 @@ class Commits:
             )
             return
         if not self.under_way and self.tracking.at_top:
-            self.begin_again(step)  # this step was not due
+            self.begin_again(step)  # this step was not due for a commit
         if self.under_way and (self.frozen or self.tracking.has_item):
             self.finish()
         elif not broken:

@@ -1,6 +1,6 @@
 """A generation's description of its model.
 
-With it, the states can be read without the program that trained the model.
+With this description, the states can be read without the program that trained the model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from infinity.state.dtypes import master_format
 
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the names of each parameter. A tied parameter has several."""
+    """Return the names of each parameter. A tied parameter has several names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -28,7 +28,7 @@ def describe(model: nn.Module, found: Discovery, master: _native.MasterName) -> 
 
     Args:
         model: the model to describe.
-        found: its units and parameters.
+        found: units and parameters of the model.
         master: form of the fp32 master of bf16 weights, from the config.
     """
     names = names_of(model)

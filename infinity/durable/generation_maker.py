@@ -27,16 +27,16 @@ class GenerationMaker(Protocol):
         """Make generation `step` of states that are already durable. Raises the errors of Generations.prepare."""
 
     def payload(self, pace: CommitPace) -> list[int]:
-        """Return this rank's report to the others before each step.
+        """Return this rank's report to the other ranks before each step.
 
         The report has the number of steps between commits that this process measured, and the steps of its generations.
-        It is empty for a single process.
+        The report of a single process is empty.
         """
 
     def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
         """Process the reports of all ranks while no write is in flight.
 
-        Generations that not all ranks have are retired. `following` is the next step.
+        Retire generations that some rank does not have. `following` is the next step.
         """
 
     def agree(self, what: str, pace: CommitPace, following: int) -> None:
@@ -49,7 +49,7 @@ class GenerationMaker(Protocol):
         """Raise InfinityError unless all ranks have made generation `step`."""
 
     def retire_early(self) -> None:
-        """Retire older generations before a step, if all ranks are known to have made the newest one."""
+        """Retire older generations before a step, if all ranks are known to have made the newest generation."""
 
 
 class LocalGenerationMaker:

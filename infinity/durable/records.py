@@ -1,6 +1,6 @@
 """The body of a generation's manifest: model, optimizers, buffers, RNG states and tracked objects.
 
-It is read from disk, so every field is typed and unknown fields are errors.
+The body is read from disk, so every field is typed and unknown fields are errors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GroupRecord(Record):
         dtype: dtype of the weights.
         master: form of the fp32 master.
         moments: form of exp_avg and exp_avg_sq.
-        codec: encoding of the weights; None if they are stored in `dtype`.
+        codec: encoding of the weights; None if the weights are stored in `dtype`.
     """
 
     unit: Name
@@ -72,8 +72,8 @@ class ParameterRecord(Record):
 
     Attributes:
         aliases: other names of a tied parameter.
-        group: index of its group in the unit.
-        offset: index of its first element in the group.
+        group: index of the parameter's group in the unit.
+        offset: index of the parameter's first element in the group.
     """
 
     name: _TensorName
@@ -104,7 +104,7 @@ class ModelRecord(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> ModelRecord:
-        """Check that the parameters of each group are laid out consecutively, as state/unit.py does it."""
+        """Check that the parameters of each group are laid out consecutively, in the layout of state/unit.py."""
         require_unique(((group.unit, group.group) for group in self.groups), "the group")
         require_unique(self.names(), "the parameter")
         ends = {(group.unit, group.group): 0 for group in self.groups}
@@ -124,7 +124,7 @@ class ModelRecord(Record):
         return self
 
     def names(self) -> Iterable[str]:
-        """Return all names of all parameters. A tied parameter has several."""
+        """Return all names of all parameters. A tied parameter has several names."""
         for parameter in self.parameters:
             yield parameter.name
             yield from parameter.aliases
@@ -135,7 +135,7 @@ class ModelRecord(Record):
 
 
 class ParameterProgress(Record):
-    """The number of optimizer steps of a parameter, and its moments that exist already, by torch's names."""
+    """The number of optimizer steps of a parameter, and torch's names of the parameter's moments that exist already."""
 
     step: Count
     begun: Annotated[dict[Name, Literal[True]], Field(max_length=_DIMENSIONS_MAX)]
@@ -201,7 +201,7 @@ class OptimizerRecord(Record):
         state: progress of each parameter, by name.
         last_grad_norm: gradient norm of the last step.
         skipped_steps: steps that were skipped in total.
-        skips_in_a_row: steps that were skipped since the last step that was not.
+        skips_in_a_row: steps that were skipped since the last step that was not skipped.
     """
 
     class_name: Name
@@ -213,7 +213,8 @@ class OptimizerRecord(Record):
 
     @model_validator(mode="after")
     def _sound(self) -> OptimizerRecord:
-        expected = KEPT.get(self.class_name.lower()) if self.class_name != "SGD" else None  # has none without momentum
+        # SGD without momentum has no moments
+        expected = KEPT.get(self.class_name.lower()) if self.class_name != "SGD" else None
         for name, progress in self.state.items():
             if expected is not None and progress.begun.keys() != expected.keys():
                 raise ValueError(f"{self.class_name} has {sorted(progress.begun)} of '{name}' and not {set(expected)}")
@@ -282,7 +283,7 @@ class Body(Record):
         tracked: state_dicts of the objects given to infinity.track, by name.
         buffers: the model's persistent buffers.
         rng: states of the random number generators at the top of the training loop.
-        rng_before_forward: their states when the next forward began; None if none had begun.
+        rng_before_forward: states of the generators when the next forward began; None if no forward had begun.
         unsure: why a run resumed from this generation may continue at another place in its loop; "" if it continues
             exactly.
     """
@@ -318,5 +319,5 @@ class Body(Record):
 
 
 def parse_body(value: dict[str, Any], source: object) -> Body:
-    """Parse the body of a manifest. Raises ManifestError that names `source` and the field."""
+    """Parse the body of a manifest. Raises ManifestError, which names `source` and the field."""
     return validated(Body, value, source)

@@ -2,15 +2,15 @@
 infinity.track, and the random numbers.
 
 [Note: where a loop is between two steps]
-After optim.step() a loop steps its LR scheduler, counts and evaluates. Then it asks its loader for the next batch and
-runs the next forward. A resumed run begins at the top of the loop, so it must restore everything as it was just before
-the loader was asked. Therefore a tracked loader is watched: each time the loop asks for an item, the states of all
-objects and the random numbers are noted, until a forward begins. At the end of an epoch the loop asks twice: once for a
-batch that does not exist, and once for the first batch of a new epoch. The second note replaces the first one, so
-schedulers that step once an epoch have stepped.
+After optim.step() a loop steps its LR scheduler, counts and evaluates. Then the loop asks its loader for the next batch
+and runs the next forward. A resumed run begins at the top of the loop, so the resumed run must restore everything to
+the moment just before the loader was asked. Therefore a tracked loader is watched: each time the loop asks for an item,
+the states of all objects and the random numbers are recorded, until a forward begins. At the end of an epoch the loop
+asks twice: once for a batch that does not exist, and once for the first batch of a new epoch. The second record
+replaces the first record, so it includes the step of a scheduler that steps once per epoch.
 
-Where no loader is tracked, the random numbers are noted when the step ends, and everything else is noted when the next
-forward begins. In that case a call of infinity.commit at the end of an iteration marks the exact place.
+Where no loader is tracked, the random numbers are recorded when the step ends, and everything else is recorded when the
+next forward begins. In that case a call of infinity.commit at the end of an iteration marks the exact place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LoopState:
         around: state that the loop does not track itself: optimizers and the model's buffers.
         is_top: whether the loop was at its top.
         gradients: whether there were gradients that no step had used.
-        graphs: whether a forward since the step might still have had its backward pending.
+        graphs: whether the backward of a forward since the step might still have been pending.
     """
 
     rng: dict[str, Any]
@@ -61,8 +61,8 @@ class Tracking:
     """The tracked objects of one run, by name.
 
     Args:
-        optimizers: returns the records of the run's optimizers, which are noted at the same moment.
-        buffers: returns the model's persistent buffers, which are noted at the same moment.
+        optimizers: function that returns the records of the run's optimizers at the moment of the call.
+        buffers: function that returns the model's persistent buffers at the moment of the call.
     """
 
     def __init__(self, optimizers: Callable[[], list[dict[str, Any]]], buffers: Callable[[], dict[str, Any]]) -> None:
@@ -81,7 +81,7 @@ class Tracking:
     ) -> None:
         """Track objects. `objects` and `named` are the arguments of infinity.track.
 
-        `give_back` restores the object of a name in a resumed run.
+        `give_back(name, object)` restores the state of an object in a resumed run.
         """
         added: dict[str, Stateful] = {}
         for item in objects:
@@ -117,7 +117,7 @@ class Tracking:
     def step_passed(self) -> None:
         """Record the end of a step that is not committed.
 
-        The top of the loop is noted nevertheless, in case the run ends.
+        The state at the next top of the loop is recorded nevertheless, in case the run ends after this step.
         """
         self._between, self._top, self._gave = True, None, False
         self._graphs, self._step_end = [], None
@@ -133,8 +133,8 @@ class Tracking:
     def forward_begins(self, graph: Callable[[], object] = lambda: None) -> None:
         """Record that a forward with a graph begins.
 
-        If the loader was not asked since the step, the forward runs between a step and its scheduler's step. `graph`
-        returns an object while the forward's backward may still run, and None afterwards.
+        If the loader was not asked for an item since the step, the forward runs between a step and its scheduler's
+        step. `graph` returns an object while the forward's backward may still run, and None afterwards.
         """
         if self.at_top or not self.has_data:
             self._between = False
@@ -157,7 +157,7 @@ class Tracking:
     def moved(self) -> bool:
         """Return whether a tracked object has changed since the loader was asked.
 
-        If it has, the iteration of the loop does not end where the loader is asked, but later.
+        If an object has changed, the iteration of the loop ends later than the moment at which the loader is asked.
         """
         if self._top is None:
             return False
@@ -165,25 +165,25 @@ class Tracking:
         return not all(_same(state, self._top.states[name]) for name, state in now.items())
 
     def iteration_ended(self) -> None:
-        """Note that the loop is at its top now."""
+        """Record the current state of the loop, which is at its top."""
         self._top = replace(self._note(list(self.items)), is_top=True)
 
     def forget(self) -> None:
         """Stop tracking, because the run is over. The objects are freed when the loop drops its own references.
 
-        Otherwise a loader with worker processes would end them only when the garbage collector runs, which can take
-        seconds.
+        If the objects were kept, a loader would end its worker processes only when the garbage collector runs, which
+        can take seconds.
         """
         self.items.clear()
         self._between, self._step_end, self._top, self._graphs = False, None, None, []
 
     def evaluated(self) -> None:
-        """Record a forward without a graph: the item that a loader returned before was for this evaluation."""
+        """Record a forward without a graph: the last item that the loader returned was for an evaluation."""
         self._gave = False
 
     @property
     def has_item(self) -> bool:
-        """Whether the loop has reached its top and has taken an item since."""
+        """Whether the loop has reached its top and has taken an item from the loader after that."""
         return self.at_top and self._gave
 
     def _asked(self) -> None:
@@ -207,7 +207,7 @@ class Tracking:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Return whether two states, as document.copy_of makes them, are equal."""
+    """Return whether two states, both copied by document.copy_of, are equal."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -255,7 +255,8 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        if not self._first:  # the iterator's creation has drawn its numbers; that moment is noted
+        # the first request is recorded by `begin`, before the creation of the iterator draws random numbers
+        if not self._first:
             self._asked()
         self._first = False
         item = next(self._inner)
@@ -267,7 +268,7 @@ class _Pass:
 
 
 def _watch(item: Any, asked: Callable[[], None], given: Callable[[], None]) -> None:
-    """Make `item` call `asked` before it yields something, and `given` afterwards.
+    """Make `item` call `asked` before it yields an item, and `given` after that.
 
     The class of `item` is replaced by a subclass of the same name. An object whose class cannot be changed is not
     watched.
@@ -301,5 +302,5 @@ def _require_stateful(name: str, item: Any) -> None:
         raise ConfigError(
             f"infinity.track: {name} has no state_dict and load_state_dict, so its state cannot be kept.{hint}"
         )
-    if not is_data(item):  # asked at the first commit: a loader would start its workers now
+    if not is_data(item):  # a loader would start its workers now: its state is read at the first commit
         state_of(name, item)

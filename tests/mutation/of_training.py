@@ -166,7 +166,7 @@ OF_TRAINING = [
     Mutant(
         "a commit undoes speculative updates",
         "infinity/coordinator/coordinator.py",
-        "        self._speculator.drop()  # they write where others may write now\n",
+        "        self._speculator.drop()  # speculative updates write to copies that others may write to now\n",
         "",
         (_OVERLAP, "-k", "commit_between"),
     ),
