@@ -48,11 +48,11 @@ def exact_value(coordinator: Coordinator, place: Place) -> torch.Tensor:
 def exact_moment(coordinator: Coordinator, place: Place, moment: Moment) -> torch.Tensor:
     """Return a copy of a moment after the last step, in RAM, of the parameter's shape.
 
-    The dtype is fp32, also for moments that are kept in bf16 or int8. The moments of the parameter's full group are
-    read, since they are encoded together.
+    The dtype is fp32, even for moments that are kept in bf16 or int8. The moments of the parameter's full group are
+    read, because the moments of a group are encoded together.
 
     Raises:
-        NotAvailableError: there are several ranks, and this one has only a slice of the moment.
+        NotAvailableError: there are several ranks, and this rank has only a slice of the moment.
         SwapIOError: the store could not be read.
     """
     unit, spec = coordinator.units[place.unit.index], place.spec

@@ -1,14 +1,15 @@
 """Copies of weights for reading and writing between steps.
 
 [Note: gathering]
-A gathered parameter is a copy beside the unit's slot. So the unit may be evicted and fetched as usual. A model larger
-than the planned memory for weights can be gathered as far as the machine has memory. A change of a copy reaches the
-states only if that was requested. Then only parameters whose bits changed are written: their weights, and for each
-changed weight a master of exactly its value. Weights that are restored before the next step get their old masters back
-(coordinator/written_masters.py). Moments do not change. The write goes to copies in the store that no generation names
-(`copy_to_write`). So existing generations stay complete, and the next commit has the new values.
+A gathered parameter is a copy outside of the unit's slot. So the unit may be evicted and fetched as usual. A model
+larger than the planned memory for weights can be gathered if the machine has enough memory for the copies. A changed
+copy reaches the states only if the caller requested that (write=True). In that case only parameters whose bits changed
+are written: the weights, and for each changed weight a master that equals the weight exactly. Weights that are restored
+before the next step get their old masters back (coordinator/written_masters.py). Moments do not change. The write goes
+to copies in the store that belong to no generation (tiers/destination.py). So existing generations stay complete, and
+the next commit has the new values.
 
-Several ranks enter and leave the context together, with the same values on all of them. Each rank puts all new values
+Several ranks enter and leave the context together, with the same values on all ranks. Each rank puts all new values
 into its slot, and writes its slice to the states.
 """
 
@@ -59,8 +60,8 @@ class Gathering:
             wanted: parameters to gather.
             saved: pair of saved-tensor hooks for computations in the context; None inside a forward, which has its own
                 pair.
-            write: take changed values back at the end.
-            grads: gather the gradients, too.
+            write: whether changed values are written to the states at the end.
+            grads: whether the gradients are gathered, too.
         """
         self._coordinator = coordinator
         self._wanted = wanted
@@ -88,7 +89,8 @@ class Gathering:
             _require_memory(coordinator, self._fresh, 0 if self._lent is None else self._lent.nbytes)
             self._undo.enter_context(coordinator.gathering(grads=self._lent is not None))
             if self._lent is not None:
-                self._undo.callback(self._lent.put_back)  # runs after the parameters have their shapes again
+                # runs last, when all parameters have their original shapes again
+                self._undo.callback(self._lent.put_back)
             for index, names in self._fresh.items():
                 unit = coordinator.units[index]
                 with coordinator.taking([index]), torch.inference_mode(False), torch.no_grad():
@@ -129,7 +131,7 @@ class Gathering:
 
 
 def _not_gathered(coordinator: Coordinator, wanted: Named, *, write: bool) -> dict[int, list[str]]:
-    """Return the parameters that no outer context has gathered. Gathered ones keep the copy of that context.
+    """Return the parameters that no outer context has gathered. The other parameters keep the copy of that context.
 
     Raises:
         ModelError: with `write`, an outer context has gathered one of the parameters.
@@ -190,7 +192,7 @@ def _tell_of_changes(coordinator: Coordinator, wanted: Named, marks: Mapping[int
 
 
 def _write_back(coordinator: Coordinator, wanted: Named) -> None:
-    """Write the changed values, all of them or none: every check that may refuse runs before the first write."""
+    """Write all changed values, or none: every check that may raise an error runs before the first write."""
     with interrupts_deferred(), coordinator.writing():
         _require_same_everywhere(coordinator, wanted)
         for index, names in wanted.items():
@@ -252,14 +254,14 @@ def _require_shapes(unit: OffloadedUnit, names: Sequence[str]) -> None:
 
 
 def _same_bits(unit: OffloadedUnit, name: str) -> bool:
-    """Return whether a gathered copy and the unit's own value have the same bits, also for NaN."""
+    """Return whether a gathered copy and the unit's own value have the same bits (NaN included)."""
     own = unit.own_value(name).reshape(-1)
     mine = unit.parameters[name].detach().to(own.device).contiguous().reshape(-1)
     return torch.equal(mine.view(torch.uint8), own.view(torch.uint8))
 
 
 def _first_changed(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> str | None:
-    """Return the first of these parameters whose copy differs from the unit's own value; None without one.
+    """Return the first of these parameters whose copy differs from the unit's own value; None if no copy differs.
 
     The unit is fetched only if `names` is not empty.
     """
@@ -270,7 +272,7 @@ def _first_changed(coordinator: Coordinator, unit: OffloadedUnit, names: Sequenc
 
 
 def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
-    """Check that no weights kept in 4 or 8 bits were changed, since they are encoded only once."""
+    """Check that no weights kept in 4 or 8 bits were changed, because such weights are encoded only once."""
     encoded = [name for name in names if unit.full.find(name)[0].codec is not None]
     changed = _first_changed(coordinator, unit, encoded)
     if changed is not None:
@@ -282,7 +284,7 @@ def _require_not_encoded(coordinator: Coordinator, unit: OffloadedUnit, names: S
 
 
 def _require_not_shared(coordinator: Coordinator, unit: OffloadedUnit, names: Sequence[str]) -> None:
-    """Check that no frozen weights were changed, since the generations of a run share one copy of them."""
+    """Check that no frozen weights were changed, because the generations of a run share one copy of frozen weights."""
     generations = coordinator.generations
     frozen = [name for name in names if not unit.full.find(name)[0].trainable]
     if generations is None or generations.newest is None:
@@ -319,7 +321,7 @@ def _write(coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
 def _residuals(
     coordinator: Coordinator, unit: OffloadedUnit, changed: Sequence[str]
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Return the new residuals of this rank's pieces of changed parameters. The slot still has the old weights.
+    """Return the new residuals of this rank's pieces of changed parameters. The slot must still have the old weights.
 
     Returns:
         The residuals, uint8, by group index and by byte offset in the residual of the group.

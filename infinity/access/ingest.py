@@ -42,13 +42,13 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
 
     Args:
         coordinator: coordinator of the model.
-        source: function that returns values by name; None: the parameters themselves, whose memory is freed unit by
-            unit.
+        source: function that returns values by name; None: the values come from the parameters themselves, whose memory
+            is freed unit by unit.
         in_memory: function that returns whether the value of a parameter was made in memory, and not read from a file.
 
     Raises:
         SwapIOError: the device failed.
-        ModelError: `source` gave another shape, or a parameter has no values (meta device).
+        ModelError: `source` returned a tensor of another shape, or a parameter has no values (meta device).
         PeerError: another rank's file has other values.
     """
     broadcast = open_broadcast(coordinator.world)
@@ -62,8 +62,9 @@ def ingest(coordinator: Coordinator, source: Source | None, in_memory: Callable[
 class _Writes:
     """Writes of units to the store, while the next units are read and encoded.
 
-    Life cycle: lease() → start(), repeatedly; leaving the block waits for all writes. Memory is given back once nothing
-    writes from it. After a timeout it is never given back, as the disk may still read it.
+    Life cycle: lease() → start(), repeatedly; leaving the `with` block waits for all writes. The memory of a unit is
+    given back once all writes from this memory are finished. After a timeout the memory is never given back, because
+    the disk may still read from it.
     """
 
     def __init__(self, arena: PinnedArena) -> None:
@@ -88,7 +89,7 @@ class _Writes:
         raise next((each for each in failures if isinstance(each, SwapTimeoutError)), failures[0])
 
     def lease(self, nbytes: int, what: str) -> Lease:
-        """Return memory for a unit. If there is none, wait for the oldest writes."""
+        """Return memory for a unit. If there is no free memory, wait for the oldest writes."""
         # No unit is fetched yet, so the space for slots (or uploads) is free.
         while self._under_way and not self._arena.fits(nbytes):
             self._end_oldest()
@@ -154,7 +155,7 @@ def _fill(coordinator: Coordinator, unit: OffloadedUnit, lease: Lease, source: S
 def _fill_encoded(
     coordinator: Coordinator, unit: OffloadedUnit, index: int, lease: Lease, source: Source | None
 ) -> None:
-    """Fill the homes of an encoded group: with the checkpoint's bytes if they have this codec, else encoded now."""
+    """Fill the home of an encoded group: copy bytes that already have the codec, and encode all other values."""
     group, home = unit.full.groups[index], unit.weights_home.groups[index]
     if group.codec is None:
         raise AssertionError("a group without a codec is not encoded")
@@ -166,7 +167,7 @@ def _fill_encoded(
             continue
         _, spec = unit.full.find(name)
         value = _value_of(unit, spec, source)
-        if value.dtype != group.dtype:  # encode the same bits as from a model in this dtype
+        if value.dtype != group.dtype:  # so that the encoded bits equal those from a model in this dtype
             rounded = torch.empty(value.numel(), dtype=group.dtype)
             _native.round_weights(_bytes(value.float()), _bytes(rounded), native_name(group.dtype))
             value = rounded
@@ -187,7 +188,7 @@ def _value_of(unit: OffloadedUnit, spec: ParameterSpec, source: Source | None) -
     value = value.cpu().contiguous().reshape(-1)
     if source is not None:
         read_ahead(value)
-    # Files are mapped. After a header of odd length, values are at unaligned addresses, which the core refuses.
+    # Files are memory-mapped. After a header of odd length, values are at unaligned addresses, which the core refuses.
     return value.clone() if value.data_ptr() % value.element_size() else value
 
 
@@ -236,8 +237,8 @@ class GivenMoment:
     """A moment of one parameter.
 
     Attributes:
-        values: fp32, of the parameter's shape.
-        scales: fp32, one per block, if the moment was int8; None otherwise.
+        values: fp32 values, of the parameter's shape.
+        scales: fp32 scales, one per block, if the moment was int8; None otherwise.
     """
 
     values: torch.Tensor
@@ -317,7 +318,7 @@ def _fill_moment(
 
 
 def _assemble(given: Sequence[_GivenPiece], begin: int, numel: int, *, with_scales: bool) -> torch.Tensor:
-    """Return the moments of elements [begin, begin + numel) of a group, fp32; zeros for parameters that have none."""
+    """Return the moments of elements [begin, begin + numel) of a group, fp32; zeros where no moment is given."""
     values = torch.zeros(numel, dtype=torch.float32)
     for each in given:
         spec, moment = each.spec, each.moment

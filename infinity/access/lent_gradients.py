@@ -1,10 +1,10 @@
 """Gradients as tensors between backward and step, for reading and for changing.
 
 [Note: changed gradients]
-In the context, `.grad` is a copy in the parameter's dtype instead of a handle. At its end, a changed copy replaces the
-gradient, like a gradient that is set by hand. Its sum of squares is computed anew, and an update that began with the
-old gradient is undone. An unchanged gradient keeps the fp32 precision of its accumulation. A write through `.grad.data`
-does not change the version, so a copy with an unchanged version is compared with the gradient.
+In the context, `.grad` is a copy in the parameter's dtype instead of a handle. At the end of the context, a changed
+copy replaces the gradient, like a gradient that is set by hand: the sum of squares is computed again, and an update
+that began with the old gradient is undone. An unchanged gradient keeps the fp32 precision of its accumulation. A write
+through `.grad.data` does not change the version, so a copy with an unchanged version is compared with the gradient.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LentGradients:
         return sum(place.spec.numel * place.group.dtype.itemsize for _, place, _ in self._wanted)
 
     def lend(self) -> None:
-        """Set `.grad` of each parameter to a copy of its gradient. Raises as Coordinator.gradient_value."""
+        """Set `.grad` of each parameter to a copy of its gradient. Raises the errors of Coordinator.gradient_value."""
         for parameter, place, handle in self._wanted:
             if parameter.dtype == torch.float16 and handle.factors.inverse_scale != 1.0:
                 raise ModelError(
@@ -87,7 +87,7 @@ class LentGradients:
 
     @uninterruptible
     def take_back(self) -> None:
-        """Make changed copies the gradients of the step. Raises as Coordinator.set_gradient."""
+        """Make changed copies the gradients of the step. Raises the errors of Coordinator.set_gradient."""
         for loan in self._loans:
             now = loan.parameter.grad
             if now is None:
@@ -106,7 +106,7 @@ class LentGradients:
     def put_back(self) -> None:
         """Restore the handles of copies that were not taken back.
 
-        If the gradient was dropped meanwhile (zero_grad), set `.grad` to None.
+        If a gradient was dropped inside the context (zero_grad), set `.grad` to None.
         """
         while self._loans:
             loan = self._loans.pop()

@@ -53,8 +53,8 @@ def open_coordinator(
     Raises:
         ModelError: the model is offloaded already, or cannot be offloaded.
         PlanError: a budget is too small; nothing was moved.
-        ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: as Resources, and as `fill`.
-        NotAvailableError, PeerError: as meet_ranks; or another rank failed.
+        ResumeError, StoreLockedError, StoreNotEmptyError, SwapIOError: the errors of Resources and of `fill`.
+        NotAvailableError, PeerError: the errors of meet_ranks; or another rank failed.
     """
     agreement = meet_ranks(terms.config, terms.device)
     with agreement.telling():
@@ -144,13 +144,13 @@ def plan_for(
 
 
 def pins_in_store(model: nn.Module, terms: Terms) -> int:
-    """Return how many generations can be pinned in the store of a run that is to be resumed. All ranks call this.
+    """Return the number of generations that can be pinned in the store of a run to be resumed. All ranks call this.
 
     The number follows from the size of the store; several ranks take the largest of their numbers. If no number of pins
     explains the size, return the config's number: opening the store will then report the mismatch.
 
     Raises:
-        PlanError, ConfigError, ModelError: as open_coordinator.
+        PlanError, ConfigError, ModelError: the errors of open_coordinator.
         ResumeError: there is no store, or its header is damaged.
         PeerError: another rank failed.
     """
@@ -173,7 +173,7 @@ def pins_in_store(model: nn.Module, terms: Terms) -> int:
 
 
 def from_source(source: Source | None, in_memory: Callable[[str], bool]) -> Callable[[Coordinator], None]:
-    """Return a function that fills a model from `source`, or from the parameters themselves. Args as ingest."""
+    """Return a function that fills a model from `source`, or from the parameters themselves (see ingest)."""
     return lambda coordinator: ingest(coordinator, source, in_memory)
 
 

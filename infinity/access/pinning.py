@@ -23,16 +23,16 @@ from infinity.sharded.stores import ranks_text
 
 @uninterruptible
 def pin(coordinator: Coordinator, folder: Path, into: Path | None) -> int:
-    """Make a generation of the current states, and let `folder` pin it. All ranks call this.
+    """Make a generation of the current states, and pin the generation for `folder`. All ranks call this.
 
     Returns:
         The step of the generation.
 
     Raises:
-        PlanError: as Generations.require_free_pin; nothing was written.
+        PlanError: raised by Generations.require_free_pin; nothing was written.
         InfinityError, SwapIOError: the folder cannot be made, or the generation cannot be pinned. The folder has no
             marker and pins nothing; try again.
-        others: as Coordinator.commit.
+        others: the errors of Coordinator.commit.
     """
     with coordinator.locked():
         coordinator.require_usable()
@@ -76,7 +76,7 @@ def agree(coordinator: Coordinator) -> None:
 
 @uninterruptible
 def unpin(coordinator: Coordinator, folder: Path) -> bool:
-    """Remove the pin of `folder`. One rank may call this alone. Raises as Generations.unpin.
+    """Remove the pin of `folder`. One rank may call this alone. Raises the errors of Generations.unpin.
 
     Returns:
         Whether the folder pinned a generation.
@@ -87,7 +87,10 @@ def unpin(coordinator: Coordinator, folder: Path) -> bool:
 
 @uninterruptible
 def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
-    """Mark `folder` as having a portable copy, and remove its pin. All ranks call this. Raises as Generations.unpin."""
+    """Mark `folder` as having a portable copy, and remove the folder's pin. All ranks call this.
+
+    Raises the errors of Generations.unpin.
+    """
     with coordinator.locked():
         kept = generations_of(coordinator)
         coordinator.world.once(f"marking {folder}", lambda: kept.mark_portable(folder, name))
@@ -97,8 +100,8 @@ def mark_portable(coordinator: Coordinator, folder: Path, name: str) -> None:
 def pinned(coordinator: Coordinator) -> dict[Path, int]:
     """Return the steps of the pinned generations by folder, oldest pin first.
 
-    Take no lock: any thread that removes a folder calls this, also a finalizer while another thread waits for other
-    ranks.
+    This function takes no lock, because any thread that removes a folder calls it, even a finalizer while another
+    thread waits for other ranks.
     """
     kept = coordinator.generations
     return {} if kept is None else kept.pins
@@ -136,14 +139,14 @@ def generations_of(coordinator: Coordinator) -> Generations:
 
 
 def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
-    """Return the marker of a checkpoint folder, after checking that this rank's swap directory has its generation.
+    """Return the marker of a checkpoint folder, after checking that this rank's store has the folder's generation.
 
     Args:
-        place: path of the folder, as folder_path returns it.
+        place: path of the folder, in the form that folder_path returns.
         paths: nvme.paths of the current run; [] for the paths that the marker names.
 
     Raises:
-        ResumeError: as infinity.runtime.pins.generation_of.
+        ResumeError: the errors of infinity.runtime.pins.generation_of.
     """
     marker = require_marker(place)
     if marker.portable is not None:
@@ -176,5 +179,5 @@ def generation_of(place: Path, paths: Sequence[Path]) -> Marker:
 
 
 def local_digest(marker: Marker) -> str | None:
-    """Return the digest of the generation that a checkpoint folder pins in this rank's store; None without one."""
+    """Return the digest of the generation that a checkpoint folder pins in this rank's store; None without a pin."""
     return marker.digest_of(*rank_and_world())

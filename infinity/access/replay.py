@@ -1,7 +1,7 @@
 """Replay of the reads and writes of one training step, through the code that trains.
 
 A replay has no forward, no backward and no Adam. Units are fetched in the order of a step, and every state is read and
-written back unchanged. So a replay measures a step's I/O alone, and does not change the bits of the run.
+written back unchanged. So a replay measures only the I/O of a step, and does not change the bits of the run.
 """
 
 from __future__ import annotations

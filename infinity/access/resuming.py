@@ -1,4 +1,4 @@
-"""Resuming of a run: the newest generation that is complete on all ranks gives the values of a model."""
+"""Resuming of a run: a model is filled with the newest generation that is complete on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def from_generation(model: nn.Module, step: int | None, digest: str | None = Non
 
     Args:
         model: the model.
-        step: step of the generation; None: the newest complete one.
+        step: step of the generation; None: the newest complete generation.
         digest: digest of a pinned generation; None: a generation that is not pinned.
     """
 
@@ -31,7 +31,7 @@ def from_generation(model: nn.Module, step: int | None, digest: str | None = Non
 
 
 def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> Body:
-    """Take over a generation, and leave placeholders.
+    """Restore the states of a generation, and leave placeholders in the model.
 
     Returns:
         The body of the generation.
@@ -67,7 +67,7 @@ def _restore(coordinator: Coordinator, step: int | None, digest: str | None) -> 
 
 
 def continue_from(coordinator: Coordinator, manifest: Manifest) -> Body:
-    """Continue from a generation whose states the model has: restore its step and its random number states.
+    """Continue from a generation whose states the model has: restore the generation's step and random number states.
 
     Returns:
         The body of the generation.

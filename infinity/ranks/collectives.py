@@ -2,10 +2,10 @@
 
 [Note: what of gloo is used]
 According to the source of torch 2.13, gloo's `all_gather_into_tensor` makes a temporary of the complete output. So
-weights are gathered by one in-place broadcast from each rank. Its `reduce_scatter_tensor` is a clone and an all-reduce
-of everything, rounds bf16 sums at every hop and cannot be polled. So gradients are sent by `all_to_all_single`, which
-writes directly, and the owner adds them. A header is sent by `all_to_all_single`, too: directly to each rank, whereas
-`all_gather` passes it around a ring in N - 1 hops.
+weights are gathered by one in-place broadcast from each rank. gloo's `reduce_scatter_tensor` is a clone and an
+all-reduce of everything, rounds bf16 sums at every hop and cannot be polled. So gradients are sent by
+`all_to_all_single`, which writes directly to the output, and the owner adds the gradients. A header is sent by
+`all_to_all_single`, too: directly to each rank, whereas `all_gather` passes the header around a ring in N - 1 hops.
 
 Only host memory is supported. On a device, gathers would be in-place all-gathers of NCCL, whose input is a slice of
 their output.
@@ -27,7 +27,7 @@ from infinity.ranks.ranks import Group
 
 
 def check(operation: Operation, gather: Group, shard: Group) -> None:
-    """Check the buffers of a collective. Raises ValueError or NotAvailableError if they are not suitable."""
+    """Check the buffers of a collective. Raises ValueError or NotAvailableError if the buffers do not fit."""
     moved = operation.collective
     if isinstance(moved, Gather):
         _check_buffer(operation, "buffer", moved.buffer, moved.slices, gather if moved.near else shard)
@@ -76,7 +76,7 @@ def begin_all_to_all(moved: AllToAll, talking: ProcessGroup) -> list[Work]:
 
 
 def begin_header(header: bytes, into: torch.Tensor, talking: ProcessGroup) -> list[Work]:
-    """Send `header` to all ranks. The headers of ranks 0, 1, … arrive one after the other in `into`."""
+    """Send `header` to all ranks. `into` receives the headers of ranks 0, 1, …, one after the other."""
     sent = torch.frombuffer(bytearray(header), dtype=torch.uint8).repeat(into.numel() // len(header))
     return [_work(dist.all_to_all_single(into, sent, group=talking, async_op=True))]
 

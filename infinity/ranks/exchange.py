@@ -1,21 +1,21 @@
-"""FIFO of collectives: one thread issues them in the order in which they were submitted.
+"""FIFO of collectives: one thread issues the collectives in the order in which they were submitted.
 
 [Note: one operation]
-Only this thread uses the process groups, so that their collectives have the same order on all ranks:
+Only this thread uses the process groups, so that collectives have the same order on all ranks:
 
     header of k → functions in `after` of k → headers compared → k issued → header of k + 1 → k awaited → ticket of k
     done
 
 The header of k + 1 is sent while k is in flight, if k + 1 has been submitted by then and k is not `Control`, which
-uses the same group as headers. No wait is unbounded: several times a second the thread asks the watch for a failure
-(see watch.py), and after the deadline it asks which rank is missing. The functions in `after` must bound their own
-waits.
+uses the same group as headers. Every wait is bounded: several times a second the thread asks the watch for a failure
+(see watch.py), and after the deadline the thread asks which rank is missing. The functions in `after` must bound their
+own waits.
 
-A header costs a message from each rank to each. On two busy cores that took 1 to 1.5 ms for N = 2 processes, and 2 to
-4 ms for N = 4. Nearly all of this time was waiting for a core.
+A header costs a message from each rank to each other rank. On two busy cores a header took 1 to 1.5 ms for N = 2
+processes, and 2 to 4 ms for N = 4. Nearly all of this time was waiting for a core.
 
-A gloo collective cannot be aborted. If another rank never joins one, it stays with gloo's threads until the process of
-that rank closes the connection; the result of `close` reports this.
+A gloo collective cannot be aborted. If another rank never joins a collective, the collective stays with gloo's threads
+until the process of that rank closes the connection; the result of `close` reports this.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _ELSEWHERE, _BEFORE, _AGREEING, _MOVING = range(4)
 
 
 class Ticket:
-    """Result of a submitted operation. Any thread may wait for it."""
+    """Result of a submitted operation. Any thread may wait for the result."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
@@ -69,20 +69,25 @@ class Ticket:
             self._done.set()
 
     def done(self) -> bool:
-        """Return whether the operation has ended, well or with an error. Does not raise."""
+        """Return whether the operation has ended, successfully or with an error. Does not raise."""
         return self._done.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the operation has ended, and return whether it has. Raises no error of it, but lets Ctrl-C in."""
+        """Wait until the operation has ended, and return whether it has ended.
+
+        Ctrl-C interrupts the wait. An error of the operation is not raised.
+        """
         with interruptible():
             return self._done.wait(timeout_s)
 
     def result(self) -> list[bytes]:
-        """Wait for the operation, and raise its error. Return each rank's bytes for `Control`, else an empty list.
+        """Wait for the operation, and raise its error. Return the bytes of each rank for `Control`; otherwise [].
 
         Raises:
-            PeerError: a rank failed, died, did not come, or is at another operation; names the rank and says why.
-            Exception: a function in the operation's `after`, or its `arrived`, raised on this rank.
+            PeerError: a rank failed, died, did not come, or is at another operation. The message names the rank and the
+                reason.
+            Exception: a function in the operation's `after`, or its function `arrived`, raised an exception on this
+                rank.
         """
         self.wait()
         if isinstance(self._error, PeerError):
@@ -116,9 +121,9 @@ class _InFlight:
 class Exchange:
     """Collectives of one offloaded model, in the same order on all ranks.
 
-    Every rank must submit the same operations in the same order; the time does not matter. Before each operation the
-    ranks check that it is the same on all. The first failure of any rank breaks the exchange for good: operations that
-    wait, and all that are submitted later, raise it.
+    Every rank must submit the same operations in the same order, but not at the same time. Before each operation the
+    ranks check that the operation is the same on all ranks. The first failure of any rank breaks the exchange for good:
+    waiting operations, and all operations that are submitted later, raise this failure.
 
     The exchange owns `ranks`: `close` closes them.
 
@@ -126,7 +131,7 @@ class Exchange:
         heard: the number that each rank announced last (`say`).
     """
 
-    # Invariant: once `_broken` is set, nothing is issued any more, and every ticket is done or is about to be.
+    # Invariant: once `_broken` is set, nothing is issued any more, and every ticket is done or will be done soon.
 
     def __init__(self, ranks: Ranks) -> None:
         refuse_in_forked_child()
@@ -136,7 +141,7 @@ class Exchange:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Operation, Ticket]] = deque()
         self._index = 0
-        self._begun: deque[_InFlight] = deque()  # the operation in flight, and perhaps one whose header is in flight
+        self._begun: deque[_InFlight] = deque()  # the operation in flight, perhaps one more with a header in flight
         self._works: list[Work] = []  # works of the operation in flight, which use its memory
         self._awaited: Sequence[Work] = ()
         self._broken: PeerError | None = None
@@ -202,10 +207,10 @@ class Exchange:
         self._says = number
 
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot continue. Does not raise.
+        """Tell all ranks that this rank cannot continue. Does not raise.
 
-        Returns when the ranks can know, or soon after. Idempotent: the first error counts. On this rank, later
-        operations raise PeerError from `error`.
+        Returns when the other ranks can know the failure, or after a short time. Idempotent: only the first error
+        counts. On this rank, later operations raise PeerError from `error`.
         """
         if self._forked:
             return
@@ -215,7 +220,10 @@ class Exchange:
                 self._ranks.watch.fail(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
     def raise_if_broken(self) -> None:
-        """Raise PeerError if any rank is known to have failed. For loops that wait for something else."""
+        """Raise PeerError if any rank is known to have failed.
+
+        This method is for loops that wait for something other than a ticket.
+        """
         error = self._broken or self._ranks.watch.verdict
         if error is not None:
             raise error.again() from error.__cause__
@@ -242,7 +250,7 @@ class Exchange:
         return self._quiet
 
     def _break(self, error: BaseException) -> bool:
-        """Issue nothing from now on. Return whether this is the first error."""
+        """Issue no operation from now on. Return whether `error` is the first error."""
         with self._changed:
             if self._broken is not None:
                 return False
@@ -255,7 +263,7 @@ class Exchange:
         return True
 
     def _drop_all(self) -> None:
-        """End all tickets that nobody will carry out."""
+        """End the tickets of all operations that will not be carried out."""
         with self._changed:
             assert self._broken is not None
             tickets = [begun.ticket for begun in self._begun] + [ticket for _, ticket in self._queue]
@@ -279,7 +287,10 @@ class Exchange:
         self._drop_all()
 
     def _begin_next(self, *, wait: bool) -> bool:
-        """Send the header of the next operation, and return whether one was sent. With `wait`, wait for one first."""
+        """Send the header of the next operation, and return whether there was a next operation.
+
+        With `wait`, wait for an operation first.
+        """
         with self._changed:
             while wait and not self._queue and self._broken is None:
                 self._changed.wait()
@@ -345,7 +356,7 @@ class Exchange:
         return []
 
     def _tell_all(self, payload: bytes, what: str, lengths: list[int] | None = None) -> list[bytes]:
-        """Return the payloads of all ranks. If `lengths` is None, the ranks exchange their lengths first."""
+        """Return the payloads of all ranks. If `lengths` is None, first exchange the lengths of the payloads."""
         ranks = self._ranks
         if lengths is None:
             each = torch.empty(ranks.world, 8, dtype=torch.uint8)
@@ -361,7 +372,7 @@ class Exchange:
         """Wait for works, until they end, a rank fails or the deadline passes.
 
         Args:
-            works: the works.
+            works: works of one collective.
             what: description of the operation, for messages.
 
         Raises:
@@ -401,8 +412,10 @@ class Exchange:
 
 @contextmanager
 def peer_errors() -> Iterator[None]:
-    """Raise PeerError for errors in the block that another rank causes in a collective of torch.distributed which does
-    not pass through an exchange, such as a Trainer's."""
+    """Turn errors of torch.distributed that another rank causes into PeerError.
+
+    This is for collectives in the block that do not pass through an exchange, such as the collectives of a Trainer.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Headers: each rank's description of an operation before any rank begins it, and the differences between them.
+"""Headers: each rank describes an operation before any rank begins it, and the ranks compare these descriptions.
 
-A header has a fixed length, so that it costs one small collective. All ranks see the same headers, so if the headers
-differ, all ranks raise the same error.
+A header has a fixed length, so that the exchange of headers costs one small collective. All ranks see the same headers,
+so if the headers differ, all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Header:
     """Description of an operation that the ranks compare.
 
     Attributes:
-        index: number of the rank's operations before this one.
-        kind: a gather over W, an exchange, control, or a gather over G.
-        subject: number of the operation's subject.
+        index: number of the rank's operations before this operation.
+        kind: kind of the operation: a gather over W, an exchange, control, or a gather over G.
+        subject: number of the operation's subject (Operation.subject).
         sent, received: digests of the sizes; for control, the length of the payload, and 0.
         leader: the first of the ranks that gather the same data.
         says: number that the rank announces with the operation (Exchange.say); not compared.
@@ -89,13 +89,13 @@ class Header:
 
 
 def require_same(headers: Sequence[Header]) -> None:
-    """Raise PeerError if ranks are at different operations. `headers` has one of each rank, in order."""
+    """Raise PeerError if ranks are at different operations. `headers` has one header of each rank, in order."""
     same: dict[tuple[int, int, int], list[int]] = {}
     for rank, header in enumerate(headers):
         same.setdefault((header.index, header.kind, header.subject), []).append(rank)
     if len(same) == 1:
         return
-    most = max(same.values(), key=len)  # of equally many ranks, those that include rank 0
+    most = max(same.values(), key=len)  # if two sets have equally many ranks, the set with rank 0
     others = tuple(rank for rank in range(len(headers)) if rank not in most)
     first = headers[others[0]]
     raise PeerError(
@@ -126,7 +126,7 @@ def sizes_of(operation: Operation) -> list[list[int]]:
 
 
 def misfit(headers: Sequence[Header], sizes: Sequence[list[list[int]]]) -> PeerError:
-    """Return the error to raise, the same on all ranks. `sizes` has `sizes_of` each rank, in order."""
+    """Return the error to raise, the same on all ranks. `sizes` has the result of `sizes_of` on each rank, in order."""
     ranks, name = range(len(headers)), headers[0].name
     if headers[0].kind in (_GATHERS, _GATHERS_AGAIN):
         for a in ranks:

@@ -10,12 +10,12 @@ import torch
 
 @dataclass(frozen=True)
 class Gather:
-    """Gather of the slices of all ranks of W, or of those of G, in place.
+    """In-place gather of the slices of all ranks of W, or of all ranks of G (groups of ranks: see ranks.py).
 
     Args:
-        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is already in its place; the others arrive.
-        slices: bytes of each rank, in the order of the ranks. May be uneven; 0 for a rank without a slice.
-        near: whether the ranks of G gather instead of those of W.
+        buffer: uint8, contiguous, `sum(slices)` bytes. This rank's slice is in its place; the other slices arrive.
+        slices: bytes of each rank's slice, in the order of the ranks. The sizes may differ; 0: a rank without a slice.
+        near: whether the ranks of G gather, instead of the ranks of W.
     """
 
     buffer: torch.Tensor
@@ -25,7 +25,7 @@ class Gather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Exchange in which each rank of W sends one piece to each rank, and receives one from each.
+    """Exchange in which each rank of W sends one piece to each rank, and receives one piece from each rank.
 
     Args:
         send: uint8, contiguous, `sum(send_splits)` bytes: the pieces for ranks 0, 1, … of W, one after the other.
@@ -53,15 +53,15 @@ class Operation:
     """One collective, with its identity and its callbacks.
 
     Args:
-        collective: the data to move. Its memory belongs to the exchange until the ticket is done.
-        subject: number that is the same on all ranks, such as the index of a unit. The ranks compare it before any data
-            is moved.
+        collective: the data to move. The memory of the data belongs to the exchange until the ticket is done.
+        subject: number that is the same on all ranks, such as the index of a unit. The ranks compare this number before
+            any data is moved.
         name: name of the subject, for messages: "unit 'layers.3'", "step 7".
-        after: functions that are called in this order before the collective is issued. They wait until this rank's
-            slice is filled, for example by a read. An exception of one of them is this rank's failure.
-        arrived: called on the exchange's thread when the bytes have arrived, before the ticket is done. It must be
-            short, because the next operation waits for it. On a device, it makes the stream that uses the bytes wait
-            for the exchange's stream.
+        after: functions that are called in this order before the collective is issued. These functions wait until this
+            rank's slice is filled, for example by a read. An exception of such a function is a failure of this rank.
+        arrived: function that is called on the exchange's thread when the bytes have arrived, before the ticket is
+            done. The function must be short, because the next operation waits for it. On a device, the function makes
+            the stream that uses the bytes wait for the exchange's stream.
     """
 
     collective: Gather | AllToAll | Control

@@ -1,14 +1,14 @@
 """Identity of the ranks: this rank's number, the ranks that have the same machine, and the process groups.
 
 [Note: stages are two groups]
-States are sharded over W. After an update the weights are gathered over W once; until the next update they are gathered
-over G. G = W is ZeRO-3; G = this rank alone is ZeRO-2; G = the ranks of one machine is hpZ (ZeRO++) or MiCS. ZeRO-1
-needs no separate mode, because gradients are reduced unit by unit anyway. (Rajbhandari et al., ZeRO, 2020, §5; Wang et
-al., ZeRO++, 2023, §3.)
+States are sharded over a group W of ranks. The first gather of weights after an update is over W; later gathers, until
+the next update, are over a group G. G = W is ZeRO-3; G = this rank alone is ZeRO-2; G = the ranks of one machine is hpZ
+(ZeRO++) or MiCS. ZeRO-1 needs no separate mode, because gradients are reduced unit by unit anyway. (Rajbhandari et al.,
+ZeRO, 2020, §5; Wang et al., ZeRO++, 2023, §3.)
 
 torch.distributed does the communication. Data moves in a process group of the device's backend (gloo for host memory);
-control messages always use gloo. If G = W, one communicator serves gathers and exchanges, because two that are used at
-the same time may block each other (nccl#195).
+control messages always use gloo. If G = W, one communicator serves gathers and exchanges, because two communicators
+that are used at the same time may block each other (nccl#195).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from infinity.ranks.watch import Watch, private
 
 Gathered = Literal["auto", "world", "node", "none"]
 
-_MARGIN_S = 60.0  # gloo's deadline is this much later than the exchange's, whose error names the rank
+_MARGIN_S = 60.0  # gloo's deadline is later by this margin, because the error of the exchange names the rank
 _numbers = itertools.count()  # equal on all ranks, which offload their models in the same order
 
 
@@ -47,7 +47,7 @@ def require_one_process(command: str) -> None:
 def require_ranks_met() -> None:
     """Raise ConfigError if torchrun started several processes and they have made no process group.
 
-    Each process would then train a separate model.
+    Without a process group, each process would train a separate model.
     """
     count = os.environ.get("WORLD_SIZE", "1")
     if count != "1" and rank_and_world() == (0, 1):
@@ -76,8 +76,8 @@ class Group:
     """Subset of the ranks.
 
     Attributes:
-        ranks: their numbers in the world, ascending.
-        position: position of this rank in `ranks`. This rank is always one of them.
+        ranks: numbers of the group's ranks in the world, ascending.
+        position: position of this rank in `ranks`. This rank always belongs to the group.
     """
 
     ranks: tuple[int, ...]
@@ -93,13 +93,14 @@ class Ranks:
 
     Attributes:
         rank, world: number of this rank, and number of ranks.
-        local_rank, local_world: the same among the ranks of this machine. Budgets are divided by `local_world`.
+        local_rank, local_world: number of this rank, and number of ranks, on this machine. Budgets are divided by
+            `local_world`.
         node: number of this machine, in the order of the machines' first ranks.
-        control: all ranks, over gloo, for data other than tensors.
-        gather: G, over which weights are gathered that were gathered over W before: the world (ZeRO-3), the ranks of
-            this machine (hpZ, MiCS), or this rank alone (ZeRO-2).
-        shard: W, over which states are sharded and gradients exchanged: the world.
-        deadline_s: how long any rank waits for any other.
+        control: group of all ranks, over gloo, for data other than tensors.
+        gather: group G, over which weights are gathered that were gathered over W since the last update: the world
+            (ZeRO-3), the ranks of this machine (hpZ, MiCS), or this rank alone (ZeRO-2).
+        shard: group W, over which states are sharded and gradients are exchanged: the world.
+        deadline_s: seconds for which any rank waits for any other.
         watch: communication outside of collectives.
     """
 
@@ -123,16 +124,16 @@ class Ranks:
     ) -> Ranks | None:
         """Return the ranks of torch.distributed's default group. All ranks must call this.
 
-        The result is None if there is no group, or if it has only one rank.
+        The result is None if there is no group, or if the group has only one rank.
 
         Args:
-            gather: the ranks that keep the weights together; auto: those of one machine.
-            deadline_s: how long any rank waits for any other, in seconds: nvme.deadline_s and a margin.
+            gather: ranks that form the group G; auto: the ranks of one machine.
+            deadline_s: seconds for which any rank waits for any other: nvme.deadline_s and a margin.
             machine: name of this machine, the same for the ranks on it; by default the host's name and boot id.
             even_alone: whether a group of one rank has a result, too.
 
         Raises:
-            PeerError: a rank did not come within the deadline, or died; names the rank.
+            PeerError: a rank did not come within the deadline, or died. The message names the rank.
         """
         rank, world = rank_and_world()
         if world == 1 and not (even_alone and dist.is_initialized()):
@@ -192,7 +193,7 @@ class Ranks:
             raise self.watch.inquire("connection", what, str(error)).again() from error
 
     def group_of(self, group: Group) -> ProcessGroup:
-        """Return the process group in which the ranks of W or G move data. They must be at least two."""
+        """Return the process group in which the ranks of W or G move data. The group must have at least two ranks."""
         return self._moving[group.ranks]
 
     @property
@@ -206,10 +207,10 @@ class Ranks:
 
         Args:
             name: the activity that begins, for messages: "offload", "resume".
-            timeout_s: by default the deadline of `of_world`.
+            timeout_s: seconds to wait; None: the deadline of `of_world`.
 
         Raises:
-            PeerError: names the ranks that did not come, or that are at another activity.
+            PeerError: ranks did not come, or are at another activity. The message names these ranks.
         """
         self._assemble(name, "", self.deadline_s if timeout_s is None else timeout_s)
 
@@ -222,8 +223,8 @@ class Ranks:
         """Destroy all process groups. Needs no communication, and is idempotent.
 
         Args:
-            idle: whether no collective is in flight. A collective in flight keeps its group: gloo, and the interpreter
-                with it, would wait for the end of the collective. So such a group is left until the process ends.
+            idle: whether no collective is in flight. If a collective is in flight, the groups are not destroyed before
+                the process ends: gloo, and the interpreter with it, would wait for the end of the collective.
         """
         if self._closed:
             return
@@ -261,7 +262,7 @@ def _pids() -> str:
 
 
 def _host_of(store: Store) -> tuple[str, int | None]:
-    """Return a description of the store's host, and the rank whose process hosts the store; None if none does."""
+    """Return a description of the store's host, and the rank that hosts the store; None if no rank hosts the store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):

@@ -3,8 +3,8 @@
 [Note: the log]
 The ranks have a common log in torch.distributed's store, separate from the process groups: a counter, and one key for
 each entry. Each rank has one thread, the watch, which reads the log twice a second, and more often while another thread
-waits for it. Only the watch talks to the store, because the store may be gone or hang. Other threads wait for the watch
-for a bounded time. If the watch does not answer, they conclude that the store does not.
+waits for an entry. Only the watch talks to the store, because the store may be gone or hang. Other threads wait for the
+watch for a bounded time. If the watch does not answer, these threads conclude that the store does not answer.
 
 | entry   | meaning                                                                                                   |
 |---------|-----------------------------------------------------------------------------------------------------------|
@@ -14,11 +14,12 @@ for a bounded time. If the watch does not answer, they conclude that the store d
 | call    | the rank met a problem that it cannot explain (a closed connection, a deadline): all ranks answer         |
 | alive   | the answer: the rank's position in the order of its operations                                            |
 | verdict | the conclusion that the calling rank drew from the answers. All ranks take over the first verdict         |
-| heard   | the rank knows the failure that ends the run. The rank whose process hosts the store stays until all have |
+| heard   | the rank knows the failure that ends the run. The rank that hosts the store waits for this entry of all   |
 
-A killed process writes no entry. On the same machine its process descriptor reveals its end; otherwise the answers of
-the others reveal it, because its own is missing. (gloo raises some 20 ms after a peer's death, but names an address and
-no rank. Its connections stay open while a process lives that the peer forked.)
+A killed process writes no entry. Ranks on the same machine notice the end of the process by its process descriptor.
+Ranks on other machines notice the end because the killed process does not answer a call. (gloo raises an error some
+20 ms after the death of a peer, but the error names an address and no rank. gloo's connections to a dead peer stay open
+while a process lives that the peer forked.)
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ class Watch:
     """This rank's view of the log, and the thread that reads and writes it.
 
     Args:
-        store: a store that only this watch uses, or one whose calls do not block each other.
+        store: a store that only this watch uses, or a store whose calls do not block each other.
         rank: number of this rank.
         world: number of ranks.
         store_host: description of the store's host, for messages.
-        store_rank: the rank whose process hosts the store, if any.
+        store_rank: rank whose process hosts the store; None if no rank hosts it.
     """
 
     def __init__(self, store: Store, rank: int, world: int, store_host: str, store_rank: int | None) -> None:
@@ -78,7 +79,7 @@ class Watch:
         self._pids: dict[int, int] = {}  # process descriptor: rank
         self._stopping = False
         self._ended = world == 1
-        self._waiting = 0  # number of threads that wait for entries of others
+        self._waiting = 0  # number of threads that wait for entries of other ranks
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="infinity-watch", daemon=True)
         if world > 1:
@@ -86,7 +87,7 @@ class Watch:
 
     @property
     def verdict(self) -> PeerError | None:
-        """Failure that ends the run; None while there is none. Once set, it never changes."""
+        """Failure that ends the run; None before a failure. Once set, the verdict never changes."""
         return self._verdict
 
     @property
@@ -99,40 +100,43 @@ class Watch:
         self._position = index, phase, what
 
     def tell(self, kind: str, **entry: Any) -> None:
-        """Queue an entry for the log, which is written soon."""
+        """Queue an entry for the log. The watch writes the entry soon."""
         with self._changed:
             self._outbox.append({"kind": kind, "rank": self._rank, **entry})
         self._wake.set()
 
     def announce(self, verdict: PeerError) -> None:
-        """Make all ranks raise the error that this one raises."""
+        """Make all ranks raise the error that this rank raises."""
         self.tell("verdict", text=verdict.cause[:_TEXT_MAX], ranks=verdict.ranks, advice=verdict.advice)
 
     def fail(self, cause: str) -> None:
-        """Tell the ranks that this one cannot continue. Returns when all can know, or cannot be told."""
+        """Tell the other ranks that this rank cannot continue.
+
+        Return when the other ranks can know the failure, or cannot be reached.
+        """
         self.tell("failed", text=cause[:_TEXT_MAX])
         self._wait_for(lambda: not self._outbox, _STORE_S)
         self._stay_until_heard()
 
     def look_at(self, pids: Mapping[int, int]) -> None:
-        """Start to notice when processes of this machine end: `pids` by rank."""
+        """Start to watch for the end of processes on this machine. `pids` has the process ids by rank."""
         for rank, pid in pids.items():
             try:
                 self._pids[os.pidfd_open(pid)] = rank
-            except OSError:  # it has ended already, or the system refuses: gloo's errors and the log must suffice
+            except OSError:  # the process has ended, or the system refuses: gloo's errors and the log must suffice
                 continue
 
     def assembled(self, count: int, name: str, payload: str, timeout_s: float) -> dict[int, str]:
-        """Come to `assemble` number `count`, wait for all ranks, and return the payload of each.
+        """Report this rank at `assemble` number `count`, wait for all ranks, and return the payload of each rank.
 
         Args:
             count: number of the assembly.
             name: the activity that begins, the same on all ranks.
             payload: text for the other ranks.
-            timeout_s: how long to wait.
+            timeout_s: seconds to wait.
 
         Raises:
-            PeerError: a rank did not come, is at another name, failed, or died.
+            PeerError: a rank did not come, came with another name, failed, or died.
         """
         if self._world == 1:
             return {self._rank: payload}
@@ -172,7 +176,7 @@ class Watch:
         """
         self.tell("call")
         self._wait_for(lambda: len(self._alive.keys() | self._left) == self._world, _ANSWER_S)
-        if self._verdict is None and (self._outbox or self._hangs()):  # the store may yet raise that it is gone
+        if self._verdict is None and (self._outbox or self._hangs()):  # an error of the store may still come
             self._wait_for(lambda: False, _STORE_S)
         if self._verdict is None:
             verdict = self._judge(trouble, what, detail)
@@ -259,7 +263,7 @@ class Watch:
             self._waiting -= 1
 
     def close(self) -> None:
-        """Tell the ranks that this one leaves, if the store answers at once, and end the thread. Idempotent."""
+        """Tell the other ranks that this rank leaves, if the store answers soon, and end the thread. Idempotent."""
         if self._stopping:
             return
         self.tell("left")
@@ -302,9 +306,10 @@ class Watch:
                 self._changed.notify_all()
 
     def _read(self) -> None:
-        """Read the new entries, up to one that is counted and not yet written.
+        """Read the new entries, up to the first entry that is counted and not yet written.
 
-        If its rank died between counting and writing it, that entry is skipped after a while.
+        If this entry stays unwritten, it is skipped after a while: its rank died between counting and writing the
+        entry.
         """
         count, now = self._store.add("entries", 0), time.monotonic()
         while self._seen < count:
@@ -342,15 +347,15 @@ class Watch:
             self.tell("heard")
 
     def _who_ended(self) -> set[int]:
-        """Return the ranks of this machine whose processes ended without an entry that they leave."""
+        """Return the ranks of this machine whose processes ended without a `left` entry in the log."""
         poll = select.poll()
         for descriptor in self._pids:
             poll.register(descriptor, select.POLLIN)
         return {self._pids[descriptor] for descriptor, _ in poll.poll(0)} - self._left
 
     def _judge_ended(self) -> None:
-        with contextlib.suppress(Exception):  # the store may have ended together with them
-            self._read()  # entries that they wrote before they ended
+        with contextlib.suppress(Exception):  # the store may have ended together with these processes
+            self._read()  # read the entries that these processes wrote before they ended
         ended = self._who_ended()
         if ended:
             self._settle(self._died(ended))

@@ -1,4 +1,4 @@
-"""Communication of a process with the others that train the same model.
+"""Communication of a process with the other processes that train the same model.
 
 A process that trains alone has `Alone`, so that no code asks whether there are other processes. All ranks make the same
 calls in the same order.
@@ -41,23 +41,23 @@ class World(ABC):
 
         Args:
             what: description of the common activity. It must be the same on all ranks, except for a path at its end.
-            told: this rank's value.
+            told: JSON value of this rank.
         """
 
     @abstractmethod
     def each(self, what: str, act: Callable[[], Any]) -> list[Any]:
-        """Call a function on all ranks, and return its result on each, which must be JSON.
+        """Call a function on all ranks, and return the results of all ranks, which must be JSON values.
 
-        An error on one rank is raised on all, and the ranks can continue.
+        An error on one rank is raised on all ranks, and the ranks can continue.
 
         Args:
             what: description of the common activity, the same on all ranks.
-            act: the function.
+            act: function to call.
 
         Raises:
-            InfinityError: `act` failed on another rank, which the message names. The class is that of the other rank's
-                error if that is ConfigError, ModelError, PlanError or ResumeError. If `act` failed on this rank, its
-                own error is raised.
+            InfinityError: `act` failed on another rank, which the message names. The error has the class of the other
+                rank's error if this class is ConfigError, ModelError, PlanError or ResumeError. If `act` failed on this
+                rank, this rank raises its own error.
             PeerError: a rank is gone, or makes another call.
         """
 
@@ -75,11 +75,11 @@ class World(ABC):
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
-        """Tell all ranks that this one cannot continue. Does not raise."""
+        """Tell all ranks that this rank cannot continue. Does not raise."""
 
     @abstractmethod
     def close(self) -> bool:
-        """Leave the others, and return whether no rank uses memory of this one any more. Idempotent."""
+        """Leave the other ranks. Return whether this rank's memory is no longer used by other ranks. Idempotent."""
 
 
 class Alone(World):

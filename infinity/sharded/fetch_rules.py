@@ -31,11 +31,11 @@ class AgreedFetchRules:
         return True
 
     def fits(self, unit: OffloadedUnit, present: Iterable[OffloadedUnit]) -> bool:
-        """Return whether the unit fits, by the bytes of the units, independent of the free memory."""
+        """Return whether the bytes of the units fit into the planned bytes. The free memory has no influence."""
         taken = sum(other.full.weight_bytes for other in present)
         return taken + unit.full.weight_bytes <= self._slot_bytes
 
     def may_evict(self, unit: OffloadedUnit, *, prefetch: bool) -> bool:
-        """Return whether the unit may be evicted, the same on all ranks: they save the same parameters for backward."""
+        """Return whether the unit may be evicted. All ranks agree: they save the same parameters for backward."""
         fetching = unit.weights.residency is Residency.FETCHING
         return not (prefetch and fetching) and not unit.views.saved_by_autograd()

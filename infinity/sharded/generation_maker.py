@@ -16,7 +16,7 @@ class SharedGenerationMaker:
 
     agrees_on_pace = True
     decides_alone = False
-    makes_again = False  # a generation made again by only some of the ranks would be complete on none
+    makes_again = False  # a generation that only some ranks make again would be complete on no rank
 
     def __init__(self, world: SeveralRanks, generations: Generations | None) -> None:
         self._world = world
@@ -48,7 +48,8 @@ class SharedGenerationMaker:
     def retire_early(self) -> None:
         """Retire old generations before the ranks meet for a step, so that speculative updates get copies to write to.
 
-        This needs proof that all ranks have made the newest generation, which the headers of their operations give.
+        Old generations are retired only if the headers of all ranks' operations prove that all ranks have made the
+        newest generation.
         """
         generations = self._generations
         if generations is None or generations.newest is None:

@@ -1,4 +1,4 @@
-"""Gradients of units that are divided over ranks, as optimizers and gradient handles see them: over all ranks."""
+"""Gradients over all ranks, for optimizers and gradient handles, of units that are divided over the ranks."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class GradientAgreement:
         self.present: set[str] = set()
 
     def came(self, name: str) -> None:
-        """Note that a gradient of this parameter is on the way."""
+        """Record that a gradient of this parameter is on the way."""
         self.present.add(name)
         self._partials = None
 
     def went(self, name: str) -> None:
-        """Note that the gradient of this parameter is dropped."""
+        """Record that the gradient of this parameter was dropped."""
         if name in self.present:
             self.present.discard(name)
             self._partials = None
@@ -67,7 +67,7 @@ class GradientAgreement:
     def share(self, waiting: Sequence[bool]) -> list[bool]:
         """Agree at the end of a backward pass on the parameters that have a gradient on any rank.
 
-        From then on such a parameter has a gradient on every rank.
+        After the agreement, such a parameter has a gradient on every rank.
 
         Args:
             waiting: for each trained unit, whether it has gradients that were not sent.
@@ -88,7 +88,8 @@ class GradientAgreement:
     def partials(self, name: str) -> Sequence[float]:
         """Return the partial sums of Σ g² over all ranks' slices.
 
-        If gradients arrived since the last agreement, the ranks agree again: then all ranks must make this call.
+        If gradients arrived since the last agreement, the ranks agree again; in that case all ranks must make this
+        call.
         """
         if self._partials is None:
             self.make({}, "", (), "the norm of the gradients")
@@ -99,8 +100,8 @@ class GradientAgreement:
 
         Args:
             facts: JSON values that must be the same on all ranks, by a name for messages.
-            skip: why this rank wants the step to change nothing; "" when it does not.
-            told: facts about this rank's generations.
+            skip: reason why this rank wants the step to change nothing; "" without a reason.
+            told: numbers about this rank's generations, for the other ranks.
             what: name of the point that the ranks have reached, for messages.
 
         Raises:
@@ -134,8 +135,8 @@ class GradientAgreement:
     def _require_same_gradients(self, first: Any, theirs: Any, rank: int) -> None:
         """Check that a rank has dropped the same gradients as rank 0.
 
-        The ranks agreed at the end of backward which gradients exist. A gradient that is missing on one rank now was
-        dropped there, with its part of the sum of squares.
+        The ranks agreed at the end of backward which gradients exist. If a gradient is missing on one rank now, that
+        rank has dropped the gradient and its part of the sum of squares.
         """
         differs = np.flatnonzero(first != theirs)
         if len(differs):
@@ -161,7 +162,7 @@ class GradientAgreement:
                     at += count
 
     def _drop_zeros(self) -> None:
-        """Drop landed gradients of parameters without a gradient on any rank, which are zeros."""
+        """Drop landed gradients of parameters that have no gradient on any rank. Such landed gradients are zeros."""
         for local in self._local:
             for group in local.groups.values():
                 for name in group.present - self.present:
@@ -195,7 +196,7 @@ def require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank:
     Args:
         theirs: facts of the other rank.
         mine: facts of this rank.
-        rank: the other rank.
+        rank: number of the other rank.
         advice: what the user can do about a difference, for the message.
 
     Raises:
@@ -204,14 +205,14 @@ def require_same(theirs: Mapping[str, object], mine: Mapping[str, object], rank:
     for what in sorted(theirs.keys() | mine.keys()):
         if theirs.get(what) != mine.get(what):
             raise PeerError(
-                f"{what} differs between the ranks: {theirs.get(what)} on rank {rank}, {mine.get(what)} on this one",
+                f"{what} differs between the ranks: {theirs.get(what)} on rank {rank}, {mine.get(what)} on this rank",
                 (rank,),
                 advice,
             )
 
 
 class SharedGroup:
-    """The gradients of one full group, over all ranks, as optimizers and gradient handles see them.
+    """The gradients of one full group over all ranks, for optimizers and gradient handles.
 
     Attributes:
         mean: factor that turns the sum of the ranks' gradients into the mean.
@@ -219,7 +220,7 @@ class SharedGroup:
     Args:
         shard: this rank's shard of the unit.
         group_index: index of the group.
-        local: gradients of this rank's slice; None when it has none.
+        local: gradients of this rank's slice; None when this rank has no slice of the group.
         outbox: gradients in flight between the ranks.
         agreement: facts that all ranks agree on.
     """
@@ -240,10 +241,10 @@ class SharedGroup:
         return self._agreement.present
 
     def land(self, spec: ParameterSpec, gradient: torch.Tensor, *, accumulate: bool, more: bool = False) -> None:
-        """Send a gradient to the owner of its elements, which adds it to the present one.
+        """Send a gradient to the ranks that own its elements; the owners add the gradient to the present gradient.
 
         `accumulate` has no effect: whether a gradient is present depends on all ranks, and SharedGradients.drop_cleared
-        drops unwanted ones. `more` has no effect, since the owner adds the gradients.
+        drops unwanted gradients. `more` has no effect, because the owners add the gradients.
         """
         self._outbox.take(Place(self._shard.full, self._group_index, spec), gradient)
         self._agreement.came(spec.name)
@@ -262,7 +263,7 @@ class SharedGroup:
         Raises:
             PeerError: gradients were lost on their way between ranks.
         """
-        self._outbox.land_all()  # what is under way would land later
+        self._outbox.land_all()  # gradients in flight would land after the drop
         self._outbox.forget(self._shard.full.index, name)
         if self._local is not None:
             self._local.drop(name)
@@ -325,7 +326,7 @@ class SharedGradients:
         )
 
     def begin_pass(self) -> None:
-        self.take_completed()  # left from a pass that an exception ended
+        self.take_completed()  # discards the units of a pass that an exception ended
 
     def backward_begins(self, units: Collection[int], staying: Collection[int]) -> None:
         return
@@ -358,7 +359,7 @@ class SharedGradients:
         return self._outbox.take_completed()
 
     def pass_ended(self) -> None:
-        """Send the gradients that any rank has not sent yet. All ranks call this.
+        """Send the gradients that some rank has not sent yet. All ranks call this.
 
         Raises:
             PeerError: another rank failed.

@@ -1,20 +1,20 @@
-"""Gradients of units that are divided over ranks: their way from every rank to the rank that owns a slice.
+"""Transfer of gradients from every rank to the rank that owns their slice, for units that are divided over ranks.
 
 [Note: the way of a gradient between ranks]
 
     autograd ──take──▶ box (the full groups of the unit) ──send──▶ all-to-all ──▶ owner: the slices of all ranks
                                                                                   └─▶ GroupGradients.land, rank by rank
 
-Each rank sends its gradients of a micro-batch in the dtype of the weights. The owner adds them in fp32, in rank order,
-micro-batch by micro-batch. So N ranks with M micro-batches give the same bits as one rank with N·M micro-batches of the
-same shapes: m0r0, m0r1, …, m1r0, …
+Each rank sends its gradients of a micro-batch in the dtype of the weights. The owner adds the gradients in fp32,
+micro-batch by micro-batch, and within a micro-batch in the order of the ranks. So N ranks with M micro-batches give the
+same bits as one rank with N·M micro-batches of the same shapes: m0r0, m0r1, …, m1r0, …
 
-A gradient that is missing on one rank counts as zeros, unless it is missing on all ranks. (A gradient of -0.0 then
-becomes 0.0.)
+A gradient that is missing on one rank counts as zeros, unless it is missing on all ranks. (Adding these zeros turns a
+gradient of -0.0 into 0.0.)
 
-Every rank sends a box when the backward of other units begins, even if gradients are still missing. Gradients that
-arrive later, or whose backward no hook announced, are sent at the end of the pass. There the ranks tell each other
-which units have such gradients.
+Every rank sends the box of a unit when the backward of other units begins, even if gradients of the unit are still
+missing. Gradients that arrive later, or whose backward no hook announced, are sent at the end of the pass. At the end
+of the pass, the ranks tell each other which units have such gradients.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from infinity.units.gradients import UnitGradients
 
 @dataclass(eq=False)
 class _Box:
-    """Gradients of one unit that are not sent yet.
+    """Gradients of one unit that have not been sent yet.
 
     Attributes:
-        lease: memory of the gradients of all trained groups.
+        lease: memory of the gradients of all trained groups of the unit.
         names: names of the parameters whose gradients have arrived.
     """
 
@@ -54,8 +54,8 @@ class _BoxInFlight:
         shard: this rank's shard of the unit.
         box: the box that was sent.
         complete: whether this rank expects no further gradient of the unit in this pass.
-        received: slices that this rank owns, of each trained group, from all ranks; None when it owns none.
-        tickets: the operations in flight.
+        received: received slices of each trained group, from all ranks; None when this rank owns no slice of the unit.
+        tickets: tickets of the operations in flight.
     """
 
     shard: Shard
@@ -72,9 +72,9 @@ class Outbox:
         shards: this rank's shards, by unit.
         local: gradients of this rank's slices, by unit.
         exchange: exchange between the ranks.
-        space: memory for two units in flight, both sent and received.
-        before_landing: called with the index of a unit before gradients of the unit land; from then on nothing may read
-            the unit's present gradients.
+        space: memory for the sent and the received gradients of two units in flight.
+        before_landing: function that is called with the index of a unit before gradients of the unit land; after the
+            call nothing may read the present gradients of the unit.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Outbox:
             lease = self._space.try_lease(nbytes)
             if lease is not None:
                 return lease
-            if not self._on_way:  # unannounced units: all ranks send them together, at the end of the pass
+            if not self._on_way:  # a unit that was not announced: all ranks send it together, at the end of the pass
                 return PinnedArena(nbytes).lease(nbytes, "gradients between ranks")
             self._land_next()
 
@@ -134,7 +134,7 @@ class Outbox:
 
         Args:
             index: index of the unit.
-            complete: this rank expects no further gradient of the unit in this pass.
+            complete: whether this rank expects no further gradient of the unit in this pass.
         """
         shard = self._shards[index]
         if not shard.full.trainable_groups:
@@ -169,7 +169,7 @@ class Outbox:
             self._land_next()
 
     def land_all(self) -> None:
-        """Land all boxes in flight, after waiting for them.
+        """Wait for all boxes in flight, and land them.
 
         Raises:
             PeerError: another rank failed.
@@ -180,8 +180,8 @@ class Outbox:
     def _land_next(self) -> None:
         """Wait for the oldest box in flight, and land it.
 
-        If interrupted, or after an error before any gradient has landed, the box stays queued. A later error loses the
-        box, and its memory is given back.
+        After an interrupt, or an error before any gradient of the box has landed, the box stays queued. After a later
+        error the box is lost, and its memory is given back.
         """
         for ticket in self._on_way[0].tickets:
             ticket.result()
@@ -202,7 +202,7 @@ class Outbox:
                         self._local[shard.full.index].groups[group_index].land(
                             piece,
                             flat[piece.offset : piece.offset + piece.numel],
-                            accumulate=True,  # to the present gradient; unwanted ones were dropped
+                            accumulate=True,  # added to the present gradient; unwanted gradients were dropped before
                         )
         finally:
             if arrived.received is not None:

@@ -51,7 +51,8 @@ Tell = Callable[[str, Any], list[Any]]
 def meeting(deadline_s: float) -> Iterator[Tell]:
     """Connect all ranks before they offload a model. All ranks call this.
 
-    An error that leaves this context is reported to the other ranks. A process that is alone only tells itself.
+    An error that leaves this context is reported to the other ranks. In a process without other ranks, the answer has
+    only this process's own value.
 
     Args:
         deadline_s: seconds after which a disk is given up (nvme.deadline_s).
@@ -70,7 +71,7 @@ def meeting(deadline_s: float) -> Iterator[Tell]:
 
 
 def local_peers() -> Peers:
-    """Return the ranks and this process's slices, before the ranks have met."""
+    """Return the number of ranks and the slices of this process, before the ranks have met."""
     rank, ranks = rank_and_world()
     return NO_PEERS if ranks == 1 else Peers(Cut(ranks, rank), 1)
 
@@ -86,7 +87,7 @@ class RankAgreement:
     Attributes:
         world: the ranks.
         peers: number of ranks, and the slices of this process.
-        run: id of the run that all ranks begin, if they begin one; "" when this process is alone.
+        run: id for a new run, the same on all ranks; "" when this process is alone.
         is_first: whether this process is the first of the ranks on this machine.
     """
 
@@ -97,7 +98,7 @@ class RankAgreement:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Return a context that reports an error leaving it to the other ranks, which wait for this one."""
+        """Return a context that reports errors to the other ranks, which would otherwise wait for this rank."""
         try:
             yield
         except BaseException as error:
@@ -109,14 +110,14 @@ class RankAgreement:
     def agreed(self, terms: Terms, units: Sequence[Unit]) -> RankAgreement:
         """Agree on the facts that all plans have in common: the form of the states, and the memory of each rank.
 
-        The memory of each rank is that of the rank that has the least. All ranks call this.
+        Each rank plans with the memory of the rank that has the least memory. All ranks call this.
 
         Returns:
             This object with the agreed facts.
 
         Raises:
-            NotAvailableError: several ranks cannot do this yet.
-            PeerError: a rank has another model or config, or failed; names the rank.
+            NotAvailableError: several ranks do not support a setting of the config yet.
+            PeerError: a rank has another model or config, or failed. The message names the rank.
         """
         peers = self.peers
         if not peers.sharded:
@@ -158,13 +159,13 @@ class RankAgreement:
     def begin_run(self, config: NvmeConfig, *, replaces: str) -> None:
         """Prepare nvme.paths for a new run. All ranks call this.
 
-        Remove the stores of runs with another number of ranks, once per machine, and the stores of a run that ended
-        during its first commit.
+        Remove the stores of runs with another number of ranks (one rank per machine does this). Also remove the stores
+        of a run that ended during its first commit.
 
         Args:
             config: the NVMe config.
-            replaces: as in Terms. If it is set, the stores of other numbers of ranks stay; older stores of this number
-                of ranks are removed.
+            replaces: value of Terms.replaces. If it is set, the stores of other numbers of ranks stay; older stores of
+                this number of ranks are removed.
 
         Raises:
             StoreNotEmptyError: a store can be resumed.
@@ -184,9 +185,9 @@ class RankAgreement:
         self.world.tell("opening the stores", None)
 
     def _remove_unresumable(self, mine: Sequence[Path]) -> None:
-        """Remove manifests that never became a generation.
+        """Remove manifests that never became a generation of all ranks.
 
-        Every rank has a store of the same run, and each manifest is missing on some rank.
+        Do nothing unless every rank has a store of the same run and each manifest is missing on some rank.
         """
         if not self.peers.sharded:
             return
@@ -196,7 +197,7 @@ class RankAgreement:
             remove_generations(mine[0])
 
     def stores_are_open(self, config: NvmeConfig, *, resume: bool) -> None:
-        """Clean nvme.paths after the stores are open: remove the note about an earlier, finished run.
+        """Clean nvme.paths after the stores are open: remove the file that records an earlier, finished run.
 
         With `resume`, also remove stores of other numbers of ranks that an interrupted removal left incomplete.
 
@@ -216,7 +217,7 @@ class RankAgreement:
         """Check that the ranks can resume a run together. All ranks call this.
 
         Raises:
-            ResumeError: the ranks have no stores of one run with a generation on all of them; raised on every rank.
+            ResumeError: there is no generation of one run that all ranks have in their stores; raised on every rank.
             PeerError: another rank failed.
         """
         if not self.peers.sharded:
@@ -267,9 +268,9 @@ def meet_ranks(config: SwapConfig, device: torch.device) -> RankAgreement:
     """Connect to the other ranks, if there are any. All ranks call this.
 
     Raises:
-        NotAvailableError: several ranks cannot do this yet.
-        ConfigError: torchrun started several processes, but they have not met.
-        PeerError: a rank failed; names the rank.
+        NotAvailableError: several ranks do not support this device yet.
+        ConfigError: torchrun started several processes, but the processes have no process group.
+        PeerError: a rank failed. The message names the rank.
     """
     require_ranks_met()
     ranks = Ranks.of_world(config.ranks.gather, deadline_s=config.nvme.deadline_s + _MARGIN_S)

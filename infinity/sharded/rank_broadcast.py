@@ -1,7 +1,8 @@
 """Broadcast of the initial values of rank 0 to all ranks, before each rank keeps only a slice of them.
 
-Values made in memory (a model without a seed, a new head, adapters) may differ. All ranks then take those of rank 0, as
-DistributedDataParallel does. Values from files may not differ: no rank is meant to load another checkpoint.
+Values made in memory (a model without a seed, a new head, adapters) may differ between ranks. In that case all ranks
+take the values of rank 0, as DistributedDataParallel does. Values from files must not differ, because all ranks must
+load the same checkpoint.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ from infinity.units.unit import OffloadedUnit
 logger = logging.getLogger(__name__)
 
 _SAMPLE_NUMEL = 16 << 10
-"""Number of elements compared at each of the beginning, middle and end of a large value in a file, so that not all
-ranks read all of it."""
+"""Number of elements that are compared at the beginning, in the middle and at the end of a large value in a file.
+
+The complete value is not compared, so that not all ranks read all of it.
+"""
 
 
 class RankBroadcast(Protocol):
     """Broadcast of the tensors of rank 0. All ranks make the same calls in the same order."""
 
     def values_of(self, unit: OffloadedUnit, source: Source | None, in_memory: Callable[[str], bool]) -> Source | None:
-        """Return the values of a unit's parameters, the same on all ranks. Args as in ingest.
+        """Return the values of a unit's parameters, the same on all ranks. The arguments are those of ingest.
 
         Raises:
-            PeerError: values in files differ; names the parameter and the rank.
+            PeerError: values in files differ. The message names the parameter and the rank.
         """
 
     def take(self, what: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -83,7 +86,10 @@ class BroadcastFromFirst:
             tensors[name].copy_(self.of_rank_0(name, tensors[name]))
 
     def _differing(self, what: str, marks: Mapping[str, object]) -> dict[str, int]:
-        """Return the names of tensors that differ from rank 0, each with a differing rank; the same on all ranks."""
+        """Return the names of tensors that differ between ranks, each with a rank that differs from rank 0.
+
+        All ranks get the same result.
+        """
         told = self._world.tell(what, marks)
         first, found = told[0], dict[str, int]()
         for rank, each in enumerate(told):

@@ -29,16 +29,16 @@ def recover(
     Args:
         world: the ranks.
         generations: generations of this rank.
-        place: first of nvme.paths, for messages.
+        place: first path of nvme.paths, for messages.
         attempt: function that recovers one of the given generations.
-        step: step of the generation; None: the newest.
-        pinned: recover the generation that a checkpoint folder pins, which `attempt` knows.
+        step: step of the generation; None: the newest generation.
+        pinned: whether to recover the generation that a checkpoint folder pins; `attempt` knows this generation.
 
     Returns:
         The manifest of the generation.
 
     Raises:
-        ResumeError: there is no such generation; on all ranks.
+        ResumeError: there is no such generation; raised on all ranks.
         PeerError: another rank failed.
     """
     if isinstance(world, Alone):

@@ -3,14 +3,15 @@
 [Note: gathering]
 A fetch is a collective: every rank begins the same fetches in the same order, independent of its free memory and of the
 progress of its updates. So a fetch never waits for memory. When outstanding views keep the memory of a released slot,
-the next slot takes extra memory for a while. A fetch may depend on work of this rank: the update of its slice, or the
+the next slot temporarily takes extra memory. A fetch may depend on work of this rank: the update of its slice, or the
 read of the slice. The thread of the exchange waits for this work.
 
 [Note: the secondary partition]
-Weights may be gathered over fewer ranks than states are sharded over (G ⊂ W). Then each rank keeps a copy of its slice
-for the ranks of G, in RAM. The first fetch after an update gathers over W and fills the copies; later fetches gather
-over G. The version of the weights decides between the two, so the decision is the same on every rank. The secondary
-partition is that of Wang et al., ZeRO++, 2023, §3.2; with one rank in G it is ZeRO-2.
+Weights may be gathered over a group G of ranks that is smaller than the group W over which states are sharded. In that
+case each rank keeps in RAM a copy of its slice in the division over G. The first fetch after an update gathers over W
+and fills the copies; later fetches gather over G. The version of the weights decides between G and W, so the decision
+is the same on every rank. Wang et al., ZeRO++, 2023, §3.2, describe this secondary partition; if G has one rank, the
+result is ZeRO-2.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class GatheredSlots:
         self._told = False
         self._copies: dict[int, _Copy] = {}
         near = resources.plan.peers.near
-        if near is not None:  # the same on all ranks, of which some may have a slice of nothing
+        if near is not None:  # the same on all ranks, even if the slice of a rank is empty
             for homes, shard in zip(resources.units, shards, strict=True):
                 if not shard.full.stays:
                     self._copies[id(homes.weights)] = _Copy(near.of(shard.full), resources.secondary)
@@ -94,10 +95,10 @@ class GatheredSlots:
         Args:
             lease: memory of the slot.
             shard: this rank's slice among the gathering ranks.
-            near: gather over G; otherwise over W.
+            near: whether to gather over G; otherwise over W.
             own: function that starts to bring this rank's slice of a group to its place, and returns a function that
-                waits for that.
-            keep: copy that is filled from the gathered weights; None without one.
+                waits for the slice.
+            keep: copy that is filled from the gathered weights; None: no copy is filled.
         """
         tickets = []
         for index, group in enumerate(shard.full.groups):
@@ -152,11 +153,11 @@ class GatheredSlots:
 
 
 class _Copy:
-    """This rank's slice, among the ranks of G, of a unit's weights. The thread of the exchange fills and reads it.
+    """Copy of this rank's slice of a unit's weights, in the division over G. The exchange's thread fills and reads it.
 
     Attributes:
         shard: the slice.
-        version: version of the weights that the copy has, or will have before its first read; -1: none yet.
+        version: version of the weights that the copy has, or will have before its first read; -1: no version yet.
     """
 
     def __init__(self, shard: Shard, space: Space) -> None:
@@ -188,7 +189,7 @@ def _copy(to: memoryview, source: memoryview, written: Transfer | None = None) -
     Args:
         to: target memory.
         source: source memory.
-        written: transfer that completes the source; None when it is complete.
+        written: transfer that completes the source; None when the source is complete already.
     """
     if written is not None:
         written.result()
@@ -209,7 +210,7 @@ class _GatherFetch(Fetch):
         """Wait for the weights, and return their slot.
 
         Raises:
-            PeerError: another rank failed. The memory is not given back, as a rank may still write to it.
+            PeerError: another rank failed. The memory is not given back, because a rank may still write to it.
         """
         for ticket in self._tickets:
             ticket.result()

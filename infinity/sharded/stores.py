@@ -73,7 +73,7 @@ def stores_in(paths: Sequence[Path], count: int | None = None) -> list[list[Path
 def clear_others(paths: Iterable[Path], count: int) -> None:
     """Remove the stores that runs of another number of ranks left in nvme.paths.
 
-    This requires that nothing in nvme.paths can be resumed, neither of such a run nor of a run of `count` ranks.
+    Nothing is removed if any store in nvme.paths can be resumed, whatever its number of ranks.
 
     Raises:
         StoreNotEmptyError: something can be resumed; nothing was removed.
@@ -84,7 +84,7 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
     for path in places:
         for entry, its in _stores_in(path):
             if its == count == 1:
-                continue  # opening the store itself refuses or replaces it
+                continue  # this store is refused or replaced when it is opened
             if generations_in(entry) or pinned_in(entry):
                 folders = any(pinned_in(each) for each, _ in _stores_in(path))
                 raise StoreNotEmptyError(
@@ -103,7 +103,8 @@ def clear_others(paths: Iterable[Path], count: int) -> None:
             directory.close()
         _remove_directory(entry)
     for path in places:
-        path.mkdir(mode=0o700, exist_ok=True)  # the ranks' stores need it; removing a store may have removed it
+        # the ranks' stores need the directory, which the removal of a store may have removed
+        path.mkdir(mode=0o700, exist_ok=True)
 
 
 def clear_leftovers(paths: Sequence[Path], count: int) -> None:
@@ -140,7 +141,7 @@ def stores_of(path: Path, run: str | None = None) -> list[Path]:
 
     Args:
         path: one of nvme.paths.
-        run: return the stores of this run only; None: all.
+        run: run whose stores are returned; None: return all stores.
 
     Raises:
         SwapIOError: the directory cannot be read.
@@ -157,20 +158,20 @@ def parts_of(paths: Sequence[Path], store: Path) -> list[Path]:
         store: the store's directory in the first path, or that path itself.
 
     Raises:
-        ResumeError: as members_of.
+        ResumeError: the errors of members_of.
     """
     return members_of(store) if len(paths) == 1 else [path / store.relative_to(paths[0]) for path in paths]
 
 
 def remove_rank_stores(stores: Iterable[Sequence[Path]], before: Callable[[Path], None] = lambda _: None) -> int:
-    """Remove stores of ranks with their directories.
+    """Remove stores of ranks, and the directories of these stores.
 
-    The manifests of the first store are removed first, durably: from then on the ranks have no resumable generation.
+    The manifests of the first store are removed first, durably; after that the ranks have no resumable generation.
 
     Args:
         stores: the directories of each store.
-        before: called with the first directory of each store, while all stores are locked and before anything is
-            removed.
+        before: function that is called with the first directory of each store, while all stores are locked and before
+            anything is removed.
 
     Returns:
         The number of freed bytes.
@@ -240,7 +241,7 @@ def remove_generations(path: Path) -> None:
 
 
 def require_none_pinned(path: Path) -> None:
-    """Check that no checkpoint folder pins a generation of the store in a directory, which is about to be removed.
+    """Check that no checkpoint folder pins a generation of a store that is about to be removed.
 
     Raises:
         ResumeError: a generation is pinned.
@@ -263,7 +264,7 @@ def ranks_text(count: int) -> str:
 def _stores_in(path: Path) -> list[tuple[Path, int]]:
     """Return the directories in one of nvme.paths that have a store, each with its run's number of ranks.
 
-    The path itself may be one of them.
+    The path itself may be one of these directories.
     """
     named = ((entry, NAME.fullmatch(entry.name)) for entry in sorted(entries_of(path)))
     found = [(path, 1), *((entry, int(match[2])) for entry, match in named if match)]

@@ -49,7 +49,7 @@ OF_RANKS = [
     Mutant(
         "a gradient that is dropped does not land later",
         "infinity/sharded/gradients.py",
-        "        self._outbox.land_all()  # what is under way would land later\n",
+        "        self._outbox.land_all()  # gradients in flight would land after the drop\n",
         "",
         (_SHARED, "-k", "dropped"),
     ),
@@ -259,7 +259,7 @@ OF_RANKS = [
     Mutant(
         "a rank without slices gathers as the others do",
         "infinity/sharded/slots.py",
-        "        if near is not None:  # the same on all ranks, of which some may have a slice of nothing\n",
+        "        if near is not None:  # the same on all ranks, even if the slice of a rank is empty\n",
         "        if near is not None and resources.plan.layout.arena.secondary:\n",
         (_GROUPS, "-k", "no_slice_of_anything"),
     ),
