@@ -1,4 +1,5 @@
-// Interface between a lane, which knows requests, and the ways to move one block: io_uring, threads, faults.
+// Interface between a lane, which handles requests, and the backends that move one block: io_uring, threads, injected
+// faults.
 #pragma once
 
 #include <cstddef>
@@ -31,10 +32,10 @@ struct BlockResult {
   std::int32_t res;  // bytes moved, 0 for a sync, or -errno, as io_uring reports it
 };
 
-// Used by one thread, the lane's, except wake().
+// Only the lane's thread may call these functions; any thread may call wake().
 //
-// Invariant: every submitted op comes back exactly once, whether it succeeded or failed (except with a fault that loses
-// it).
+// Invariant: every submitted op has exactly one result, whether the op succeeded or failed. Only an injected fault of
+// kind `lose` may lose a result.
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -43,10 +44,12 @@ class Backend {
   [[nodiscard]] virtual std::string details() const = 0;
   // The number of outstanding ops must not exceed the depth that the backend was made for.
   virtual void submit(const BlockOp& op) = 0;
-  // Gives all submitted ops to the kernel or the workers, then appends completed ones to `results`. Blocks until there
-  // are `at_least` results (1 or more), or fewer after wake(). Never throws for a failed transfer: `res` has its error.
+  // Gives all submitted ops to the kernel or the workers, then appends the results of completed ops. Blocks until there
+  // are `at_least` results (1 or more); after wake(), fewer results are enough. Never throws for a failed transfer:
+  // `res` has its error.
   virtual void wait(std::vector<BlockResult>& results, unsigned at_least) = 0;
-  // Makes the present or the next wait() return as soon as it has any result, even if it waits for several. Any thread.
+  // Makes the present or the next wait() return as soon as there is any result, even if that wait() asked for several.
+  // May be called by any thread.
   virtual void wake() = 0;
   // Registers the pages of this range with the kernel, which saves work for each transfer within the range. The range
   // must stay mapped until the backend is gone. Returns "" or why the kernel refused, which costs only speed.
@@ -55,8 +58,9 @@ class Backend {
   virtual void forget_file(std::uint64_t /*id*/) {}
 };
 
-// Registers files as it sees them. Throws std::system_error with the cause and the fix (seccomp,
-// kernel.io_uring_disabled, memlock) if the kernel refuses. Must be called on the thread that will use the backend.
+// The backend registers a file with the ring when the first op on this file is submitted. Throws std::system_error with
+// the cause and the fix (seccomp, kernel.io_uring_disabled, memlock) if the kernel refuses. Must be called on the
+// thread that will use the backend.
 std::unique_ptr<Backend> make_uring_backend(unsigned queue_depth);
 // Throws std::system_error if the system has no more threads.
 std::unique_ptr<Backend> make_thread_backend(unsigned queue_depth, unsigned threads);
@@ -74,9 +78,9 @@ enum class FaultKind : std::uint8_t {
   kill_after  // the process is killed when it has completed
 };
 
-// A fault to inject into the `index`-th op that matches (from 0, counted over all lanes, continuations and retries
-// included) and the `repeat` - 1 after it. An op matches if it has the requested kind, if any, and begins within
-// [begin, end) of its file.
+// A fault to inject into `repeat` successive matching ops, starting with the `index`-th (from 0, counted over all
+// lanes, continuations and retries included). An op matches if it begins within [begin, end) of its file and has the
+// kind `operation` (any kind if `operation` is not set).
 struct Fault {
   std::uint64_t index;
   FaultKind kind;
@@ -88,13 +92,13 @@ struct Fault {
   std::uint64_t seed = 0;  // seed of the random choices in `shuffle`
 };
 
-// The faults of one engine, which all its lanes use, and its journal. If there is a journal, every write and sync is
-// appended to it when it is submitted, and again when it has completed. From the journal a test can tell which data a
-// power cut could have left.
+// The faults of one engine, which all lanes of the engine use, and the engine's journal. If there is a journal, every
+// write and sync gets a record when the op is submitted, and another record when the op has completed. From the journal
+// a test can tell which data may be on the disk after a power cut.
 //
-// A record: one letter ('W' a write begins, 'w' it ended, 'S' and 's' a sync), 7 bytes of zeros, then little-endian 64
-// bits each: a number that is the same for both ends, the result, the offset, the length of the data and that of the
-// path; then the path and the data.
+// A record begins with one letter ('W': a write begins, 'w': a write ended; 'S' and 's': the same for a sync) and 7
+// bytes of zeros. Five little-endian 64-bit numbers follow: the op's number (the same in both records of an op), the
+// result, the offset, the length of the data, the length of the path. The path and the data come last.
 class FaultPlan {
  public:
   // `journal`: file to append to; empty for none. Throws std::system_error.
@@ -107,7 +111,8 @@ class FaultPlan {
   const Fault* next(const BlockOp& op);
   // Random bits for `shuffle`, different at each call.
   std::uint64_t draw(const Fault& fault);
-  // Neither does anything without a journal, or for a read. `began` returns the op's number.
+  // Appends the record of an op that begins or has ended. Without a journal, or for a read, nothing is appended.
+  // `began` returns the op's number.
   std::uint64_t began(const BlockOp& op);
   void ended(const BlockOp& op, std::uint64_t number, std::int32_t res);
 
@@ -117,7 +122,7 @@ class FaultPlan {
   const std::vector<Fault> faults_;
   int journal_ = -1;
   std::mutex mutex_;                 // guards the members below, and keeps each record contiguous
-  std::vector<std::uint64_t> seen_;  // by fault: number of ops that matched
+  std::vector<std::uint64_t> seen_;  // by fault: number of matching ops so far
   std::uint64_t numbers_ = 0;
   std::uint64_t draws_ = 0;
 };

@@ -65,7 +65,7 @@ struct IoEngine::Impl {
   std::vector<Memory> registered;
   bool stop = false;
 
-  std::thread watchdog;  // last: the thread starts when all other members exist
+  std::thread watchdog;  // declared last: the thread starts when all other members exist
 
   explicit Impl(const EngineOptions& given) : options(lane_options(given)), deadline(given.deadline) {
     devices.push_back({0, false, first});
@@ -116,7 +116,8 @@ struct IoEngine::Impl {
     return lane;
   }
 
-  // The lanes that serve a request, each with a bit for each member of the file that it serves.
+  // The lanes that serve a request. A lane's mask has one bit for each member of the file: set if this lane serves the
+  // member.
   using Shares = std::vector<std::pair<std::shared_ptr<Lane>, std::uint64_t>>;
 
   Shares split(const IoRequest& io) {
@@ -160,7 +161,7 @@ IoEngine::IoEngine(EngineOptions options) {
 }
 
 IoEngine::~IoEngine() {
-  // In a forked child the threads do not exist: neither join them nor destroy the objects that they own.
+  // In a forked child the threads do not exist: do not join the threads, and do not destroy the objects that they own.
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 
@@ -180,7 +181,7 @@ void IoEngine::check(const IoRequest& request) {
   const auto end =
       sums != nullptr ? sums->pages() * kPageBytes : static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
   if (request.offset > end || request.nbytes > end - request.offset) {
-    // Beyond that range a number may have another meaning: for the kernel, -1 is "the current position".
+    // An offset beyond the range of off_t may have another meaning: for the kernel, -1 is "the current position".
     throw std::invalid_argument("a file cannot have offset " + std::to_string(request.offset) + " and " +
                                 std::to_string(request.nbytes) + " bytes on");
   }

@@ -14,9 +14,9 @@
 
 namespace infinity {
 
-// The options of each device's lane, and those of the engine.
+// Options of the engine; the inherited options apply to the lane of each device.
 struct EngineOptions : LaneOptions {
-  std::chrono::nanoseconds deadline = std::chrono::seconds(300);  // a block that takes longer is taken as lost
+  std::chrono::nanoseconds deadline = std::chrono::seconds(300);  // a block that takes longer counts as lost
   std::vector<Fault> faults;                                      // for tests
   std::string journal;                                            // for tests: see FaultPlan; empty for none
 };
@@ -28,8 +28,8 @@ struct EngineOptions : LaneOptions {
 // still queued fail with ECANCELED.
 class IoEngine {
  public:
-  // Throws std::system_error (engine: io_uring, and the kernel refuses) or std::invalid_argument (unknown engine, zero
-  // depth, block not a positive multiple of 4 KiB).
+  // Throws std::system_error if the engine must be io_uring and the kernel refuses it. Throws std::invalid_argument for
+  // an unknown engine, a depth of zero, or a block size that is not a positive multiple of 4 KiB.
   explicit IoEngine(EngineOptions options);
   ~IoEngine();
   IoEngine(const IoEngine&) = delete;
@@ -41,28 +41,30 @@ class IoEngine {
   // Throws the exceptions of `check`. Never waits for a device.
   Future submit(const IoRequest& request);
 
-  // Submits once `first` is done, without a thread that waits. If `first` fails, the request fails with its failure.
+  // Submits the request once `first` is done; no thread waits for `first`. If `first` fails, the request fails with the
+  // failure of `first`.
   static Future submit_after(const std::shared_ptr<IoEngine>& engine, const Future& first, const IoRequest& request);
 
   // fdatasync of every member: when the future is done, writes that had completed before this call survive a power cut.
-  // After a failure the state of all of them is unknown; a second sync may succeed without having written anything.
+  // After a failure it is unknown which of these writes are durable; a second sync may succeed without having written
+  // anything.
   Future sync(const std::shared_ptr<SwapFile>& file);
 
-  // Registers these pages with the kernel for all lanes (Backend::register_memory). They must stay mapped as long as
-  // the engine lives. Returns "" or why the kernel refused, which costs only processor time.
+  // Registers the pages of this range with the kernel for all lanes (Backend::register_memory). The range must stay
+  // mapped as long as the engine lives. Returns "" or why the kernel refused, which costs only processor time.
   std::string register_memory(std::byte* data, std::size_t nbytes);
 
   // "io_uring" or "threads": the engine in use.
   [[nodiscard]] const std::string& name() const;
   // Why that engine is used, for the log.
   [[nodiscard]] const std::string& reason() const;
-  // Sums over the lanes; busy_ns is the maximum.
+  // Sums of the counters of all lanes; busy_ns is the maximum over the lanes.
   [[nodiscard]] LaneCounters counters() const;
 
-  // Starts recording every request that ends, at most `events_max` of them, or stops.
+  // Starts or stops recording every request that ends; at most `events_max` requests are recorded.
   void trace(bool on, std::size_t events_max);
   // Events since the last call. Every request whose future is done is included; a request of a device that was given up
-  // may never be.
+  // may be missing forever.
   [[nodiscard]] IoLog::Taken take_trace();
 
  private:

@@ -1,4 +1,5 @@
-// A backend for tests: it passes blocks to a real one and injects the faults of a plan. A lane sees the same interface.
+// A backend for tests: it passes blocks to a real one and injects the faults of a plan. A lane sees the same interface
+// as that of a real backend.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -109,8 +110,8 @@ class FaultyBackend final : public Backend {
   }
 
  private:
-  static constexpr int kLateness = 4;           // completions that overtake a delayed one, if there are so many
-  static constexpr std::uint64_t kLatest = 16;  // at most, for a shuffled one
+  static constexpr int kLateness = 4;           // number of completions that overtake a delayed one, if enough
+  static constexpr std::uint64_t kLatest = 16;  // largest number that overtakes a shuffled completion
   static constexpr std::uint64_t kDawdleNs = 1'000'000;
 
   // Both bounds are finite, so no block is delayed forever.
@@ -125,7 +126,7 @@ class FaultyBackend final : public Backend {
     inner_->submit(op);
   }
 
-  // The next wait(), on this thread, returns the result.
+  // Stores a result that the next wait() on this thread returns.
   void report(std::uint64_t token, std::int32_t res) { reported_.push_back({token, res}); }
 
   void flip(const BlockOp& op) {
@@ -174,13 +175,13 @@ class FaultyBackend final : public Backend {
   std::vector<BlockResult> reported_;
   std::vector<BlockResult> arrived_;
   std::vector<BlockResult> held_;
-  std::unordered_map<std::uint64_t, int> late_;  // by token: completions that may still overtake it
+  std::unordered_map<std::uint64_t, int> late_;  // by token: number of completions that may still overtake the op
   std::unordered_map<std::uint64_t, BlockOp> to_flip_;
   std::unordered_map<std::uint64_t, std::unique_ptr<Bounce>> bounces_;
-  std::unordered_map<std::uint64_t, std::pair<BlockOp, std::uint64_t>> written_;  // with the op's number in the journal
+  std::unordered_map<std::uint64_t, std::pair<BlockOp, std::uint64_t>> written_;  // op and its journal number
   std::unordered_set<std::uint64_t> deadly_;
-  std::size_t outstanding_ = 0;     // ops inside `inner_`
-  std::unique_ptr<Backend> inner_;  // last: destroyed before the memory that its transfers use
+  std::size_t outstanding_ = 0;     // number of ops inside `inner_`
+  std::unique_ptr<Backend> inner_;  // declared last: destroyed before the memory that transfers use
 };
 
 }  // namespace

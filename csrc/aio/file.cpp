@@ -23,8 +23,9 @@ struct Alignment {
   std::uint32_t offset;
 };
 
-// From Linux 6.1 (STATX_DIOALIGN, stx_dio_mem_align and the next field). The headers may be older than the kernel, like
-// those that wheels are built with; then these fields are at the same offset in the struct's spare room.
+// Linux 6.1 and later report the alignment (STATX_DIOALIGN, stx_dio_mem_align and the next field). The headers may be
+// older than the kernel: wheels are built with such headers. In that case the older struct has unused space at the
+// offset of these fields.
 constexpr unsigned kStatxAlignment = 0x2000;
 constexpr std::size_t kStatxAlignmentOffset = 0x98;
 static_assert(kStatxAlignmentOffset + sizeof(Alignment) <= sizeof(struct statx));
@@ -34,8 +35,9 @@ static_assert(kStatxAlignmentOffset == offsetof(struct statx, stx_dio_mem_align)
 static_assert(kStatxAlignmentOffset + offsetof(Alignment, offset) == offsetof(struct statx, stx_dio_offset_align));
 #endif
 
-// Alignment that direct I/O on this file needs; {0, 0} if the file system says that it has no direct I/O. Kernels
-// before 6.1 and some file systems do not say: then 4 KiB, which every disk with blocks of up to 4 KiB accepts.
+// Alignment that direct I/O on this file needs; {0, 0} if the file system reports that direct I/O is not supported.
+// Kernels before 6.1 and some file systems do not report the alignment. In that case the result is 4 KiB, which every
+// disk with blocks of up to 4 KiB accepts.
 Alignment direct_alignment(int fd) {
   struct statx info{};
   Alignment found{kPageBytes, kPageBytes};
@@ -45,7 +47,8 @@ Alignment direct_alignment(int fd) {
   return found;
 }
 
-// Both functions return an errno value. A reservation that a signal interrupts is repeated.
+// Reserves the blocks of a file, and repeats the call if a signal interrupts it. Returns an errno value, as
+// reserve_by_writing does.
 int reserve(int fd, off_t nbytes) {
   for (;;) {
     if (fallocate(fd, 0, 0, nbytes) == 0) return 0;
@@ -54,8 +57,8 @@ int reserve(int fd, off_t nbytes) {
 }
 
 // If the file system has no fallocate, the C library writes one byte per block, which is slower and guarantees the
-// same. Direct I/O refuses a write of one byte, so direct I/O is switched off meanwhile. Afterwards the file's pages
-// are dropped from the page cache.
+// same. Direct I/O refuses a write of one byte, so direct I/O is switched off during these writes. Afterwards the
+// file's pages are dropped from the page cache.
 int reserve_by_writing(int fd, off_t nbytes) {
   const int flags = fcntl(fd, F_GETFL);
   if (flags < 0 || fcntl(fd, F_SETFL, flags & ~O_DIRECT) != 0) return errno;
@@ -143,7 +146,8 @@ void File::preallocate(std::uint64_t nbytes) {
   int error = reserve(fd_, static_cast<off_t>(nbytes));
   if (error == EOPNOTSUPP) error = reserve_by_writing(fd_, static_cast<off_t>(nbytes));
   if (error == 0) return;
-  // A failed preallocation keeps the blocks that it got: free them. If that fails, too, the first error is thrown.
+  // A failed preallocation keeps the blocks that were reserved before the failure: free these blocks. If freeing them
+  // fails, too, the first error is thrown.
   static_cast<void>(!ftruncate(fd_, static_cast<off_t>(before)));
   throw std::system_error(error, std::generic_category(), "preallocate " + path_);
 }

@@ -19,8 +19,8 @@ class FileWatcher {
   virtual void file_closed(std::uint64_t id) = 0;
 };
 
-// Opened with O_CLOEXEC | O_NOFOLLOW and mode 0600, and with O_DIRECT if the file system supports it in blocks of 4 KiB
-// (see direct()). The creator of the file deletes it, not this class.
+// Opened with O_CLOEXEC | O_NOFOLLOW and mode 0600, and with O_DIRECT if the file system supports direct I/O in blocks
+// of 4 KiB (see direct()). The creator of the file deletes it, not this class.
 class File {
  public:
   // `numa_node`: node of the disk below, or -1. Throws std::system_error whose what() names the path and the step that

@@ -14,8 +14,8 @@
 namespace infinity {
 namespace {
 
-// Returns a Failure of the complete request. It takes the path from the request, because the lane's thread may reset
-// io.file at any moment.
+// Returns a Failure that covers the complete request. The path in the Failure is that of the request, because the
+// lane's thread may reset io.file at any moment.
 Failure describe(const Request& request, FailureKind kind, int error, const std::string& cause) {
   const IoRequest& io = request.io;
   return composed({kind, verb_of(io.kind), request.path, io.offset, io.nbytes, error, cause, ""});

@@ -33,10 +33,10 @@ struct LaneCounters {
   std::uint64_t read_bytes[kIoClasses] = {};  // bytes completed
   std::uint64_t write_bytes[kIoClasses] = {};
   std::uint64_t operations = 0;  // block ops submitted, continuations and retries included
-  std::uint64_t retries = 0;     // EINTR, EAGAIN
+  std::uint64_t retries = 0;     // blocks tried again after EINTR or EAGAIN
   std::uint64_t short_transfers = 0;
   std::uint64_t busy_ns = 0;    // time with at least one block in flight
-  std::uint64_t in_flight = 0;  // blocks, now
+  std::uint64_t in_flight = 0;  // blocks in flight now
 };
 
 // One thread owns the backend. Parts of requests are queued by class and divided into blocks (see part.hpp). Blocks of
@@ -50,8 +50,8 @@ struct LaneCounters {
 //   any other error, the end of the file     fails the request with a Failure that names path, offset, length and errno
 //   a failed sync                            is never retried: the kernel may have dropped the unwritten pages
 //
-// When a request fails, its blocks that were not submitted yet are dropped. Its part is finished only when none of its
-// blocks is in flight.
+// When a request fails, its blocks that were not submitted yet are dropped. A part of a request is finished only when
+// none of the part's blocks is in flight.
 //
 // Life cycle: open() → submit()… → close(). A lane whose device does not answer is abandoned: its requests fail, its
 // thread and ring are left to the kernel, and every later submit() fails at once.
@@ -59,11 +59,12 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
  public:
   static constexpr unsigned kRetriesMax = 16;
 
-  // Throws std::system_error (engine: io_uring, and the kernel refuses).
+  // Throws std::system_error if the engine must be io_uring and the kernel refuses it.
   static std::shared_ptr<Lane> open(LaneOptions options);
   ~Lane() override;
 
-  // Takes over the part of `request` that is on `members` (a bit each). Never blocks.
+  // Queues the part of `request` whose bytes are in `members`, a mask with one bit for each member of the file. Never
+  // blocks.
   void submit(std::shared_ptr<Request> request, std::uint64_t members);
   // See Backend::register_memory. Waits for the lane's thread.
   std::string register_memory(std::byte* data, std::size_t nbytes);
@@ -73,7 +74,8 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
 
   // Abandons the lane if a block has been in flight for longer than `deadline`.
   void check(std::chrono::nanoseconds deadline);
-  // Fails queued requests with ECANCELED. Waits for blocks in flight, unless the lane is abandoned before or meanwhile.
+  // Fails queued requests with ECANCELED. Waits for blocks in flight, unless the lane is abandoned before or during the
+  // wait.
   void close();
 
   [[nodiscard]] const std::string& name() const { return name_; }

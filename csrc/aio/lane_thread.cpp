@@ -1,4 +1,5 @@
-// The thread of a lane: it opens the backend, gives blocks to it as long as there is room, and checks every result.
+// The thread of a lane: the thread opens the backend, gives it blocks as long as there is room, and checks every
+// result.
 #include <algorithm>
 #include <cerrno>
 #include <deque>
@@ -41,8 +42,8 @@ class Lane::Server {
       if (stopping && parts_.in_flight() == 0) return;
       if (!may_wait()) continue;
       results.clear();
-      // With many blocks in flight, wait for several results at once: this takes fewer system calls, and the other
-      // blocks keep the device busy meanwhile.
+      // With many blocks in flight, wait for several results at once: waiting takes fewer system calls, and the other
+      // blocks keep the device busy.
       backend_.wait(results, std::max(parts_.in_flight() / kHandfulOf, 1u));
       for (const BlockResult& result : results) take(result);
     }
@@ -145,7 +146,7 @@ class Lane::Server {
     backend_.submit(op);
   }
 
-  // Every result passes through this function, so that no byte that was not moved is reported as moved.
+  // Every result passes through this function, so that only bytes that were moved are reported as moved.
   void take(const BlockResult& result) {
     Block block = std::move(blocks_[result.token]);
     blocks_[result.token] = Block{};
@@ -188,14 +189,16 @@ class Lane::Server {
   bool continue_short(Block& block, std::uint32_t moved) {
     Request& request = *block.part->request;
     const bool reading = request.io.kind == OpKind::read;
-    // Direct I/O must continue at a boundary of the device's blocks: the bytes after the last boundary are moved again.
+    // Direct I/O must continue at a boundary of the device's blocks: the bytes that were moved after the last boundary
+    // are moved again.
     const std::uint32_t kept = moved / block.file->offset_alignment() * block.file->offset_alignment();
     if (moved == 0 && reading) {
       request.fail(block.failure(0, "the file ends before the data does; was it truncated?"));
       return false;
     }
     if (kept == 0 && ++block.retries > kRetriesMax) {
-      // A read that never gets past part of a device's block is at the end of a file of an odd length.
+      // A read that repeatedly moves only part of one device block has reached the end of a file whose length is no
+      // multiple of the device's blocks.
       request.fail(reading ? block.failure(0, "the file ends before the data does; was it truncated?")
                            : block.failure(EIO, "the device repeatedly transferred 0 bytes"));
       return false;
@@ -275,7 +278,7 @@ void Lane::serve(std::promise<void>& opened) {
   try {
     Server(*this, *backend).run();
   } catch (const std::exception& error) {
-    // The ring itself failed: it is unknown which transfers it still does.
+    // The ring itself failed: it is unknown which transfers the kernel still does.
     abandon(std::string("the I/O thread failed: ") + error.what());
   }
   {

@@ -1,5 +1,5 @@
-// Parts of requests: a lane's part of a request, its division into blocks of one transfer each, the order in which
-// parts are served, and the limits on blocks in flight.
+// A lane's part of a request, the division of a part into blocks of one transfer each, the order in which parts are
+// served, and the limits on blocks in flight.
 #pragma once
 
 #include <cstddef>
@@ -37,12 +37,13 @@ struct Part {
   unsigned in_flight = 0;     // blocks handed out and not finished
 
   [[nodiscard]] bool all_cut() const { return cut == request->io.nbytes; }
-  // Hands out no more blocks.
+  // Drops the bytes that were not handed out, so that the part has no more blocks.
   void drop_rest() { cut = request->io.nbytes; }
 
-  // The next block, of at most `nbytes_max`; it is not handed out yet. A sync has one block for each member.
+  // The next block, of at most `nbytes_max`; the call does not hand the block out. A sync has one block for each
+  // member.
   [[nodiscard]] static Block next(const std::shared_ptr<Part>& part, std::uint64_t nbytes_max);
-  // Moves `cut` past the bytes that other lanes serve.
+  // Advances `cut` past the bytes that other lanes serve.
   void skip();
 };
 
@@ -51,8 +52,8 @@ inline const IoRequest& Block::io() const { return part->request->io; }
 // "read", "write" or "fdatasync": the operation in a Failure.
 [[nodiscard]] std::string verb_of(OpKind kind);
 
-// A class is served before the classes after it (IoClass), and within a class the part that came first. No class
-// starves: one block in kTurnEvery is chosen from the classes in rotation, regardless of their rank.
+// A class is served before the classes after it (IoClass), and parts of one class in the order in which they were
+// queued. No class starves: one block in kTurnEvery is chosen from the classes in rotation, regardless of their rank.
 //
 // Room: at most `depth` blocks, and no new block once `in_flight_bytes` are in flight; one block is always allowed. A
 // quarter of both limits is closed to bulk traffic (all classes except weights), so that a fetch starts at once.
@@ -64,14 +65,15 @@ class PartQueue {
 
   void add(std::shared_ptr<Part> part);
   void remove(const std::shared_ptr<Part>& part);
-  // The part whose block is next. It stays in the queue. Null: the queue is empty, or has only bulk that has no room.
+  // The part from which the next block is taken. The part stays in the queue. Null: the queue is empty, or contains
+  // only bulk traffic and the limits leave no room for bulk.
   [[nodiscard]] std::shared_ptr<Part> next();
   // All parts, class by class; the queue is empty afterwards.
   [[nodiscard]] std::vector<std::shared_ptr<Part>> take_all();
 
   [[nodiscard]] bool has_room() const;
   [[nodiscard]] unsigned in_flight() const { return in_flight_; }
-  // Called when a block was given to the device, and when it came back.
+  // Called when a block was given to the device, and when the block's result has arrived.
   void started(const Block& block);
   void ended(const Block& block);
 
@@ -86,7 +88,7 @@ class PartQueue {
   Queue queues_[kIoClasses];
   unsigned in_flight_ = 0;  // blocks
   std::size_t in_flight_bytes_ = 0;
-  unsigned bulk_in_flight_ = 0;  // the part of these blocks that is bulk
+  unsigned bulk_in_flight_ = 0;  // bulk traffic among these blocks
   std::size_t bulk_in_flight_bytes_ = 0;
   unsigned turn_ = 0;
 };

@@ -1,4 +1,4 @@
-// A request, and its state that the lanes of its parts have in common.
+// A request, and the request's state that all lanes with a part of the request share.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@
 namespace infinity {
 
 // A class is served before the classes after it, so that bulk traffic never delays a fetch. `writeback` is for new
-// states on the way to their home, which are needed last.
+// states that are written to their home: these writes are the least urgent.
 enum class IoClass : std::uint8_t { weights, activations, states, writeback };
 inline constexpr std::size_t kIoClasses = 4;
 
@@ -37,13 +37,13 @@ struct IoRequest {
   std::uint64_t tag = 0;  // the caller's number for the trace
 };
 
-// A request in the trace of an engine. Python reads the struct's bytes (infinity/io/events.py).
+// Record of one request in an engine's trace. Python parses the bytes of this struct (infinity/io/events.py).
 struct IoEvent {
   std::uint64_t begin_ns;  // when it was submitted
-  std::uint64_t start_ns;  // when the device got its first block; 0: it failed before that
+  std::uint64_t start_ns;  // when the device got the first block; 0: the request failed before
   std::uint64_t end_ns;
   std::uint64_t offset;  // as in the request
-  std::uint64_t nbytes;  // bytes moved; 0 for a sync, and when it failed
+  std::uint64_t nbytes;  // bytes moved; 0 for a sync and for a failed request
   std::uint64_t tag;
   OpKind kind;
   IoClass io_class;
@@ -53,10 +53,10 @@ struct IoEvent {
 static_assert(sizeof(IoEvent) == 56);
 using IoLog = EventLog<IoEvent>;
 
-// One request in flight. Its parts, one per lane, fail and finish independently. The future completes after the last
-// part, with the first failure.
+// One request in flight. The parts of a request, one per lane, fail and finish independently. The future completes
+// after the last part, with the first failure.
 //
-// Invariant: no device uses memory of the request once its future is done, unless it failed with a timeout.
+// Invariant: no device uses memory of the request once its future is done, unless the request failed with a timeout.
 class Request {
  public:
   // The log has several owners: a request of a device that was given up outlives its engine.
@@ -75,7 +75,7 @@ class Request {
     start_ns_.compare_exchange_strong(none, at_ns, std::memory_order_relaxed);
   }
 
-  // Keeps the first failure only.
+  // Records a failure of the request; only the first one is kept.
   void fail(Failure failure) {
     const std::lock_guard lock(mutex_);
     if (failure_) return;
@@ -87,7 +87,7 @@ class Request {
     if (--parts_ > 0) return;
     const std::uint64_t nbytes = failed_ || io.kind == OpKind::sync ? 0 : io.nbytes;
     log_->add({begin_ns_, start_ns_, now_ns(), io.offset, nbytes, io.tag, io.kind, io.io_class, failed_});
-    io.file.reset();  // first, so that a caller who sees the future done and closes the file finds it closed
+    io.file.reset();  // released first: a caller who sees the future done and closes the file must find the file closed
     std::optional<Failure> failure;
     {
       const std::lock_guard lock(mutex_);
@@ -96,7 +96,7 @@ class Request {
     future->complete(std::move(failure));
   }
 
-  // Completes the future although transfers may never end.
+  // Completes the future of a request whose transfers may never end.
   void abandon(const Failure& failure) {
     fail(failure);
     future->complete(failure);

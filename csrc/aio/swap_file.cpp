@@ -12,8 +12,8 @@
 namespace infinity {
 namespace {
 
-// Smooth weighted round robin: in each turn every member gains its share; the one with the most is picked and pays the
-// total.
+// Smooth weighted round robin: in each turn, every member's credit grows by the member's share. The member with the
+// most credit is picked, and its credit falls by the sum of all shares.
 std::vector<std::uint32_t> make_cycle(const std::vector<unsigned>& shares) {
   const auto total = std::accumulate(shares.begin(), shares.end(), std::int64_t{0});
   std::vector<std::int64_t> credit(shares.size(), 0);

@@ -1,5 +1,5 @@
-// preadv and pwritev on a few threads, for kernels and containers that refuse io_uring. The results are the same, with
-// more context switches.
+// preadv and pwritev on a few threads, for kernels and containers that refuse io_uring. The results are the same as
+// with io_uring, but there are more context switches.
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -88,7 +88,7 @@ class ThreadBackend final : public Backend {
     std::unique_lock lock(mutex_);
     for (;;) {
       work_.wait(lock, [this] { return stop_ || !queue_.empty(); });
-      if (queue_.empty()) return;  // stopping, and the queue is empty
+      if (queue_.empty()) return;  // the backend is stopping, and the queue is empty
       const BlockOp op = queue_.front();
       queue_.pop_front();
       lock.unlock();
@@ -104,7 +104,7 @@ class ThreadBackend final : public Backend {
   std::condition_variable arrived_;
   std::deque<BlockOp> queue_;
   std::vector<BlockResult> done_;
-  std::size_t wanted_ = 1;  // results that the waiting thread needs
+  std::size_t wanted_ = 1;  // number of results that the waiting thread needs
   bool woken_ = false;
   bool stop_ = false;
   std::vector<std::thread> workers_;

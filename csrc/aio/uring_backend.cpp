@@ -22,8 +22,9 @@ constexpr std::size_t kBufferBytesMax = std::size_t{1} << 30;  // the kernel's l
 constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
 
 // A ring may be mapped at the address of an earlier ring whose thread nobody joined, because its device had been given
-// up. The kernel orders the two: it unmaps the first before it maps the second. ThreadSanitizer does not see this,
-// because liburing makes these system calls without libc. Called before a ring is closed, and before a new one is used.
+// up. The kernel orders the two rings: it unmaps the earlier ring before it maps the later one. ThreadSanitizer does
+// not see this order, because liburing makes these system calls without libc. Called before a ring is closed, and
+// before a new ring is used.
 void order_rings() {
   static std::mutex rings;
   const std::lock_guard lock(rings);
@@ -50,7 +51,8 @@ class UringBackend final : public Backend {
     open_ring(queue_depth + 1);  // one more entry for the wake-up read
     try {
       prove();
-      // Both tables start empty. Kernels before 5.19 have no such tables; the ring then works without.
+      // Both tables start empty. Kernels before 5.19 do not support such tables; on these kernels the ring works
+      // without tables.
       fixed_files_ = io_uring_register_files_sparse(&ring_, kFilesMax) == 0;
       fixed_buffers_ = io_uring_register_buffers_sparse(&ring_, kBuffersMax) == 0;
     } catch (...) {
@@ -88,7 +90,7 @@ class UringBackend final : public Backend {
   }
 
   void wait(std::vector<BlockResult>& results, unsigned at_least) override {
-    // A wake-up is one completion among those waited for: if several are requested, it counts as one of them.
+    // A wake-up is also a completion: if several completions are requested, the wake-up counts as one of them.
     const int error = io_uring_submit_and_wait(&ring_, at_least);
     // EINTR and EBUSY occur again with the next call; any other error is a bug in the use of the ring.
     if (error < 0 && error != -EINTR && error != -EBUSY && error != -EAGAIN) {
@@ -128,14 +130,14 @@ class UringBackend final : public Backend {
     if (found == files_.end()) return;
     const int none = -1;
     const auto index = static_cast<unsigned>(found - files_.begin());
-    // Cannot fail for an index in use; if it did, the file would only stay open until the ring closes.
+    // This call cannot fail for an index in use; if it failed, the file would only stay open until the ring closes.
     static_cast<void>(io_uring_register_files_update(&ring_, index, &none, 1));
     *found = kNoFile;
   }
 
   void wake() override {
     const std::uint64_t one = 1;
-    // Fails only by overflow, and then the thread is awake already.
+    // The write fails only if the eventfd's counter overflows, and in that case the thread is awake already.
     static_cast<void>(!write(wake_fd_, &one, sizeof(one)));
   }
 
@@ -154,7 +156,7 @@ class UringBackend final : public Backend {
     return text;
   }
 
-  // The index of a file in the ring's table, or -1. A file is added at its first use.
+  // The index of a file in the ring's table, or -1. A file is added to the table at its first use.
   int index_of(const File& file) {
     if (!fixed_files_) return -1;
     const auto found = std::find(files_.begin(), files_.end(), file.id());
@@ -205,8 +207,8 @@ class UringBackend final : public Backend {
     throw std::system_error(-error, std::generic_category(), advice(-error));
   }
 
-  // A ring can be set up and still refuse to work (io_uring_enter is filtered, or a kernel before 5.6 has no read). So
-  // the wake-up read, which is needed anyway, is tried once on an eventfd that has something to read.
+  // A ring can be set up and still refuse to work: io_uring_enter may be filtered, and kernels before 5.6 do not
+  // support reads. So the wake-up read, which is needed anyway, is tried once on an eventfd that is ready to be read.
   void prove() {
     wake_fd_ = eventfd(1, EFD_CLOEXEC);
     if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
@@ -231,7 +233,7 @@ class UringBackend final : public Backend {
 
   io_uring_sqe* next_sqe() {
     io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
-    if (sqe == nullptr) {  // continuations may fill the queue before it was submitted
+    if (sqe == nullptr) {  // continuations may have filled the submission queue
       io_uring_submit(&ring_);
       sqe = io_uring_get_sqe(&ring_);
     }

@@ -22,7 +22,7 @@ constexpr std::size_t kTouchedAtOnce = std::size_t{64} << 20;
 constexpr int MADV_POPULATE_WRITE = 23;  // since Linux 5.14
 #endif
 
-// Makes pages resident; their content does not change.
+// Makes pages resident without a change of their content.
 void touch_pages(std::byte* first, std::size_t nbytes) {
   if (madvise(first, nbytes, MADV_POPULATE_WRITE) == 0) return;
   for (std::size_t at = 0; at < nbytes; at += kPageBytes) {
@@ -44,16 +44,19 @@ Arena::Arena(std::size_t nbytes, bool huge_pages, int numa_node) : nbytes_(nbyte
   }
   const auto start = reinterpret_cast<std::uintptr_t>(mapping_);
   address_ = reinterpret_cast<std::byte*>((start + kHugePage - 1) / kHugePage * kHugePage);
-  // The kernel may refuse each piece of advice. That costs speed, or the privacy of a core dump, but never correctness.
+  // The kernel may refuse each piece of advice. A refusal costs speed, or the privacy of a core dump, but never
+  // correctness.
   madvise(mapping_, mapping_bytes_, MADV_DONTFORK);
   madvise(mapping_, mapping_bytes_, MADV_DONTDUMP);
   prefer_node(mapping_, mapping_bytes_, numa_node);
-  // With huge pages the first touch makes 2 MiB resident. That suits only callers that use all the memory they planned.
+  // With huge pages the first touch makes 2 MiB resident. Huge pages therefore suit only callers that use all the
+  // memory they planned.
   huge_pages_ = huge_pages && madvise(mapping_, mapping_bytes_, MADV_HUGEPAGE) == 0;
 }
 
 Arena::~Arena() {
-  // A forked child does not have the mapping (MADV_DONTFORK); by now these addresses may be other memory of the child.
+  // A forked child does not have the mapping (MADV_DONTFORK); by now the child may use these addresses for other
+  // memory.
   if (getpid() == pid_) munmap(mapping_, mapping_bytes_);
 }
 

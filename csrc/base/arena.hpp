@@ -1,4 +1,4 @@
-// The one pinned allocation: an exact, page-aligned, anonymous mapping.
+// The only pinned allocation: an anonymous, page-aligned mapping of exactly the requested size.
 #pragma once
 
 #include <sys/types.h>
@@ -26,7 +26,7 @@ class Arena {
   [[nodiscard]] std::size_t nbytes() const { return nbytes_; }
   // Makes all pages resident, with all threads of the pool: a single thread reaches 4 GB/s.
   void touch(ThreadPool& pool);
-  // Returns the pages to the system. Their content is lost: they read as zeros.
+  // Returns the pages to the system. The content of the pages is lost: they read as zeros afterwards.
   void give_back();
   // Whether the kernel accepted the advice to use huge pages.
   [[nodiscard]] bool huge_pages() const { return huge_pages_; }

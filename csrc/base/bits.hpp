@@ -1,5 +1,5 @@
-// Bits of the 16-bit formats. All functions are static inline so that each translation unit has its own, compiled for
-// its own instruction set: a common copy could bring AVX-512 code to a machine without it.
+// Bits of the 16-bit formats. All functions are static inline, so that each translation unit has its own copy, compiled
+// for its own instruction set: a common copy could contain AVX-512 code and run on a machine without AVX-512.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ static inline std::uint16_t round_half_up(std::uint32_t bits) {
   return static_cast<std::uint16_t>(was_nan && !is_nan ? (bits >> 16) | 0x7fc0u : rounded);
 }
 
-// The same for values other than NaN.
+// The same rounding for values other than NaN.
 static inline std::uint16_t round_half_up_number(std::uint32_t bits) {
   return static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
 }

@@ -40,7 +40,7 @@ PageChecksum of_zeros() {
   return sum;
 }
 
-// Pages per call during a comparison: the sums stay on the stack, the data in the cache.
+// Pages per call during a comparison: few enough that the sums fit on the stack and the data stay in the cache.
 constexpr std::size_t kBatch = 64;
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The clock of all measurements, which is also that of Python's time.perf_counter_ns.
+// The clock of all measurements; Python's time.perf_counter_ns uses the same clock.
 #pragma once
 
 #include <chrono>

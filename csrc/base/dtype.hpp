@@ -1,5 +1,5 @@
-// Dtypes of weights and gradients. The function is static, so that each translation unit has its own, compiled for its
-// own instruction set (see bits.hpp).
+// Dtypes of weights and gradients. The function is static, so that each translation unit has its own copy, compiled for
+// its own instruction set (see bits.hpp).
 #pragma once
 
 #include <cstddef>

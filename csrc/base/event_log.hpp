@@ -1,4 +1,4 @@
-// Events for a trace. A log that is switched on records up to a number of events, until they are taken.
+// Log of events for a trace. While the log is switched on, it records events up to a limit, until they are taken.
 #pragma once
 
 #include <atomic>
@@ -12,16 +12,16 @@ namespace infinity {
 
 // Any thread may call any function. While the log is off, an event costs one relaxed load.
 //
-// Invariant: an event that was added while the log was on is in the log, or counted as dropped.
+// Invariant: every event that was added while the log was on either is in the log or was counted as dropped.
 template <class Event>
 class EventLog {
  public:
   struct Taken {
     std::deque<Event> events;   // not a vector, which would be copied, under the lock, whenever it grows
-    std::uint64_t dropped = 0;  // number of events that were added when the log was full
+    std::uint64_t dropped = 0;  // number of events that were added while the log was full
   };
 
-  // Switches recording on or off. Events that were recorded stay until they are taken.
+  // Switches recording on or off. Recorded events stay in the log until they are taken.
   void record(bool on, std::size_t events_max) {
     const std::lock_guard lock(mutex_);
     events_max_ = events_max;

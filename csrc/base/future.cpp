@@ -18,7 +18,7 @@ bool Completion::complete(std::optional<Failure> failure) {
     failure_ = std::move(failure);
     done_ = true;
     callbacks.swap(callbacks_);
-    // Under the lock: a waiter may destroy this object as soon as it sees done_.
+    // Notify under the lock: a waiter may destroy this object as soon as the waiter sees done_.
     changed_.notify_all();
   }
   for (auto& callback : callbacks) callback();

@@ -15,9 +15,9 @@ namespace infinity {
 
 enum class FailureKind : std::uint8_t {
   io,          // the device or the system reported an error
-  corruption,  // the data read differ from those written
+  corruption,  // the data read differ from the data written
   timeout,     // no answer before the deadline: the device may use the request's memory forever
-  canceled,    // withdrawn, or closed first
+  canceled,    // the request was withdrawn, or its queue was closed before
   device,      // the runtime of a compute device reported an error
 };
 
@@ -26,36 +26,37 @@ struct Failure {
   FailureKind kind = FailureKind::io;
   std::string operation;  // "read", "write", ...
   std::string path;
-  std::uint64_t offset = 0;  // bytes, position of the block that failed
-  std::uint64_t nbytes = 0;  // bytes, length of the block that failed
+  std::uint64_t offset = 0;  // position in bytes of the block that failed
+  std::uint64_t nbytes = 0;  // length in bytes of the block that failed
   int error_number = 0;
   std::string cause;
   std::string message;  // all of the above as one sentence
 };
 
-// Returns the failure with a `message` composed of its other fields.
+// Returns the failure with a `message` that is composed of the other fields.
 [[nodiscard]] Failure composed(Failure failure);
 
 // pending ──complete()──▶ done, with or without a failure; never back.
 //
-// Invariant: callbacks run exactly once, on the completing thread, or inline if it is already done.
+// Invariant: callbacks run exactly once, on the thread that completes the result, or in `then` if the result is already
+// complete.
 class Completion {
  public:
   Completion() = default;
   Completion(const Completion&) = delete;
   Completion& operator=(const Completion&) = delete;
 
-  // Completes it once; later calls change nothing and return false.
+  // Completes the result at the first call; later calls change nothing and return false.
   bool complete(std::optional<Failure> failure = std::nullopt);
 
   [[nodiscard]] bool done() const;
   void wait() const;
-  // Returns false if the time passed first.
+  // Waits until the result is complete. Returns false if `timeout` passed before.
   [[nodiscard]] bool wait_for(std::chrono::nanoseconds timeout) const;
-  // Only meaningful once done() is true.
+  // The failure, or nothing after success; valid only once done() is true.
   [[nodiscard]] const std::optional<Failure>& failure() const { return failure_; }
 
-  // `callback` must not block and must not throw.
+  // Calls `callback` once the result is complete. `callback` must not block and must not throw.
   void then(std::function<void()> callback);
 
  private:

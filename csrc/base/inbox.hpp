@@ -28,7 +28,7 @@ class Inbox {
     changed_.wait(lock, [this] { return !messages_.empty(); });
   }
 
-  // Runs the present messages in the order in which they were posted. Must not be called from a message.
+  // Runs the present messages in the order in which they were posted. Must not be called by a message.
   void run() {
     std::vector<Message> messages;
     {
@@ -37,7 +37,7 @@ class Inbox {
     }
     for (Message& message : messages) {
       message();
-      message = nullptr;  // frees the objects it owns before the next message runs
+      message = nullptr;  // frees the objects that the message owns before the next message runs
     }
   }
 

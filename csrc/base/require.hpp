@@ -1,4 +1,4 @@
-// Check of a caller's arguments.
+// Check of the arguments of a call.
 #pragma once
 
 #include <stdexcept>

@@ -1,7 +1,8 @@
 // Vectors of this instruction set's width, with the few operations that the compiler's own vector types do not have.
 //
 // Invariant: every operation is exact IEEE arithmetic, or integer arithmetic with the same result on every instruction
-// set: minimum(a, b) is a < b ? a : b. A NaN is a NaN on all of them, but its payload is not specified.
+// set: minimum(a, b) is a < b ? a : b. A result that is NaN is NaN on every instruction set, but the payload of the NaN
+// is not specified.
 #if defined(__AVX512F__)
 constexpr std::size_t kLanes = 16;
 #elif defined(__AVX2__)
@@ -47,7 +48,7 @@ inline bool any_negative(Ints value) {
 #endif
 }
 
-// The largest of lanes that are not negative.
+// The largest lane; no lane may be negative.
 inline std::int32_t largest(Ints value) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_epi32(std::bit_cast<__m512i>(value));
@@ -66,7 +67,7 @@ inline std::int32_t largest(Ints value) {
 
 constexpr float kLargestFloat = 0x1.fffffep127f;
 
-// The largest of floats that are not negative, by their bits: a NaN is larger than all numbers.
+// The largest float, compared by bits: a NaN is larger than all numbers. No float may be negative.
 inline float largest_float(Ints bits) { return infinity::float_of(static_cast<std::uint32_t>(largest(bits))); }
 
 inline Ints maximum(Ints a, Ints b) { return a > b ? a : b; }
@@ -141,7 +142,7 @@ inline Ints plus_one_if_greater(Ints value, Floats a, Floats b) {
 // Truncates values that are within the range of int32.
 inline Ints truncate(Floats value) { return __builtin_convertvector(value, Ints); }
 
-// Eight values; the low three bits of a lane choose one.
+// A table of eight values; the low three bits of a lane select the value.
 struct alignas(64) Table {
   float values[16];  // each value twice, for sixteen lanes
 
@@ -237,8 +238,8 @@ inline Ints scaled_upper_half(Ints bits) {
 #endif
 }
 
-// Copies data that is not read soon, without fetching the cache lines that it overwrites; `nbytes` is a multiple of 64.
-// Other threads see the data after finish_stores().
+// Copies data that will not be read soon, without fetching the cache lines that are overwritten; `nbytes` is a multiple
+// of 64. Other threads see the data after finish_stores().
 inline void store_past_caches(void* to, const void* from, std::size_t nbytes) {
 #if defined(__SSE2__)
   const auto* const source = static_cast<const std::byte*>(from);

@@ -27,7 +27,7 @@ struct Loop {
   const std::size_t count;
   const Urgency urgency;
   std::atomic<std::size_t> next{0};
-  unsigned helping = 0;  // threads that help, without the caller's
+  unsigned helping = 0;  // number of threads that help, without the caller
 };
 
 }  // namespace
@@ -37,14 +37,14 @@ void yield_by(int nice) {
   if (nice > 0) setpriority(PRIO_PROCESS, static_cast<id_t>(syscall(SYS_gettid)), nice);
 }
 
-// Invariant: a loop is in `open` while it may have tasks that no thread took. Its caller destroys the loop once it is
-// not in `open` and no thread helps. The mutex guards all members except the loops' `next`.
+// Invariant: a loop is in `open` while it may have tasks that no thread took. The caller of a loop destroys it once the
+// loop is not in `open` and no thread helps. The mutex guards all members except the loops' `next`.
 struct ThreadPool::Shared {
   std::mutex mutex;
   std::condition_variable work;
   std::condition_variable left;     // signals that a loop has no helpers any more
   std::condition_variable calm;     // signals that no urgent loop is open any more
-  std::deque<Loop*> open;           // urgent ones first, each kind in the order of arrival
+  std::deque<Loop*> open;           // urgent loops first; otherwise in the order of arrival
   std::atomic<unsigned> urgent{0};  // number of urgent loops in `open`
   bool stop = false;
   const int nice;
@@ -94,7 +94,7 @@ struct ThreadPool::Shared {
     calm.wait(lock, [&] { return urgent == 0; });
   }
 
-  // Returns whether it has taken the loop's last task.
+  // Runs tasks of a loop. Returns whether this thread took the loop's last task.
   bool help(Loop& loop) const {
     for (;;) {
       const std::size_t index = loop.next.fetch_add(1);

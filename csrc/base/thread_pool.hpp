@@ -1,5 +1,5 @@
-// A fixed set of compute threads. It does not use OpenMP: a second runtime beside torch's would oversubscribe the
-// cores.
+// A fixed set of compute threads. The pool does not use OpenMP: a second OpenMP runtime beside that of torch would
+// oversubscribe the cores.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace infinity {
 
-// A loop is urgent if somebody waits for its result. Threads leave other loops for an urgent one once their current
-// task ends, and the callers of other loops wait until all its tasks are taken.
+// A loop is urgent if a thread waits for the loop's result. Threads that work on other loops move to an urgent loop as
+// soon as their current task ends. The callers of the other loops wait until all tasks of the urgent loop are taken.
 enum class Urgency : std::uint8_t { ordinary, urgent };
 
 class ThreadPool {
@@ -26,10 +26,10 @@ class ThreadPool {
   [[nodiscard]] unsigned threads() const;
   [[nodiscard]] int nice() const;
 
-  // Runs task(0) … task(count - 1), each once, in no fixed order. The caller takes part, and returns when all are done.
-  // May be called from several threads at once: of equally urgent loops, the threads help the one that came first, and
-  // each caller works on its own loop meanwhile. The caller also runs `between`, if given, after each of its tasks.
-  // Neither `task` nor `between` may throw.
+  // Runs task(0) … task(count - 1), each once, in no fixed order. The caller takes part, and returns when all tasks are
+  // done. May be called from several threads at once: the threads help the loop that was called first among equally
+  // urgent loops, and each caller works on its own loop. The caller also runs `between`, if given, after each of its
+  // tasks. Neither `task` nor `between` may throw.
   void parallel_for(std::size_t count, const std::function<void(std::size_t)>& task,
                     const std::function<void()>& between = nullptr, Urgency urgency = Urgency::ordinary);
 
@@ -38,7 +38,7 @@ class ThreadPool {
   std::unique_ptr<Shared> shared_;
 };
 
-// Lowers the priority of the calling thread by `nice`. A refusal does no harm.
+// Lowers the priority of the calling thread by `nice`. If the system refuses, the priority stays as it is.
 void yield_by(int nice);
 
 }  // namespace infinity

@@ -67,7 +67,7 @@ PyFuture::PyFuture(Future future, std::vector<Memory> kept)
     : future_(std::move(future)), kept_(std::move(kept)), pid_(getpid()) {}
 
 PyFuture::~PyFuture() {
-  // In a forked child nobody would ever complete the future, and the request's buffers belong to the parent.
+  // In a forked child no thread would ever complete the future, and the request's buffers belong to the parent.
   if (pid_ != getpid() || kept_.empty()) return;
   {
     const py::gil_scoped_release unlocked;
@@ -81,7 +81,7 @@ PyFuture::~PyFuture() {
 bool PyFuture::wait(std::optional<double> timeout_s) const {
   using Clock = std::chrono::steady_clock;
   constexpr auto kSlice = std::chrono::milliseconds(100);
-  // A timeout beyond the range of a clock, such as infinity, means to wait without a limit.
+  // With a timeout beyond the range of a clock, such as infinity, the call waits without a limit.
   constexpr double kForeverS = 1e9;
   if (timeout_s && !(*timeout_s < kForeverS)) timeout_s.reset();
   if (timeout_s && *timeout_s < 0) timeout_s = 0;

@@ -57,7 +57,7 @@ void nest(const py::object& scales, float offset, const py::object& codes, const
               reinterpret_cast<std::uint8_t*>(code_memory.data), reinterpret_cast<float*>(nested_memory.data));
 }
 
-// A part, with the Python buffers of its memory.
+// A part to decode, with the Python buffers of the part's memory.
 struct PyDecodePart {
   DecodePart part;
   Memory data;

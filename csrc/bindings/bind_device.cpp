@@ -32,7 +32,7 @@ void bind_gate(py::module_& module) {
            py::arg("synchronize"), py::arg("enter") = 0, py::arg("keep") = py::none());
 }
 
-// A piece, with the Python buffers of its memory.
+// A piece of a landing, with the Python buffers of the piece's memory.
 struct PyPiece {
   LandingPiece piece;
   Memory target;
@@ -63,7 +63,7 @@ PyPiece make_piece(const py::object& target, const std::string& dtype, const py:
   return result;
 }
 
-// The future of a landing, which also has the sums.
+// The future of a landing, with the sums of squares.
 class PyLanding : public PyFuture {
  public:
   PyLanding(LandingFuture future, std::vector<Memory> kept)
@@ -77,7 +77,7 @@ class PyLanding : public PyFuture {
   LandingFuture landing_;
 };
 
-// The landings, and the object of the gate whose functions they call.
+// The landings, and the Python object that keeps the gate's functions alive.
 struct PyLandings {
   py::object gate;  // declared first, so that it outlives the landings
   Closable<Landings> landings;
@@ -111,9 +111,9 @@ void bind_landings(py::module_& module) {
       .def("close", [](PyLandings& self) { self.landings.close(); });
 }
 
-// The uploads, the landing memory of their pieces, and the object of the gate whose functions they call.
+// The uploads, the landing memory of the pieces, and the Python object that keeps the gate's functions alive.
 struct PyUploads {
-  py::object gate;  // declared first, like the memory, so that it outlives the uploads
+  py::object gate;  // declared first, like the memory, to outlive the uploads
   Memory landing;
   Closable<Uploads> uploads;
 

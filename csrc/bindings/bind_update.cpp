@@ -8,7 +8,7 @@
 namespace infinity::bindings {
 namespace {
 
-// A stream, with the Python buffers of its memory.
+// A stream of states, with the Python buffers of the stream's memory.
 struct PyStream {
   StateStream stream;
   Memory memory;
@@ -47,7 +47,8 @@ struct PyPipeline {
   }
 };
 
-// Runs `call` without the GIL, because the pipeline's driver answers it, and keeps the pipeline alive meanwhile.
+// Runs `call` without the GIL, because `call` waits for the pipeline's driver. Keeps the pipeline alive during the
+// call.
 template <class Call>
 auto without_gil(const PyPipeline& self, const Call& call) {
   const std::shared_ptr<UpdatePipeline> pipeline = self.pipeline.get();
@@ -58,11 +59,11 @@ auto without_gil(const PyPipeline& self, const Call& call) {
 void require_room(const PyStream& stream, std::uint64_t nbytes, const char* name) {
   if (stream.stream.source != nullptr) require_fits(stream.source, nbytes, 4, name);
   if (stream.stream.memory == nullptr) return;
-  // If there is a file, complete pages are written from the memory.
+  // If the stream has a file, complete pages of the memory are written.
   require_fits(stream.memory, stream.stream.file != nullptr ? round_up_to_page(nbytes) : nbytes, 4, name);
 }
 
-// Gradients as a stream: the given one, or one of the memory that has them.
+// Gradients as a stream: the given stream, or a stream made from the memory that contains the gradients.
 PyStream gradient_stream(const py::object& grad, std::uint64_t nbytes, std::size_t itemsize) {
   PyStream result;
   if (py::isinstance<PyStream>(grad)) {
@@ -75,7 +76,7 @@ PyStream gradient_stream(const py::object& grad, std::uint64_t nbytes, std::size
   return result;
 }
 
-// The future of an update, which also knows when all values are computed, and whether a result was not finite.
+// The future of an update. It also reports when all values are computed, and whether a result was not finite.
 class PyUpdate : public PyFuture {
  public:
   PyUpdate(UpdateFuture future, std::vector<Memory> kept, std::shared_ptr<std::atomic<bool>> not_finite)

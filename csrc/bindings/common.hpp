@@ -22,31 +22,32 @@ namespace infinity::bindings {
 
 namespace py = pybind11;
 
-// Buffer of a Python object. The object stays alive, and its buffer exported, as long as a copy of this struct exists.
+// The buffer of a Python object. The object stays alive, and its buffer exported, as long as a copy of this struct
+// exists.
 struct Memory {
   std::byte* data = nullptr;
   std::size_t nbytes = 0;
   std::shared_ptr<py::buffer_info> owner;
 };
 
-// The bytes of a contiguous buffer. TypeError if `object` is no buffer; ValueError if it is not contiguous, or is
-// read-only and must be written.
+// Returns the bytes of a contiguous buffer. Raises TypeError if `object` has no buffer, and ValueError if the buffer is
+// not contiguous, or is read-only and `writable` is set.
 Memory memory_from(const py::handle& object, bool writable, const char* name);
 
-// ValueError unless `memory` has `nbytes` bytes and begins at a multiple of `alignment`.
+// Raises ValueError unless `memory` has `nbytes` bytes and begins at a multiple of `alignment`.
 void require_fits(const Memory& memory, std::size_t nbytes, std::size_t alignment, const char* name);
 
-// The same as memory_from and require_fits: at least `nbytes` long and aligned to `alignment`, or ValueError.
+// Calls memory_from, then require_fits: the buffer must have at least `nbytes` bytes and be aligned to `alignment`.
 Memory memory_of(const py::handle& object, std::size_t nbytes, std::size_t alignment, bool writable, const char* name);
 
-// Number of elements of `item` bytes. ValueError if the last one is incomplete.
+// Returns the number of elements of `item` bytes. Raises ValueError if the last element is incomplete.
 std::size_t numel_of(const Memory& memory, std::size_t item, const char* name);
 
-// ValueError if two of them overlap.
+// Raises ValueError if two of the memories overlap.
 void require_apart(const std::vector<std::pair<const char*, const Memory*>>& memories);
 
-// The enumerator of `name`; `names` has the names of all enumerators, in their order. ValueError for another name; the
-// message lists the names for `what`.
+// Returns the enumerator of `name`; `names` contains the names of all enumerators, in the order of the enum. Raises
+// ValueError for another name; the message says that `what` must be one of these names.
 template <class Enum>
 Enum chosen(const char* what, const std::string& name, const std::initializer_list<const char*> names) {
   const auto found = std::find(names.begin(), names.end(), name);
@@ -65,8 +66,8 @@ Isa isa_from(const std::optional<std::string>& name);
 
 // A future for Python, with the buffers that its request uses.
 //
-// Invariant: the buffers outlive the request. If there are any, the destructor waits for the request. If a device was
-// given up that may still use the buffers, they are never freed.
+// Invariant: the buffers outlive the request. If the future has buffers, its destructor waits for the request. If a
+// device that may still use the buffers was given up, the buffers are never freed.
 class PyFuture {
  public:
   PyFuture(Future future, std::vector<Memory> kept);
@@ -86,10 +87,10 @@ class PyFuture {
   int pid_;
 };
 
-// ValueError if a future is None.
+// Returns the native futures. Raises ValueError if a future is None.
 std::vector<Future> futures_of(const std::vector<const PyFuture*>& futures);
 
-// An object that Python may close before it is collected. Using it afterwards raises ValueError.
+// An object that Python may close before it is collected. Using the object after it was closed raises ValueError.
 template <class T>
 class Closable {
  public:
@@ -103,7 +104,7 @@ class Closable {
     return value_;
   }
   [[nodiscard]] bool closed() const { return value_ == nullptr; }
-  // Releases the GIL, because it may wait for work in flight.
+  // Releases the GIL, because closing may wait for work in flight.
   void close() {
     auto value = std::move(value_);
     value_ = nullptr;
@@ -136,13 +137,14 @@ using PyEngine = Closable<IoEngine>;
 using PyFile = Closable<SwapFile>;
 using PyPool = Closable<ThreadPool>;
 
-// A gate, and an object that its functions need. Users of the gate keep this object.
+// A gate, and a Python object that the gate's functions need. Users of the gate keep a reference to this object.
 struct PyGate {
   std::shared_ptr<const DeviceGate> gate;
   py::object keep;
 };
 
-// Sets OSError(errno, message, path). Every std::system_error becomes one, with an empty path unless it is set by this.
+// Sets OSError(errno, message, path). A std::system_error that reaches Python without this function becomes an OSError
+// with an empty path.
 void set_os_error(const std::system_error& error, const std::string& path);
 
 void bind_base(py::module_& module);

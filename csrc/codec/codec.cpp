@@ -13,7 +13,7 @@
 namespace infinity {
 namespace {
 
-// Size from which a weight has left a core's L2 before its first value is read.
+// Size in bytes from which the first values of a decoded weight have left a core's L2 before they are read.
 constexpr std::size_t kPastCachesBytes = std::size_t{2} << 20;
 constexpr std::size_t kGroupNumel = kNestedBlocks * kCodecBlockNumel;
 

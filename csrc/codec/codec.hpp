@@ -1,4 +1,4 @@
-// Frozen weights that have 4 or 8 bits at home: their stored form, and the conversion in both directions.
+// Frozen weights that are stored in 4 or 8 bits per value: the stored form, and the conversion in both directions.
 #pragma once
 
 #include <cstddef>
@@ -20,17 +20,17 @@ namespace infinity {
 // [Note: bitsandbytes, to the bit]
 // NF4 has the bits of bitsandbytes 0.50.2 on a processor, in both directions:
 //   values → codes: the torch code of backends/default (there is no other for a processor). The scale is the largest
-//     magnitude. A complete block is multiplied by its reciprocal in fp32; an incomplete block at the end is divided by
-//     it. A scale below 1e-38 counts as 1e-38; an incomplete block also stores it as 1e-38. A value between two values
-//     of the map gets the nearest one in fp32, and in a tie the smaller one. If the number of elements is odd, the
-//     unused nibble is 7 (zero).
+//     magnitude of the block. A complete block is multiplied by the reciprocal of the scale in fp32; an incomplete
+//     block at the end is divided by the scale. A scale below 1e-38 counts as 1e-38; only an incomplete block also
+//     stores 1e-38 as the scale. A value between two values of the map gets the nearest map value in fp32, and in a tie
+//     the smaller map value. If the number of elements is odd, the unused nibble is 7 (zero).
 //   scales → codes: the C code of the x86-64 wheel, which rounds to the nearest of 65,536 steps between −1 and 1, with
 //     a fused multiply and add, before it looks for the nearest value of the map. (backends/default, which does not run
 //     on a processor, looks for the nearest value directly; the wheel for 64-bit ARM may differ where that addition
 //     rounds.) The codes of a group whose scales are all equal to the offset are 0.
 //   codes → values: scale = map·nested + offset in fp32, rounded twice; value = map·scale in fp32, rounded to the
 //     nearest value of the dtype, ties to even. Denormal numbers are kept, as by torch and by bitsandbytes' C code
-//     without AVX512_BF16; the instruction of that name makes products below 2^-126 zero.
+//     without AVX512_BF16; the instructions of AVX512_BF16 replace products below 2^-126 by zero.
 //
 // [Note: int8]
 // scale = the smallest bf16 that is not below absmax / 127 in fp32, so that no code is beyond ±127. code = value /
@@ -39,7 +39,7 @@ namespace infinity {
 enum class WeightCodec : std::uint8_t { nf4, nf4_fp32, int8, int8_rows };
 
 inline constexpr std::size_t kCodecBlockNumel = 64;
-inline constexpr std::size_t kNestedBlocks = 256;  // blocks with a common nested scale
+inline constexpr std::size_t kNestedBlocks = 256;  // number of blocks that share a nested scale
 
 // Byte range of a part of a stored form; empty if the codec has no such part.
 struct CodecPart {
@@ -47,7 +47,7 @@ struct CodecPart {
   std::uint64_t nbytes = 0;
 };
 
-// The stored form of a parameter; its parts are in this order.
+// The stored form of a parameter; the parts are stored in this order.
 struct CodecLayout {
   CodecPart codes;          // nf4: the first of two elements is in the upper nibble
   CodecPart scales;         // nf4: uint8; nf4_fp32, int8_rows: fp32; int8: bf16
@@ -68,21 +68,23 @@ struct EncodedWeight {
 };
 
 // Encodes to nf4_fp32 or int8. `scales` has the size in the layout. Throws std::invalid_argument for another codec, and
-// if a value is NaN or infinite; the message names the first such element, and codes and scales are undefined then.
+// if a value is NaN or infinite. In the second case the message names the first such element, and codes and scales are
+// undefined.
 void encode_weights(const void* values, DType dtype, std::uint64_t numel, WeightCodec codec, void* codes, void* scales,
                     Isa isa, ThreadPool& pool);
 
-// Converts the fp32 scales of nf4_fp32 to the scales and nested scales of nf4. `offset` is their mean, as torch
-// computes it. Throws std::invalid_argument if a scale or the offset is not finite.
+// Converts the fp32 scales of nf4_fp32 to the scales and nested scales of nf4. `offset` is the mean of these fp32
+// scales, as torch computes the mean. Throws std::invalid_argument if a scale or the offset is not finite.
 void nest_scales(const float* scales, std::size_t blocks, float offset, std::uint8_t* codes, float* nested_scales);
 
 void decode_weights(const EncodedWeight& weight, void* out, DType dtype, Isa isa, ThreadPool& pool);
 
-// Elements that a thread decodes at a time: their bf16 values and their codes fit half of a core's L2. A multiple of a
-// group of nested scales.
+// Elements that a thread decodes at a time: their bf16 values and their codes fit half of a core's L2. The number is a
+// multiple of a group of nested scales.
 inline constexpr std::size_t kCodecTaskNumel = 4 * kNestedBlocks * kCodecBlockNumel;
 
-// Number of tasks in a weight; and the function that runs one of them in the calling thread.
+// Number of tasks into which the decoding of a weight is divided. `decode_task` runs one of these tasks in the calling
+// thread.
 [[nodiscard]] std::size_t decode_tasks(const EncodedWeight& weight);
 void decode_task(const EncodedWeight& weight, std::size_t task, void* out, DType dtype, Isa isa);
 

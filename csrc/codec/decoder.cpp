@@ -20,12 +20,12 @@ Failure closed() {
   return {FailureKind::canceled, "decode", "", 0, 0, ECANCELED, kWhy, kWhy};
 }
 
-// Only the thread accesses it.
+// Only the decoder's thread accesses a job.
 struct DecodeJob {
   std::vector<DecodePart> parts;
   std::vector<std::size_t> ends;  // for each part: number of tasks up to its end
   Future future = std::make_shared<Completion>();
-  std::size_t waits = 0;  // number of futures that it waits for
+  std::size_t waits = 0;  // number of futures that the job waits for
   std::optional<Failure> failure;
 };
 using Job = std::shared_ptr<DecodeJob>;
@@ -38,15 +38,16 @@ void check(const DecodePart& part) {
 
 }  // namespace
 
-// Invariant: only the thread accesses `jobs` and `stopping`, also while it runs messages of the inbox.
+// Invariant: only the decoder's thread accesses `jobs` and `stopping`; the messages of the inbox run on this thread,
+// too.
 struct WeightDecoder::Impl {
   const std::shared_ptr<ThreadPool> pool;
   const Isa isa;
   const pid_t pid = getpid();
-  const std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();  // outlives this object: a read may end later
+  const std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();  // outlives this object: reads may end late
   std::deque<Job> jobs;                                            // jobs that are not done, in the order of submission
   bool stopping = false;
-  std::thread thread;  // last: the thread starts when all other members exist
+  std::thread thread;  // declared last: the thread starts when all other members exist
 
   Impl(std::shared_ptr<ThreadPool> given_pool, Isa given_isa)
       : pool(std::move(given_pool)), isa(given_isa), thread([this] { run(); }) {}
@@ -71,7 +72,7 @@ struct WeightDecoder::Impl {
     jobs.push_back(job);
     job->waits = after.size();
     for (const Future& future : after) {
-      if (future->done()) {  // handled at once: closing the decoder must not hide its failure
+      if (future->done()) {  // a done future is handled at once: closing must not hide the future's failure
         arrived(*job, future->failure());
         continue;
       }
@@ -125,7 +126,7 @@ WeightDecoder::WeightDecoder(std::shared_ptr<ThreadPool> pool, Isa isa) {
 }
 
 WeightDecoder::~WeightDecoder() {
-  // In a forked child the thread does not exist: neither join it nor destroy the objects that it owns.
+  // In a forked child the thread does not exist: do not join the thread, and do not destroy the objects that it owns.
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 

@@ -1,6 +1,6 @@
 // 8 bits, linear (see [Note: int8]).
 
-// Decodes a block: value = code · scale; for a row also · 1/127, which is the factor that bitsandbytes uses.
+// Decodes a block: value = code · scale; for a row, the product is also multiplied by 1/127, as in bitsandbytes.
 template <class To, bool row>
 void decode_linear(const std::int8_t* codes, float scale, typename To::type* out) {
   constexpr float kRowFactor = 7.874015718698502e-3f;
@@ -58,7 +58,7 @@ inline std::uint16_t int8_scale(float absmax) {
 
 // Rounds to the nearest integer, ties to even. Magnitudes are at most 2^22.
 inline Ints nearest_integers(Floats values) {
-  constexpr float kMagic = 0x1.8p23f;  // the distance between floats is 1 at this magnitude
+  constexpr float kMagic = 0x1.8p23f;  // at this magnitude, adjacent floats differ by 1
   return truncate(values + kMagic - kMagic);
 }
 

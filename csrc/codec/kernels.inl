@@ -26,15 +26,15 @@ namespace {
 
 #include "base/simd.inl"
 
-// This file uses the one above.
+// nf4.inl and int8.inl use simd.inl and numbers.inl.
 #include "codec/numbers.inl"
 
-// The next block of at most `left` values in fp32, padded with zeros if there are fewer values than a block's.
+// The next block of at most `left` values in fp32, padded with zeros if fewer values are left than a block has.
 template <class From>
 struct ValueBlock {
   alignas(64) float values[kCodecBlockNumel];
   std::size_t numel;
-  float absmax;  // infinite or NaN if a value is
+  float absmax;  // infinite or NaN if a value of the block is infinite or NaN
 
   ValueBlock(const typename From::type* from, std::size_t left)
       : numel(left < kCodecBlockNumel ? left : kCodecBlockNumel) {
@@ -51,7 +51,7 @@ struct ValueBlock {
   }
 
   [[nodiscard]] bool whole() const { return numel == kCodecBlockNumel; }
-  // Number of values before the first that is not finite.
+  // Number of values before the first value that is not finite.
   [[nodiscard]] std::size_t finite() const {
     std::size_t count = 0;
     while (count < numel && is_finite(values[count])) ++count;
@@ -59,8 +59,8 @@ struct ValueBlock {
   }
 };
 
-// Prefetches codes that are decoded later into the L2 cache. The hardware prefetcher is too late for stores past the
-// caches, which use the same buffers. The address may be beyond the codes.
+// Prefetches into the L2 cache the codes that are decoded later. The hardware prefetcher comes too late, because stores
+// past the caches use the same buffers as the prefetches. The address may be beyond the codes.
 inline void fetch_ahead(const void* codes) {
   constexpr std::size_t kDistance = 1024;
   __builtin_prefetch(static_cast<const std::byte*>(codes) + kDistance, 0, 2);
@@ -86,7 +86,7 @@ void write_blocks(T* out, std::size_t blocks, bool past_caches, const Decode& de
 #include "codec/int8.inl"
 #include "codec/nf4.inl"
 
-// Calls `work` with the type that represents the dtype.
+// Calls `work` with the C++ type that represents the dtype.
 template <class Work>
 inline auto with(DType dtype, const Work& work) {
   if (dtype == DType::fp32) return work(Fp32{});

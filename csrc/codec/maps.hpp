@@ -1,12 +1,12 @@
-// Values of codes, bit for bit those of bitsandbytes. They are static, so that each translation unit has its own,
-// compiled for its own instruction set (see base/bits.hpp).
+// Values that the codes represent, bit for bit as in bitsandbytes. The tables are static, so that each translation unit
+// has its own copy, compiled for its own instruction set (see base/bits.hpp).
 #pragma once
 
 #include <cstddef>
 
 namespace infinity {
 
-// An array without member functions, because those of std::array would be common to all translation units.
+// An array without member functions, because all translation units would share the member functions of std::array.
 template <std::size_t count>
 struct FloatMap {
   float values[count];
@@ -32,8 +32,8 @@ static constexpr FloatMap<16> kNf4Map = {{
     0x1p+0f,
 }};
 
-// bounds[i] is halfway between values i and i + 1: the index of the value nearest to x is |{i : bounds[i] < x}|. So a
-// tie yields the smaller value.
+// bounds[i] is halfway between values i and i + 1: the index of the value nearest to x is |{i : bounds[i] < x}|. The
+// strict comparison gives the smaller value in a tie.
 template <std::size_t count>
 static constexpr FloatMap<count - 1> bounds_of(const FloatMap<count>& map) {
   FloatMap<count - 1> bounds{};
@@ -42,8 +42,8 @@ static constexpr FloatMap<count - 1> bounds_of(const FloatMap<count>& map) {
 }
 
 // The positive values below 1 of the signed dynamic map of 8 bits (Dettmers et al. 2022, arXiv 2110.02861), which
-// bitsandbytes calls create_dynamic_map(). It computes them with torch.linspace, whose last bits depend on the
-// processor; these are the values for AVX2 and AVX-512.
+// bitsandbytes calls create_dynamic_map(). bitsandbytes computes these values with torch.linspace, whose last bits
+// depend on the processor; the table has the values for AVX2 and AVX-512.
 static constexpr FloatMap<127> kDynamicFractions = {{
     0x1.27476ep-21f, 0x1.b43528p-19f, 0x1.040bfep-17f, 0x1.64840cp-16f, 0x1.6f0068p-15f, 0x1.15df66p-14f,
     0x1.743e96p-14f, 0x1.47ae16p-13f, 0x1.19ce0ap-12f, 0x1.8fc506p-12f, 0x1.02de02p-11f, 0x1.3dd982p-11f,
@@ -69,7 +69,7 @@ static constexpr FloatMap<127> kDynamicFractions = {{
     0x1.fc6666p-1f,
 }};
 
-// The complete map, ascending: 127 negative values, 0, the same positive ones, 1.
+// The complete map, ascending: 127 negative values, 0, the same 127 values with a positive sign, 1.
 static constexpr FloatMap<256> dynamic_map() {
   FloatMap<256> map{};
   for (std::size_t i = 0; i < 127; ++i) {

@@ -31,12 +31,12 @@ StepCodes nearest_of_steps() {
   return codes;
 }
 
-// `value` is between −1 and 1. If the group's scales are so small that the reciprocal of the largest is infinite, it is
-// infinite, or NaN for zero.
+// `value` is between −1 and 1. There is an exception: if the group's scales are so small that the reciprocal of the
+// largest scale is infinite, `value` is infinite, or NaN for a zero.
 std::size_t step_of(float value) {
   if (std::isnan(value)) return 0;
   const float share = (std::clamp(value, -1.0f, 1.0f) + 1.0f) * 0.5f;
-  // Exact in double, so that there is one rounding, as with a fused multiply and add.
+  // The product and the sum are exact in double, so there is only one rounding, as with a fused multiply and add.
   return static_cast<std::size_t>(static_cast<float>(static_cast<double>(share) * (kSteps - 1) + 0.5));
 }
 

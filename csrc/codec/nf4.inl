@@ -1,6 +1,7 @@
-// NF4. A block has 16 different values, so these are multiplied and rounded once, and then looked up for each code.
+// NF4. A block has only 16 different values. These 16 values are scaled and rounded once per block, and each code is
+// only looked up.
 
-// The 16 values of a block in the dtype of the output, with the lookup of codes.
+// The 16 values of a block in the dtype of the output, and the lookup of codes in these values.
 template <class T>
 class BlockTable {
  public:
@@ -17,7 +18,7 @@ class BlockTable {
   void look_up(const std::uint8_t* codes, T* out) const {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 2) {
-      const __m512i table = _mm512_broadcast_i64x4(load<__m256i>(values_));  // an index's low four bits choose
+      const __m512i table = _mm512_broadcast_i64x4(load<__m256i>(values_));  // index: the low four bits
       for (std::size_t i = 0; i < 32; i += 16) {
         const __m512i bytes = _mm512_cvtepu8_epi32(load<__m128i>(codes + i));
         const __m512i index = _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));
@@ -139,7 +140,7 @@ void decode_nf4(const std::uint8_t* codes, const float* scales, const DecodeOutp
 inline Ints nf4_codes(Floats values) {
   static constexpr auto kBounds = bounds_of(kNf4Map);
 #if defined(__AVX2__)
-  // Binary search: four comparisons, each with the middle one of the remaining bounds.
+  // Binary search in four steps; each step compares with the middle of the remaining bounds.
   static constexpr auto kTable = [](std::size_t first, std::size_t step) {
     Table table{};
     for (std::size_t i = 0; i < 8 && first + i * step < 15; ++i) table.set(i, kBounds.values[first + i * step]);

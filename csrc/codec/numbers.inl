@@ -1,4 +1,4 @@
-// Conversion of fp32 vectors from and to the three dtypes, rounded to the nearest, ties to even. Infinite and NaN
+// Conversion of fp32 vectors from and to the three dtypes, rounded to the nearest value, ties to even. Infinite and NaN
 // values are rounded one at a time, so that a NaN stays a NaN.
 struct Fp32 {
   using type = float;

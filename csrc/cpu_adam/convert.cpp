@@ -29,7 +29,7 @@ void round_weights(const float* master, void* weight, DType dtype, std::size_t n
 
 void widen_in_place(void* data, DType dtype, std::size_t numel) {
   auto* bytes = static_cast<char*>(data);
-  // From the end, so that no value is overwritten before it is read.
+  // Convert from the end, so that no value is overwritten before it is read.
   for (std::size_t i = numel; i-- > 0;) {
     std::uint16_t narrow = 0;
     std::memcpy(&narrow, bytes + i * 2, 2);

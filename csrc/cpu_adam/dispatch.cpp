@@ -23,8 +23,8 @@ const Kernels& kernels_for(Isa isa) {
   return baseline::kKernels;  // on 64-bit ARM the baseline has NEON
 }
 
-// The largest gradient g with factor·g·g < 2^-150, which rounds to zero. Products that small are slow on most
-// processors, so they are not computed.
+// The largest gradient g with factor·g·g < 2^-150: this product rounds to zero. Such small products are slow on most
+// processors and are therefore not computed.
 float vanishing_gradient(double factor) {
   constexpr double kLess = 1.0 - 0x1p-20;
   return factor > 0.0 ? static_cast<float>(std::sqrt(0x1p-150 / factor) * kLess) : 0.0f;
@@ -107,11 +107,11 @@ Constants constants_of(const Segment& segment) {
 }
 
 // Runs `work(begin, end)` over `numel` elements, divided where a partial of the larger array begins. `first` is the
-// index of the first element in that array. Returns the result for each partial.
+// index of the range's first element in the larger array. Returns the results, one per partial.
 template <class Work>
 std::vector<double> partials_of(std::uint64_t first, std::size_t numel, ThreadPool& pool, const Work& work) {
   if (numel == 0) return {};
-  const std::size_t gone = first % kPartialNumel;  // elements of the first partial before this range
+  const std::size_t gone = first % kPartialNumel;  // number of elements of the first partial that precede this range
   std::vector<double> partials((gone + numel + kPartialNumel - 1) / kPartialNumel);
   pool.parallel_for(
       partials.size(),
@@ -156,7 +156,7 @@ void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, c
 
 std::size_t task_numel() {
   static const std::size_t numel = [] {
-    constexpr std::size_t kStreamBytes = 16;  // per element, in most formats
+    constexpr std::size_t kStreamBytes = 16;  // bytes per element, in most formats
     const long l2_bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
     const std::size_t fits = l2_bytes > 0 ? static_cast<std::size_t>(l2_bytes) / 2 / kStreamBytes : 16 * 1024;
     return std::clamp<std::size_t>(std::bit_floor(fits), kCutNumel, 64 * 1024);  // divides a chunk

@@ -3,14 +3,14 @@
 //
 // [Note: the dynamic map]
 // In units of the block's largest magnitude times 10^-6, decade i = 0 … 6 contains the magnitudes from 10^(i−1) to 10^i
-// in P equal bins. P = 2^i if a sign is needed, and 2^(i+1) if not. A code represents the centre of its bin. Besides
-// these values there are 0 and exactly 1. Let r = P + bin: over all decades it runs from 1 (or 2) without a gap, and in
-// each decade its maximum is P·2 − 1. The centre is  5^i · (18 r − 16 P + 9) / 20,  and both i and P can be read from
-// the exponent of float(r). r = 128 (256) is exactly 1. Codes with a sign are 127 ± r, and 127 for zero; codes without
-// a sign are r − 1, and 0 for zero. There is no code for −1: it gets the code next to it.
+// in P equal bins. P = 2^i if a sign is needed, and 2^(i+1) if not. A code represents the centre of its bin. The map
+// also contains 0 and exactly 1. Let r = P + bin: over all decades it runs from 1 (or 2) without a gap, and in each
+// decade its maximum is P·2 − 1. The centre is 5^i · (18 r − 16 P + 9) / 20; both i and P can be read from the
+// exponent of float(r). r = 128 (256) is exactly 1. Codes with a sign are 127 ± r, and 127 for zero; codes without a
+// sign are r − 1, and 0 for zero. There is no code for −1: the value −1 gets the code next to it.
 //
-// A magnitude gets the nearest of these values. There is one exception: a second moment that is not zero never becomes
-// zero, because the update divides by its root.
+// A magnitude is encoded as the nearest value of the map. There is one exception: a second moment that is not zero
+// never becomes zero, because the update divides by the root of the second moment.
 struct DynamicMap {
   // By the low three bits of the exponent of float(r).
   Table rest;    // 9 − 16 P
@@ -62,8 +62,8 @@ constexpr DynamicMap kMap = make_map(is_signed);
 constexpr std::int32_t kZeroCode = 127;  // of signed codes
 constexpr float kMapUnits = 1e6f;
 
-// Below this scale, its reciprocal overflows, and the scale times the weight of a low decade has few bits. Such a block
-// is scaled by a power of two during encoding and decoding.
+// For a scale below this limit, the reciprocal of the scale overflows, and the product of the scale and the weight of a
+// low decade has few bits. A block with such a scale is multiplied by a power of two during encoding and decoding.
 constexpr float kSmallScale = 1e-30f;
 constexpr float kLift = 0x1p100f;
 
@@ -94,10 +94,10 @@ void decode_block(const std::uint8_t* codes, float scale, float* values) {
 }
 
 // ⌊log10(magnitude) + 0.045⌋ or a little less, never below 0: the decade, or the one before it. The exponent and seven
-// bits of a float are its logarithm, 0.026 too low at most; 154 / 2^16 is log10(2) / 2^7.
+// bits of a float approximate the float's logarithm, at most 0.026 too low; 154 / 2^16 is log10(2) / 2^7.
 inline Ints decade_or_one_less(Floats units) { return scaled_upper_half<0x3f80 - 19, 154>(bits_of(units)); }
 
-// The largest magnitude of a block; a NaN counts as larger than all numbers.
+// The largest magnitude in a block; a NaN counts as larger than all numbers.
 inline float largest_magnitude(const float* values) {
   Ints most{};
   for (std::size_t i = 0; i < kBlockNumel; i += kLanes) {
@@ -106,8 +106,8 @@ inline float largest_magnitude(const float* values) {
   return largest_float(most);
 }
 
-// Encodes the values of a complete block; the values are overwritten. `scale` is their largest magnitude. If a value is
-// not finite, the scale is not finite, either, and all other information of the block is lost.
+// Encodes the values of a complete block; the values are overwritten. `scale` is the largest magnitude of the values.
+// If a value is not finite, the scale must not be finite, either, and all other information of the block is lost.
 template <bool is_signed>
 void encode_block(float* values, float scale, std::uint8_t* codes) {
   const bool small = scale < kSmallScale;

@@ -1,5 +1,5 @@
-// Kernels of an instruction set: one table of plain functions. kernels.inl is compiled once per set and fills the
-// table.
+// The kernels of one instruction set, as a table of plain functions. kernels.inl is compiled once per instruction set
+// and fills the table of that set.
 #pragma once
 
 #include <cstddef>
@@ -33,8 +33,8 @@ struct Constants {
 };
 
 struct Kernels {
-  // Elements [begin, end) of the buffers, all of one segment. `index` is the index of element `begin`; modulo
-  // kBlockNumel it is the position in its block. Returns false if a result is not finite.
+  // Updates elements [begin, end) of the buffers; all elements belong to one segment. `index` is the index of element
+  // `begin`; modulo kBlockNumel it is the position in its block. Returns false if a result is not finite.
   bool (*update)(const StateFormat&, const StateBuffers&, std::size_t begin, std::size_t end, std::uint64_t index,
                  const Constants&);
   double (*sum_squares)(const void* data, DType dtype, std::size_t begin, std::size_t end);

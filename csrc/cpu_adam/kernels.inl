@@ -2,10 +2,10 @@
 // instruction set.
 //
 // [Note: a step in blocks]
-// A block is 256 elements of one parameter. Its gradient, master and moments are converted to fp32 in scratch memory
-// that stays in the L1 cache (fp32 streams are used in place). The optimizer's rule runs over the block, and the
-// results are converted back to their formats. So each format and each rule is written once, all combinations work, and
-// the streams still cross the memory bus once.
+// A block is 256 elements of one parameter. The block's gradient, master and moments are converted to fp32 in scratch
+// memory that stays in the L1 cache; fp32 streams are used in place. The optimizer's rule runs over the block, and the
+// results are converted back to their formats. In this way each format and each rule is implemented once, all
+// combinations work, and the streams still cross the memory bus only once.
 //
 // Invariant: no contraction, no reassociation, no approximate reciprocal; so the bits do not depend on the instruction
 // set.
@@ -30,7 +30,7 @@ namespace {
 #include "base/simd.inl"
 #include "cpu_adam/weights.inl"
 
-// These files use the two above.
+// The following files use simd.inl and weights.inl.
 #include "cpu_adam/int8.inl"
 #include "cpu_adam/philox.inl"
 #include "cpu_adam/reductions.inl"
@@ -55,13 +55,14 @@ StepFacts apply_rule(float* p, const float* g, const MomentPass& m, const Moment
                         : apply_to_blocks<SgdWithoutMomentum, past>(p, g, m, v, numel, c);
 }
 
-// Fills the rest of a scratch block with copies of its last element: the complete block is computed, but only from
-// values of its elements.
+// Fills the rest of a scratch block with copies of its last element: the complete block is computed, but no values
+// other than those of its elements enter the results.
 void pad(float* values, std::size_t numel) {
   for (std::size_t i = numel; i < kBlockNumel; ++i) values[i] = values[numel - 1];
 }
 
-// Elements [at, at + numel) of the buffers: all or some of block `block`, from its element `offset` on.
+// Elements [at, at + numel) of the buffers: all elements of block `block`, or some of them, from the block's element
+// `offset` on.
 struct Block {
   std::size_t at;
   std::size_t numel;
@@ -103,7 +104,7 @@ Int8Place int8_place(void* data, std::size_t at) {
           reinterpret_cast<std::uint8_t*>(chunk) + kScalesBytes + inside};
 }
 
-// A block of a moment in fp32: in place, or in scratch memory.
+// A block of a moment in fp32, either in the buffer itself or in scratch memory.
 template <bool is_signed>
 class Moment {
  public:
@@ -140,12 +141,12 @@ class Moment {
   [[nodiscard]] const float* values() const { return from_; }
   [[nodiscard]] MomentPass pass() { return {from_, goes_straight() ? to_ : scratch_}; }
 
-  // Whether the rule's results may be stored past the caches at once.
+  // Whether the rule itself may store its results past the caches.
   [[nodiscard]] bool past() const {
     return goes_straight() && past_caches(memory_) && reinterpret_cast<std::uintptr_t>(to_) % sizeof(Floats) == 0;
   }
 
-  // Writes the values back in their format. `largest` is the largest of their magnitudes.
+  // Writes the values back in the moment's format. `largest` is the largest magnitude of the values.
   void store(const Constants& c, float largest) {
     const bool past = past_caches(memory_);
     if (moments_ == Moments::fp32) {
@@ -201,7 +202,8 @@ void store_weights(const StateFormat& format, const StateBuffers& buffers, const
     }
   }
   if (format.master == Master::weight) return;
-  // New weights beside an fp32 master are only written, so they may be stored past the caches even if updated in place.
+  // With an fp32 master, the new weights are written and never read. They may be stored past the caches even if the
+  // weights are updated in place.
   const bool past = format.master == Master::fp32 ? buffers.weight.past_caches : past_caches(buffers.weight);
   if (format.weight == DType::fp16) {
     NewBlock<Half> narrow(static_cast<Half*>(buffers.weight.to) + at, block, past);
@@ -266,7 +268,7 @@ bool update_block(const StateFormat& format, const StateBuffers& buffers, const 
   return facts.finite;
 }
 
-// Whether all states are fp32 and are used in place: then many blocks are updated in one pass.
+// Whether all states are fp32 and are used in place. If so, many blocks are updated in one pass.
 bool all_in_place(const StateFormat& format, const StateBuffers& buffers, const Constants& c) {
   return format.master == Master::weight && format.moments == Moments::fp32 && format.grad == DType::fp32 && !c.fresh &&
          !buffers.weight.apart() && !buffers.exp_avg.apart() && !buffers.exp_avg_sq.apart();

@@ -2,7 +2,7 @@
 // 3"), a pure function of key and counter.
 constexpr std::uint64_t kPhiloxMultipliers[2] = {0xD2511F53u, 0xCD9E8D57u};
 constexpr std::uint64_t kPhiloxWeyl[2] = {0x9E3779B9u, 0xBB67AE85u};
-constexpr std::size_t kCountersPerBlock = 32;  // each yields 8 sixteen-bit numbers
+constexpr std::size_t kCountersPerBlock = 32;  // each counter yields 8 sixteen-bit numbers
 
 // Values that are rounded; each has its own random bits.
 enum class Stream : std::uint32_t { exp_avg, exp_avg_sq, weight };

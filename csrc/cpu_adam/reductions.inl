@@ -1,8 +1,8 @@
 // Passes over gradients (landing, adding, the sum of squares), and a pass with the memory traffic of a step and almost
 // no arithmetic.
 
-// 32 partial sums and a fixed tree, for every vector width: the same bits on every processor. The square of a float is
-// exact in double, so a fused multiply-add gives the same bits as a product and a sum.
+// 32 partial sums are added in a fixed tree for every vector width, so that the bits are the same on every processor.
+// The square of a float is exact in double, so a fused multiply-add gives the same bits as a product and a sum.
 class SumSquares {
  public:
   // Adds the squares of values in fp32 (float) or bf16 (std::uint16_t). Only the last call may pass a number that is no
@@ -40,11 +40,11 @@ class SumSquares {
   Doubles sums_[kParts] = {};
 };
 
-// Elements per run: in fp32 they stay in the L1 cache.
+// Elements per run; in fp32 the elements of a run stay in the L1 cache.
 constexpr std::size_t kRun = 1024;
 
-// Calls `take(at, count, scratch)` for each run of [begin, end). It returns the run in fp32, or fills `scratch` and
-// returns that.
+// Calls `take(at, count, scratch)` for each run of [begin, end). `take` returns the run in fp32: the run's own memory,
+// or `scratch` after filling it.
 template <class Take>
 double sum_squares_in_runs(std::size_t begin, std::size_t end, const Take& take) {
   alignas(64) float scratch[kRun];
@@ -81,7 +81,7 @@ void take_in(float* dst, const void* src, bool add, std::size_t at, std::size_t 
   }
 }
 
-// dst is fp32. Or it has the dtype of src, and then nothing is added.
+// `dst` is fp32, or `dst` has the dtype of `src` and `add` is false.
 double land(void* dst, DType dst_dtype, const void* src, DType src_dtype, bool add, std::size_t begin,
             std::size_t end) {
   return sum_squares_in_runs(begin, end, [&](std::size_t at, std::size_t count, float* scratch) -> const float* {

@@ -1,4 +1,4 @@
-// The optimizer rules for one element, in vectors. `m` is exp_avg, `v` exp_avg_sq.
+// The optimizer rules for one element, in vectors. `m` is exp_avg; `v` is exp_avg_sq.
 struct AdamW {
   static constexpr bool kUsesM = true;
   static constexpr bool kUsesV = true;
@@ -22,7 +22,7 @@ struct Lion {
   static inline void apply(Floats& p, Floats g, Floats& m, Floats&, const Constants& c) {
     const Floats update = m * c.beta1 + g * c.one_minus_beta1;
     const Floats step = splat(c.step_size);
-    // 0 if the update is 0, NaN if it is NaN.
+    // 0 if the update is 0, NaN if the update is NaN.
     const Floats sign = update > 0.0f ? step : update < 0.0f ? -step : update;
     p = p * c.decay - sign;
     m = m * c.beta2 + g * c.one_minus_beta2;
@@ -58,14 +58,14 @@ struct SgdWithoutMomentum {
   }
 };
 
-// Facts about elements after their step. A gradient that is not finite makes a result that is not finite.
+// Facts about elements after their step. If a gradient is not finite, the element's results are not finite, either.
 struct StepFacts {
   bool finite;
   float largest_m;  // magnitudes
   float largest_v;
 };
 
-// A moment in fp32: its current values, and the destination of the new ones, which may be the same memory.
+// A moment in fp32: its current values, and the destination of the new values, which may be the same memory.
 struct MomentPass {
   const float* from = nullptr;
   float* to = nullptr;

@@ -1,5 +1,5 @@
 // The forms in which states are kept, and their sizes in bytes. The functions are static, so that each translation unit
-// has its own, compiled for its own instruction set (see base/bits.hpp).
+// has its own copy, compiled for its own instruction set (see base/bits.hpp).
 #pragma once
 
 #include <cstddef>
@@ -28,8 +28,9 @@ enum class Moments : std::uint8_t { fp32, bf16, int8 };
 
 // [Note: layout of int8 moments]
 // A chunk is a page of 1,024 fp32 scales, then 262,144 codes of one byte each; the last chunk of a buffer has only the
-// remaining codes. So a moment is one stream of bytes, a tile of complete chunks begins on a page, and the scales cost
-// 1/64 byte per element. A block never contains elements of two parameters: parameters begin at multiples of 256.
+// remaining codes. With this layout, a moment is one stream of bytes, a tile of complete chunks begins at the start of
+// a page, and the scales cost 1/64 byte per element. A block never contains elements of two parameters: parameters
+// begin at multiples of 256.
 inline constexpr std::size_t kBlockNumel = 256;
 inline constexpr std::size_t kScalesBytes = 4096;
 inline constexpr std::size_t kChunkNumel = kScalesBytes / sizeof(float) * kBlockNumel;
@@ -38,7 +39,8 @@ inline constexpr std::size_t kChunkBytes = kScalesBytes + kChunkNumel;
 // Tiles and tasks are divided at multiples of this many elements, so that every stream is divided between 4 KiB pages.
 inline constexpr std::size_t kCutNumel = 4096;
 
-// Bytes of the first `numel` elements of a moment. For a multiple of kChunkNumel, also the offset of element `numel`.
+// Bytes of the first `numel` elements of a moment. If `numel` is a multiple of kChunkNumel, the result is also the
+// offset of element `numel`.
 [[nodiscard]] static constexpr std::uint64_t moment_bytes(Moments moments, std::uint64_t numel) {
   if (moments == Moments::fp32) return numel * 4;
   if (moments == Moments::bf16) return numel * 2;
@@ -53,7 +55,7 @@ struct StateFormat {
   Moments moments;
 };
 
-// Throws std::invalid_argument if the master does not go with the weight.
+// Throws std::invalid_argument if the format of the master does not fit the dtype of the weight.
 void check_format(const StateFormat& format);
 
 }  // namespace infinity

@@ -1,4 +1,5 @@
-// The runtime of a device (CUDA, HIP, or an imitation in a test) for native threads: a table of its functions.
+// Access of native threads to the runtime of a device (CUDA, HIP, or an imitation in a test), through a table of the
+// runtime's functions.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +11,8 @@
 
 namespace infinity {
 
-// Functions with the signatures of cudart's. Each returns 0, or an error number of the runtime. Streams and events are
-// the runtime's handles; device addresses are numbers in pointers.
+// Functions with the signatures of the CUDA runtime. Each function returns 0, or an error number of the runtime.
+// Streams and events are the runtime's handles; device addresses are numbers in pointers.
 struct DeviceCalls {
   int (*enter)(int device) = nullptr;  // cudaSetDevice; may be null
   int (*copy)(void* to, const void* from, std::size_t nbytes, int kind, void* stream) = nullptr;  // cudaMemcpyAsync
@@ -21,9 +22,9 @@ struct DeviceCalls {
 };
 
 // [Note: one gate] This library links no device's runtime: the code that loaded the runtime passes the addresses of its
-// functions. These may also be callbacks into Python, which take the GIL.
+// functions. The functions may also be callbacks into Python, which take the GIL.
 //
-// Invariant: no lock is held during a call, because a thread that has the GIL may wait for that lock.
+// Invariant: no lock is held during a call, because a thread that has the GIL might wait for that lock.
 class DeviceGate {
  public:
   // Throws std::invalid_argument if a function other than `enter` is missing.
@@ -32,9 +33,9 @@ class DeviceGate {
             "a device's gate needs the functions copy, record, wait and synchronize");
   }
 
-  // Each function returns why the runtime refused, or nothing.
+  // Each function returns the reason if the runtime refused, or nothing after success.
 
-  // Each thread calls this once, before it calls the others.
+  // Each thread calls this function once, before its first call of another function.
   [[nodiscard]] std::optional<Failure> enter() const {
     return calls_.enter == nullptr ? std::nullopt : failure("choosing the device", calls_.enter(device_));
   }
@@ -43,15 +44,15 @@ class DeviceGate {
     constexpr int kDefault = 4;  // cudaMemcpyDefault
     return failure("copying", calls_.copy(to, from, nbytes, kDefault, stream));
   }
-  // The event happens once the stream has done all work that was queued on it before.
+  // The event happens once the stream has done all work that was queued before this call.
   [[nodiscard]] std::optional<Failure> record(void* event, void* stream) const {
     return failure("recording an event", calls_.record(event, stream));
   }
-  // Work that is queued on the stream from now on begins after the event has happened.
+  // Work that is queued on the stream after this call begins only after the event has happened.
   [[nodiscard]] std::optional<Failure> wait(void* stream, void* event) const {
     return failure("having a stream wait", calls_.wait(stream, event, 0));
   }
-  // The calling thread waits until the event has happened.
+  // Blocks the calling thread until the event has happened.
   [[nodiscard]] std::optional<Failure> synchronize(void* event) const {
     return failure("waiting for an event", calls_.synchronize(event));
   }

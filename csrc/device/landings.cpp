@@ -24,7 +24,7 @@ void check(const LandingPiece& piece) {
 
 }  // namespace
 
-// Invariant: only the thread accesses `broken` and `stopping`, while it runs messages of the inbox.
+// Invariant: only the landings' thread accesses `broken` and `stopping`, in messages of the inbox.
 struct Landings::Impl {
   const std::shared_ptr<const DeviceGate> gate;
   const std::shared_ptr<ThreadPool> pool;
@@ -33,7 +33,7 @@ struct Landings::Impl {
   Inbox inbox;
   std::optional<Failure> broken;  // the runtime's first error
   bool stopping = false;
-  std::thread thread;  // last: the thread starts when all other members exist
+  std::thread thread;  // declared last: the thread starts when all other members exist
 
   Impl(std::shared_ptr<const DeviceGate> given_gate, std::shared_ptr<ThreadPool> given_pool, Isa given_isa)
       : gate(std::move(given_gate)), pool(std::move(given_pool)), isa(given_isa), thread([this] { run(); }) {}
@@ -74,7 +74,7 @@ Landings::Landings(std::shared_ptr<const DeviceGate> gate, std::shared_ptr<Threa
 }
 
 Landings::~Landings() {
-  // In a forked child the thread does not exist: neither join it nor destroy the objects that it owns.
+  // In a forked child the thread does not exist: do not join the thread, and do not destroy the objects that it owns.
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 

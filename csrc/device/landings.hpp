@@ -1,4 +1,5 @@
-// Landing of gradients from a device: a native thread waits until they are in host memory, and adds the new ones.
+// Landing of gradients from a device: a native thread waits until the gradients are in host memory, and adds them to
+// the gradients that landed before.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +14,9 @@
 
 namespace infinity {
 
-// A piece of a landing. Without `source`, the gradient is in `target`, and only its sums of squares are computed, as by
-// sums_of_squares. With `source`, it is copied to `target` or added to it, as by land_gradient.
+// A piece of a landing. If `source` is null, the gradient is already in `target`, and only its sums of squares are
+// computed, as by sums_of_squares. If `source` is set, the gradient in `source` is copied or added to `target`, as by
+// land_gradient.
 struct LandingPiece {
   std::byte* target = nullptr;
   DType dtype = DType::fp32;          // dtype of `target`
@@ -25,15 +27,15 @@ struct LandingPiece {
   std::uint64_t first = 0;  // index of the piece's first element in a larger array; see sums_of_squares
 };
 
-// Result of a landing. Once it is done, the memory of the pieces is not used any more.
+// Result of a landing. Once the landing is done, the memory of the pieces is not used any more.
 struct LandingCompletion : Completion {
   std::vector<std::vector<double>>
-      sums;  // sums of squares of each piece's target; set once this is done without a failure
+      sums;  // sums of squares of each piece's target; set once the landing is done without a failure
 };
 using LandingFuture = std::shared_ptr<LandingCompletion>;
 
-// One thread lands the gradients, in the order of the calls. After an error of the runtime nothing lands any more: that
-// landing fails, and every later one fails with the same error.
+// One thread lands the gradients, in the order of the calls. After an error of the runtime nothing lands any more: the
+// landing with the error fails, and every later landing fails with the same error.
 class Landings {
  public:
   Landings(std::shared_ptr<const DeviceGate> gate, std::shared_ptr<ThreadPool> pool, Isa isa);
@@ -42,8 +44,8 @@ class Landings {
   Landings(const Landings&) = delete;
   Landings& operator=(const Landings&) = delete;
 
-  // Lands the pieces once `event` has happened; null: at once. Throws std::invalid_argument for pieces that cannot
-  // land.
+  // Lands the pieces once `event` has happened; if `event` is null, at once. Throws std::invalid_argument for pieces
+  // that cannot land.
   LandingFuture land(void* event, std::vector<LandingPiece> pieces);
 
  private:

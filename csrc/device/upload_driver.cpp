@@ -50,7 +50,8 @@ void UploadDriver::submit(const Job& job) {
   jobs_.push_back(job);
   std::vector<UploadPart>& parts = job->given.parts;
   for (std::size_t part = 0; part < parts.size(); ++part) {
-    // The callback, and so the job, must not own the future that owns the callback.
+    // The callback must not own the future that owns the callback; for this reason the job must not own that future,
+    // either.
     const Future after = std::exchange(parts[part].after, nullptr);
     job->arrived.push_back(after == nullptr);
     if (after == nullptr) continue;
@@ -89,7 +90,7 @@ void UploadDriver::run() {
   wait_for_all_copies();
 }
 
-// Queues the copy of the oldest piece in flight once it is read.
+// Queues the copy of the oldest piece in flight if this piece has been read.
 bool UploadDriver::copy_next() {
   if (under_way_.empty() || !under_way_.front()->read) return false;
   const Transfer transfer = under_way_.front();
@@ -103,7 +104,7 @@ UploadDriver::Job UploadDriver::next_to_read() const {
   return found != jobs_.end() && (*found)->may_read() ? *found : nullptr;
 }
 
-// Starts the read of the next piece, if a piece of the landing memory is free.
+// Starts the read of a job's next piece if a piece of the landing memory is free.
 bool UploadDriver::read_next() {
   const Job job = next_to_read();
   if (job == nullptr) return false;
@@ -147,7 +148,8 @@ UploadDriver::Transfer UploadDriver::take_piece(const Job& job) {
   return transfer;
 }
 
-// If a piece is needed and none is free, waits until the device has read the oldest one that was copied.
+// If a piece of the landing memory is needed and none is free, waits until the device has read the piece whose copy was
+// queued first.
 bool UploadDriver::reuse_oldest() {
   if (copied_.empty() || !free_.empty() || broken_ || next_to_read() == nullptr) return false;
   const Transfer oldest = copied_.front();
@@ -189,7 +191,7 @@ void UploadDriver::copy(const Transfer& transfer) {
   }
   job.copied = true;
   if ((failure = gate_->record(transfer->piece.event, stream))) {
-    lose(*failure);  // it is unknown when the device has read the piece
+    lose(*failure);  // it is unknown when the device will have read the piece
     fail(transfer->job, *failure);
     return;
   }
@@ -224,10 +226,10 @@ void UploadDriver::lose(const Failure& failure) {
 
 // The end of a job.
 
-// Drops the job's pieces in flight that are read already.
+// Drops those pieces in flight of the job that were already read from the file.
 void UploadDriver::fail(const Job& job, const Failure& failure) {
   if (job->phase == UploadPhase::done) return;
-  // A timeout says that memory may be in use: no other failure may hide it.
+  // After a timeout a device may still use the memory: no other failure may hide a timeout.
   if (!job->failure || failure.kind == FailureKind::timeout) job->failure = failure;
   if (job->phase != UploadPhase::ending) job->go(UploadPhase::ending);
   const auto dropped = std::stable_partition(under_way_.begin(), under_way_.end(), [&](const Transfer& transfer) {
@@ -255,7 +257,7 @@ void UploadDriver::end_if_idle(const Job& job) {
   finish(job);
 }
 
-// Invariant: the device has read the pieces of the job that were copied, or one of them is lost.
+// Invariant: the device has read every piece of the job whose copy was queued, or one of these pieces is lost.
 void UploadDriver::wait_for_copies(const Job& job) {
   const auto own = std::stable_partition(copied_.begin(), copied_.end(),
                                          [&](const Transfer& transfer) { return transfer->job != job; });
@@ -280,7 +282,8 @@ void UploadDriver::wait_for_all_copies() {
 void UploadDriver::finish(const Job& job) {
   job->go(UploadPhase::done);
   jobs_.erase(std::find(jobs_.begin(), jobs_.end(), job));
-  job->given.parts.clear();  // first, so that a caller who sees the future done and closes the file finds it closed
+  // Released first: a caller who sees the future done and closes the file must find the file closed.
+  job->given.parts.clear();
   job->future->complete(job->failure);
 }
 

@@ -1,4 +1,4 @@
-// State of the uploads' jobs and pieces, and the choice of the next action.
+// The driver of the uploads: the state of jobs and pieces, and the choice of the next action.
 #pragma once
 
 #include <atomic>
@@ -16,8 +16,8 @@
 
 namespace infinity {
 
-// The driver has no locks, like that of updates (update/driver.hpp): only its thread calls these functions, except
-// those marked "any thread". Other threads post to the inbox.
+// Like the driver of updates (update/driver.hpp), this driver has no locks: only the driver's thread calls these
+// functions, except those marked "any thread". Other threads post to the inbox.
 class UploadDriver {
  public:
   UploadDriver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceGate> gate,
@@ -26,7 +26,7 @@ class UploadDriver {
   // See Uploads.
   void submit(const std::shared_ptr<UploadWork>& job);
   void cancel(const Future& future);
-  // Fails the jobs that wait for the `after` of a part. `run` returns when all other jobs are done.
+  // Fails the jobs that wait for the `after` of a part. After this call, `run` returns when all other jobs are done.
   void stop() { stopping_ = true; }
 
   // Called by the driver's thread.
@@ -67,10 +67,10 @@ class UploadDriver {
   const std::shared_ptr<std::atomic<bool>> gave_up_ = std::make_shared<std::atomic<bool>>(false);
 
   std::deque<Job> jobs_;            // jobs that are not done, in order
-  std::deque<Transfer> under_way_;  // transfers being read, or read and not copied; in order
-  std::deque<Transfer> copied_;     // transfers queued on a stream, whose pieces the device may still read; in order
+  std::deque<Transfer> under_way_;  // transfers whose copy is not queued yet; in order
+  std::deque<Transfer> copied_;     // transfers queued on a stream: the device may still read the pieces; in order
   std::vector<UploadPiece> free_;
-  bool found_none_ = false;  // the next piece to read was already counted in without_a_piece
+  bool found_none_ = false;  // without_a_piece already counts the next piece to read
   bool stopping_ = false;
   std::optional<Failure> broken_;  // the failure that ended the uploads
 

@@ -1,4 +1,4 @@
-// A job that the uploads work on, and a piece of it in flight.
+// A job of the uploads, and a piece of a job in flight.
 #pragma once
 
 #include <cstddef>
@@ -12,20 +12,20 @@
 
 namespace infinity {
 
-//   queued  ──▶ reading  the read of its first piece was started
-//   reading ──▶ copying  the read of its last piece was started
-//   copying ──▶ done     its last copy is queued on the stream
-//   queued, reading, copying ──▶ ending   it failed or was canceled
-//   ending  ──▶ done     nothing of it is in flight
+//   queued  ──▶ reading  the read of the job's first piece was started
+//   reading ──▶ copying  the read of the job's last piece was started
+//   copying ──▶ done     the job's last copy is queued on the stream
+//   queued, reading, copying ──▶ ending   the job failed or was canceled
+//   ending  ──▶ done     nothing of the job is in flight
 enum class UploadPhase : std::uint8_t {
   queued,   // no read was started
   reading,  // some reads were not started yet
   copying,  // all reads were started
   ending,   // no more reads or copies are started
-  done,     // its future is done
+  done,     // the job's future is done
 };
 
-// Only the driver's thread accesses it.
+// Only the driver's thread accesses a job.
 struct UploadWork {
   UploadJob given;
   Future future = std::make_shared<Completion>();
@@ -57,8 +57,8 @@ struct UploadTransfer {
   UploadPiece piece;
   std::byte* address;  // destination in the device's memory
   std::size_t nbytes;
-  bool read = false;  // its bytes are in the landing memory
-  bool last = false;  // it is the last piece of its job
+  bool read = false;  // the bytes are in the landing memory
+  bool last = false;  // last piece of the job
 };
 
 }  // namespace infinity

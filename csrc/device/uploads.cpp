@@ -20,7 +20,7 @@ struct Uploads::Impl {
   const pid_t pid = getpid();
   const std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();
   UploadDriver driver;
-  std::thread thread;  // last: the thread starts when all other members exist
+  std::thread thread;  // declared last: the thread starts when all other members exist
 
   Impl(std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceGate> gate, std::byte* memory,
        std::vector<UploadPiece> pieces, std::size_t piece_bytes)
@@ -67,7 +67,7 @@ Uploads::Uploads(std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceG
 }
 
 Uploads::~Uploads() {
-  // In a forked child the threads do not exist: neither join them nor destroy the objects that they own.
+  // In a forked child the threads do not exist: do not join the threads, and do not destroy the objects that they own.
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 

@@ -13,7 +13,7 @@
 
 namespace infinity {
 
-// A range of a file, and its destination.
+// A range of a file, and the range's destination in the device's memory.
 struct UploadPart {
   std::shared_ptr<SwapFile> file;
   std::uint64_t offset = 0;      // bytes, 4 KiB-aligned
@@ -36,42 +36,42 @@ struct UploadCounters {
   std::uint64_t without_a_piece = 0;  // pieces that could have been read when no piece of the landing memory was free
 };
 
-// Jobs run in the order in which they are submitted. A job's pieces are read as far as the landing memory reaches. The
-// pieces of the next job are read while the last ones of the job before are copied. Copies are queued on the job's
-// stream, in order, as soon as their pieces are read. A job is done when its last copy and the event `ready` are
+// Jobs run in the order in which they are submitted. Pieces of a job are read as long as the landing memory has free
+// pieces. The pieces of a job are read while the last pieces of the job before it are copied. Copies are queued on the
+// job's stream, in order, as soon as their pieces are read. A job is done when its last copy and the event `ready` are
 // queued: from then on streams can wait for `ready`.
 //
-// A job that fails queues no more copies. Its future fails once nothing of it is in flight: its reads have ended, and
-// the device has done the copies that were queued, so that the device's memory is free again.
+// A job that fails queues no more copies. The future of a failed job fails once nothing of the job is in flight: the
+// reads have ended, and the device has done the queued copies, so that the device's memory is free again.
 //
-// [Note: back-pressure] A piece of the landing memory is reused when the device has read it. If no piece is free, the
-// driver's thread waits for the event of the oldest copy; no other thread waits for it.
+// [Note: back-pressure] A piece of the landing memory is reused once the device has read the piece. If no piece is
+// free, the driver's thread waits for the event of the oldest copy; no other thread waits for that event.
 //
-// Invariant: two failures end the uploads: a timeout (FailureKind) of a read, and an error of the runtime that leaves
-// open whether the device still reads a piece (of `record` after a copy, and of `synchronize`). After one of them no
-// landing memory is reused, and every job, present and future, fails with that failure.
+// Invariant: two kinds of failure end the uploads. The first is a timeout (FailureKind) of a read. The second is an
+// error of the runtime in `record` after a copy or in `synchronize`, which leaves open whether the device still reads a
+// piece. After either failure no landing memory is reused, and every present and later job fails with that failure.
 //
 // The driver completes the futures: their callbacks must not block.
 class Uploads {
  public:
-  // `landing` is 4 KiB-aligned and pinned. It has one piece of `piece_bytes`, a multiple of 4 KiB, for each of
-  // `events`, which are different. Throws std::invalid_argument otherwise. Keeps `engine` alive.
+  // `landing` is 4 KiB-aligned and pinned. It has one piece of `piece_bytes` (a multiple of 4 KiB) for each event in
+  // `events`; no event occurs twice. Throws std::invalid_argument otherwise. Keeps `engine` alive.
   Uploads(std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceGate> gate, std::byte* landing,
           std::size_t landing_bytes, std::size_t piece_bytes, const std::vector<void*>& events);
-  // Waits for all jobs that were submitted, and until the device has read all of the landing memory. Jobs that wait for
-  // the `after` of a part fail with ECANCELED.
+  // Waits for all jobs that were submitted, and until the device has read all of the landing memory. Jobs that still
+  // wait for the `after` future of a part fail with ECANCELED.
   ~Uploads();
   Uploads(const Uploads&) = delete;
   Uploads& operator=(const Uploads&) = delete;
 
   // Throws std::invalid_argument for a job without parts, or a part that the engine cannot read.
   Future upload(UploadJob job);
-  // Reads and copies no more of a job. The job fails with ECANCELED once nothing of it is in flight, unless its last
-  // copy was queued before. Does not wait.
+  // Stops reading and copying a job. The job fails with ECANCELED once nothing of the job is in flight, unless its last
+  // copy was already queued. Does not wait.
   void cancel(const Future& job);
   [[nodiscard]] UploadCounters counters() const;
-  // True once a device may use the landing memory forever, which must then never be freed. The flag outlives the
-  // uploads.
+  // True once a device may use the landing memory forever; in that case the landing memory must never be freed. The
+  // flag outlives the uploads.
   [[nodiscard]] std::shared_ptr<const std::atomic<bool>> abandoned() const;
 
  private:

@@ -43,8 +43,8 @@ void Driver::submit(std::shared_ptr<Job> job, bool speculative, const Future& ah
   queue.insert(speculative ? place_of_next(queue) : queue.end(), std::move(job));
 }
 
-// The place after the job that was begun, and after the other jobs of its unit. Otherwise these would wait for all
-// units that come later.
+// The place in the queue for a speculative job: after the job that was begun, and after the other jobs of the same
+// unit. If a speculative job preceded them, the jobs of the begun unit would wait for later units.
 Driver::Queue::iterator Driver::place_of_next(Queue& queue) {
   const auto& unit = begun_unit(queue);
   return std::find_if(queue.begin(), queue.end(), [&](const auto& job) {
@@ -52,7 +52,7 @@ Driver::Queue::iterator Driver::place_of_next(Queue& queue) {
   });
 }
 
-// Finds the job that reads ahead, and checks that `by` may take it over and that no held job will.
+// Finds the job that reads ahead. Checks that `by` may take over this job, and that no held job will take it over.
 std::shared_ptr<Job> Driver::require_ahead(const Future& ahead, const Job& by) {
   const auto found = find(jobs_ahead_, ahead);
   require(found != jobs_ahead_.end(), "the job to take over does not read ahead");
@@ -66,7 +66,8 @@ void Driver::take_over_ahead(const Future& ahead, const std::shared_ptr<Job>& by
   const auto from = require_ahead(ahead, *by);
   jobs_ahead_.erase(find(jobs_ahead_, ahead));
   by->failure = from->failure;
-  if (from->phase != JobPhase::ahead) return;  // it failed: its tiles are dropped, and its future is or will be done
+  if (from->phase != JobPhase::ahead)
+    return;  // `from` failed: its tiles are dropped, and its future is or will be done
   if (!take_over(*from, by, tile_numel_, tile_bytes_)) drop_ahead(*from);
   finish(*from);
 }
@@ -98,7 +99,7 @@ void Driver::arrived(const std::shared_ptr<Job>& job, const std::optional<Failur
 
 void Driver::enter(const Held& held) {
   held.job->go(JobPhase::queued);
-  // The job that read ahead may have been withdrawn meanwhile.
+  // The job that read ahead may have been withdrawn while this job was held.
   const bool still_ahead = held.ahead != nullptr && find(jobs_ahead_, held.ahead) != jobs_ahead_.end();
   submit(held.job, held.speculative, still_ahead ? held.ahead : nullptr);
 }
@@ -110,7 +111,7 @@ void Driver::drop_held(const Held& held, const Failure& why) {
   if (held.ahead != nullptr) static_cast<void>(withdraw(held.ahead));
 }
 
-// Removes a job from the held ones, and returns it; an empty Held if the job is not held.
+// Removes a job from the held jobs, and returns it; returns an empty Held if the job is not held.
 Driver::Held Driver::take_held(const Future& future) {
   const auto found =
       std::find_if(held_.begin(), held_.end(), [&](const Held& held) { return held.job->future == future; });
@@ -194,7 +195,7 @@ void Driver::wait() {
   }
 }
 
-// Records that the tile of the first job that ends at `end` was started or passed over.
+// Records that a tile of the first job was started or passed over; `end` is the end of this tile.
 void Driver::advance(Queue& queue, std::uint64_t end) {
   const auto job = queue.front();
   begun_unit(queue) = job->given.unit;
@@ -207,8 +208,8 @@ void Driver::advance(Queue& queue, std::uint64_t end) {
   }
 }
 
-// Starts the first job's next tile, or passes over a tile that has nothing to do. Returns false if there is no job, or
-// no buffer for the tile.
+// Starts the first job's next tile, or passes over the tile if there is nothing to do for it. Returns false if there is
+// no job, or no buffer for the tile.
 bool Driver::start_next_tile() {
   if (jobs_.empty()) return false;
   const auto job = jobs_.front();
@@ -244,7 +245,7 @@ bool Driver::start_next_tile() {
   return true;
 }
 
-// Starts to read the next tile of a job that reads ahead, or gives up such a job that failed. A job that reads ahead
+// Starts to read the next tile of a job that reads ahead, or gives up the job if it has failed. A job that reads ahead
 // stays in its queue until it is taken over or withdrawn.
 bool Driver::read_next_ahead() {
   for (const auto& job : jobs_ahead_) {
@@ -264,7 +265,8 @@ bool Driver::read_next_ahead() {
   return false;
 }
 
-// Computes the next tile if it is read, or passes over it if its job failed. If it is not read, computes one in memory.
+// Computes the next tile if the tile has been read, or passes over the tile if its job failed. If the next tile has not
+// been read, computes a tile of a job in memory.
 bool Driver::compute_next() {
   if (reading_.empty() || reading_.front()->pending > 0) return compute_in_memory();
   const auto tile = reading_.front();
@@ -278,7 +280,7 @@ bool Driver::compute_next() {
   return true;
 }
 
-// Does the same as start_next_tile for jobs in memory, but computes a started tile at once. Returns false if there is
+// The counterpart of start_next_tile for jobs in memory: a started tile is computed at once. Returns false if there is
 // no job.
 bool Driver::compute_in_memory() {
   if (in_memory_.empty()) return false;
@@ -389,7 +391,7 @@ void Driver::drop_next(Job& job) {
   if (tile->pending == 0) leave(tile);
 }
 
-// Invariant: the job is not ending yet, so that no tile that leaves finishes it.
+// Invariant: the job is not in phase `ending` yet, so a tile that leaves cannot finish the job.
 void Driver::drop_ahead(Job& job) {
   while (!job.ahead.empty()) drop_next(job);
 }
@@ -403,11 +405,11 @@ void Driver::fail(Job& job, const Failure& failure) {
     *gave_up_ = true;
     staging_.abandon();
   }
-  // A timeout says that the job's memory may be in use: no other failure may hide it.
+  // After a timeout a device may still use the job's memory: no other failure may hide a timeout.
   if (timeout || !job.failure) job.failure = failure;
 }
 
-// Starts no more tiles of a failed job, and drops those that were read ahead.
+// Starts no more tiles of a failed job, and drops the tiles that were read ahead.
 void Driver::give_up(const std::shared_ptr<Job>& job) {
   if (job->phase == JobPhase::ending || job->phase == JobPhase::done) return;
   drop_ahead(*job);

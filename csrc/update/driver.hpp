@@ -1,4 +1,4 @@
-// State of a pipeline's jobs and tiles, and the choice of the next action.
+// The driver of a pipeline: the state of jobs and tiles, and the choice of the next action.
 #pragma once
 
 #include <array>
@@ -20,16 +20,18 @@
 
 namespace infinity {
 
-// [Note: one thread changes the state] The driver has no locks: only its thread calls these functions, except those
-// marked "any thread". The thread runs the messages of an inbox. The pipeline's callers post their requests, and the
-// engine's threads post that a transfer has ended. The driver runs messages before each action, and also after each
-// piece while it computes a tile together with the pool. So a message waits for one piece at most.
+// [Note: one thread changes the state] The driver has no locks: only the driver's thread calls these functions, except
+// those marked "any thread". The thread runs the messages of an inbox. The pipeline's callers post their requests, and
+// the engine's threads post that a transfer has ended. The driver runs messages before each action. While it computes a
+// tile together with the pool, it also runs messages after each piece, so that a message waits for one piece at most.
 //
-// Tiles are started in order, as far as the staging reaches: their states are read. Then they are computed, one after
-// the other, and their new states are written. Jobs in memory have a separate queue and need no staging. Their tiles
-// are computed, in order, while no tile of another job is ready. So they do not keep the disk idle, and they wait for
-// the disk only where it is faster than the processor. While there is no other job, a tile in memory is as long as many
-// tiles: at the end of each tile, threads wait for its last piece, and the next tile must wake them.
+// Tiles are started in order, as long as the staging has free buffers: to start a tile means to read its states. Tiles
+// whose states have been read are computed, one after the other, and their new states are written. Jobs in memory have
+// a separate queue and need no staging. The tiles of jobs in memory are computed, in order, while no tile of another
+// job is ready. As a result, jobs in memory never keep the disk idle, and they wait for other jobs only where the disk
+// is faster than the processor. While there is no other job, one tile of a job in memory is as long as many ordinary
+// tiles, because each end of a tile costs time: the threads wait for the tile's last piece, and the next tile must wake
+// the threads.
 class Driver {
  public:
   Driver(std::shared_ptr<Inbox> inbox, std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool,
@@ -43,7 +45,7 @@ class Driver {
   void cancel(const Future& future);
   [[nodiscard]] Staging& staging() { return staging_; }
   [[nodiscard]] UpdateCounters counters() const { return counters_; }
-  // Fails the jobs whose tiles are not all started. `run` returns when nothing is in flight.
+  // Fails the jobs whose tiles are not all started. After this call, `run` returns when nothing is in flight.
   void stop() { stopping_ = true; }
 
   // Called by the driver's thread.
@@ -56,7 +58,7 @@ class Driver {
  private:
   using Queue = std::deque<std::shared_ptr<Job>>;
 
-  // A job that is held, and the arguments to submit it with.
+  // A held job, and the other arguments with which it will be submitted.
   struct Held {
     std::shared_ptr<Job> job;
     bool speculative;
@@ -120,7 +122,7 @@ class Driver {
 
   std::vector<Held> held_;                                     // in the order in which they were submitted
   Queue jobs_;                                                 // queued or begun, in the order in which they run
-  Queue in_memory_;                                            // the same for jobs in memory
+  Queue in_memory_;                                            // queued or begun jobs in memory
   std::array<std::optional<std::uint64_t>, 2> begun_units_{};  // for each of the two queues, the unit begun last
   Queue jobs_ahead_;                                           // jobs that read ahead: neither taken over nor withdrawn
   std::deque<std::shared_ptr<Tile>> reading_;                  // in order; the front is the next to compute

@@ -18,8 +18,8 @@ void check_stream(const StateStream& stream, const char* name) {
   }
 }
 
-// Returns null for a moment that is not moved: one that no rule uses, unless its new values are written to another
-// place of memory. Such a moment may be omitted. Without arithmetic, every given moment is moved.
+// Returns null for a moment that is not moved. A moment is not moved if no rule uses it, unless its new values are
+// written to other memory. A moment that no rule uses may be omitted. Without arithmetic, every given moment is moved.
 const StateStream* check_moment(const StateStream& stream, bool arithmetic, bool used, const char* name) {
   if (!(arithmetic ? used || stream.source != nullptr : stream.given())) return nullptr;
   check_stream(stream, name);

@@ -1,4 +1,4 @@
-// A job that the driver works on, and its state.
+// A job of the update pipeline, and its state.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ inline constexpr std::array kStates = {State::weight, State::residual, State::ex
 
 [[nodiscard]] constexpr bool is_moment(State state) { return state == State::exp_avg || state == State::exp_avg_sq; }
 
-// A value for each state.
+// A table with one value for each state.
 template <class Value>
 class PerState {
  public:
@@ -45,12 +45,12 @@ struct Tile;
 //   begun  ──▶ ending  its last tile was started or passed over, or it failed
 //   ending ──▶ done    none of its tiles is in the staging any more
 enum class JobPhase : std::uint8_t {
-  held,    // its inputs are not ready yet
-  ahead,   // reads ahead; computes and writes nothing
-  queued,  // no tile of it was begun, except those taken over from a job that read ahead
+  held,    // the job's inputs are not ready yet
+  ahead,   // the job reads ahead; it computes and writes nothing
+  queued,  // no tile of the job was begun, except tiles taken over from a job that read ahead
   begun,
-  ending,  // starts no more tiles
-  done,    // its future is done
+  ending,  // the job starts no more tiles
+  done,    // the job's future is done
 };
 
 // Only the driver's thread accesses a job, except `given` and `streams`, which do not change once the job is made.
@@ -77,14 +77,15 @@ struct Job {
     return state != State::grad && streams[state] != nullptr && streams[state]->file != nullptr;
   }
 
-  // Whether the job reads no file and writes none.
+  // Whether the job neither reads nor writes a file.
   [[nodiscard]] bool in_memory() const {
     return ahead.empty() && std::all_of(kStates.begin(), kStates.end(), [this](State state) {
              return streams[state] == nullptr || streams[state]->file == nullptr;
            });
   }
 
-  // Bytes of the first `numel` elements of a state. If a tile may begin at element `numel`, also its offset in bytes.
+  // Bytes of the first `numel` elements of a state. If a tile may begin at element `numel`, the result is also the
+  // offset in bytes of this element.
   [[nodiscard]] std::uint64_t bytes(State state, std::uint64_t numel) const;
 
   // Bytes of a state's part of the largest tile, rounded up to complete pages.
@@ -95,23 +96,24 @@ struct Job {
   // Bytes of staging that a tile needs.
   [[nodiscard]] std::size_t staged_bytes(std::size_t tile_numel) const;
 
-  // Elements [begin, end) of a tile, which are in one chunk, as a byte range of the tile's part of a state. For int8,
-  // the range of their codes.
+  // Elements [begin, end) of a tile as a byte range of the tile's part of a state. The elements are in one chunk. For
+  // int8, the byte range is that of the elements' codes.
   [[nodiscard]] std::pair<std::size_t, std::size_t> piece(State state, std::size_t begin, std::size_t end) const;
 
-  // Whether any of elements [first, end) must be moved.
+  // Whether any element in [first, end) must be moved.
   [[nodiscard]] bool anything_to_do(std::uint64_t first, std::uint64_t end) const;
 };
 
-// Makes a job that is ready to run. Throws std::invalid_argument if it is inconsistent, or its tiles do not fit.
+// Makes a job that is ready to run. Throws std::invalid_argument if the job is inconsistent, or if its tiles do not fit
+// into a buffer of the staging.
 [[nodiscard]] std::shared_ptr<Job> make_job(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
 
-// The same for a job that reads ahead; its streams are the streams that it reads.
+// Makes a job that reads ahead. The job's streams are those that it reads; throws the exceptions of make_job.
 [[nodiscard]] std::shared_ptr<Job> make_job_ahead(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
 
-// Gives the tiles that `from` has in the staging to `job`, with the states that both read from the same place. Returns
-// false, and changes nothing, if a buffer has no room for the states that `job` reads in addition. Then the tiles must
-// be dropped.
+// Moves the tiles of `from` that are in the staging to `job`. A tile keeps the states that both jobs read from the same
+// place. Returns false, and changes nothing, if a buffer has no room for the states that `job` reads in addition. After
+// false, the caller must drop the tiles.
 [[nodiscard]] bool take_over(Job& from, const std::shared_ptr<Job>& job, std::size_t tile_numel,
                              std::size_t tile_bytes);
 

@@ -7,7 +7,7 @@
 
 namespace infinity {
 
-// Only the driver's thread accesses it.
+// Only the driver's thread accesses the staging.
 //
 // Invariant: after abandon() no buffer is handed out any more, even if buffers come back: a device that was given up
 // may still write to them.
@@ -18,13 +18,14 @@ class Staging {
   [[nodiscard]] bool has_free() const { return !free_.empty(); }
   [[nodiscard]] std::byte* take();
   void give_back(std::byte* buffer);
-  // The most tiles that may be read ahead: a fixed number, and the number of lent buffers.
+  // Largest number of tiles that may be read ahead: a fixed number plus the number of lent buffers.
   [[nodiscard]] std::size_t ahead_tiles_max() const;
 
-  // Adds as many buffers as fit in memory that belongs to somebody else.
+  // Adds as many buffers as fit in memory that is lent to the staging.
   void lend(std::byte* memory, std::size_t nbytes);
-  // Stops handing out buffers of that memory. The result is true once none is in use, and false once the staging is
-  // abandoned. Throws std::invalid_argument if the memory was not lent, or is reclaimed already.
+  // Stops handing out buffers of that memory. The returned future is true once no buffer of the memory is in use, and
+  // false once the staging is abandoned. Throws std::invalid_argument if the memory was not lent, or was already
+  // reclaimed.
   [[nodiscard]] std::future<bool> reclaim(const std::byte* memory);
 
   void abandon();
@@ -44,7 +45,7 @@ class Staging {
 
   const std::size_t buffer_bytes_;
   const std::size_t ahead_tiles_max_;
-  std::vector<std::byte*> free_;  // the last one is handed out next
+  std::vector<std::byte*> free_;  // the last free buffer is handed out next
   std::vector<Loan> loans_;
   bool abandoned_ = false;
 };

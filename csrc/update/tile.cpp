@@ -34,7 +34,7 @@ struct Span {
 };
 enum class Pages : std::uint8_t { read, written };
 
-// Whether a state has checksums, and pages of it were read or will be written.
+// Whether a state has checksums and some of its pages were read or will be written.
 bool checked(const Job& job, State state, Pages which) {
   const StateStream* stream = job.streams[state];
   if (stream == nullptr || stream->file == nullptr || stream->file->checksums() == nullptr) return false;
@@ -96,7 +96,7 @@ std::vector<Sums> sums_of(const std::vector<Span>& spans) {
   return result;
 }
 
-// The current values of a state whose new values are written to another place, from the tile's element 0 on.
+// The current values of a state whose new values are written to other memory; the pointer is to the tile's element 0.
 const std::byte* source_of(const Tile& tile, State state) {
   const StateStream* stream = tile.job->streams[state];
   if (stream == nullptr || stream->source == nullptr) return nullptr;
@@ -108,7 +108,7 @@ void bring(const Tile& tile, State state, std::size_t begin, std::size_t end) {
   std::memcpy(tile.memory[state] + begin, source_of(tile, state) + begin, end - begin);
 }
 
-// The states whose new values are written to another place than that of the current ones.
+// The states whose new values are written to other memory than that of the current values.
 std::vector<State> states_apart(const Tile& tile) {
   std::vector<State> result;
   std::copy_if(kStates.begin(), kStates.end(), std::back_inserter(result),
@@ -128,8 +128,8 @@ void bring_scales(const Tile& tile) {
   }
 }
 
-// The last page of a state is written completely. With a source, the bytes after the last element are not read: they
-// are set to zero, so that two runs write the same bytes.
+// The last page of a state is written completely. If the state has a source, the bytes after the last element were not
+// read. They are set to zero, so that two runs write the same bytes.
 void zero_padding(const Tile& tile) {
   for (const State state : states_apart(tile)) {
     if (!tile.job->written(state)) continue;
@@ -144,7 +144,8 @@ bool changes(const UpdateJob& job, const Segment& segment, State state) {
   return state != State::exp_avg_sq || segment.hyper.uses_exp_avg_sq();
 }
 
-// Copies those of elements [begin, end) that the update does not change; the update reads the others from the source.
+// Copies from the source those elements in [begin, end) that the update does not change; the update itself reads all
+// other elements from the source.
 void bring_rest(const Tile& tile, std::size_t begin, std::size_t end) {
   const UpdateJob& job = tile.job->given;
   for (const State state : states_apart(tile)) {
@@ -183,8 +184,8 @@ void update_piece(const Tile& tile, std::size_t begin, std::size_t end, Isa isa)
   if (!finite && job.not_finite != nullptr) *job.not_finite = true;
 }
 
-// Chooses the class of a transfer. New weights may be fetched again at once, and the next units wait for their states,
-// so other writes come last.
+// Chooses the class of a transfer. New weights may soon be fetched again, and the next units wait for the reads of
+// their states, so all other writes come last.
 IoClass class_of(OpKind kind, State state) {
   if (kind == OpKind::read) return IoClass::states;
   return state == State::weight ? IoClass::weights : IoClass::writeback;
@@ -230,8 +231,8 @@ IoRequest Tile::request(OpKind kind, State state) const {
 }
 
 std::optional<Failure> update_tile(const Tile& tile, ThreadPool& pool, Isa isa, const std::function<void()>& between) {
-  // The pages of scales belong to no piece: they are checked and copied before the pieces, and their checksums are
-  // taken after them.
+  // The pages of scales belong to no piece: these pages are checked and copied before the pieces are updated, and their
+  // checksums are taken after the pieces were updated.
   if (auto damage = first_damage(scale_pages(tile, Pages::read))) return damage;
   bring_scales(tile);
   zero_padding(tile);

@@ -1,5 +1,5 @@
-// One tile of a job: its parts of the states, and the computation once they are in memory. The pipeline around it is in
-// driver.cpp.
+// One tile of a job: the tile's parts of the states, and the computation once these parts are in memory. The pipeline
+// around it is in driver.cpp.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ enum class TilePhase : std::uint8_t { ahead, dropped, reading, computing, writin
 inline constexpr std::size_t kTilePhases = 6;
 
 // Only the driver's thread changes a tile. While the tile is computed, the threads of the pool read its members, except
-// its phase and `pending`, which may change meanwhile.
+// its phase and `pending`, which may change during the computation.
 struct Tile {
   std::shared_ptr<Job> job;
   TilePhase phase;
@@ -39,7 +39,8 @@ struct Tile {
   // Throws std::logic_error for a transition that is not listed above.
   void go(TilePhase to);
 
-  // Finds memory for the states that have none yet. Returns the states that must be read from the file to that memory.
+  // Finds memory for the states that have no memory yet. Returns those states that must be read from the file into this
+  // memory.
   [[nodiscard]] std::vector<State> place_states(std::size_t tile_numel);
   [[nodiscard]] std::vector<State> written_states() const;
 
@@ -47,12 +48,12 @@ struct Tile {
   [[nodiscard]] IoRequest request(OpKind kind, State state) const;
 };
 
-// Updates a tile whose states are in memory, with all threads of the pool. Each thread takes a piece that fits its
-// cache, checks the pages that were read, updates them, and computes the checksums of the pages to write.
+// Updates a tile whose states are in memory, with all threads of the pool. Each thread works on a piece that fits its
+// cache: it checks the pages that were read, updates the elements, and computes the checksums of the pages to write.
 //
 // `between`: see ThreadPool::parallel_for.
 //
-// Returns the first damage in the tile. If there is any, nothing of the tile may be written, and the remembered
+// Returns the first damage in the tile. If there is damage, nothing of the tile may be written, and the remembered
 // checksums of the file are unchanged.
 [[nodiscard]] std::optional<Failure> update_tile(const Tile& tile, ThreadPool& pool, Isa isa,
                                                  const std::function<void()>& between);

@@ -20,7 +20,7 @@ struct UpdatePipeline::Impl {
   const std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();
   const int nice;
   Driver driver;
-  std::thread thread;  // last: the thread starts when all other members exist
+  std::thread thread;  // declared last: the thread starts when all other members exist
 
   Impl(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, Staging staging, std::size_t numel,
        std::size_t nbytes, Isa isa)
@@ -44,10 +44,10 @@ struct UpdatePipeline::Impl {
     inbox->post(std::move(message));
   }
 
-  // Runs `call` on the driver's thread. Returns its result, or throws its exception.
+  // Runs `call` on the driver's thread. Returns the result of `call`, or throws the exception that `call` threw.
   template <class Call>
   auto ask(Call call) {
-    // Shared, because the driver's thread still uses the task when its result is available.
+    // Shared, because the driver's thread may still use the task after the result is available.
     const auto task = std::make_shared<std::packaged_task<decltype(call())()>>(std::move(call));
     auto answer = task->get_future();
     post([task] { (*task)(); });
@@ -71,7 +71,7 @@ UpdatePipeline::UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr
 }
 
 UpdatePipeline::~UpdatePipeline() {
-  // In a forked child the threads do not exist: neither join them nor destroy the objects that they own.
+  // In a forked child the threads do not exist: do not join the threads, and do not destroy the objects that they own.
   if (getpid() != impl_->pid) static_cast<void>(impl_.release());
 }
 
@@ -86,7 +86,7 @@ UpdateFuture UpdatePipeline::submit(UpdateJob job, bool speculative, const Futur
     }
   };
   if (ahead != nullptr) {
-    impl_->ask(begin);  // waits, because the driver may refuse the job
+    impl_->ask(begin);  // waits for the driver, because the driver may refuse the job
   } else {
     impl_->post(begin);
   }

@@ -1,4 +1,4 @@
-// The optimizer work of a unit: read states → Adam → write states, in tiles, all three in flight at once.
+// The optimizer work of a unit: read states → Adam → write states, in tiles; all three stages run at the same time.
 #pragma once
 
 #include <atomic>
@@ -23,11 +23,12 @@ namespace infinity {
 //   both          the memory is current: it is updated in place, and the new values are also written to the file
 //
 // Element 0 of the job is at memory[0]. In the file, the state is read from `offset` and written to `write_offset`,
-// which may be the same place. If there is a file, memory and offsets are 4 KiB-aligned, with room for the last tile
-// rounded up to 4 KiB.
+// which may be the same place. If there is a file, memory and offsets are 4 KiB-aligned, and the memory has room for
+// the last tile rounded up to 4 KiB.
 //
-// New values may be written to another place than that of the current values. Then `source` has the current values in
-// memory, which are not changed. Every element of a tile that is moved is copied from `source`; see UpdateJob::whole.
+// New values may be written to a different place than the current values. In this case `source` points to the
+// current values in memory, which are not changed. Every element of a tile that is moved is copied from `source`; see
+// UpdateJob::whole.
 struct StateStream {
   std::byte* memory = nullptr;
   std::shared_ptr<SwapFile> file;
@@ -55,13 +56,13 @@ struct UpdateJob {
   std::optional<std::uint64_t> unit = std::nullopt;  // speculative jobs are never placed between jobs of a unit
 };
 
-// The result of a job, and two milestones on the way to it.
+// The result of a job, and two milestones before the job is done.
 //
 //   computed   All new values are computed: states in memory are new, and the gradients are not read any more. Writes
 //              to the file may be in flight.
 //   weights    The new weights are in memory and in the file, as the job asks.
 //
-// If the job fails before it reaches a milestone, the milestone fails with it.
+// If the job fails before a milestone is reached, the milestone fails with the same failure.
 struct UpdateCompletion : Completion {
   Completion computed;
   Completion weights;
@@ -75,11 +76,11 @@ struct UpdateCompletion : Completion {
 using UpdateFuture = std::shared_ptr<UpdateCompletion>;
 
 // A tile in the trace of a pipeline, from the check of the pages that were read to the checksums of the pages to write.
-// Python reads the struct's bytes (infinity/io/events.py).
+// Python parses the bytes of this struct (infinity/io/events.py).
 struct TileEvent {
   std::uint64_t begin_ns;
   std::uint64_t end_ns;
-  std::uint64_t first;  // index of its first element in the job
+  std::uint64_t first;  // index of the tile's first element in the job
   std::uint64_t numel;
   std::uint64_t tag;
 };
@@ -94,32 +95,33 @@ struct UpdateCounters {
   std::uint64_t write_wait_ns = 0;  // time in which the driver was idle while writes were in flight, but no reads
 };
 
-// Jobs run in the order in which they are submitted. A speculative job is an exception: it runs next, after the other
-// jobs of a unit that was begun. Jobs that read and write no file are not in that order: they run in their own order
-// while the other jobs have nothing to compute. The first tiles of a job are read while the last tiles of the job
-// before it are written, so the pipeline does not drain between units. One thread, the driver, keeps reads in flight as
-// far as the staging reaches, runs Adam on the oldest tile that is read, and starts its writes (see driver.hpp). A tile
-// is neither read nor written if each of its elements is skipped or in no segment, unless the job has `whole` set.
+// Jobs run in the order in which they are submitted. A speculative job is an exception: it runs next, that is, directly
+// after the remaining jobs of a unit that was begun. Jobs that neither read nor write a file have a separate order:
+// they run while the other jobs have nothing to compute. The first tiles of a job are read while the last tiles of the
+// job before it are written, so the pipeline does not drain between units. One thread, the driver, keeps reads in
+// flight as long as the staging has free buffers, runs Adam on the oldest tile that has been read, and starts the
+// tile's writes (see driver.hpp). A tile is neither read nor written if every element of the tile is skipped or outside
+// all segments, unless the job has `whole` set.
 //
-// A job that fails starts no more tiles; its future fails once nothing of the job is in flight. Its states are then
-// partly new, partly old. If a tile has a damaged page, no new value of the tile reaches the file, but states in memory
-// may be new in part.
+// A job that fails starts no more tiles; its future fails once nothing of the job is in flight. The states of a failed
+// job are partly new, partly old. If a tile has a damaged page, no new value of the tile reaches the file, but some
+// values in memory may be new.
 //
-// [Note: reading ahead] The reads of a job can be known before its computation is. A job that reads ahead computes and
-// writes nothing. It reads only when no other job has tiles to read, and only as many tiles as may be read ahead. When
-// the update is decided, the submitted job takes over the tiles of the job that read ahead, including tiles that are
-// still being read, and reads the states that are missing. If the job that read ahead has failed, the job that takes it
-// over fails, too.
+// [Note: reading ahead] It can be known which states a job will read before it is known what the job will compute. A
+// job that reads ahead computes and writes nothing. It reads only when no other job has tiles to read, and at most as
+// many tiles as may be read ahead. Once the computation is known, a job is submitted for it. This job takes over the
+// tiles of the job that read ahead, including tiles that are still being read, and reads the states that are missing.
+// If the job that read ahead has failed, the job that takes over its tiles fails, too.
 //
-// Invariant: the staging of a tile is reused only when its writes are complete. After a timeout (FailureKind) nothing
-// is known to be complete: no staging is reused, and every job, present and future, fails with the timeout.
+// Invariant: the staging of a tile is reused only when the tile's writes are complete. After a timeout (FailureKind)
+// nothing is known to be complete: no staging is reused, and every present and later job fails with the timeout.
 //
 // The driver completes the futures: their callbacks must not call the pipeline.
 class UpdatePipeline {
  public:
-  // `staging` is 4 KiB-aligned. It has room for at least two tiles of `tile_bytes`, a multiple of 4 KiB, besides those
-  // that may be read ahead. `tile_numel` is a positive multiple of kCutNumel, so that every stream's tile is a multiple
-  // of 4 KiB. Throws std::invalid_argument otherwise. The pipeline keeps `engine` and `pool` alive.
+  // `staging` is 4 KiB-aligned. It has room for at least two tiles of `tile_bytes` (a multiple of 4 KiB) in addition to
+  // the tiles that may be read ahead. `tile_numel` is a positive multiple of kCutNumel, so that every stream's tile is
+  // a multiple of 4 KiB. Throws std::invalid_argument otherwise. The pipeline keeps `engine` and `pool` alive.
   UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
                  std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, std::size_t ahead_tiles_max,
                  Isa isa);
@@ -128,44 +130,47 @@ class UpdatePipeline {
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  // A speculative job precedes the jobs of units that were not begun. With `ahead`, the job takes over that job, which
-  // is then done and must have the same format and size. Throws std::invalid_argument for an inconsistent job, or one
-  // whose tiles do not fit the staging.
+  // A speculative job precedes the jobs of units that were not begun. With `ahead`, the job takes over the tiles of the
+  // job that `ahead` belongs to. That job is done afterwards; it must have the same format and size. Throws
+  // std::invalid_argument if the job is inconsistent, or if its tiles do not fit the staging.
   //
-  // With `after`, the job is held until these futures are done, and then submitted. A speculative job that was
-  // submitted meanwhile comes after it. The job fails with the first of these futures that fails. `ahead` continues to
-  // read while the job is held, and is withdrawn if the job fails before it is submitted.
+  // With `after`, the job is held until the futures in `after` are done, and is submitted at that moment. A speculative
+  // job that was submitted while this job was held runs after this job. If one of the futures in `after` fails, the job
+  // fails with the first such failure. The job of `ahead` continues to read while this job is held, and is withdrawn if
+  // this job fails before it is submitted.
   UpdateFuture submit(UpdateJob job, bool speculative = false, const Future& ahead = nullptr,
                       const std::vector<Future>& after = {});
   // Starts to read a job's tiles ahead; see [Note: reading ahead]. Only the format, numel, tag and the given states of
-  // `job` matter. Each of these states is in a file. Nothing may change it there until the job is taken over or
-  // withdrawn. Throws the exceptions of submit.
+  // `job` matter. Each of these states is in a file. Nothing may change the state in the file until the job is taken
+  // over or withdrawn. Throws the exceptions of submit.
   UpdateFuture read_ahead(UpdateJob job);
-  // The most tiles that may be read ahead.
+  // Largest number of tiles that may be read ahead.
   [[nodiscard]] std::size_t ahead_tiles_max() const;
-  // Adds memory to the staging: as many more tiles may be read ahead as fit in the memory. `memory` is 4 KiB-aligned
-  // and belongs to the pipeline until `reclaim` has returned true.
+  // Adds memory to the staging, so that more tiles can be read ahead: as many as fit in the added memory. `memory` is 4
+  // KiB-aligned and belongs to the pipeline until `reclaim` has returned true.
   void lend(std::byte* memory, std::size_t nbytes);
-  // Starts no more tiles in memory that was lent, and waits until it contains none. This may wait forever unless jobs
-  // that read ahead and have tiles in the memory are taken over or withdrawn. Returns false if a device was given up
-  // that may still use the memory: it must never be freed. Throws std::invalid_argument if the memory was not lent.
+  // Starts no more tiles in memory that was lent, and waits until the memory contains no tiles. The wait may last
+  // forever unless all jobs that have read tiles ahead into the memory are taken over or withdrawn. Returns false if a
+  // device that may still use the memory was given up; in that case the memory must never be freed. Throws
+  // std::invalid_argument if the memory was not lent.
   [[nodiscard]] bool reclaim(std::byte* memory);
-  // Withdraws all jobs of each list, if each of them is held, reads ahead, or has no tile that was started. Withdrawn
-  // jobs fail with ECANCELED and have written nothing. Returns false for a list with a job that was begun or is done;
-  // then all jobs of the list continue.
+  // Withdraws all jobs of each list in which every job is held, reads ahead, or has no started tile. Withdrawn jobs
+  // fail with ECANCELED and have written nothing. Returns false for a list with a job that was begun or is done; all
+  // jobs of such a list continue.
   std::vector<bool> withdraw(const std::vector<std::vector<Future>>& lists);
-  // Starts no more tiles of a job. The job fails with ECANCELED once nothing of it is in flight, unless all its tiles
-  // were started before.
+  // Starts no more tiles of a job. The job fails with ECANCELED once nothing of the job is in flight, unless all its
+  // tiles were already started.
   void cancel(const Future& job);
   [[nodiscard]] UpdateCounters counters() const;
   // Like IoEngine::trace and IoEngine::take_trace, but for tiles.
   void trace(bool on, std::size_t events_max);
   [[nodiscard]] TileLog::Taken take_trace();
-  // True once a device was given up that may still use the staging, which must then never be freed. The flag outlives
-  // the pipeline.
+  // True once a device that may still use the staging was given up; in that case the staging must never be freed. The
+  // flag outlives the pipeline.
   [[nodiscard]] std::shared_ptr<const std::atomic<bool>> abandoned() const;
 
-  // Bytes of a tile of `numel` elements whose states are all in a file; with `gradients`, the gradients also are.
+  // Bytes of a tile of `numel` elements whose states are all in a file; with `gradients`, its gradients are in a file,
+  // too.
   [[nodiscard]] static std::size_t staging_tile_bytes(const StateFormat& format, std::size_t numel, bool gradients);
 
  private:
