@@ -1,13 +1,14 @@
 """Seam to a device with its own memory: streams, events, copies, pinning. No other file names a vendor.
 
 [Note: streams and events] A stream is a queue of work on the device; the host runs ahead of it. An event is a position
-in a stream. `wait` orders the work of another stream after an event. `synchronize` orders the host after an event, and
-sleeps, because its cores belong to the update. A write of memory must be ordered after all earlier uses of the memory,
-and a read after the write. No order is implicit: `copy` runs after the work that is queued on
-its own stream and after the events it is given. The memory of a copy must not change before the copy's event.
+in a stream. `wait` orders the work of another stream after an event. `synchronize` orders the host after an event; the
+waiting thread sleeps, because the host's cores are needed for the update. A write of memory must be ordered after all
+earlier uses of the memory, and a read after the write. No order is implicit: a copy runs after the work that is queued
+on the copy's stream and after the events that are given to `copy`. The memory of a copy must not change before the
+copy's event.
 
-tests/sim has another Accelerator. Its copies run as late, as early or as randomly as their events allow, and it checks
-that any two uses of the same bytes are ordered.
+tests/sim has another Accelerator. The copies of this imitation run as late, as early or as randomly as their events
+allow, and the imitation checks that any two uses of the same bytes are ordered.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from infinity.errors import ConfigError
 from infinity.sizes import format_bytes
 
 Stream: TypeAlias = Any
-"""Queue of work on a device; the type is the accelerator's own."""
+"""Queue of work on a device; each accelerator has its own type of stream."""
 Event: TypeAlias = Any
-"""Position in a stream; the type is the accelerator's own."""
+"""Position in a stream; each accelerator has its own type of event."""
 
 
 @dataclass(frozen=True)
 class GateTable:
     """Addresses of C functions for the native core, which copies and waits without Python.
 
-    Their signatures are those of cudart; each returns 0 or an error code.
+    The functions have the signatures of the CUDA runtime; each function returns 0 or an error code.
 
     Attributes:
         enter: cudaSetDevice(int), called by each native thread; 0 if no call is needed.
@@ -57,9 +58,9 @@ class Accelerator(Protocol):
 
     Attributes:
         device: the torch device, with its index.
-        pins_resident: whether pinning makes all pages resident in one thread. If so, it is faster to touch the pages
-            from all threads first.
-        nice: niceness of the threads that compute updates, which yield to those that feed the device
+        pins_resident: whether pinning makes all pages resident in one thread. If so, pinning is faster after all
+            threads together have touched the pages.
+        nice: niceness of the threads that compute updates, which yield to the threads that feed the device
             (_native.ThreadPool).
     """
 
@@ -83,7 +84,7 @@ class Accelerator(Protocol):
         """Return a context manager in which this thread's kernels are queued on the stream."""
 
     def record(self, on: Stream, *, timed: bool = False) -> Event:
-        """Record and return an event after everything that is queued on the stream now.
+        """Record and return an event behind all work that is queued on the stream so far.
 
         Args:
             on: the stream.
@@ -91,7 +92,7 @@ class Accelerator(Protocol):
         """
 
     def wait(self, on: Stream, event: Event) -> None:
-        """Make work that is queued on the stream from now on run after the event."""
+        """Make the stream wait for the event before it runs work that is queued after this call."""
 
     def reached(self, event: Event) -> bool:
         """Return whether the event has happened, without waiting."""
@@ -109,13 +110,13 @@ class Accelerator(Protocol):
         """Return device memory as a uint8 tensor [nbytes], aligned to 4 KiB. Raises torch.OutOfMemoryError."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor, *, on: Stream, after: Sequence[Event] = ()) -> Event:
-        """Queue a copy between the host's pinned memory and the device, and return the event after it.
+        """Queue a copy between the host's pinned memory and the device, and return the event behind the copy.
 
         Args:
             into: destination, contiguous; of the same size as `source`, and uint8 or of the same dtype.
             source: contiguous; neither tensor may be changed or freed before the event has happened.
-            on: the stream to queue the copy on.
-            after: events that the copy, and all work queued on the stream later, waits for.
+            on: the stream on which the copy is queued.
+            after: events that the copy waits for; all work that is queued on the stream later waits for them, too.
         """
 
     def pin(self, address: int, nbytes: int) -> str:
@@ -125,7 +126,10 @@ class Accelerator(Protocol):
         """Unpin memory that `pin` pinned."""
 
     def event(self) -> Event:
-        """Make an event for native code to record. It may be waited for once native code has recorded it."""
+        """Make an event that native code will record.
+
+        Waiting for the event is allowed once native code has recorded it.
+        """
 
     def handle(self, of: Stream | Event) -> int:
         """Return a stream or an event as an integer handle for native code."""
@@ -137,7 +141,10 @@ class Accelerator(Protocol):
 _ALIGNMENT = 4096
 _SUPPORTED = ("cuda",)  # torch uses this name for ROCm, too. XPU's runtime has no C functions for a GateTable.
 _BLOCKING = {"cuda": {"blocking": True}}
-"""Arguments that make the host sleep while it waits for an event. (torch.Event takes `blocking`, and ignores it.)"""
+"""Arguments that make the host sleep while it waits for an event.
+
+(torch.Event has an argument `blocking`, but ignores it.)
+"""
 _FUNCTIONS = ("SetDevice", "MemcpyAsync", "EventRecord", "StreamWaitEvent", "EventSynchronize")
 
 
@@ -145,7 +152,7 @@ class TorchAccelerator:
     """Device of torch: CUDA or ROCm, for which torch has one module.
 
     Args:
-        device: with its index; without it the runtime would open a context on the first device.
+        device: the device with its index; without the index the runtime would open a context on the first device.
     """
 
     pins_resident = True
@@ -217,7 +224,7 @@ class TorchAccelerator:
                 c_runtime.forget_error(self.device)
 
     def event(self) -> Event:
-        return self.record(self.current())  # torch creates the runtime's event at the first recording
+        return self.record(self.current())  # torch creates the runtime's event when the event is first recorded
 
     def handle(self, of: Stream | Event) -> int:
         return int(of.cuda_event if hasattr(of, "cuda_event") else of.cuda_stream)
@@ -226,7 +233,7 @@ class TorchAccelerator:
         """Return the addresses of the runtime's C functions.
 
         Raises:
-            ConfigError: the entry points are not found; says why.
+            ConfigError: the entry points are not found; the message says why.
         """
         found = c_runtime.addresses(_FUNCTIONS)
         if found is None:
@@ -264,7 +271,7 @@ def current_device() -> torch.device:
 
 
 def resolve(device: torch.device | str | None) -> torch.device:
-    """Return the device with its index: "cuda" becomes the GPU that is current now, even if another is current later.
+    """Return the device with its index: "cuda" becomes the GPU that is current at this moment.
 
     Args:
         device: a device or its name; None for the current device.
@@ -322,7 +329,7 @@ def devices() -> list[torch.device]:
 
 
 def why_no_device() -> str:
-    """Return the runtime's reason for finding no device; '' if it finds one, or if torch has no runtime."""
+    """Return why the runtime finds no device; '' if the runtime finds a device, or if torch has no runtime."""
     if not has_runtime():
         return ""
     try:
@@ -333,7 +340,7 @@ def why_no_device() -> str:
 
 
 def describe(device: torch.device) -> DeviceFacts:
-    """Return facts about a device. Opens a context on it."""
+    """Return facts about a device. The call opens a context on the device."""
     module = torch.get_device_module(device)
     facts, (free, total) = module.get_device_properties(device), module.mem_get_info(device)
     architecture = getattr(facts, "gcnArchName", "") if torch.version.hip is not None else ""
@@ -357,7 +364,7 @@ def free_bytes(device: torch.device) -> int:
 def random_states() -> list[torch.Tensor]:
     """Return the generator states of all accelerators, without drawing a number.
 
-    The list is empty if no accelerator was used yet: their generators start with torch's seed.
+    The list is empty if no accelerator was used yet: the generators of unused accelerators start with torch's seed.
     """
     module = _module_in_use()
     return [] if module is None else list(module.get_rng_state_all())

@@ -19,7 +19,7 @@ from infinity.errors import ConfigError
 _PREFIXES = {"libcudart": "cuda", "libamdhip64": "hip"}
 """Prefixes of the runtime's function names, by the beginning of its file name."""
 _DELETED = " (deleted)"
-"""Suffix that Linux adds to the path of a loaded file that was replaced since, for example by a package upgrade."""
+"""Suffix that Linux adds to the path of a loaded file after the file was replaced, for example by a package upgrade."""
 _MAPS = Path("/proc/self/maps")
 _ADDRESS_BYTES = 32
 
@@ -39,13 +39,13 @@ def _open(path: Path) -> ctypes.CDLL | None:
     """Open a loaded library.
 
     Returns None if the library's file was replaced and the linker does not know the library by name either. Opening the
-    file that has its path now would load a second runtime.
+    new file at this path would load a second runtime.
     """
     if not path.name.endswith(_DELETED):
         return ctypes.CDLL(str(path))
     path = path.with_name(path.name.removesuffix(_DELETED))
     names = [str(path), path.name]
-    while names[-1].rpartition(".")[2].isdigit():  # libcudart.so.12.4.127 is known as libcudart.so.12
+    while names[-1].rpartition(".")[2].isdigit():  # the linker knows libcudart.so.12.4.127 as libcudart.so.12
         names.append(names[-1].rpartition(".")[0])
     for name in names:
         try:
@@ -73,7 +73,7 @@ def forget_error(device: torch.device, maps: Path = _MAPS) -> None:
 
 
 def _provoke(device: torch.device) -> None:
-    """Clear the error if the runtime is linked into torch's own library: the launch check of a kernel raises it."""
+    """Clear the error of a runtime inside torch's own library: launch a kernel, whose launch check raises the error."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError:
@@ -83,15 +83,16 @@ def _provoke(device: torch.device) -> None:
 def addresses(names: Sequence[str], maps: Path = _MAPS) -> list[int] | None:
     """Return the addresses of functions of the loaded runtime.
 
-    The result is None if the runtime is linked into torch's own library. If there are several CUDA runtimes, any one
-    will do, because streams and events belong to the driver.
+    The result is None if the runtime is linked into torch's own library. If there are several CUDA runtimes, any of
+    them can be used, because streams and events belong to the driver.
 
     Args:
         names: names of the functions without their prefix ("EventRecord").
         maps: Linux's list of the files mapped into this process.
 
     Raises:
-        ConfigError: the runtime's file was replaced since it was loaded, and its functions can no longer be found.
+        ConfigError: the runtime's file was replaced after it had been loaded, and the runtime's functions can no longer
+            be found.
     """
     prefix = "cuda" if torch.version.hip is None else "hip"
     runtimes = [path for path, of in _loaded(maps) if of == prefix]
@@ -109,7 +110,7 @@ def addresses(names: Sequence[str], maps: Path = _MAPS) -> list[int] | None:
 
 
 def pci_address(index: int) -> str:
-    """Return a device's address on the PCI bus, as /sys writes it ('0000:65:00.0'); '' if the runtime does not say."""
+    """Return a device's address on the PCI bus, as /sys writes it ('0000:65:00.0'); '' if it is unknown."""
     found = addresses(("DeviceGetPCIBusId",))
     if not found:
         return ""

@@ -14,7 +14,7 @@ def groups(controller: str, root: Path = _ROOT) -> list[Path]:
 
     Args:
         controller: the controller's name in version 1: 'memory', 'cpu', 'io'.
-        root: directory that contains sys/ and proc/; tests pass another one than /.
+        root: directory that contains sys/ and proc/; `/` except in tests.
     """
     mounts = root / "sys/fs/cgroup"
     found: list[Path] = []
@@ -23,7 +23,7 @@ def groups(controller: str, root: Path = _ROOT) -> list[Path]:
         if len(parts) < 3:
             continue
         if parts[:2] == ["0", ""]:
-            tops = [mounts, mounts / "unified"]  # "unified" if the system has version 1, too
+            tops = [mounts, mounts / "unified"]  # the directory is called "unified" if the system has version 1, too
         elif controller in parts[1].split(","):
             tops = [mounts / parts[1], mounts / controller]
         else:
@@ -44,7 +44,7 @@ def memory_limits(root: Path = _ROOT) -> list[tuple[int, int]]:
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
             limit, usage = number_of(group / limit_name), number_of(group / usage_name)
-            if limit is not None and usage is not None:  # no limit is the word 'max'
+            if limit is not None and usage is not None:  # the word 'max' means no limit
                 found.append((limit, usage))
     return found
 
@@ -57,6 +57,6 @@ def processors_allowed(root: Path = _ROOT) -> float | None:
         if not quota:
             quota, period = text_of(group / "cpu.cfs_quota_us"), text_of(group / "cpu.cfs_period_us")
         allowed, of = number_in(quota), number_in(period)
-        if allowed is not None and of is not None and allowed > 0 and of > 0:  # no quota is 'max', or -1
+        if allowed is not None and of is not None and allowed > 0 and of > 0:  # 'max' or -1 means no quota
             quotas.append(allowed / of)
     return min(quotas, default=None)

@@ -1,7 +1,7 @@
-"""Handling of forked children (DataLoader workers): using infinity in them raises, and locks are closed in them.
+"""Handling of forked children (DataLoader workers): infinity refuses to run in them, and inherited locks are closed.
 
-The engine's threads and the arena's pages do not exist in a forked child. File descriptors do: a child that kept the
-descriptor of a lock would keep the swap directory locked after its parent was killed.
+The engine's threads and the arena's pages do not exist in a forked child. File descriptors do exist in the child: a
+child that kept the descriptor of a lock would keep the swap directory locked after its parent was killed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def use() -> None:
 def in_this_process(function: Callable[[], object]) -> Callable[[], None]:
     """Wrap a function so that it does nothing in forked children.
 
-    A finalizer runs in children again, but the resource that it frees belongs to the parent.
+    A finalizer would run once more in each child, but the resource that it frees belongs to the parent.
     """
     process = os.getpid()
 

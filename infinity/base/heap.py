@@ -1,8 +1,8 @@
-"""Freed heap memory, which is returned to the system while a model runs.
+"""Return of freed heap memory to the system while a model runs.
 
 Without a GPU, torch's tensors are in glibc's heap. The heap keeps the largest size that it ever had, because the holes
-that activations and gradients leave are between tensors in use. glibc's own remedy is a low threshold for mapping
-tensors one by one, but then every tensor above it page-faults all its pages again.
+that activations and gradients leave are between tensors in use. glibc's own remedy is to map each tensor separately
+from a low size threshold on, but with this remedy every tensor above the threshold page-faults all its pages again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 _LIBC = ctypes.CDLL(None)
 _SHARE = 8
-"""Divisor of the budget: unused memory in the heap may be this fraction of it."""
+"""Divisor of the budget: unused memory in the heap may be up to this fraction of the budget."""
 
 
 class _MallInfo(ctypes.Structure):
@@ -22,10 +22,10 @@ class _MallInfo(ctypes.Structure):
 
 
 class Heap:
-    """Heap of this process, which is checked whenever `budget` / 8 bytes of weights have been used.
+    """Heap of this process, which is checked each time a further `budget` / 8 bytes of weights have been used.
 
-    If its holes are larger than that at a check, they are returned to the system. glibc does not tell which holes still
-    have pages, so each check with large holes does this again.
+    If the heap's holes are larger than `budget` / 8 bytes at a check, the holes are returned to the system. glibc does
+    not report which holes still have pages, so every check with large holes returns all of them again.
 
     Nothing happens if the C library is not glibc, or is glibc before 2.33.
 
@@ -41,7 +41,7 @@ class Heap:
             _LIBC.mallinfo2.restype = _MallInfo
 
     def used(self, nbytes: int) -> None:
-        """Count weights of `nbytes` that are about to be used, and check the heap if it is time."""
+        """Count weights of `nbytes` that are about to be used, and check the heap if a check is due."""
         self._used += nbytes
         if self._used < self._keeps:
             return

@@ -13,17 +13,17 @@ _ROOT = Path("/")
 
 
 def available_host_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes of RAM that can be allocated now: the system's or the control groups' rest, whichever is less.
+    """Return the bytes of RAM that can be allocated now, within the limits of the system and of the control groups.
 
     Args:
-        root: directory that contains sys/ and proc/ of the groups; tests pass another one than /.
+        root: directory that contains sys/ and proc/ of the groups; `/` except in tests.
     """
     left = [max(limit - usage, 0) for limit, usage in memory_limits(root)]
     return min([int(psutil.virtual_memory().available), *left])
 
 
 def budgets_in_ram(left: int) -> dict[str, str]:
-    """Return values of memory.host and memory.device that fit together, for a machine whose CPU computes.
+    """Return values of memory.host and memory.device that fit into RAM together, for a machine without a GPU.
 
     Args:
         left: bytes of RAM that can be allocated.

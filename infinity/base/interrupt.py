@@ -1,31 +1,32 @@
-"""Deferral of Ctrl-C and SIGTERM: they are delivered between transitions, never in the middle of one.
+"""Deferral of Ctrl-C and SIGTERM: signals are delivered between transitions, never in the middle of a transition.
 
-[Note: where Ctrl-C may come]
-Python runs a signal handler between any two instructions of the main thread. If the handler raises, the interrupted
-work is left half done: for example a lease without an owner, or only some parameters of a unit shown. So every function
-that changes more than one thing is decorated with `uninterruptible`. If signals arrive while it runs, the first is
-delivered when the function ends, and the others are dropped. Where such a function waits long and nothing is half done
-(Weights.finish_fetch, OffloadedUnit._await), `interruptible` lets signals in. No signal is let in during its other
-waits, such as those for a commit or for the window of spilled gradients, nor during a step before its end
+[Note: where Ctrl-C may come] Python runs a signal handler between any two instructions of the main thread. If the
+handler raises, the interrupted work is left half done: for example a lease without an owner, or only some parameters of
+a unit shown. So every function that changes more than one thing is decorated with `uninterruptible`. If signals arrive
+while such a function runs, the first signal is delivered when the function ends, and the other signals are dropped.
+Where such a function waits long and nothing is half done (Weights.finish_fetch, OffloadedUnit._await), `interruptible`
+allows the delivery of signals. No signal is delivered during other waits of such a function, such as a wait for a
+commit or for the window of spilled gradients. During a step, no signal is delivered before the end of the step
 (`interrupts_deferred`).
 
 Only the main thread receives signals. Autograd on a GPU runs hooks on another thread. Signals that were deferred before
-a fork belong to the parent: a forked child starts with nothing deferred, and may be stopped like any process.
+a fork belong to the parent: a forked child starts without deferred signals, and can be stopped like any process.
 
-[Note: whose handler it is]
-A handler is wrapped when an `uninterruptible` function begins, and stays wrapped: a step has hundreds of transitions,
-and installing a handler costs more than most of them. The wrapper calls the handler at once, or when the
-`uninterruptible` function ends. A handler that is not a function (SIG_DFL, SIG_IGN, or one not installed from Python)
-raises nothing and is not wrapped.
+[Note: whose handler it is] A handler is wrapped when an `uninterruptible` function begins, and stays wrapped: a step
+has hundreds of transitions, and installing a handler costs more than most of them. The wrapper calls the handler at
+once, or when the `uninterruptible` function ends. A handler that is not a function raises nothing and is not wrapped
+(SIG_DFL, SIG_IGN, or a handler that was not installed from Python).
 
-The user may install another handler at any time; the next transition finds that it is not wrapped, and wraps it. The
-check uses `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` makes enums and takes a hundred times as
-long. A new wrapper calls only the handler that it found. So handlers that call their predecessor, which may be a
-wrapper, never call each other in a cycle. A wrapper that the user saved and installs again works like a new one.
+The user may install another handler at any time; the next transition finds that the new handler is not wrapped, and
+wraps it. The check uses `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` converts the result to enums
+and takes a hundred times as long. A new wrapper calls only the handler that was installed before the wrapper. So
+handlers that call their predecessor (which may be a wrapper) never call each other in a cycle. A wrapper that the user
+saved and installs again works like a new one.
 
-`give_back` unwraps the handlers when the last model is closed or collected. Until then, code that asks for the handler
-finds the wrapper. Therefore asyncio.run leaves Ctrl-C to KeyboardInterrupt, as before Python 3.11. And if asyncio.run
-begins before the model is offloaded and ends before the model does, its handler stays installed.
+`give_back` unwraps the handlers when the last model is closed or collected. Until the handlers are unwrapped, code that
+asks for the handler gets the wrapper. Therefore asyncio.run leaves Ctrl-C to KeyboardInterrupt, as before Python 3.11.
+If asyncio.run begins before the model is offloaded and ends before the model is closed, asyncio's handler stays
+installed.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ class _Wrapper:
 class _Signals:
     """Deferral state of the main thread.
 
-    Invariant: while `deferred`, handlers that are functions are wrapped, unless the user replaced one meanwhile.
+    Invariant: while `deferred`, handlers that are functions are wrapped, unless the user has replaced a handler since.
 
     Attributes:
-        deferred: whether an `uninterruptible` function runs, and is not in an interruptible wait.
-        strict: whether no signal is let in during its waits either.
+        deferred: whether an `uninterruptible` function runs and is not in an interruptible wait.
+        strict: whether signals are deferred during the function's waits, too.
         came: handlers to call, with their arguments, in the order in which the signals arrived.
         main: id of the only thread that may defer; 0 if Python does not say which thread gets signals.
     """
@@ -89,7 +90,7 @@ class _Signals:
     def _wrap(self, number: int, handler: Handler) -> None:
         try:
             signal.signal(number, _Wrapper(handler))
-        except ValueError:  # embedded, or not the main interpreter: this is not the thread that gets signals
+        except ValueError:  # Python is embedded, or this is not the main interpreter: this thread does not get signals
             self.main = 0
 
     def let_go(self) -> None:
@@ -98,7 +99,7 @@ class _Signals:
             self.deliver()
 
     def deliver(self) -> None:
-        """Call the handler of the first signal only: an exception of a second one would hide that of the first."""
+        """Call the handler of the first signal only: an exception of a second handler would hide that of the first."""
         came, self.came = self.came, []
         for handler, number, frame in came[:1]:
             handler(number, frame)
@@ -120,7 +121,7 @@ def _may_defer() -> bool:
 
 
 def give_back() -> None:
-    """Unwrap the installed handlers, because no model is left that needs them."""
+    """Unwrap the installed handlers, because no model is left that needs wrapped handlers."""
     if not _may_defer():
         return
     for number in _NUMBERS:
@@ -130,7 +131,7 @@ def give_back() -> None:
 
 @contextmanager
 def interrupts_deferred() -> Iterator[None]:
-    """Run the block to its end, and deliver signals that arrived meanwhile afterwards; its waits let none in."""
+    """Defer signals during the block, its waits included, and deliver them after the block."""
     if threading.get_ident() != _signals.main:
         yield
         return
@@ -147,7 +148,7 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 def uninterruptible(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function so that signals are delivered in it only where it is `interruptible`."""
+    """Decorate a function so that signals are delivered only at its end and in `interruptible` waits."""
     signals, get_ident = _signals, threading.get_ident
 
     @functools.wraps(function)
@@ -165,12 +166,12 @@ def uninterruptible(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Let signals in during a wait within an `uninterruptible` function. Nothing may be half done at this point."""
+    """Deliver signals during a wait within an `uninterruptible` function. Nothing may be half done at this point."""
     if not _signals.deferred or _signals.strict or threading.get_ident() != _signals.main:
         yield
         return
     try:
-        _signals.let_go()  # may raise for a deferred signal; `finally` defers again all the same
+        _signals.let_go()  # may raise for a deferred signal; `finally` defers again in any case
         yield
     finally:
         _signals.defer()

@@ -1,4 +1,4 @@
-"""GPUs and their links as /sys lists them, including GPUs that no driver and no torch knows."""
+"""GPUs and their links as /sys lists them, including GPUs for which neither a driver nor torch support is installed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _DISPLAY, _ACCELERATOR = 0x03, 0x12
 """PCI base classes of devices that may compute."""
 _LANES_MAX = 32
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
-"""PCIe generations, by transfers per second of a lane in GT/s."""
+"""PCIe generations, by the transfer rate of a lane in GT/s."""
 _LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Bytes per second of a lane in each direction, by generation, without the line code."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """PCIe link of a device, as it is now or at most.
+    """PCIe link of a device, in its current state or at its maximum.
 
     Attributes:
-        generation: 1 to 6; lower while the device is idle, to save power.
+        generation: PCIe generation, 1 to 6; lower while the device is idle, to save power.
         lanes: 1 to 32.
     """
 
@@ -47,7 +47,7 @@ class PciGpu:
     Attributes:
         address: PCI address.
         vendor: 'NVIDIA' or 'AMD'.
-        numa_node: None if there is none.
+        numa_node: NUMA node of the GPU; None if it has no node.
     """
 
     address: str
@@ -68,23 +68,23 @@ def gpus(root: Path = _ROOT) -> list[PciGpu]:
 
 
 def numa_node(address: str, root: Path = _ROOT) -> int:
-    """Return the NUMA node of a device; -1 if it has none, or if the system does not report it.
+    """Return the NUMA node of a device; -1 if the device has no node, or if the system does not report the node.
 
     Args:
         address: PCI address; "" if it is not known.
-        root: directory that contains sys/; tests pass another one than /.
+        root: directory that contains sys/; `/` except in tests.
     """
     found = number_of(root / "sys/bus/pci/devices" / address / "numa_node") if address else None
     return -1 if found is None else found
 
 
 def link(address: str, which: str, root: Path = _ROOT) -> Link | None:
-    """Return the link of a device; None if the system does not report it, as in virtual machines.
+    """Return the link of a device; None if the system does not report the link, as in virtual machines.
 
     Args:
         address: PCI address.
         which: 'current' or 'max'.
-        root: directory that contains sys/; tests pass another one than /.
+        root: directory that contains sys/; `/` except in tests.
     """
     device = root / "sys/bus/pci/devices" / address
     speed = re.match(r"(\d+(?:\.\d+)?) ?GT/s", text_of(device / f"{which}_link_speed"))

@@ -11,12 +11,13 @@ _NOTHING = nullcontext()
 
 
 def profiled(phase: str, unit: str = "") -> AbstractContextManager[object]:
-    """Return a context manager that a profiler shows as the range `infinity::phase`. Without a profiler it does
-    nothing.
+    """Return a context manager that a profiler shows as the range `infinity::phase`.
+
+    Without a profiler the context manager does nothing.
 
     Args:
         phase: name of the phase.
-        unit: name of the phase's unit, which profilers show as the range's argument; "" without one.
+        unit: name of the phase's unit, which profilers show as the range's argument; "" without a unit.
     """
     if not torch._C._autograd._profiler_enabled():
         return _NOTHING

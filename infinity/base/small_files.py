@@ -1,4 +1,7 @@
-"""Small files of /sys and /proc. They may be missing, unreadable or odd: an unknown value is None or ''."""
+"""Small files of /sys and /proc.
+
+Such files may be missing, unreadable or malformed: a value that cannot be read is None or ''.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import os
 from pathlib import Path
 
 _BYTES_MAX = 8 << 20
-"""Size that none of these files exceeds."""
+"""Maximum size in bytes of such a file."""
 
 
 def text_of(path: Path) -> str:
@@ -20,7 +23,7 @@ def text_of(path: Path) -> str:
 
 
 def number_in(value: object, base: int = 10) -> int | None:
-    """Convert a string or an integer to an integer; None if it is not one."""
+    """Convert a string or an integer to an integer; return None if the value is not an integer."""
     try:
         return int(value, base) if isinstance(value, str) else int(value) if isinstance(value, int) else None
     except ValueError:
@@ -28,7 +31,7 @@ def number_in(value: object, base: int = 10) -> int | None:
 
 
 def number_of(path: Path, unit: int = 1) -> int | None:
-    """Return the number in a file, times `unit`; None if it has none, or a negative one."""
+    """Return the number in a file, times `unit`; None if the file has no number, or a negative number."""
     number = number_in(text_of(path))
     return None if number is None or number < 0 else number * unit
 

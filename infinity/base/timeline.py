@@ -1,10 +1,11 @@
 """Timeline of a run, on one clock.
 
-The time that compute waits is always counted. The passes and fetches of every unit are kept while recording.
+The time that compute waits is always counted. The spans of every unit's passes and fetches are kept only while the
+timeline records.
 
 [Note: one clock]
-Times are nanoseconds of time.perf_counter_ns, which is the steady clock of the native core. So the events of the engine
-and the update pipeline (io/events.py) have the same time axis.
+Times are nanoseconds of time.perf_counter_ns, which is the steady clock of the native core. So the spans and the events
+of the engine and the update pipeline (io/events.py) share one time axis.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 Kind = Literal["forward", "backward", "fetch", "stall", "step"]
 
 _SPANS_MAX = 1 << 20
-"""Maximum number of spans that are kept, some 200 MB."""
+"""Maximum number of spans that are kept; so many spans take some 200 MB."""
 
 
 class Span(NamedTuple):
@@ -51,7 +52,7 @@ class Span(NamedTuple):
 
 
 class JobTag(NamedTuple):
-    """Identity of the update that a tile or a transfer of states belongs to; the native core calls it a job's tag."""
+    """Identity of the update that a tile or a transfer belongs to; the native core calls this identity a job's tag."""
 
     step: int
     unit: int
@@ -70,7 +71,8 @@ class Recording(NamedTuple):
 
     Attributes:
         spans: the spans that were kept.
-        begin_ns, end_ns: times when recording was switched on and off. Spans that were open at the end are cut there.
+        begin_ns, end_ns: times when recording was switched on and off. Spans that were open at the end of the recording
+            end there.
         dropped: number of spans that were not kept because the list was full.
     """
 
@@ -84,7 +86,7 @@ class Timeline:
     """Record of one coordinator's time. Any thread may call any method; a stall belongs to the thread that enters it.
 
     Invariant: in each thread, the causes' times add up to no more than the time passed: while one stall is inside
-    another, time is counted, and recorded, for the inner one only.
+    another stall, time is counted and recorded only for the inner stall.
     """
 
     def __init__(self) -> None:
@@ -107,12 +109,12 @@ class Timeline:
         return Stall(self, self._threads.stack, cause, unit)
 
     def stalled_ns(self) -> dict[Cause, int]:
-        """Return the nanoseconds so far by cause, of stalls that have ended or were interrupted by an inner stall."""
+        """Return by cause the nanoseconds of stalls so far, without the current part of stalls in progress."""
         with self._lock:
             return dict(self._stalled_ns)
 
     def stalled(self, stall: Stall, now: int) -> None:
-        """Count the part of a stall since it began, or since the last stall inside it ended."""
+        """Count the part of a stall since the stall began, or since the last inner stall ended."""
         with self._lock:
             self._stalled_ns[stall.cause] += now - stall.counted_ns
             if self.recording:
@@ -129,7 +131,7 @@ class Timeline:
             entry.depth += 1
 
     def end(self, kind: Kind, unit: str) -> None:
-        """End a unit's span. Does nothing if the span began before the recording, or was forgotten."""
+        """End a unit's span. The call does nothing if the span began before the recording, or was dropped."""
         if not self.recording:
             return
         with self._lock:
@@ -157,7 +159,7 @@ class Timeline:
             self._open = {key: entry for key, entry in self._open.items() if key[0] not in kinds}
 
     def end_step(self, step: int) -> None:
-        """End the span of optimizer step `step`, and begin that of the next step."""
+        """End the span of optimizer step `step`, and begin the span of the next step."""
         if not self.recording:
             return
         with self._lock:
@@ -178,7 +180,7 @@ class Timeline:
         """Start keeping spans.
 
         Raises:
-            InfinityError: the timeline is recording already.
+            InfinityError: the timeline already records.
         """
         with self._lock:
             if self.recording:
@@ -203,7 +205,7 @@ class Stall:
 
     Attributes:
         cause: reason for the stall.
-        unit: name of the unit that it belongs to; "" without one.
+        unit: name of the unit that the stall belongs to; "" without a unit.
         counted_ns: time up to which the stall has been counted.
     """
 
