@@ -1,4 +1,4 @@
-"""The one pinned allocation, and the leases that are carved from it."""
+"""The arena, which is the only pinned allocation, and the leases into which it is divided."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lease:
     def tensor(self) -> torch.Tensor:
         """Return the lease's memory as a uint8 tensor of shape [nbytes], without copying.
 
-        Every call makes a new storage, so that the views of each tensor can be counted.
+        Every call makes a tensor with a new storage, so that the views of each such tensor can be counted.
         """
         return torch.frombuffer(self.view(), dtype=torch.uint8)
 
@@ -48,7 +48,7 @@ class Lease:
         self._space.give_back(self)
 
     def split(self, sizes: Sequence[int]) -> list[Lease]:
-        """Split the lease into consecutive leases, each of which is released instead of this one.
+        """Split the lease into consecutive leases; afterwards these leases are released, and this lease is not.
 
         Args:
             sizes: bytes of each lease, multiples of 4 KiB; their sum is the size of this lease.
@@ -59,12 +59,12 @@ class Lease:
         return [Lease(self._space, begin, nbytes) for begin, nbytes in zip(ends, sizes, strict=False)]
 
     def space(self) -> Space:
-        """Return a space over the lease's bytes, which can be cut into leases in turn."""
+        """Return the lease's bytes as a space, from which further leases can be taken."""
         return Space(self._space.memory, self.offset, self.nbytes)
 
 
 class Space:
-    """Bytes [offset, offset + nbytes) of the arena, cut into leases. Neighbouring free pieces merge.
+    """Bytes [offset, offset + nbytes) of the arena, from which leases are taken. Neighbouring free pieces merge.
 
     The default placement is first-fit.
 
@@ -95,10 +95,10 @@ class Space:
 
         Args:
             nbytes: bytes to lease.
-            from_top: take the high end of the last free piece that fits, so that long and short leases do not fragment
-                each other's space.
-            tightest: take the shortest free piece that fits, so that long pieces stay available.
-            behind: take the first place at or behind this offset, if there is one.
+            from_top: take the high end of the last free piece that is long enough, so that long and short leases do not
+                fragment each other's space.
+            tightest: take the shortest free piece that is long enough, so that longer pieces stay available.
+            behind: take the first free place at or behind this offset; if there is none, any free place.
         """
         nbytes = round_up(nbytes, PAGE_BYTES)
         with self._lock:
@@ -121,7 +121,7 @@ class Space:
             what: the purpose of the lease, for the error message.
 
         Raises:
-            PlanError: the arena is too small; names `what`.
+            PlanError: the arena is too small; the message names `what`.
         """
         lease = self.try_lease(nbytes)
         if lease is None:
@@ -168,8 +168,8 @@ def _without(offset: int, size: int, start: int, nbytes: int) -> list[tuple[int,
 class PinnedArena(Space):
     """One mapping of exactly the planned size.
 
-    A page takes RAM when it is first used. So on a machine without a GPU, memory that a plan reserves and a run does
-    not use costs nothing.
+    A page takes RAM when it is first used. So on a machine without a GPU, memory that the plan reserves but the run
+    does not use costs nothing.
     """
 
     def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:
@@ -179,7 +179,7 @@ class PinnedArena(Space):
         self._unpin: Callable[[], object] = lambda: None
 
     def give_all_back(self) -> None:
-        """Return the memory to the system. Nobody may use it afterwards, even if references to it remain."""
+        """Return the memory to the system. The memory must not be used afterwards, even if references to it remain."""
         self._unpin()
         self.memory.give_back()
 
@@ -188,7 +188,8 @@ class PinnedArena(Space):
 
         Args:
             accelerator: the device that copies.
-            pool: threads that first make the pages resident; None: the device's runtime does so, in one thread.
+            pool: threads that first make the pages resident; None: the device's runtime makes them resident, in one
+                thread.
 
         Returns:
             '', or the reason why the runtime refused. Copies are then slower, but correct.

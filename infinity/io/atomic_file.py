@@ -1,8 +1,8 @@
 """Small files that exist completely or not at all, even after a crash.
 
 A file is written under another name, fsynced and renamed, and then the directory is fsynced. A failed fsync is never
-repeated: the kernel may have dropped the pages that it could not write (Rebello et al., USENIX ATC 2020). The file is
-given up and the error is raised.
+repeated: the kernel may have dropped the pages that it could not write (Rebello et al., USENIX ATC 2020). After a
+failed fsync the file is given up and the error is raised.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from infinity.errors import SwapIOError
 ASIDE = ".aside"
 
 Observer = Callable[[str, Path, Path | None, bytes], None]
-"""Function that tests install. It is called before and after every act.
+"""Function that tests install. The function is called before and after every act.
 
-Its arguments are a name ("begin fsync", "end rename" and the like), the path, the new path of a rename, and the data of
-a write. A test kills the process in the call, or keeps a journal.
+The function's arguments are the name of the moment ("begin fsync", "end rename" and the like), the path, the new path
+of a rename, and the data of a write. A test's function kills the process, or writes a journal.
 """
 
 _observers: list[Observer] = []
@@ -56,7 +56,8 @@ def write_file(path: Path, parts: Iterable[bytes]) -> None:
     An older file of that name stays until the new one replaces it.
 
     Raises:
-        SwapIOError: `path` is unchanged; after a failed fsync of the directory it may be the old file or the new one.
+        SwapIOError: `path` still names the old file; only after a failed fsync of the directory may it name the new
+            file.
     """
     aside = path.with_name(path.name + ASIDE)
     data = b"".join(parts)
@@ -75,7 +76,8 @@ def write_file(path: Path, parts: Iterable[bytes]) -> None:
 def _create(aside: Path) -> int:
     """Open a new file.
 
-    A file that a crash left under that name may be a link to another file: it is removed and never written to.
+    A file that a crash left under the temporary name may be a link to another file: the left file is removed and never
+    written to.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     if os.path.lexists(aside):
@@ -90,7 +92,7 @@ def _rename(aside: Path, path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the files created, renamed and removed in a directory durable. Raises SwapIOError."""
+    """Flush a directory, so that the creation, renaming and removal of files in it is durable. Raises SwapIOError."""
     with act("fsync directory", path):
         fsync(path)
 

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_NAME = "infinity.lock"
 _MADE = "made"
-"""Second line of the lock file if the first run of the store created the directory."""
+"""Second line of the lock file; present only if the first run of the store created the directory."""
 SWAP_NAME = "states.infinity-swap"
 HEADER_NAME = "store.infinity"
 FINISHED_NAME = "finished.infinity"
@@ -109,7 +109,7 @@ class StoreDirectory:
         return os.pread(self._lock_fd, 64, 0).decode(errors="replace").split()
 
     def _try_lock(self, kind: int) -> bool:
-        """Take the lock without waiting, and return whether that succeeded. Raises SwapIOError."""
+        """Try to take the lock without waiting, and return whether the lock was taken. Raises SwapIOError."""
         try:
             fcntl.flock(self._lock_fd, kind | fcntl.LOCK_NB)
         except OSError as error:
@@ -123,8 +123,9 @@ class StoreDirectory:
 class ReadDirectory(StoreDirectory):
     """Directory that is open for reading: nothing on disk is changed, and several processes may read it at once.
 
-    Readers take a shared lock, which keeps out runs. A directory without a lock file, such as a copy, is read without a
-    lock. If a run begins in it meanwhile, the checksums reveal that the data have changed.
+    Readers take a shared lock, and no run can lock the directory at the same time. A directory without a lock file,
+    such as a copy, is read without a lock. If a run begins in an unlocked directory during reading, the checksums
+    reveal that the data have changed.
 
     Args:
         path: the directory.
@@ -159,7 +160,7 @@ class SwapDirectory(StoreDirectory):
         create: make a missing directory; otherwise a missing directory is an error.
 
     Attributes:
-        new_in: parents of the directories that the constructor made, innermost first.
+        new_in: parent directories of the directories that the constructor made, innermost first.
 
     Raises:
         StoreLockedError: another run holds the lock.
@@ -171,7 +172,7 @@ class SwapDirectory(StoreDirectory):
         super().__init__(path)
         self._created = not os.path.exists(self.path)
         self.new_in = [above.parent for above in (self.path, *self.path.parents) if not os.path.exists(above)]
-        self._ours = False  # whether the files in it belong to this run
+        self._ours = False  # whether the files in the directory belong to this run
         if self._created and not create:
             raise ResumeError(f"{self.path}: no such directory, so there is nothing to resume there")
         try:
@@ -194,8 +195,8 @@ class SwapDirectory(StoreDirectory):
     def _lock_is_ours(self) -> bool:
         """Return whether the locked file still has the lock's name, and no other name.
 
-        A file with a second name (a hard link) may belong to somebody else. The lock's name is removed from such a
-        file, so that a new lock file can be made.
+        A file with a second name (a hard link) may belong to another program. If the file has a second name, the lock's
+        name is removed from the file, so that a new lock file can be made.
         """
         path, mine = self.path / LOCK_NAME, os.fstat(self._lock_fd)
         try:
@@ -223,16 +224,19 @@ class SwapDirectory(StoreDirectory):
         )
 
     def take_over(self) -> None:
-        """Treat the files in the directory as this run's own from now on."""
+        """Treat all files in the directory as files of this run from now on."""
         self._ours = True
         atomic_file.remove(self.path / FINISHED_NAME)
 
     def require_replaceable(self) -> None:
-        """Check that no generation would be lost. Call this for all directories of a store before any make_room().
+        """Check that no generation would be lost if a new store replaced this one.
+
+        Call this for all directories of a store before any make_room().
 
         Raises:
-            StoreNotEmptyError: there are generations in this directory, or on the first path of the store that it
-                belongs to. Or there may be, because that path is missing or the header is damaged.
+            StoreNotEmptyError: there are generations in this directory, or on the first path of the store that this
+                directory belongs to. Also raised if generations may exist, because the first path is missing or the
+                header is damaged.
         """
         kept = self._kept_by()
         if kept is not None:
@@ -254,7 +258,7 @@ class SwapDirectory(StoreDirectory):
             )
 
     def make_room(self) -> None:
-        """Remove durably the files that a run without generations left behind."""
+        """Remove the files that a run without generations left behind; the removal is durable on return."""
         if self.swap_path.exists():
             logger.warning("removing the swap file of a run that did not end: %s", self.swap_path)
         self._ours = True
@@ -265,14 +269,17 @@ class SwapDirectory(StoreDirectory):
             atomic_file.sync_directory(self.path)
 
     def _kept_by(self) -> dict[int, Path] | None:
-        """Return the generations that need this directory's files: {} if they cannot be listed, None if none exist."""
+        """Return the generations that need files of this directory, or None if no generation exists.
+
+        The result is {} if generations may exist and cannot be listed.
+        """
         found = self.generations()
         if found or pinned_in(self.path):
             return found
         try:
             header = read_header(self.header_path)
         except ResumeError:
-            return {} if os.path.lexists(self.header_path) else None  # damaged: a resumed run may rebuild it
+            return {} if os.path.lexists(self.header_path) else None  # damaged header: a resumed run may rebuild it
         first = Path(header.members[0])
         if header.mode != "generations" or header.member == 0:
             return None
@@ -328,17 +335,20 @@ class SwapDirectory(StoreDirectory):
             (self.path / LOCK_NAME).unlink(missing_ok=True)
         super().close()
         if self._created:
-            with contextlib.suppress(OSError):  # it is not empty: it also has files of somebody else
+            with contextlib.suppress(OSError):  # the directory is not empty: it also has files of other programs
                 self.path.rmdir()
 
 
 def remove_store(directories: Sequence[SwapDirectory]) -> dict[Path, int]:
-    """Remove a store whose directories are locked and in the store's order. Return the bytes freed in each."""
+    """Remove a store whose directories are locked and in the store's order.
+
+    Return the bytes freed in each directory.
+    """
     freed = {}
-    for directory in directories:  # before the manifests, because these show which run a header belongs to
+    for directory in directories:  # remove swap files before manifests: manifests show which run a header belongs to
         freed[directory.path] = directory.swap_path.stat().st_size if directory.swap_path.exists() else 0
         atomic_file.remove(directory.swap_path)
-    for directory in reversed(directories):  # the first one has the manifests, so it is the last
+    for directory in reversed(directories):  # the first directory has the manifests, so it is cleared last
         directory.remove_all()
     return freed
 
@@ -402,7 +412,7 @@ def _require_parent(path: Path) -> None:
     """Check that the parent of a path exists.
 
     Raises:
-        ConfigError: it does not, because the path is misspelled or its disk is not mounted.
+        ConfigError: the parent does not exist, because the path is misspelled or the disk is not mounted.
     """
     if not path.parent.exists():
         raise ConfigError(
@@ -425,7 +435,10 @@ def _no_lock(path: Path) -> ConfigError:
 
 
 def entries_of(path: Path) -> list[Path]:
-    """Return the entries of a directory; [] without a directory. Raises SwapIOError if it cannot be read."""
+    """Return the entries of a directory; [] if the directory does not exist.
+
+    Raises SwapIOError if the directory cannot be read.
+    """
     try:
         return list(path.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -441,7 +454,7 @@ def generations_in(path: Path) -> dict[int, Path]:
 
 
 def pinned_in(path: Path) -> list[Path]:
-    """Return the manifests of pinned generations in a directory, including those that no pin names any more."""
+    """Return the manifests of pinned generations in a directory, including manifests that no pin names any more."""
     return sorted(entry for entry in entries_of(path) if PINNED.fullmatch(entry.name))
 
 
@@ -474,7 +487,7 @@ def ways_on(path: Path, *, folders: bool) -> str:
 def parts_text(path: Path) -> str:
     """Return the directories of the store that `path` belongs to, as arguments of the command that removes the store.
 
-    The result is `path` alone if no header in it names the directories.
+    The result is only `path` if no header in `path` names the directories.
     """
     try:
         members = read_header(path / HEADER_NAME).members
@@ -484,7 +497,7 @@ def parts_text(path: Path) -> str:
 
 
 def _pinned_for_messages(path: Path) -> str:
-    """Return the folders that pin generations in a directory, or why they are not known; "" if there are none."""
+    """Return the folders that pin generations in a directory, or why they are unknown; "" if there are no folders."""
     try:
         return pins_text(read_pins(path))
     except ManifestError as error:

@@ -1,7 +1,8 @@
 """Profile of this machine's disks, as infinity-bench measured them.
 
-The engine takes its block size from it, the store its stripes, and the planner its predictions. The profile is one JSON
-file per user. It is only a cache: a file that cannot be read is ignored with a warning, and infinity works without one.
+The profile determines the engine's block size, the store's stripes and the planner's predictions. The profile is one
+JSON file per user. The profile is only a cache: a file that cannot be read is ignored with a warning, and infinity
+works without a profile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _Rate = Annotated[float, Field(gt=0, lt=_RATE_MAX, allow_inf_nan=False)]
 
 
 class DiskProfile(BaseModel):
-    """Figures of one file system. Rates are in bytes per second, for blocks of `block_bytes`.
+    """Measured figures of one file system. Rates are in bytes per second, for blocks of `block_bytes`.
 
     Attributes:
         read_rate, overwrite_rate: of reads alone, and of writes to existing blocks alone.
@@ -90,7 +91,7 @@ def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
 
 
 def profile_of(directory: Path, path: Path | None = None) -> DiskProfile | None:
-    """Return the profile of the disk that holds `directory` or its nearest existing ancestor; None if not measured."""
+    """Return the profile of the disk that holds `directory` or its nearest existing ancestor; None if unmeasured."""
     profiles = load_profiles(path)
     if not profiles:
         return None
@@ -103,7 +104,7 @@ def save_profile(directory: Path, profile: DiskProfile, path: Path | None = None
     Args:
         directory: a directory on the disk.
         profile: figures of the disk.
-        path: the profile file; None: the user's.
+        path: the profile file; None: the user's profile.
 
     Raises:
         OSError: the file cannot be written.

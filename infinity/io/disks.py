@@ -1,6 +1,6 @@
 """Disk under a directory: the mount that holds the directory, the devices below it and their NUMA node.
 
-A fact that the system does not provide is None or ''. The only error is a path that does not exist.
+A fact that the system does not provide is None or ''. Only a path that does not exist is an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Disk:
 
     Attributes:
         mount_point, filesystem, mount_options: facts about the innermost mount that holds the directory.
-        block: the disk itself, never a partition; None if the file system has no block device.
+        block: the complete disk, never a partition; None if the file system has no block device.
         members: the disks below a device-mapper or md device; otherwise only `block`.
     """
 
@@ -50,14 +50,15 @@ def disk_under(path: Path, root: Path = _ROOT) -> Disk:
 
     Args:
         path: a path that exists.
-        root: directory that contains sys/; tests pass another one than /.
+        root: directory that contains sys/; `/` except in tests.
 
     Raises:
         OSError: `path` does not exist.
     """
     number, real = os.stat(path).st_dev, Path(os.path.realpath(path))
     holding = [each for each in psutil.disk_partitions(all=True) if real.is_relative_to(each.mountpoint)]
-    mount = max(reversed(holding), key=lambda each: len(each.mountpoint), default=None)  # the last hides earlier ones
+    # The last mount on a path hides earlier mounts.
+    mount = max(reversed(holding), key=lambda each: len(each.mountpoint), default=None)
     source = "" if mount is None else mount.device
     block = _whole_disk(_block_device(number, root) or _block_device_named(source, root))
     members = tuple(_members(block))
@@ -67,7 +68,10 @@ def disk_under(path: Path, root: Path = _ROOT) -> Disk:
 
 
 def disk_key(path: Path) -> str:
-    """Return a name of the file system that holds `path`: the same for all directories, and after a reboot."""
+    """Return a name of the file system that holds `path`.
+
+    All its directories have the same name, also after a reboot.
+    """
     disk = disk_under(path)
     return f"{disk.filesystem}:{os.statvfs(path).f_fsid:x}:{disk.device}"
 
@@ -107,7 +111,8 @@ def _members(disk: Path | None) -> list[Path]:
 def _numa_node(disk: Path) -> int | None:
     """Return the nearest `numa_node` above the disk; None if there is none.
 
-    A namespace of multipath NVMe is below a virtual subsystem without a node; the controllers linked there have nodes.
+    A namespace of multipath NVMe is below a virtual subsystem without a node; the controllers that the subsystem links
+    to have nodes.
     """
     real = (disk / "device").resolve() if (disk / "device").exists() else disk
     if real.name.startswith("nvme-subsys"):

@@ -7,9 +7,9 @@
     D bytes: the data of the tensors, arrays and bytes in the value
 
 DIGEST covers everything after the first line; from version 2 on, V is its personalization. A reader formats the first
-line again from the numbers in it, and the result must be equal byte for byte. So all damage is found, and no damaged
-file is taken for one of a newer version. Each kind has its own version numbers. A reader is told the newest version
-that it knows, and reads older ones too.
+line again from the numbers in it, and the result must be equal byte for byte. So all damage is found, and a damaged
+file is never mistaken for a file of a newer version. Each kind of document has separate version numbers. The caller of
+`read` gives the newest version that it knows; older versions are read, too.
 
 A value consists of JSON values and of objects with the key "$". These objects represent tensors, numpy arrays and
 scalars, bytes, tuples, dicts with keys that are not strings, Counter, numbers that are not finite, dtypes and devices.
@@ -75,8 +75,8 @@ def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
         version: version of the kind.
 
     Raises:
-        TypeError: the value is too large or nested too deeply, or has a part that a document cannot hold. The message
-            says where the part is.
+        TypeError: the value is too large or nested too deeply, or has a part that cannot be stored in a document. The
+            message says where in the value this part is.
     """
     packer = _Packer()
     text = packer.dump(value).encode()
@@ -108,25 +108,31 @@ def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> An
         path: path of the file.
         kind: the kind that the document must have.
         version: newest version that the caller knows.
-        follow: if `path` is a symbolic link, read the file that it names.
+        follow: whether to read the target if `path` is a symbolic link.
 
     Raises:
         DamagedFileError: the file is missing, damaged, of another kind or not a regular file.
         NewerVersionError: the document has a newer version.
-        ManifestError: the file cannot be read, or has a value of unknown form. Each error names the path.
+        ManifestError: the file cannot be read, or contains a value of unknown form. Each error names the path.
     """
     return parse(_bytes_of(path, kind, follow=follow), path, kind, version)
 
 
 def checked_bytes(path: Path, kind: str, version: int = 1) -> bytes:
-    """Return all bytes of a document. Raises the errors of read(), except those of the value, which is not parsed."""
+    """Return all bytes of a document.
+
+    Raises the errors of read(), except errors in the value, because the value is not parsed.
+    """
     data = _bytes_of(path, kind)
     _checked(data, path, kind, version)
     return data
 
 
 def _bytes_of(path: Path, kind: str, *, follow: bool = False) -> bytes:
-    """Return all bytes of a file. If its size differs from that in the first line, only the first line is read."""
+    """Return all bytes of a file.
+
+    If the file's size differs from the size in the first line, only the first line is read.
+    """
     try:
         with files.opened(path, follow=follow) as (descriptor, nbytes):
             end, sizes = _first_line(files.read(descriptor, _HEADER_BYTES_MAX), path, kind)
@@ -151,7 +157,7 @@ def _too_large(json_bytes: int, data_bytes: int) -> str:
 
 
 def _too_many(data: bytes, begin: int, end: int) -> str:
-    """Describe what the JSON in data[begin:end] has too many of, objects or lists; "" if neither."""
+    """Describe whether the JSON in data[begin:end] has too many objects or too many lists; "" if neither."""
     for what, sign, most in (("objects", b"{", _OBJECTS_MAX), ("lists", b"[", _LISTS_MAX)):
         found = data.count(sign, begin, end)
         if found > most:
@@ -222,7 +228,7 @@ def _value(text: bytes, data: memoryview, path: Path) -> Any:
 
 
 class _Packer:
-    """Conversion of values to JSON and to the data beside it."""
+    """Conversion of values to JSON, and to data that are stored after the JSON."""
 
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
@@ -291,7 +297,9 @@ class _Packer:
 
 
 class _Unpacker:
-    """Conversion of JSON and data to values in one pass: an object becomes its value before the object around it does.
+    """Conversion of JSON and data to values in one pass.
+
+    An inner object is converted before the object that contains it.
 
     Every size is checked before memory is allocated for it.
     """
@@ -311,7 +319,7 @@ class _Unpacker:
             "dtype": (("name",), lambda tagged: _TORCH_DTYPES[tagged["name"]]),
             "device": (("name",), lambda tagged: torch.device(str(tagged["name"]))),
         }
-        """Keys of each form besides "$", and the function that makes the value."""
+        """Keys of each form of object besides "$", and the function that makes the value."""
 
     def parse(self, text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=self._unpack, parse_constant=self._refuse)

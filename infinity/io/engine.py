@@ -1,4 +1,4 @@
-"""I/O engine: it is opened from the config, and its futures become transfers.
+"""I/O engine: opening from the config, and transfers, which wrap the engine's futures.
 
 Errors of a transfer name the unit, the state and the step.
 """
@@ -23,7 +23,9 @@ _WARN_AFTER_S = 30.0
 
 @dataclass(frozen=True)
 class Transfer:
-    """Request in flight, with its unit, state and step. Its memory must not be touched before result() has returned.
+    """Request in flight, with its unit, state and step.
+
+    The memory of the request must not be touched before result() has returned.
 
     Attributes:
         future: the native request.
@@ -45,8 +47,8 @@ class Transfer:
 
         Raises:
             SwapIOError: the device failed.
-            SwapCorruptionError: the device returned other data than was written.
-            SwapTimeoutError: the device was given up. It may still use the memory, which must never be reused.
+            SwapCorruptionError: the device returned data that differ from the data written.
+            SwapTimeoutError: the device was given up. The device may still use the memory, which must never be reused.
             DeviceCopyError: the runtime of the compute device failed.
         """
         self.wait()
@@ -79,7 +81,7 @@ def _error_of(failure: _native.Failure, unit: str, state: str, step: int) -> Swa
 
 
 def open_engine(config: NvmeConfig, faults: Sequence[_native.Fault] = ()) -> _native.IOEngine:
-    """Start the engine that the config asks for, and log which engine and why.
+    """Start the engine that the config asks for, and log which engine is used and why.
 
     Values that the config omits come from the profile of the disks.
 
@@ -88,7 +90,8 @@ def open_engine(config: NvmeConfig, faults: Sequence[_native.Fault] = ()) -> _na
         faults: faults to inject, for tests.
 
     Raises:
-        ConfigError: the config asks for `engine: io_uring` and the kernel refuses it; says why. Or a value is invalid.
+        ConfigError: the config asks for `engine: io_uring` and the kernel refuses (the message says why), or a value is
+            invalid.
     """
     profiles = [profile for profile in map(profile_of, config.paths) if profile is not None]
     block = config.block or max((profile.block_bytes for profile in profiles), default=BLOCK_BYTES)

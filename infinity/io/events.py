@@ -23,7 +23,7 @@ IO_EVENT = np.dtype(
         ("end_ns", np.uint64),
         ("offset", np.uint64),  # bytes, in the swap file
         ("nbytes", np.uint64),  # bytes moved; 0 for a sync and for a failed request
-        ("tag", np.uint64),  # tag of the update that the request belongs to; 0 if it belongs to none
+        ("tag", np.uint64),  # tag of the update that the request belongs to; 0 without an update
         ("operation", np.uint8),  # an index into OPERATIONS
         ("io_class", np.uint8),  # an index into IO_CLASSES
         ("failed", np.bool_),

@@ -1,4 +1,4 @@
-"""Reads of extents: a part of one, or many one after the other, with many reads in flight."""
+"""Reads of extents: a part of one extent, or many extents one after the other with many reads in flight."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) ->
                 reading.append((extent, at, nbytes, view, started))
                 following = next(pieces, None)
                 continue
-            extent, at, nbytes, view, transfer = reading[0]  # stays in `reading` until done, in case of an interrupt
+            extent, at, nbytes, view, transfer = reading[0]  # stays in `reading` until done: an interrupt must find it
             try:
                 if transfer is not None:
                     transfer.result()

@@ -1,4 +1,4 @@
-"""Search for an undamaged generation: every byte of it is read and compared with its checksums."""
+"""Search for an undamaged generation: every byte of a generation is read and compared with its checksums."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 Used = TypeVar("Used")
 
 Name = tuple[int, str]
-"""Name of a generation on all ranks: its step, and the life of the ranks that made it (Manifest.life)."""
+"""Name of a generation on all ranks: the step, and the id of the ranks that made the generation (Manifest.life)."""
 
 
 def name_of(manifest: Manifest) -> Name:
@@ -33,8 +33,8 @@ class Candidate:
 
     Attributes:
         name: name of the generation.
-        kept: whether the run keeps the generation; otherwise only checkpoint folders pin it.
-        path: path of its manifest.
+        kept: whether the run keeps the generation; false: the generation exists only because checkpoint folders pin it.
+        path: path of the generation's manifest.
     """
 
     name: Name
@@ -48,7 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Damage:
-    """Piece of a generation that does not hold the bytes that were written there.
+    """Piece of a generation whose bytes differ from the bytes that were written.
 
     Attributes:
         extent: the extent that the piece belongs to.
@@ -83,7 +83,7 @@ class _All:
 
 @dataclass(frozen=True)
 class Eligible:
-    """Generations that a run may resume from; by default, all that exist.
+    """Generations that a run may resume from; by default, all existing generations.
 
     Attributes:
         names: names of the generations.
@@ -116,15 +116,17 @@ def newest_whole(
         store: the store to search.
         memory: 4 KiB-aligned buffer for reading.
         step: take the generation of this step.
-        use: called with a manifest and its path. Returns its result and the extents to read, each in the copy that the
-            manifest names. Raises ResumeError for a manifest that it cannot use.
+        use: called with a manifest and its path. `use` returns a result and the extents to read, each in the copy that
+            the manifest names. `use` raises ResumeError for a manifest that cannot be used.
         doing: "resume" or "export", for messages.
         digest: take the pinned generation with this digest.
         only: take this generation.
 
     Raises:
-        ResumeError: all candidates are damaged, or there is none; the message names the problem of each.
-        SwapIOError: a part of a candidate cannot be read now. It may be undamaged: try again, or give `step`.
+        ResumeError: all candidates are damaged, or there is no candidate; the message names the problem of each
+            candidate.
+        SwapIOError: a part of a candidate cannot be read now. The candidate may be undamaged: try again, or give
+            `step`.
     """
     directory = store.directories[0]
     problems: list[str] = []
@@ -149,10 +151,11 @@ def newest_whole(
 def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: str | None) -> list[tuple[int, Path]]:
     """Return the manifests to try, each with its step.
 
-    These are the kept ones, newest first, and then the pinned ones that are not newer; or the one that is asked for.
+    These are the manifests of kept generations, newest first, and after them those of pinned generations that are not
+    newer. If a generation was requested, only its manifest is returned.
 
     Raises:
-        ResumeError: the requested generation does not exist, or several match.
+        ResumeError: the requested generation does not exist, or several generations match.
     """
     kept, pins, pinned = _there(directory, run)
     if digest is not None:
@@ -169,7 +172,7 @@ def _candidates(directory: StoreDirectory, run: str, step: int | None, digest: s
         try:
             found[digest_of(manifest_bytes(kept[step]))] = kept[step]
         except ManifestError:
-            found = found or {"": kept[step]}  # a pinned generation of that step is probably the same one, undamaged
+            found = found or {"": kept[step]}  # the pinned generation of that step is probably undamaged
     if not found:
         there = ", ".join(map(str, kept)) or "none"
         there += f"; pinned: {pins_text(pins)}" if pins else ""
@@ -197,18 +200,18 @@ def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[P
 
 
 def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Return the pinned generations to try when no kept one is usable: those not newer than the newest kept one."""
+    """Return the pinned generations to try when no kept one is usable. They are not newer than the newest kept one."""
     newest = max(kept, default=None)
     return [each for each in pinned.values() if newest is None or each[0] <= newest]
 
 
 def candidates(directory: StoreDirectory, run: str, step: int | None) -> list[Candidate]:
-    """Return the generations that a rank may resume from: all of its store, or those of `step`, each once.
+    """Return the generations that a rank may resume from: all in its store, or those of `step`, each once.
 
     A generation whose manifest is damaged is left out, with a warning.
 
     Raises:
-        ResumeError: a manifest cannot be read now.
+        ResumeError: a manifest cannot be read at present.
     """
     kept, _, pinned = _there(directory, run)
     others = list(pinned.values()) if step is not None else _not_newer(kept, pinned)
@@ -229,10 +232,10 @@ def candidates(directory: StoreDirectory, run: str, step: int | None) -> list[Ca
 def common_candidates(told: Sequence[Iterable[tuple[Name, bool]]]) -> list[Name]:
     """Return the generations that all ranks have, in the order in which a run should try them.
 
-    First come those that all ranks keep, then the others, each group newest first.
+    The generations that all ranks keep come first, the other generations after them; both groups begin with the newest.
 
     Args:
-        told: for each rank, the generations that it has, each with whether the rank keeps it.
+        told: for each rank, its generations, each with whether the rank keeps the generation.
     """
     every = [dict(each) for each in told]
     names = set.intersection(*(set(each) for each in every))
@@ -252,7 +255,7 @@ def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
 def require_readable(error: ResumeError) -> None:
     """Raise ResumeError if the error says that an existing manifest cannot be read now.
 
-    Its generation may be undamaged, so the generation must not be given up.
+    The manifest's generation may be undamaged, so the generation must not be given up.
     """
     if isinstance(error, ManifestError) and isinstance(error.__cause__, OSError):
         if isinstance(error, DamagedFileError):
@@ -284,7 +287,7 @@ def _require_provable(store: SwapStore, manifest: Manifest) -> None:
 
 
 def _require_undamaged(damage: Sequence[Damage]) -> None:
-    """Raise ResumeError that names the damage, or the SwapIOError of a part that could not be read."""
+    """Raise a ResumeError that names the damage, or the SwapIOError if a part could not be read."""
     for each in damage:
         if each.error is not None:
             raise each.error

@@ -1,7 +1,9 @@
-"""Generations of a store. A generation is all states after the same step; its manifest names the copy of each state.
+"""Generations of a store.
 
-This module makes a generation durable, pins it for a checkpoint folder, and resumes from an undamaged one
-(generation_scan.py).
+A generation consists of all states after the same step; its manifest names the copy of each state.
+
+This module makes a generation durable, pins a generation for a checkpoint folder, and resumes from an undamaged
+generation (generation_scan.py).
 
 [Note: why no crash loses a generation]
 1. A copy that a kept or pinned manifest names is never written (`Generations.copy_to_write`).
@@ -9,15 +11,16 @@ This module makes a generation durable, pins it for a checkpoint folder, and res
    have been written.
 3. A manifest gets its name only when it is complete: it is written under another name, fsynced and renamed; then the
    directory is fsynced.
-4. Only then are older manifests removed, and only then may the next step write (Commits). If several ranks train, each
-   has its own store, and a generation exists only once every rank has its manifest. Older manifests are removed when
-   all ranks have confirmed that (`prepare`, `retire`), and the next step writes after the removal.
-5. A resumed run fsyncs the directory before it continues from a manifest. Before it writes anything, it removes the
-   manifests that it does not continue from, and fsyncs the directory again.
-6. A pinned generation has its own manifest (pins.py), which none of the above touches. A pin is durable before pin()
-   returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before a copy that the
-   pinned manifest names may be written. A resume keeps all pinned generations, older or newer than its own, even if the
-   run makes a generation of the same step again.
+4. Older manifests are removed only after the new manifest is durable, and the next step may write only after their
+   removal (Commits). If several ranks train, each rank has its own store, and a generation exists only once every rank
+   has its manifest. In this case older manifests are removed when all ranks have confirmed that they have the new
+   manifest (`prepare`, `retire`).
+5. A resumed run fsyncs the directory before it continues from a manifest. Before the run writes anything, it removes
+   all manifests that it does not keep, and fsyncs the directory again.
+6. A pinned generation has a separate manifest (pins.py), which none of the actions above touches. A pin is durable
+   before pin() returns, so the kept manifest may be removed afterwards. The removal of a pin is durable before a copy
+   that the pinned manifest names may be written. A resumed run keeps all pinned generations, whether older or newer
+   than the generation that it resumes from, even if the run makes a generation of the same step again.
 7. Each state that changes has more copies than the number of generations that can be kept and pinned at once. If there
    are too few copies, nothing is written and an error says so (`Generations.require_room`).
 A power cut may restore a removed manifest whose copies have been overwritten. Such a manifest is older than an
@@ -52,13 +55,13 @@ logger = logging.getLogger(__name__)
 
 
 class Generations:
-    """Generations of a store: which are kept, and which copies they name.
+    """Generations of a store: which generations are kept, and which copies these generations name.
 
     Args:
         extents: extents of all states, in layout order.
         keep: number of generations to keep.
-        pins: number of further generations that may be pinned. Each extent has keep + pins + 1 copies, or one if its
-            state never changes.
+        pins: number of further generations that may be pinned. Each extent has keep + pins + 1 copies, or one copy if
+            its state never changes.
         rank, ranks: rank that owns the store, and the number of ranks.
         life: id of the ranks that make generations together (Manifest.life).
     """
@@ -76,7 +79,7 @@ class Generations:
         self._pins_max = pins
         self._pins = Pins([directory.path for directory in store.directories], store.run, rank, ranks)
         self._pinned: dict[str, list[int]] = {}  # by digest, certainly or possibly pinned: the copy of each extent
-        self._given_up: dict[Path, str] = {}  # manifests that finish_recovery() removes, and the reason for each
+        self._given_up: dict[Path, str] = {}  # manifests that finish_recovery() removes, and why
         self._retires = False  # whether retire() must still be called
         self._pending_recovery: _PendingRecovery | None = None
 
@@ -86,7 +89,7 @@ class Generations:
         return max(self._kept, default=None)
 
     def copy_to_write(self, extent: Extent) -> int:
-        """Return the copy to write new values of a state to; no generation names it."""
+        """Return the copy to which new values of a state may be written: no generation names this copy."""
         if extent.newest_copy not in self._named(extent):
             return extent.newest_copy
         free = self.spare_copy(extent)
@@ -107,7 +110,7 @@ class Generations:
         """Check that the next write has a copy to write to. Call this before anything is written.
 
         Raises:
-            PlanError: generations name all copies of a state.
+            PlanError: all copies of a state are named by generations.
         """
         if self._retires:
             return
@@ -161,8 +164,8 @@ class Generations:
         The values must be durable already. Nothing may be written before retire().
 
         Raises:
-            SwapIOError: the generation was not made; the older ones still exist.
-            TypeError: `body` holds a value that a document cannot hold.
+            SwapIOError: the generation was not made; the older generations still exist.
+            TypeError: `body` contains a value that cannot be stored in a document.
         """
         file = self._store.file
         sums = [file.block_sums(extent.offset, extent.nbytes) for extent in self._extents]
@@ -195,7 +198,7 @@ class Generations:
         return path
 
     def retire(self, whole: Collection[int]) -> None:
-        """Remove generations: the older ones beyond `keep`, and those that not every rank has made.
+        """Remove the older generations beyond `keep`, and the generations that not every rank has made.
 
         Args:
             whole: the steps of the generations that every rank has made.
@@ -207,7 +210,7 @@ class Generations:
             del self._kept[step]
             try:
                 atomic_file.remove(self._directory.generation_path(step))
-            except SwapIOError as error:  # the newest generation is durable, and an old manifest does no harm
+            except SwapIOError as error:  # the newest generation is durable, and an old manifest is harmless
                 logger.warning("%s", error)
         self._retires = False
 
@@ -232,11 +235,12 @@ class Generations:
             eligible: generations that the run may resume from.
 
         Raises:
-            NewerVersionError: a newer infinity wrote one of the manifests, even one that was not asked for.
-            ResumeError: every generation is damaged, or `step` has none; the message names the problem of each. Or the
-                generation does not prove a rebuilt header. Or a swap file has a second name.
+            NewerVersionError: a newer infinity wrote one of the manifests, even a manifest that was not requested.
+            ResumeError: every generation is damaged, or `step` has no generation; the message names the problem of each
+                generation. Also raised if the generation does not prove a rebuilt header, or if a swap file has a
+                second name.
             SwapIOError: a part of a generation cannot be read, or a rebuilt header cannot be written. The extents are
-                unchanged, and so is the disk except for headers: try again, or give `step`.
+                unchanged; on disk only headers may have changed. Try again, or give `step`.
         """
         directory = self._directory
         self._store.require_sole_names()
@@ -276,10 +280,10 @@ class Generations:
         return manifest
 
     def _staying_pins(self, eligible: Eligible) -> tuple[list[Pin], dict[str, list[int]]]:
-        """Return the pins that a resumed run keeps, and the copies that their generations name.
+        """Return the pins that a resumed run keeps, and the copies that the pinned generations name.
 
         Raises:
-            ResumeError: there are more than `pins`, or a manifest cannot be read now.
+            ResumeError: there are more pinned generations than `pins` allows, or a manifest cannot be read at present.
         """
         staying, pinned = list[Pin](), dict[str, list[int]]()
         for pin in self._pins.entries:
@@ -327,14 +331,14 @@ class Generations:
     def _keep_with(self, chosen: Manifest, found: Mapping[int, Path], eligible: Eligible, newer: str) -> None:
         """Keep the resumed generation and older ones, and give up the others.
 
-        Given up are the newer ones, and the older ones that are beyond `keep` or that another rank lacks, both of which
-        a crash may have left.
+        The newer generations are given up, and the older generations that are beyond `keep` or that another rank does
+        not have. A crash may have left both kinds.
 
         Args:
             chosen: the manifest that the run resumes from.
             found: all kept manifests in the directory, by step.
             eligible: the generations that all ranks have.
-            newer: the reason for giving up newer ones.
+            newer: the reason for giving up newer generations.
         """
         self._kept = {chosen.step: [extent.newest_copy for extent in self._extents]}
         self._given_up = {path: newer for number, path in found.items() if number > chosen.step}
@@ -351,11 +355,11 @@ class Generations:
                 require_readable(error)
                 logger.warning("%s", error)
                 why = "is damaged"
-            self._given_up[path] = why  # its copies have been overwritten, or will be
+            self._given_up[path] = why  # the generation's copies have been overwritten, or will be
         self._kept = dict(sorted(self._kept.items()))
 
     def finish_recovery(self) -> None:
-        """Make the decisions of recover() durable: remove the manifests it gave up and the pins it dropped.
+        """Make the result of recover() durable: remove the manifests that it gave up and the pins that it dropped.
 
         Call this before anything is written.
 
@@ -421,7 +425,7 @@ class Generations:
 
         Raises:
             ResumeError: the store keeps no such generation.
-            SwapIOError: the pin may or may not be durable: unpin the folder.
+            SwapIOError: the pin may be durable or not; unpin the folder.
         """
         self.finish_recovery()
         self._require_kept(step)
@@ -429,7 +433,7 @@ class Generations:
         new = Pin(folder=str(folder), step=step, digest=digest_of(manifest), finished=False)
         if new.digest not in self._pinned:
             atomic_file.write_file(self._directory.path / new.manifest_name, [manifest])
-        self._pinned[new.digest] = self._kept[step]  # even if writing the pins fails: they may be on disk all the same
+        self._pinned[new.digest] = self._kept[step]  # even if writing the pins fails: they may be on disk
         self._write_pins([*(pin for pin in self._pins.entries if pin.folder != new.folder), new])
         return new.digest
 
@@ -441,8 +445,8 @@ class Generations:
         """Write the marker of a folder that pins a generation. Raises SwapIOError.
 
         Args:
-            folder: the folder, as it was pinned.
-            into: directory where the folder's files are written, if it gets its name later.
+            folder: the folder under the path that was pinned.
+            into: directory where the folder's files are written if the folder gets its final name later.
             digests: digests of all ranks' generations.
         """
         self._pins.mark(self.pin_of(folder), into or folder, digests)
@@ -463,7 +467,7 @@ class Generations:
         return [pin.folder for pin in self._pins.entries]
 
     def is_over(self, pin: Pin) -> bool:
-        """Return whether a pin's folder no longer needs its generation, see Pins.over."""
+        """Return whether a pin's folder no longer needs the pinned generation; see Pins.over."""
         return self._pins.over(pin)
 
     def pin_of(self, folder: Path) -> Pin:
@@ -473,7 +477,9 @@ class Generations:
         return pin
 
     def unpin(self, folder: Path) -> bool:
-        """Unpin a folder's generation durably, so that its copies may be written again. Return whether it had one.
+        """Unpin a folder's generation durably, so that its copies may be written again.
+
+        Return whether the folder pinned a generation.
 
         Raises:
             SwapIOError: the generation stays pinned; the folder may have lost its marker. Try again.
@@ -489,7 +495,7 @@ class Generations:
     def mark_portable(self, folder: Path, name: str) -> None:
         """Record that a pinned folder now holds a portable copy in its subfolder `name`, and unpin its generation.
 
-        A folder that has lost its marker gets no new one, because its other files may belong to another step.
+        A folder that has lost its marker gets no new marker, because its other files may belong to another step.
         """
         pin = self.pin_of(folder)
         if self._pins.holds(pin):
@@ -497,7 +503,7 @@ class Generations:
         self.unpin(folder)
 
     def _write_pins(self, pins: Iterable[Pin]) -> None:
-        # Invariant: until this has returned, old and new pins both protect their generations.
+        # Invariant: until the new pins are written, the old and the new pins both protect their generations.
         self._pins.write(pins)
         named = {pin.digest for pin in self._pins.entries}
         self._pinned = {digest: copies for digest, copies in self._pinned.items() if digest in named}
@@ -505,11 +511,12 @@ class Generations:
 
 @dataclass(frozen=True)
 class _PendingRecovery:
-    """Work of finish_recovery() besides removing manifests.
+    """Work of finish_recovery() besides the removal of manifests.
 
     Attributes:
         pins: the pins that stay.
-        manifest: the bytes of the pinned manifest that the run resumes from; None if it resumes from a kept one.
+        manifest: the bytes of the pinned manifest that the run resumes from; None if the run resumes from a kept
+            generation.
     """
 
     pins: list[Pin]

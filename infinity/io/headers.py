@@ -1,13 +1,13 @@
-"""Headers of a store's members: as they were written, or rebuilt if they are damaged or missing.
+"""Headers of a store's members: read from disk, or rebuilt if they are damaged or missing.
 
 [Note: what a header is rebuilt from]
-A header is rebuilt from the header of another member, or else from the newest manifest that can be read: both hold all
-data of a header. If a header names another run than the generations do, somebody else put it there, and it is rebuilt
-like a damaged one. A rebuilt header does not prove that the swap file beside it belongs to the run; the bytes in the
-swap file do. So a rebuilt header stays in memory until all of a generation has been read and its checksums were right
-(Generations.recover). It is written then, if some of the generation's bytes are in that swap file. Generations without
-checksums are refused. A store that is updated in place has no manifests, so its header is never rebuilt as the header
-of a store that can be resumed.
+A header is rebuilt from the header of another member, or else from the newest manifest that can be read: both contain
+all data of a header. If a header names another run than the generations do, the header does not belong to this store,
+and it is rebuilt like a damaged header. A rebuilt header does not prove that the swap file beside it belongs to the
+run; only the bytes in the swap file prove it. So a rebuilt header stays in memory until a complete generation has been
+read and all checksums were right (Generations.recover). After that, the header is written if some of the generation's
+bytes are in that swap file. Generations without checksums are refused. A store that is updated in place has no
+manifests, so its header is never rebuilt as the header of a store that can be resumed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class FoundHeader:
 
     Attributes:
         header: the header.
-        rebuilt: the problem of the header on disk, and the source of the rebuilt one; "" if the header was read.
+        rebuilt: the problem of the header on disk, and the source of the rebuilt header; "" if the header was read.
     """
 
     header: Header
@@ -43,7 +43,7 @@ def header_in(path: Path) -> FoundHeader:
     Raises:
         ResumeError: there is no store.
         DamagedFileError: the header is damaged and cannot be rebuilt.
-        ManifestError: the header, or the manifest to rebuild it from, cannot be read or understood.
+        ManifestError: the header, or the manifest from which it would be rebuilt, cannot be read or understood.
     """
     (found,) = _read_or_rebuilt([path])
     return found
@@ -53,8 +53,8 @@ def members_of(path: Path) -> list[Path]:
     """Return all directories of the store that `path` is a part of, in the store's order.
 
     Raises:
-        ResumeError: there is no store; or the store was copied or moved, so that the directories which the header names
-            are not parts of this copy.
+        ResumeError: there is no store, or the store was copied or moved. After a copy, the directories that the header
+            names are not parts of the copy.
         ManifestError: see header_in.
     """
     header = header_in(path).header
@@ -116,7 +116,7 @@ def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
 
 
 def _runs_in(path: Path, wanted: set[str]) -> set[str]:
-    """Return the runs of the generations in a directory. Reading ends once all wanted runs are found."""
+    """Return the runs of the generations in a directory. Reading ends once all runs in `wanted` are found."""
     runs: set[str] = set()
     for _, manifest in read_kept(generations_in(path)) if wanted else ():
         if isinstance(manifest, Manifest):
@@ -127,12 +127,12 @@ def _runs_in(path: Path, wanted: set[str]) -> set[str]:
 
 
 def _read(path: Path) -> Header | DamagedFileError:
-    """Return the header of a directory, or how it is damaged.
+    """Return the header of a directory, or a description of how the header is damaged.
 
     Raises:
         NoStoreError: the directory holds neither a header nor a swap file.
         ManifestError: the header cannot be read now, or this version does not understand it. Another attempt or another
-            version may be able to read it, so the header must stay.
+            version may be able to read the header, so the header must stay.
     """
     try:
         return read_header(path / HEADER_NAME)
@@ -143,12 +143,12 @@ def _read(path: Path) -> Header | DamagedFileError:
 
 
 def _rebuild(path: Path, member: int, damage: DamagedFileError, source: Header | None) -> FoundHeader:
-    """Rebuild a damaged header. Raises DamagedFileError if there is nothing to rebuild it from."""
+    """Rebuild a damaged header. Raises DamagedFileError if there is no source to rebuild the header from."""
     if source is not None:
         header = source.model_copy(update={"member": member})
         return FoundHeader(header, f"{damage}; {_INSTEAD} the header of another part of the store")
     require_known(generations_in(path).values())
-    reason = ""  # why the newest generation is no source
+    reason = ""  # why the newest generation cannot be the source
     for number, manifest in read_kept(generations_in(path)):
         if isinstance(manifest, Manifest) and manifest.store is not None:
             header = Header(**dict(manifest.store), run=manifest.run, mode="generations", member=member)

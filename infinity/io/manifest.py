@@ -1,6 +1,6 @@
 """Small files of a store: the header of each swap file, and the manifest of each generation.
 
-Both come from disk, so they are parsed strictly before they are used: every field is typed and bounded.
+Both kinds of file come from disk, so they are parsed strictly before they are used: every field is typed and bounded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Header(StoreRecord):
 
     Attributes:
         run: id of the run, the same for all members of a store.
-        mode: "generations"; or "in place" for a store that can never be resumed.
+        mode: "generations" for a store that can be resumed; "in place" for a store that can never be resumed.
         member: index of this member.
     """
 
@@ -62,7 +62,7 @@ class Header(StoreRecord):
 
 
 class ExtentRecord(NamedTuple):
-    """One state of one group of parameters, and its place in this generation.
+    """One state of one group of parameters, and the state's place in this generation.
 
     The fields have the names of the file format, which calls the index of the extent's copy `slot`.
     """
@@ -188,11 +188,14 @@ def require_known(found: Iterable[Path]) -> None:
         except NewerVersionError:
             raise
         except ManifestError:
-            continue  # this error is raised when the manifest is read
+            continue  # the error is raised later, when the manifest is read
 
 
 def read_header(path: Path) -> Header:
-    """Read a header. Raises ManifestError; DamagedFileError if it is missing or damaged, so that it may be rebuilt."""
+    """Read a header.
+
+    Raises ManifestError; if the header is missing or damaged, so that it may be rebuilt, raises DamagedFileError.
+    """
     header = validated(Header, document.read(path, "store"), path)
     _require_sound(header, path)
     if header.member >= len(header.members):
@@ -230,8 +233,10 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def manifest_bytes(path: Path) -> bytes:
-    """Return all bytes of a manifest. Raises the errors of read_manifest, except those of the value, which is not
-    read."""
+    """Return all bytes of a manifest.
+
+    Raises the errors of read_manifest, except errors in the value, which is not parsed.
+    """
     return document.checked_bytes(path, "generation", _VERSION)
 
 
@@ -248,7 +253,7 @@ def read_own(path: Path, step: int, run: str | None) -> Manifest:
     """Read a manifest and check which generation it describes.
 
     Raises:
-        ManifestError: those of read_manifest; or the manifest is of another step, or of a run other than `run`.
+        ManifestError: see read_manifest; also raised if the manifest is of another step, or of a run other than `run`.
     """
     manifest = read_manifest(path)
     if manifest.step != step or run not in (None, manifest.run):
@@ -257,7 +262,10 @@ def read_own(path: Path, step: int, run: str | None) -> Manifest:
 
 
 def write_manifest(manifest: Manifest) -> list[bytes]:
-    """Return the bytes of a manifest, in parts. Raises TypeError for a value that `facts` or `body` cannot hold."""
+    """Return the bytes of a manifest, in parts.
+
+    Raises TypeError for a value in `facts` or `body` that cannot be stored.
+    """
     columns = [list(column) for column in zip(*manifest.extents, strict=True)] or [[] for _ in ExtentRecord._fields]
     plain = {
         "extents": dict(zip(ExtentRecord._fields, columns, strict=True)),

@@ -1,10 +1,11 @@
 """Pins of checkpoint folders: which folder pins which generation.
 
-Three kinds of files hold this: the file of the pins, one manifest per pinned generation, and the marker in each folder.
+Pins are stored in three kinds of files: the file of the pins, one manifest per pinned generation, and the marker in
+each folder.
 
 [Note: a checkpoint folder and its generation]
-A folder of exported weights holds no optimizer states: these stay in the store, in a generation that the folder pins.
-Three small files record the pin. Each is written under another name, fsynced and renamed:
+A folder of exported weights contains no optimizer states: the states stay in the store, in a generation that the folder
+pins. Three small files record the pin. Each file is written under another name, fsynced and renamed:
 
 pinned-STEP-DIGEST.infinity   in the first swap directory: the manifest of a pinned generation, byte for byte. It has a
                               separate name because a run that resumes from an earlier step may make a generation of
@@ -14,16 +15,16 @@ infinity.json                 the marker in the folder: run, step, digest and sw
                               holds a portable copy, where in the folder that is
 
 A folder is pinned in this order: an older marker in it is removed; the manifest gets its second name; the pin is
-written; the marker is written. It is unpinned in this order: the marker is removed, then the pin, then the manifest.
-So a folder that has a marker has its pin, and a crash leaves at most a pin whose folder has no marker. The next resume
-removes such a pin (`Pins.over`). If a folder does not exist, it may be on a disk that is not mounted: its pin stays,
-unless the folder was never finished.
+written; the marker is written. A folder is unpinned in this order: the marker is removed, then the pin, then the
+manifest. So a folder that has a marker has its pin, and a crash leaves at most a pin whose folder has no marker. The
+next resume removes such a pin (`Pins.over`). A folder that does not exist may be on a disk that is not mounted: its pin
+stays, unless the folder was never finished.
 
 [Note: a checkpoint folder of several ranks]
-Each rank pins a generation of its own store, with the first two files in its own directory. The folder has one marker
-with the digests of all these generations, which rank 0 writes once every rank has its pin. So a folder pins a
-generation iff every rank has the pin. Any rank may unpin a folder, and that rank removes the marker. The others remove
-their pins when the ranks next agree, which is before the next pin and on resume (access/pinning.py).
+Each rank pins a generation in the rank's own store; the first two files are in the rank's own directory. The folder has
+one marker with the digests of all these generations, which rank 0 writes once every rank has its pin. So a folder pins
+a generation iff every rank has the pin. Any rank may unpin a folder, and that rank removes the marker. The other ranks
+remove their pins when the ranks next exchange their pins: before the next pin, and on resume (access/pinning.py).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Pin(Record):
 
     Attributes:
         folder: absolute path of the folder, links resolved.
-        step, digest: those of the generation. Two generations may have the same step.
+        step, digest: step and digest of the generation. Two generations may have the same step.
         finished: whether the folder was seen with its marker.
     """
 
@@ -87,20 +88,20 @@ class Pin(Record):
 
 
 class _PinsFile(Record):
-    """Content of the file of the pins; `pins` has the oldest first."""
+    """Content of the file of the pins; `pins` begins with the oldest pin."""
 
     run: Name
     pins: Annotated[list[Pin], Field(max_length=1 << 12), AfterValidator(_apart)]
 
 
 class Marker(Record):
-    """Content of the marker in a checkpoint folder: where its states are.
+    """Content of the marker in a checkpoint folder, which says where the states are.
 
     Attributes:
         run: id of the run that wrote the folder.
         step: number of optimizer steps done.
         digest: digest of the generation that the folder pins; None if the folder holds a portable copy. If several
-            ranks trained, that of rank 0.
+            ranks trained, the digest is that of rank 0.
         digests: digests of all ranks' generations if several ranks trained; [] if the folder holds a portable copy.
         portable: name of the subfolder that holds the portable copy; None if the folder pins a generation.
         directories: the swap directories of the run, in their order.
@@ -121,11 +122,12 @@ class Marker(Record):
         return len(self.digests) or 1
 
     def digest_of(self, rank: int, ranks: int) -> str | None:
-        """Return the digest of the generation that is pinned in the store of a rank; None if none is.
+        """Return the digest of the generation that is pinned in the store of a rank; None if none is pinned.
 
         Args:
             rank: index of the rank.
-            ranks: number of ranks of the run that asks. A folder of another number of ranks pins nothing for it.
+            ranks: number of ranks of the run that asks. A folder that was written by another number of ranks pins
+                nothing for this rank.
         """
         if ranks != self.ranks:
             return None
@@ -148,7 +150,7 @@ def folder_path(folder: str | Path) -> Path:
 
 
 def digest_of(manifest: bytes) -> str:
-    """Return the digest of a manifest, which identifies a generation among all of a run."""
+    """Return the digest of a manifest, which identifies a generation among all generations of a run."""
     return hashlib.blake2b(manifest, digest_size=16).hexdigest()
 
 
@@ -156,7 +158,7 @@ def digest_of(manifest: bytes) -> str:
 
 
 def read_marker(folder: Path) -> Marker | None:
-    """Return the marker of a folder; None if it has none. Raises ManifestError."""
+    """Return the marker of a folder; None if the folder has no marker. Raises ManifestError."""
     path = folder / MARKER_NAME
     try:
         value = parse_json(files.read_regular(path, _MARKER_BYTES_MAX).decode())
@@ -170,7 +172,10 @@ def read_marker(folder: Path) -> Marker | None:
 
 
 def write_marker(folder: Path, marker: Marker) -> None:
-    """Write the marker of a folder durably. Raises SwapIOError: the folder then has its old marker, or none."""
+    """Write the marker of a folder durably.
+
+    Raises SwapIOError; after this error the folder has its old marker, or no marker.
+    """
     text = json.dumps(marker.model_dump(exclude_none=True), indent=1)
     atomic_file.write_file(folder / MARKER_NAME, [text.encode()])
 
@@ -267,8 +272,8 @@ class Pins:
         """Replace the pins durably, and remove the manifests of generations that no pin names any more.
 
         Raises:
-            SwapIOError: the pins are unchanged; after a failed fsync of the directory the file may have the old or the
-                new ones.
+            SwapIOError: the pins are unchanged; only after a failed fsync of the directory may the file have the new
+                pins.
         """
         entries = [self._seen(pin) for pin in entries]
         value = {"run": self._run, "pins": [pin.model_dump() for pin in entries]}
@@ -278,7 +283,7 @@ class Pins:
         for name in {pin.manifest_name for pin in before} - named:
             try:
                 atomic_file.remove(self.directory / name)
-            except SwapIOError as error:  # no pin names the manifest: it does no harm, and the next resume removes it
+            except SwapIOError as error:  # no pin names the manifest: it is harmless, and the next resume removes it
                 logger.warning("%s", error)
 
     def _seen(self, pin: Pin) -> Pin:
@@ -294,7 +299,7 @@ class Pins:
             portable: name of the subfolder that holds the portable copy.
 
         Raises:
-            SwapIOError: the folder has its old marker, or none.
+            SwapIOError: the folder has its old marker, or no marker.
         """
         of_rank = rank_name(self._rank, self._ranks)
         own = [path.parent if path.name == of_rank else path for path in self._directories]
@@ -325,10 +330,11 @@ class Pins:
         return (marker.run, marker.digest_of(self._rank, self._ranks)) == (self._run, pin.digest)
 
     def over(self, pin: Pin) -> bool:
-        """Return whether a pin's folder no longer needs its generation.
+        """Return whether a pin's folder no longer needs the pinned generation.
 
-        That is so if a crash left the folder without the marker, or if the folder now holds another checkpoint. A
-        folder that does not exist still needs the generation, unless the folder was never finished.
+        The generation is not needed if a crash left the folder without the marker, or if the folder now contains
+        another checkpoint. A folder that does not exist still needs the generation, unless the folder was never
+        finished.
         """
         folder = Path(pin.folder)
         if not os.path.lexists(folder):

@@ -18,11 +18,11 @@ def is_rank_path(path: Path) -> bool:
 
 
 def place_of(path: Path) -> Path:
-    """Return the directory of nvme.paths that a store's directory is, or is in: the argument of the commands."""
+    """Return the directory of nvme.paths that is, or contains, a store's directory: the argument of the commands."""
     return path.parent if is_rank_path(path) else path
 
 
 def rank_of(path: Path) -> tuple[int, int]:
-    """Return the rank that has its store in a directory, and the number of ranks; (0, 1) if it is no rank's."""
+    """Return the rank that has its store in a directory, and the number of ranks; (0, 1) if it belongs to no rank."""
     found = NAME.fullmatch(path.name)
     return (int(found[1]), int(found[2])) if found else (0, 1)

@@ -37,11 +37,11 @@ def _as_files_have_it(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_as_files_have_it)]
-"""Text that can be encoded as UTF-8. Half of a surrogate pair, which JSON can express, cannot."""
+"""Text that can be encoded as UTF-8. JSON can express half of a surrogate pair, which cannot be encoded."""
 
 
 class Record(BaseModel):
-    """Data from disk: every field is typed, none is unknown, and no value is converted."""
+    """Data from disk: every field is typed, unknown fields are errors, and no value is converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -50,7 +50,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(model: type[_Model], value: Any, source: object) -> _Model:
-    """Return the value as a validated model. Raises ManifestError that names `source` and the field."""
+    """Return the value as a validated model. Raises a ManifestError that names `source` and the field."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

@@ -142,7 +142,7 @@ class SwapStore:
     def _create(self, held: Sequence[SwapDirectory], mode: Literal["in place", "generations"]) -> None:
         for directory in held:
             directory.require_replaceable()
-        # The first directory shows whether the others belong to a generation, so it is cleared last.
+        # The first directory shows whether the other directories belong to a generation, so it is cleared last.
         for directory in reversed(held):
             directory.make_room()
         self._members = [_open(directory, create=True) for directory in self.directories]
@@ -201,13 +201,14 @@ class SwapStore:
         return not self._unwritten
 
     def write_rebuilt_headers(self, whole: Iterable[Extent]) -> None:
-        """Write the rebuilt headers. Each needs proof that the swap file beside it belongs to this run.
+        """Write the rebuilt headers. Each rebuilt header needs proof that the swap file beside it belongs to this run.
 
         Args:
-            whole: extents whose newest values all had the checksums of a generation; they are the proof.
+            whole: extents whose newest values all had the checksums of a generation; these values are the proof.
 
         Raises:
-            ResumeError: none of these extents has a byte in the swap file beside a header; no header was written.
+            ResumeError: there is a header with no byte of these extents in the swap file beside it; no header was
+                written.
             SwapIOError: a header cannot be written; the headers written before it are correct and stay.
         """
         unproven = {str(self.directories[header.member].swap_path) for header in self._unwritten}
@@ -239,7 +240,7 @@ class SwapStore:
             self.file = _native.File.striped(self._members, shares, stripe_bytes)
 
     def _measure_shares(self) -> list[int]:
-        """Return how many stripes of a cycle each path holds, in proportion to the bandwidth in its profile or a
+        """Return how many stripes of a cycle each path has, in proportion to its bandwidth in the profile or in a
         probe."""
         if len(self._members) == 1:
             return [1]
@@ -253,7 +254,7 @@ class SwapStore:
         return shares
 
     def _reserve(self) -> None:
-        needed: dict[int, int] = {}  # by file system, because two paths may be on the same one
+        needed: dict[int, int] = {}  # by file system, because two paths may be on the same file system
         for index, directory in enumerate(self.directories):
             device = os.stat(directory.path).st_dev
             spare = self._spare_bytes if index == 0 else 0
@@ -269,14 +270,14 @@ class SwapStore:
             raise _no_room(self._named(error), self._file_bytes, error) from error
 
     def _named(self, error: OSError) -> StoreDirectory:
-        """Return the directory whose swap file an error names, or the first directory if it names none."""
+        """Return the directory whose swap file an error names; the first directory if it names no swap file."""
         for directory in self.directories:
             if str(directory.swap_path) in str(error.strerror):
                 return directory
         return self.directories[0]
 
     def is_scratch(self, path: str, offset: int) -> bool:
-        """Return whether a byte of a swap file is after the extents, in scratch room that belongs to no generation."""
+        """Return whether a byte of a swap file is behind all extents, in scratch space of no generation."""
         for index, directory in enumerate(self.directories):
             if str(directory.swap_path) == path:
                 return offset >= self.file.member_bytes(index, self.nbytes)
@@ -289,7 +290,7 @@ class SwapStore:
         return nodes.pop() if len(nodes) == 1 else -1
 
     def begin_step(self, step: int) -> None:
-        """Make errors of the transfers that are started from now on name this step."""
+        """Set the step that errors of later transfers name."""
         self._step = step
 
     def read(
@@ -316,7 +317,7 @@ class SwapStore:
 
         Raises (from `Transfer.result`):
             SwapIOError: the device failed; carries path, offset, length, errno, unit and state.
-            SwapCorruptionError: a page differs from what was written there.
+            SwapCorruptionError: a page differs from the page that was written.
             SwapTimeoutError: the device was given up; `into` must never be used again.
         """
         file, offset = self.place(extent, copy_index)
@@ -333,7 +334,9 @@ class SwapStore:
         copy_index: int | None = None,
         after: _native.IOFuture | None = None,
     ) -> Transfer:
-        """Start writing into `copy_index`, by default over the newest values. Arguments and errors are those of `read`.
+        """Start writing to copy `copy_index` of an extent, by default over the newest values.
+
+        Arguments and errors are those of `read`.
 
         Args:
             extent: the extent to write to.
@@ -348,7 +351,10 @@ class SwapStore:
         return self.transfer(self.engine.write(file, offset + at, data, io_class, after=after), extent)
 
     def place(self, extent: Extent, copy_index: int | None) -> tuple[_native.File, int]:
-        """Return the file and the offset of a copy of an extent, for native code; None is the copy of newest values."""
+        """Return the file and the offset of a copy of an extent, for native code.
+
+        None means the copy of the newest values.
+        """
         return self.file, extent.offset if copy_index is None else extent.offsets[copy_index]
 
     def transfer(self, future: _native.IOFuture, extent: Extent) -> Transfer:
@@ -359,8 +365,8 @@ class SwapStore:
         """Check that no other name of the swap files exists, before a run writes to files that it did not create.
 
         Raises:
-            ResumeError: a file has another name (hard link), such as in a copy of the directory. Writing would change
-                the file under that name, too.
+            ResumeError: a file has another name (hard link), such as in a copy of the directory. A write would change
+                the file under the other name, too.
         """
         for directory in self.directories:
             names = directory.swap_path.stat().st_nlink
@@ -478,10 +484,10 @@ def _probe(engine: _native.IOEngine, file: _native.File) -> float:
 def wait_all(transfers: Iterable[Transfer]) -> None:
     """Wait for every transfer, then raise the first failure.
 
-    Afterwards no transfer uses its memory, unless the failure is a SwapTimeoutError.
+    No transfer uses its memory any more, unless the failure is a SwapTimeoutError.
     """
     failure: SwapIOError | None = None
-    for transfer in reversed(list(transfers)):  # waiting for the last first makes one long wait instead of many short
+    for transfer in reversed(list(transfers)):  # last transfer first: one long wait instead of many
         try:
             transfer.result()
         except SwapIOError as error:
@@ -492,7 +498,10 @@ def wait_all(transfers: Iterable[Transfer]) -> None:
 
 
 def require_paths(paths: Sequence[Path]) -> None:
-    """Check the directories of nvme.paths. Raises ConfigError if a path cannot name a directory or two are the same."""
+    """Check the directories of nvme.paths.
+
+    Raises ConfigError if a path cannot name a directory, or if two paths are the same.
+    """
     for path in paths:
         require_name(path)
     try:
