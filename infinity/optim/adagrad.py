@@ -24,7 +24,7 @@ class Adagrad(OffloadedOptimizer):
         max_grad_norm, seed: see OffloadedOptimizer.
 
     Raises:
-        ModelError: a parameter is not offloaded, or the parameters are of several models.
+        ModelError: a parameter is not offloaded, or the parameters belong to several models.
         ConfigError: a hyperparameter is out of range.
     """
 

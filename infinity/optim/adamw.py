@@ -89,7 +89,7 @@ class AdamW(Adam):
         torchs: torch's foreach, fused, capturable, differentiable (TorchOptions).
 
     Raises:
-        ModelError: a parameter is not offloaded, or the parameters are of several models.
+        ModelError: a parameter is not offloaded, or the parameters belong to several models.
         ConfigError: a hyperparameter is out of range.
     """
 

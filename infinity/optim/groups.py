@@ -1,5 +1,4 @@
-"""Param groups of an optimizer: offloaded parameters, in any of the forms that torch takes, with the hyperparameters of
-each group."""
+"""Param groups of an optimizer: offloaded parameters in any form that torch accepts, and hyperparameters by group."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ _FIXED = (bool, int, float, str, type(None))  # immutable types of hyperparamete
 
 
 class GroupedOptimizer(torch.optim.Optimizer, ABC):
-    """The param groups of an optimizer: offloaded parameters of one model, each of them once.
+    """The param groups of an optimizer: offloaded parameters of one model, each parameter once.
 
     Args and Raises: as OffloadedOptimizer.
     """
@@ -57,7 +56,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         self.accumulation_steps = accumulation_steps
         self._coordinator: Coordinator | None = None
         self._places: dict[nn.Parameter, Place] = {}
-        self._in_range: list[dict[str, Any]] | None = None  # the hyperparameters that were checked last
+        self._in_range: list[dict[str, Any]] | None = None  # hyperparameters at the last check
         self._members: dict[int, dict[nn.Parameter, int]] = {}  # by unit: parameters and their param group
         groups, defaults = groups_of(params), defaults | dict(torchs) | {"maximize": maximize, "seed": seed}
         given = [each for group in groups for each in parameters_of(group)]
@@ -73,7 +72,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     rule: ClassVar[OptimizerName]
 
     def moments(self, group: dict[str, Any]) -> dict[str, Moment]:
-        """Return the states kept per parameter of a group: torch's name of each, and the name it is stored under."""
+        """Return the states kept per parameter of a group: torch's name of each state, and its name in the store."""
         return KEPT[self.rule]
 
     @abstractmethod
@@ -82,13 +81,13 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def hyperparameters(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the rule and its hyperparameters, as _native.Segment takes them."""
+        """Return the update rule and its hyperparameters as arguments of _native.Segment."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does. Its parameters must be offloaded parameters of the same model.
 
         Raises:
-            ModelError, ConfigError: as the constructor; the optimizer is unchanged then.
+            ModelError, ConfigError: see the constructor; after an error the optimizer is unchanged.
         """
         coordinator, places = self._find(parameters_of(param_group))
         try:
@@ -98,13 +97,14 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         try:
             self._enter(coordinator, places)
         except BaseException:
-            self.param_groups.pop()  # a group that was refused leaves no trace
+            self.param_groups.pop()  # undo all changes of a group that was refused
             raise
 
     def _take_in(self) -> None:
         """Take over param groups that other code has assigned to `param_groups`, with other parameters.
 
-        Lightning's BaseFinetuning assigns them when a run continues. Raises as add_param_group; then nothing changes.
+        Lightning's BaseFinetuning assigns such param groups when a run continues. Raises the errors of add_param_group;
+        after an error nothing has changed.
         """
         given = self.param_groups
         if all(parameter in self._places for group in given for parameter in group["params"]):
@@ -119,7 +119,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             raise
 
     def _find(self, parameters: Sequence[torch.Tensor]) -> tuple[Coordinator | None, dict[nn.Parameter, Place]]:
-        """Return the coordinator and the places of a new group's parameters. An empty group adds no place."""
+        """Return the coordinator and the places of a new group's parameters. An empty group has no places."""
         coordinator, places, new = self._coordinator, dict[nn.Parameter, Place](), len(self.param_groups)
         taken = {id(parameter): index for index, group in enumerate(self.param_groups) for parameter in group["params"]}
         for parameter in parameters:
@@ -146,7 +146,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         return coordinator, places
 
     def _enter(self, coordinator: Coordinator | None, places: dict[nn.Parameter, Place]) -> None:
-        """Register the last group, whose parameters have these places."""
+        """Register the last param group; `places` has the places of its parameters."""
         index = len(self.param_groups) - 1
         self._check(index, self.param_groups[index])
         if coordinator is None:
@@ -186,7 +186,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         return self._coordinator
 
     def _require_sound(self) -> None:
-        """Raise unless the constructor would still take the groups, which other code may have changed."""
+        """Raise an error unless the constructor would still accept the groups, which other code may have changed."""
         self._require_in_range()
         seen: set[nn.Parameter] = set()
         for index, group in enumerate(self.param_groups):
@@ -223,7 +223,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
 
 def _typed(value: Any) -> tuple[Any, ...] | None:
-    """Return a value and its types, because True is not 1 here; None for a value that could change in place."""
+    """Return a value with its types, so that True and 1 differ; None for a value that could change in place."""
     values = value if isinstance(value, tuple) else (value,)
     if not all(isinstance(each, _FIXED) for each in values):
         return None

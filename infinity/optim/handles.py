@@ -15,13 +15,13 @@ from infinity.errors import ConfigError
 class StateHandle:
     """Name of one optimizer state of one parameter in the store.
 
-    It can be pickled. The pickle is a mapping with the attributes, which processes without infinity and
-    `torch.load(weights_only=True)` can read. The state itself stays in the run's store.
+    A handle is pickled as a mapping with its attributes. Processes without infinity and `torch.load(weights_only=True)`
+    can read this mapping. The handle only names the state, which stays in the run's store.
 
     Attributes:
-        parameter, state: fully qualified name, and torch's name of the state.
+        parameter, state: fully qualified name of the parameter, and torch's name of the state.
         step: the parameter's optimizer step after which the handle was made.
-        run: the id of the store ("" if all states are in RAM), which a resumed run keeps.
+        run: the id of the store, which a resumed run keeps; "" if all states are in RAM.
     """
 
     parameter: str
@@ -53,7 +53,7 @@ def parts_of(state_dict: Any, sizes: Sequence[int]) -> tuple[list[Mapping[str, A
         sizes: number of parameters in each param group of that optimizer.
 
     Raises:
-        ConfigError: it is no state_dict of an optimizer, or its param groups are others.
+        ConfigError: the argument is no state_dict of an optimizer, or its param groups differ in size.
     """
     if not isinstance(state_dict, Mapping):
         raise ConfigError(f"{reprlib.repr(state_dict)} is not a state_dict of an optimizer")

@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 class TorchOptions(TypedDict, total=False):
-    """Options of torch's optimizers that choose an implementation, and not a result.
+    """Options of torch's optimizers that select an implementation without a change of the result.
 
     Attributes:
         foreach, fused: accepted without effect: the update is one pass over each parameter anyway.
-        capturable, differentiable: refused. decoupled_weight_decay is refused, too, if it asks for the other one of
-            Adam and AdamW.
+        capturable, differentiable: refused. decoupled_weight_decay is refused, too, if it would turn Adam into AdamW or
+            AdamW into Adam.
     """
 
     foreach: bool | None
@@ -41,21 +41,21 @@ _REFUSED = {
 
 
 def require_possible(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option of torch's optimizers whose result would differ here."""
+    """Raise ConfigError for an option of torch's optimizers that infinity cannot provide."""
     for name, reason in _REFUSED.items():
         if options.get(name):
             raise ConfigError(f"{name}=True: {reason}.")
 
 
 def say_ignored(options: Mapping[str, Any]) -> None:
-    """Log one line on options of torch's optimizers that have no effect here."""
+    """Log one line about options of torch's optimizers that have no effect in infinity."""
     ignored = [f"{name}={options[name]}" for name in ("foreach", "fused") if options.get(name) is not None]
     if ignored:
         logger.info("%s changes nothing: the update is one fused pass over each parameter", ", ".join(ignored))
 
 
 def number(name: str, value: Any) -> float:
-    """Return a hyperparameter as a float. It may be a number of Python or numpy, or a tensor with one element.
+    """Return a hyperparameter as a float. The value may be a number of Python or numpy, or a tensor with one element.
 
     Raises:
         ConfigError: it is something else.
@@ -122,7 +122,10 @@ def require_seed(group: Mapping[str, Any]) -> None:
 
 
 def max_grad_norm_of(value: Any) -> float | None:
-    """Return max_grad_norm as a float or None. Raises ConfigError if it is neither a positive number nor None."""
+    """Return max_grad_norm as a float or None.
+
+    Raises ConfigError if the value is neither a positive number nor None.
+    """
     if value is None:
         return None
     norm = number("max_grad_norm", value)

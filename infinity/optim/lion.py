@@ -1,4 +1,4 @@
-"""Lion on offloaded parameters: one moment, half as many as Adam."""
+"""Lion on offloaded parameters. Lion keeps one moment per parameter; Adam keeps two."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class Lion(OffloadedOptimizer):
 
     Args:
         params: parameters of one offloaded model, or param groups with their own `lr`, `betas`, `weight_decay`.
-        lr: learning rate; the paper recommends a third to a tenth of AdamW's, with a weight decay larger by as much.
+        lr: learning rate; the paper recommends a third to a tenth of AdamW's learning rate, and a weight decay that is
+            larger by the same factor.
         max_grad_norm, seed: see OffloadedOptimizer.
 
     Raises:
-        ModelError: a parameter is not offloaded, or the parameters are of several models.
+        ModelError: a parameter is not offloaded, or the parameters belong to several models.
         ConfigError: a hyperparameter is out of range.
     """
 

@@ -31,11 +31,11 @@ from infinity.state.unit import Place
 logger = logging.getLogger(__name__)
 
 _SKIPS_IN_A_ROW_MAX = 5
-_NAMES = ("params", "param_names")  # keys of a param group that name its parameters; the rest are hyperparameters
+_NAMES = ("params", "param_names")  # keys of a param group that name its parameters; all other keys are hyperparameters
 
 
 class _Active(NamedTuple):
-    """A parameter with a gradient. `group` is its param group."""
+    """A parameter that has a gradient. `group` is the parameter's param group."""
 
     parameter: nn.Parameter
     place: Place
@@ -44,7 +44,7 @@ class _Active(NamedTuple):
 
 
 class _State(dict[str, Any]):
-    """`optimizer.state[parameter]`: the parameter's step. Its moments are in the store."""
+    """`optimizer.state[parameter]`: the parameter's step. The moments of the parameter are in the store."""
 
     def __missing__(self, key: str) -> NoReturn:
         if key not in STORED_AS:
@@ -66,7 +66,7 @@ class _State(dict[str, Any]):
 
 
 class OffloadedOptimizer(GroupedOptimizer):
-    """An optimizer whose states rest where the swap config says.
+    """An optimizer whose states are kept where the swap config places them.
 
     The arithmetic is fp32 on an fp32 master, whatever the weights' dtype. bf16 weights are the master rounded half up.
     With `master: none` there is no master, and weights are rounded stochastically. A parameter whose grad is None is
@@ -82,18 +82,20 @@ class OffloadedOptimizer(GroupedOptimizer):
         seed: seed of stochastic rounding (`moments: bf16`, `master: none`). The random bits follow from the seed, the
             step and the element, so a run can be repeated to the bit.
         accumulation_steps: backward passes before each step, so that updates begin during the last pass; None: as many
-            as before the previous step. A wrong number costs time, never a bit of the result.
+            as before the previous step. A wrong number only costs time; the result is the same to the bit.
         torchs: options of torch's optimizers that choose an implementation (TorchOptions).
 
     Attributes:
         last_grad_norm: global norm of the last step's gradients, unscaled, before any clipping. torch's clip_grad_norm_
-            works as with torch's optimizers: max_grad_norm then clips the gradients that it has clipped already.
-        skipped_steps: steps not taken because a gradient was NaN or infinite, or skip_next_step was called.
+            works as with torch's optimizers: if both are used, max_grad_norm clips the gradients that clip_grad_norm_
+            has already clipped.
+        skipped_steps: number of steps that were skipped because a gradient was NaN or infinite, or because
+            skip_next_step was called.
 
     Raises:
-        ModelError: a parameter is not offloaded, the parameters are of several models, or the model was offloaded for
-            an optimizer that keeps fewer states.
-        ConfigError: a hyperparameter is out of range, a parameter is given twice, or there is none.
+        ModelError: a parameter is not offloaded, the parameters belong to several models, or the model was offloaded
+            for an optimizer that keeps fewer states.
+        ConfigError: a hyperparameter is out of range, a parameter is given twice, or no parameter is given.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler calls step() with scaled gradients, and sets their scale
@@ -102,8 +104,8 @@ class OffloadedOptimizer(GroupedOptimizer):
         self.last_grad_norm = 0.0
         self.skipped_steps = 0
         self._skips_in_a_row = 0
-        self._skip_reason = ""  # why the next step is to be skipped; set by skip_next_step
-        self._inverse_scale = 1.0  # of the last step that was taken; before the first step, that of no loss scale
+        self._skip_reason = ""  # why the next step will be skipped; set by skip_next_step
+        self._inverse_scale = 1.0  # of the last step that was taken; before the first step, without a loss scale
         self._unclaimed: dict[str, dict[str, Any]] = {}
         super().__init__(params, defaults, **options)
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(_State)
@@ -118,13 +120,13 @@ class OffloadedOptimizer(GroupedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip, then update every parameter that has a gradient.
 
-        Returns once every update is decided. A unit's next use waits for the unit's own update. With `overlap: off` all
-        updates are done on return.
+        Returns once it is certain for every update whether it is applied; the updates may still be running. A unit's
+        next use waits for that unit's update only. With `overlap: off` all updates are done on return.
 
         Raises:
-            NonFiniteGradientError: gradients were not finite several steps in a row; names the parameter.
-            SwapIOError: a transfer of this step or of the step before failed; names the step. The states are then
-                partly updated, and every later call raises.
+            NonFiniteGradientError: gradients were not finite several steps in a row; the message names the parameter.
+            SwapIOError: a transfer of this step or of the step before failed; the message names the step. After this
+                error the states are partly updated, and every later call raises.
         """
         loss = None
         if closure is not None:
@@ -174,7 +176,7 @@ class OffloadedOptimizer(GroupedOptimizer):
 
     def _active(self) -> list[_Active]:
         """Return the parameters with a gradient, in the order of the groups."""
-        with torch._C.DisableTorchFunctionSubclass():  # else a released parameter runs Python code for each .grad
+        with torch._C.DisableTorchFunctionSubclass():  # otherwise released parameters run Python code for each .grad
             every = [(parameter, group, parameter.grad) for group in self.param_groups for parameter in group["params"]]
         active = []
         for parameter, group, gradient in every:
@@ -192,9 +194,9 @@ class OffloadedOptimizer(GroupedOptimizer):
         return active
 
     def _sum_squares(self, active: list[_Active]) -> tuple[float, float, str]:
-        """Return the sums of squares of the gradients, as they landed and after torch's clipping.
+        """Return sums of squares of the gradients, and the first name whose part is not finite ('' if all are).
 
-        Also return the first name whose part is not finite; '' if all are finite.
+        The first sum is that of the gradients as they landed, the second that after torch's clipping.
         """
         by_factor: dict[float, list[Place]] = {}
         for each in active:
@@ -217,13 +219,15 @@ class OffloadedOptimizer(GroupedOptimizer):
     def expected_scale(self) -> float:
         """Expected factor of the gradients in the next step.
 
-        It is right unless gradients are clipped or the loss has another scale than before. A skipped step leaves it
-        unchanged: a scaler that tried a larger scale comes back to this one.
+        The expectation is right unless gradients are clipped or the loss scale changes. A skipped step leaves the
+        factor unchanged: a scaler that tried a larger scale returns to the scale before.
         """
         return self._inverse_scale
 
     def expected_update(self, unit: int) -> dict[int, GroupUpdate]:
-        """Return the next step's update of a unit's groups, if nothing more is clipped and nothing changes.
+        """Return the next step's update of a unit's groups.
+
+        The update assumes that no gradient is clipped and no value changes.
 
         Return no update if the step will refuse the current values of the groups.
         """
@@ -244,7 +248,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         """Make the next step() change nothing and count as skipped, as if a gradient were not finite.
 
         Args:
-            reason: for messages, such as "the loss is nan". The gradients may be finite and not show the reason.
+            reason: text for messages, such as "the loss is nan"; needed because all gradients may be finite.
         """
         self._skip_reason = reason
 
@@ -282,7 +286,7 @@ class OffloadedOptimizer(GroupedOptimizer):
             if id(group) not in shared:
                 shared[id(group)] = self._options(group), self.moments(group)
             options, moments = shared[id(group)]
-            state = self.state.get(parameter, {})  # makes no entry: a speculative update may be dropped
+            state = self.state.get(parameter, {})  # .get() makes no entry: a speculative update may be dropped
             step, begun = state.get("step", 0) + 1, state.get("begun", {})
             fresh = not moments.keys() <= begun.keys()
             after[parameter] = {"step": step, "begun": begun | dict.fromkeys(moments, True) if fresh else begun}
@@ -306,10 +310,10 @@ class OffloadedOptimizer(GroupedOptimizer):
         return tuple((self.hyperparameters(group) | flags).items())
 
     def checkpoint(self) -> OptimizerRecord:
-        """Return the part of this optimizer that a generation keeps beside the states in the store.
+        """Return the data of this optimizer that a generation stores in addition to the states.
 
         Raises:
-            ConfigError: a hyperparameter, such as NaN, could not be read back.
+            ConfigError: a hyperparameter could not be read back, such as NaN.
         """
         names: dict[Any, str] = {parameter: place.spec.name for parameter, place in self._places.items()}
         groups = [
@@ -354,7 +358,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         """Restore learning rates and other hyperparameters in a resumed run, as torch's load_state_dict does.
 
         Raises:
-            ResumeError: the param groups are not those of the run.
+            ResumeError: the param groups differ from those of the run.
         """
         mine = [[self._places[parameter].spec.name for parameter in group["params"]] for group in self.param_groups]
         if mine != [group.get("params") for group in saved.param_groups]:
@@ -376,7 +380,7 @@ class OffloadedOptimizer(GroupedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients.
 
-        They are set to None even with `set_to_none=False`: there is no tensor to fill with zeros.
+        Gradients are set to None even with `set_to_none=False`, because there is no tensor to fill with zeros.
         """
         self.coordinator.zero_grad(self._places.items())
 
@@ -415,13 +419,13 @@ class OffloadedOptimizer(GroupedOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore hyperparameters; missing ones get this optimizer's defaults.
+        """Restore hyperparameters; missing hyperparameters get this optimizer's defaults.
 
         The state_dict must name the states that are in the store now.
 
         Raises:
-            ModelError: the state_dict is of another run or step, or has tensors, which cannot be loaded.
-            ConfigError: it is no state_dict, it has other groups, or a hyperparameter is out of range.
+            ModelError: the state_dict belongs to another run or step, or contains tensors, which cannot be loaded.
+            ConfigError: the argument is no state_dict, it has different groups, or a hyperparameter is out of range.
         """
         self._take_in()
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -442,13 +446,13 @@ class OffloadedOptimizer(GroupedOptimizer):
         self.state = defaultdict(_State, {parameter: _State(each) for parameter, each in self.state.items()})
 
     def _own_state(self, parameter: nn.Parameter, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that a state_dict names, if it is the one in the store."""
+        """Return the state that a state_dict names, after a check that the store has this state."""
         name, now = self._places[parameter].spec.name, self.state.get(parameter, {})
         saved = {key: StateHandle.read(value) for key, value in saved.items()}
         for key in dict.fromkeys([*now.get("begun", {}), *saved]):
             mine, theirs = self._handle(name, key, now.get("step", 0)), saved.get(key)
             if isinstance(theirs, StateHandle) and self.coordinator.is_at(theirs.run, self.coordinator.steps):
-                theirs = replace(theirs, run=mine.run)  # the run that this one was copied from
+                theirs = replace(theirs, run=mine.run)  # saved by the run from which this run was copied
             if key != "step" and theirs != mine:
                 raise ModelError(
                     f"cannot load {key} of '{name}': {_difference(theirs, mine)}. A state_dict "
@@ -467,7 +471,7 @@ class OffloadedOptimizer(GroupedOptimizer):
 
 
 def _difference(saved: Any, mine: StateHandle) -> str:
-    """Return why a saved state is not the one that is in the store now."""
+    """Return how a saved state differs from the state that is in the store now."""
     if not isinstance(saved, StateHandle):
         return "it is a tensor of another optimizer" if isinstance(saved, torch.Tensor) else "it was not saved"
     if saved.run != mine.run:

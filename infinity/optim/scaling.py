@@ -17,7 +17,7 @@ class LossScale:
     """The loss scale of one step.
 
     Attributes:
-        inverse: factor by which the gradients are to be multiplied.
+        inverse: factor by which the gradients must be multiplied.
         overflowed: whether the scaler found a gradient that is not finite.
     """
 
@@ -26,9 +26,9 @@ class LossScale:
 
     @property
     def at_fault(self) -> bool:
-        """Whether a gradient overflowed that may not overflow with a lower scale.
+        """Whether a gradient overflowed and might not overflow with a lower scale.
 
-        A scale below 1 makes gradients smaller than they are, so then the scale is not the cause.
+        A scale below 1 makes gradients smaller, so such a scale cannot be the cause of the overflow.
         """
         return self.overflowed and self.inverse <= 1.0
 
@@ -37,7 +37,7 @@ def loss_scale(optimizer: torch.optim.Optimizer, gradients: Iterable[tuple[str, 
     """Return the loss scale of the named gradients of a step.
 
     Raises:
-        ModelError: some gradients were unscaled, and others were set by hand after that.
+        ModelError: some gradients were unscaled, and other gradients were set by hand later.
     """
     inverse = inverse_of(getattr(optimizer, "grad_scale", None))
     factors = {handle.factors.inverse_scale: name for name, handle in gradients}
@@ -53,11 +53,11 @@ def loss_scale(optimizer: torch.optim.Optimizer, gradients: Iterable[tuple[str, 
 
 
 def inverse_of(scale: Any) -> float:
-    """Return the inverse of a scale, computed as in GradScaler.unscale_ so that both ways end in the same bits."""
+    """Return the inverse of a scale, computed as in GradScaler.unscale_, so that both ways give the same bits."""
     return 1.0 if scale is None else torch.as_tensor(scale, dtype=torch.float64).reciprocal().float().item()
 
 
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:
-    """Forget the scaler's facts on a step that an exception ended, because they do not hold for the next step."""
+    """Forget what the scaler recorded about a step that an exception ended: it is not true of the next step."""
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)

@@ -1,4 +1,4 @@
-"""SGD on offloaded parameters, with momentum or without."""
+"""SGD on offloaded parameters, with or without momentum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from infinity.state.moments import Moment, OptimizerName
 
 
 class SGD(OffloadedOptimizer):
-    """Stochastic gradient descent, as torch.optim.SGD. Without momentum it keeps no state.
+    """Stochastic gradient descent, as torch.optim.SGD. Without momentum the optimizer keeps no state.
 
     Args:
         params: parameters of one offloaded model, or param groups with their own hyperparameters.
@@ -23,7 +23,7 @@ class SGD(OffloadedOptimizer):
         max_grad_norm, seed: see OffloadedOptimizer.
 
     Raises:
-        ModelError: a parameter is not offloaded, or the parameters are of several models.
+        ModelError: a parameter is not offloaded, or the parameters belong to several models.
         ConfigError: a hyperparameter is out of range.
     """
 
