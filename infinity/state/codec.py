@@ -1,4 +1,4 @@
-"""Encoded form of a weight that has 4 or 8 bits at home, and the conversion in both directions (csrc/codec).
+"""Encoded form of a weight that is kept at home in 4 or 8 bits per value, and both conversions (csrc/codec).
 
 | codec | bits of a weight | form |
 | codec | bits per weight | form |
@@ -23,13 +23,13 @@ from infinity.state.dtypes import native_name
 
 Codec = Literal["nf4", "nf4_fp32", "int8", "int8_rows"]
 BLOCK_NUMEL = 64
-"""Elements with a common scale."""
+"""Number of elements that share a scale."""
 NESTED_BLOCKS = 256
-"""Scales with a common nested scale."""
+"""Number of scales that share a nested scale."""
 
 
 def row_numel(shape: torch.Size) -> int:
-    """Return the elements of a row, which has one scale in int8_rows."""
+    """Return the number of elements of a row; in int8_rows each row has one scale."""
     return int(shape[-1])
 
 
@@ -39,7 +39,7 @@ def encoded_bytes(codec: Codec, shape: torch.Size) -> int:
 
 
 def parts_of(codec: Codec, shape: torch.Size) -> dict[str, tuple[int, int]]:
-    """Return (begin, bytes) of each part of the encoded form, by the part's name."""
+    """Return (begin, number of bytes) of each part of the encoded form, by the part's name."""
     return _native.weight_parts(codec, shape.numel(), row_numel(shape))
 
 
@@ -63,7 +63,8 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
         pool: threads that encode.
 
     Raises:
-        ModelError: the parameter has Inf or NaN, which no code represents; or only checkpoints have the codec's form.
+        ModelError: the parameter has Inf or NaN, which no code represents, or the codec only reads forms of
+            checkpoints.
     """
     if codec not in ("nf4", "int8"):
         raise ModelError(f"'{name}': {codec} is a form of checkpoints only; set frozen: nf4 or int8")

@@ -1,11 +1,11 @@
 """Partition of a model into units, and the modules whose forward needs each unit.
 
-Blocks are the children of the outermost `ModuleList`s. If a model has none, they are the children of `ModuleDict`s, or
-else of `Sequential`s. A child that is itself a container without a forward (a list of lists) cannot be called, so its
-children are the blocks. Outside the blocks, units are the largest modules that contain no block: each embedding, the
-head and every module of 1 MiB or more is a unit. The remaining small parameters form one unit that stays on the device
-while the model runs. A tile of a linear layer (state/tiles.py) is a unit, and a block that contains a tile is
-partitioned by the rule for modules outside the blocks.
+Blocks are the children of the outermost `ModuleList`s. In a model without `ModuleList`s, blocks are the children of
+`ModuleDict`s, or else of `Sequential`s. A child that is a container without a forward (as in a list of lists) cannot be
+called, so the children of this container are the blocks. Outside the blocks, units are the largest modules that contain
+no block: each embedding, the head and every module of 1 MiB or more is a unit. The remaining small parameters form one
+unit that stays on the device while the model runs. A tile of a linear layer (state/tiles.py) is a unit, and a block
+that contains a tile is partitioned by the rule for modules outside the blocks.
 
 Hooks run when modules are called. A weight that is read in another way (in a method of a block other than `forward`, or
 by `F.linear(x, other.weight)`) is fetched when it is read (units/released_parameters.py).
@@ -38,9 +38,9 @@ class HookedModule:
         name: fully qualified name of the module.
         module: the module.
         units: indices of the units.
-        beside: units of the same block that may be on the device at the same time, if the block contains tiles. If code
-            other than torch.utils.checkpoint recomputes the block, views of all parameters that its modules read are
-            kept, except those of tiles.
+        beside: for a block that contains tiles, the units of the block that may be on the device at the same time. If
+            code other than torch.utils.checkpoint recomputes the block, views of all parameters that the block's
+            modules read are kept, except views of tiles.
     """
 
     name: str
@@ -55,9 +55,10 @@ class Discovery:
 
     Attributes:
         units: units by index.
-        parameters: for each unit, its parameters by their first name, in the layout order of their groups.
+        parameters: for each unit, its parameters by their first name, in the order of the layout.
         sites: modules to hook.
-        root_candidates: every module above a site, and the root: a call of any of them may be a complete forward pass.
+        root_candidates: every module above a site, and the root: a call of any such module may be a complete forward
+            pass.
     """
 
     units: tuple[Unit, ...]
@@ -73,7 +74,7 @@ def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: Fr
         model: the model.
         moments: form of the moments; "int8" means int8 for weights of matrix products, and fp32 for embeddings and for
             parameters of one dimension (norms, biases).
-        frozen: form at home of those weights of the blocks that are not trained (state/frozen_codecs.py).
+        frozen: form in which frozen weights of the blocks are kept at home (state/frozen_codecs.py).
 
     Raises:
         ModelError: the model has no parameters, or a parameter's dtype cannot be moved.
@@ -164,7 +165,10 @@ class _Cut:
 def _facts(
     model: nn.Module, moments: _native.MomentsName, codecs: Mapping[nn.Parameter, Codec]
 ) -> dict[nn.Parameter, ParameterFacts]:
-    """Return the facts of each parameter, in the order of model.parameters(), which is the same for every placement."""
+    """Return the facts of each parameter, in the order of model.parameters().
+
+    The order is the same for every placement.
+    """
     embedded = {
         parameter
         for module in model.modules()
@@ -180,7 +184,7 @@ def _facts(
 
 
 def _find_blocks(model: nn.Module, container: type[nn.Module]) -> set[nn.Module]:
-    """Return the children of the outermost containers, as far as they have parameters."""
+    """Return those children of the outermost containers that have parameters."""
     blocks: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:

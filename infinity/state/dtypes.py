@@ -33,8 +33,8 @@ def require_supported(name: str, dtype: torch.dtype) -> None:
 def master_format(dtype: torch.dtype, asked: _native.MasterName) -> _native.MasterName:
     """Return the form of the fp32 master of a weight.
 
-    An fp32 weight is its own master. fp16 weights always have an fp32 master: their residual does not fit 16 bits, and
-    their range is too small for training without a master.
+    An fp32 weight is itself the master. fp16 weights always have an fp32 master, because their residual does not fit 16
+    bits, and their range is too small for training without a master.
     """
     if dtype == torch.float32:
         return "weight"

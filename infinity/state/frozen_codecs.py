@@ -1,7 +1,7 @@
-"""Choice of the frozen parameters that have 4 or 8 bits at home, and of their form (state/codec.py).
+"""Choice of the frozen parameters that are kept at home in 4 or 8 bits, and of their form (state/codec.py).
 
 A weight that is not trained is encoded once, when it is first stored at home, and decoded each time it is fetched. The
-computation uses the dtype of the parameter; only the home is smaller.
+computation uses the dtype of the parameter; only the memory at home is smaller.
 
 Embeddings, the head, norms, biases and adapters are not encoded: an encoded parameter has two dimensions or more and
 belongs to a block of the model.
@@ -27,7 +27,7 @@ _FORMS: dict[FrozenName, tuple[Codec, ...]] = {"int8": ("int8", "int8_rows"), "n
 
 
 class EncodedForm(NamedTuple):
-    """Encoded form of a parameter that a checkpoint provides.
+    """Encoded form of a parameter, provided by a checkpoint.
 
     Attributes:
         codec: the form.
@@ -53,13 +53,13 @@ def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Ten
 
 
 def encoded_form(parameter: nn.Parameter) -> EncodedForm | None:
-    """Return the encoded form that a checkpoint has of the parameter; None if it has none."""
+    """Return the parameter's encoded form in the checkpoint; None if the checkpoint has no encoded form of it."""
     found: EncodedForm | None = _given.get(parameter)
     return found
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """Forget the encoded form, because the parameter's values may differ from the checkpoint's from now on."""
+    """Forget the encoded form, because from now on the parameter's values may differ from the checkpoint."""
     _given.pop(parameter, None)
 
 
@@ -77,9 +77,9 @@ def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenNam
     Args:
         model: the model.
         blocks: the blocks of the model (state/discover.py).
-        frozen: the config's value. With "auto", parameters that a checkpoint has encoded keep that form, and no others
-            are encoded. With another value, a parameter that a checkpoint has in another form is decoded and encoded
-            again.
+        frozen: the config's value. With "auto", parameters that are encoded in the checkpoint keep that form, and no
+            other parameters are encoded. With another value, a parameter that has a different encoded form in the
+                checkpoint is decoded and encoded again.
     """
     if frozen == "bf16":
         return {}

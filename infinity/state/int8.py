@@ -1,9 +1,11 @@
-"""Scales of int8 moments. A portable copy keeps them beside the decoded values, so that encoding is lossless.
+"""Scales of int8 moments.
+
+A portable copy contains the scales in addition to the decoded values, so that encoding is lossless.
 
 [Note: why values are not enough]
-A block's scale is its largest magnitude. The signed map contains +1 but not −1, so a largest magnitude that is negative
-decodes to 0.993 of itself. Encoded again, the block would get a smaller scale and other values. If the scale is first
-written back to that element, every code is the same as before.
+A block's scale is its largest magnitude. The signed map contains +1 but not −1, so if the element of largest magnitude
+is negative, it decodes to 0.993 of its value. Encoded again, the block would get a smaller scale and different values.
+If −scale is first written to that element, every code is the same as before.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ def blocks_of(numel: int) -> int:
 
 
 def scales_of(encoded: torch.Tensor, numel: int) -> torch.Tensor:
-    """Return the scales of `numel` encoded elements (uint8) that begin at a chunk boundary, as fp32 [blocks]."""
+    """Return the scales of `numel` encoded elements (uint8), as fp32 [blocks].
+
+    The elements begin at a chunk boundary.
+    """
     parts = []
     for begin in range(0, numel, _native.CHUNK_NUMEL):
         at = begin // _native.CHUNK_NUMEL * (PAGE_BYTES + _native.CHUNK_NUMEL)
@@ -31,7 +36,7 @@ def scales_of(encoded: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def put_scales_back(values: torch.Tensor, scales: torch.Tensor) -> None:
-    """Change `values` so that encoding them gives each block its old scale.
+    """Change `values` so that each block gets its old scale when the values are encoded.
 
     Args:
         values: fp32 [blocks · 256], decoded from int8.
@@ -39,14 +44,14 @@ def put_scales_back(values: torch.Tensor, scales: torch.Tensor) -> None:
     """
     blocks = values.view(-1, _native.BLOCK_NUMEL)
     short = (blocks.abs().amax(dim=1) < scales).nonzero().flatten()
-    where = blocks[short].argmin(dim=1)  # the largest magnitude is negative: a positive one decodes to the scale
+    where = blocks[short].argmin(dim=1)  # the largest magnitude is negative: a positive one would decode to the scale
     blocks[short, where] = -scales[short]
 
 
 def recut_int8(source: torch.Tensor, begin: int, target: torch.Tensor, at: int, numel: int) -> None:
     """Copy encoded elements [begin, begin + numel) of `source` to elements [at, at + numel) of `target`.
 
-    The chunks of the two may begin at different elements.
+    The chunks of `source` and `target` may begin at different elements.
 
     Args:
         source: uint8, encoded, from a chunk boundary on.

@@ -1,4 +1,4 @@
-"""Table of the moments that each optimizer keeps. Stored moments have Adam's names, whichever optimizer uses them."""
+"""Table of the moments that each optimizer keeps. Stored moments have Adam's names for every optimizer."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ KEPT: dict[str, dict[str, Moment]] = {
     "adagrad": {"sum": "exp_avg_sq"},
     "sgd": {"momentum_buffer": "exp_avg"},
 }
-"""Names of the moments of each optimizer: torch's, each with the name under which the moment is stored."""
+"""Names of the moments of each optimizer: torch's name of a moment, with its name in the store."""
 
 STORED: dict[str, tuple[Moment, ...]] = {name: tuple(kept.values()) for name, kept in KEPT.items()}
 STORED_AS: dict[str, Moment] = {torchs: stored for kept in KEPT.values() for torchs, stored in kept.items()}
-"""Names of stored moments, by torch's names, of all optimizers."""
+"""Names of stored moments of all optimizers, by torch's names."""
 
 assert tuple(KEPT) == get_args(OptimizerName)

@@ -12,12 +12,12 @@ from infinity.state.moments import Moment
 
 
 class SegmentRequest(NamedTuple):
-    """Elements [begin, end) of a group, and the rule to update them by.
+    """Elements [begin, end) of a group, and the rule by which they are updated.
 
     Attributes:
         begin, end: range of elements.
-        step, model_index, fresh, grad_scale: arguments of _native.Segment; `model_index` is its `index`.
-        options: its other arguments; one object for all parameters of a param group.
+        step, model_index, fresh, grad_scale: arguments of _native.Segment; `model_index` is the segment's `index`.
+        options: the other arguments of _native.Segment; one object for all parameters of a param group.
     """
 
     begin: int
@@ -35,7 +35,7 @@ class GroupUpdate:
 
     Attributes:
         segments: segments, sorted by element; elements in no segment are not changed.
-        moments: moments that the segments' rules use, which are moved; None for all that the group has.
+        moments: moments that the segments' rules use; only these moments are moved. None: all moments of the group.
         arithmetic: if false, the states are read and written back unchanged.
     """
 

@@ -3,14 +3,15 @@
 [Note: slices]
 A slice is one range of elements of a group's flat buffers, the same range for weights, residual, moments and gradients.
 Every slice begins at a multiple of SHARD_NUMEL elements. So a slice boundary divides no partial of a sum of squares, no
-block of int8 moments and no page, and a slice can be read with O_DIRECT directly to its place among the others. The
-last ranks have less than the others, or nothing. Nothing is padded.
+block of int8 moments and no page. A slice can be read with O_DIRECT directly to its place among the other slices. The
+last ranks have shorter slices than the other ranks, or empty slices. Nothing is padded.
 
-A parameter and a slice overlap in at most one range, so a slice is a unit like any other, whose parameters are pieces
-(`Shard.local`). The arithmetic of a piece's update does not depend on its place: N ranks compute the same bits as one.
+A slice contains at most one contiguous range of a parameter. A slice can therefore be treated as a unit; its parameters
+are pieces of the complete parameters (`Shard.local`). The arithmetic of a piece's update does not depend on where the
+piece is: N ranks compute the same bits as one rank.
 
 Source: ZeRO (arXiv 1910.02054) shards the states over ranks; FSDP2 shards along the first dimension of each parameter,
-as its DTensors need, and copies on the way in and out.
+as its DTensors need, and copies the data before and after each all-gather.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ The number is the least common multiple of the elements of a partial (65,536), o
 a page of 16-bit values (2,048).
 """
 SHARD_NUMEL_MIN = PAGE_BYTES // 2
-"""The same without partials. The norm of the gradients then differs in the last bits with the number of ranks."""
+"""Smallest such number: slice boundaries may divide partials.
+
+With this number, the last bits of the gradients' norm depend on the number of ranks.
+"""
 
 Range = tuple[int, int]
 """Elements [begin, end)."""
@@ -49,11 +53,11 @@ def slices_of(numel: int, count: int, multiple: int = SHARD_NUMEL) -> tuple[Rang
 
 @dataclass(frozen=True)
 class Cut:
-    """Number of ranks that units are sharded over, and this rank among them.
+    """Number of ranks that units are sharded over, and this rank's index.
 
     Attributes:
         count: number of ranks, each of which has a slice.
-        index: this rank's position among them.
+        index: this rank's position among the ranks.
         numel: every slice begins at a multiple of this many elements.
     """
 
@@ -69,7 +73,7 @@ class Cut:
 
     @property
     def whole(self) -> bool:
-        """Whether there is one rank, which has all of every unit."""
+        """Whether there is only one rank, which has all of every unit."""
         return self.count == 1
 
     def of(self, unit: Unit) -> Shard:
@@ -90,12 +94,12 @@ class Shard:
 
     @property
     def whole(self) -> bool:
-        """Whether there is one rank, which has all of the unit."""
+        """Whether there is only one rank, which has all of the unit."""
         return self.cut.whole
 
     @cached_property
     def slices(self) -> tuple[tuple[Range, ...], ...]:
-        """Slice of each rank, by group."""
+        """Slices of the ranks, by group."""
         return tuple(slices_of(group.numel, self.cut.count, self.cut.numel) for group in self.full.groups)
 
     def mine(self, group_index: int) -> Range:
@@ -104,9 +108,9 @@ class Shard:
 
     @cached_property
     def local(self) -> Unit:
-        """This rank's slice as a unit, with the groups of the complete unit in their order.
+        """This rank's slice as a unit, with all groups of the complete unit in the same order.
 
-        A group of which the rank has nothing has 0 elements.
+        A group has 0 elements if this rank has none of the group's elements.
         """
         if self.whole:
             return self.full
@@ -137,7 +141,10 @@ class Shard:
         return _piece(spec, *self.mine(group_index))
 
     def localize(self, wanted: Mapping[int, GroupUpdate]) -> dict[int, GroupUpdate]:
-        """Return this rank's part of an update of the unit, without groups whose segments do not meet its slice."""
+        """Return this rank's part of an update of the unit.
+
+        Groups without a segment in this rank's slice are omitted.
+        """
         if self.whole:
             return dict(wanted)
         found = {}

@@ -1,4 +1,4 @@
-"""Terms of an offload: the arguments of a script, on their way from the public call to the plan and the store."""
+"""Terms of an offload: the arguments of a script, as the plan and the store need them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from infinity.state.request import require_accumulation_steps
 
 @dataclass(frozen=True)
 class Terms:
-    """Terms on which a model is offloaded.
+    """Arguments with which a model is offloaded.
 
     Attributes:
         config: the config.
@@ -27,10 +27,10 @@ class Terms:
         optimizer: optimizer whose moments need room.
         accumulation_steps: backward passes before each step; None if not known.
         faults: transfers that fail, for tests.
-        resumes: whether the run resumes from generations in an existing store. Such a store has room already, and the
-            run commits.
-        replaces: description of the other ranks' generation that the run resumes from; "" if it does not. The new
-            stores replace the stores of those ranks, which still exist.
+        resumes: whether the run resumes from generations in an existing store. The existing store has the necessary
+            space, and a resumed run commits.
+        replaces: description of the other ranks' generation that the run resumes from; "" if the run resumes from no
+            such generation. The new stores replace the stores of those ranks, which still exist.
     """
 
     config: SwapConfig

@@ -1,7 +1,8 @@
-"""Names of tiles. A tile is a range of rows of a linear layer's weight that is a unit (runtime/tiles.py).
+"""Names of tiles. A tile is a range of rows of a linear layer's weight, treated as a unit (runtime/tiles.py).
 
-A tile is a child of the layer, called `infinity_tile_` and its number; its parameters are rows of the layer's. So the
-name of a tile's parameter says which parameter it is a part of. The shapes of the tiles before it say which rows:
+A tile is a child of the layer, called `infinity_tile_` and its number; its parameters are rows of the layer's
+parameters. The name of a tile's parameter therefore contains the name of the complete parameter. The shapes of the
+tiles before a tile determine the tile's rows:
 
     lm_head.infinity_tile_2.weight     rows of `lm_head.weight`, after those of tiles 0 and 1
 
@@ -22,7 +23,7 @@ _NAME = re.compile(rf"(?P<layer>(?:.*\.)?){_PREFIX}(?P<index>0|[1-9][0-9]*)\.(?P
 
 
 class Tile(nn.Module):
-    """Rows of a linear layer, as a module, so that they are a unit."""
+    """Rows of a linear layer, as a module, so that the rows are a unit."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Rows:
 
     @property
     def first(self) -> int:
-        """Number of elements of the complete parameter before the tile's."""
+        """Number of elements of the complete parameter before the tile's elements."""
         return self.begin * math.prod(self.shape[1:])
 
 
@@ -81,6 +82,6 @@ def rows_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
 
 
 def places_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Rows]:
-    """Return the places of all parameters: those of rows_of(), and all rows of each parameter of no tile."""
+    """Return the places of all parameters: the result of rows_of(), and all rows of each parameter outside tiles."""
     wholes = {name: Rows(name, 0, shape[0] if shape else 1, tuple(shape)) for name, shape in shapes.items()}
     return wholes | rows_of(shapes)

@@ -4,12 +4,13 @@
 A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. The buffer is divided into groups of
 parameters with the same (trainable, codec, dtype, form of the moments), trainable groups first. Each group begins on a
 4 KiB boundary. The optimizer states of a group are flat buffers over its elements: element i of `residual`, `exp_avg`,
-`exp_avg_sq` and `grad` belongs to element i of the group's part of the weights. So an update runs over one group with
-one format, and a unit of mixed dtypes is a unit of several groups. Frozen groups have weights only.
+`exp_avg_sq` and `grad` belongs to element i of the group's part of the weights. An update therefore runs over one group
+with one format, and a unit of mixed dtypes has several groups. Frozen groups have weights only.
 
-A slot contains this buffer. At home the groups follow one another in the same order. Groups with a codec
-(state/frozen_codecs.py) are smaller at home: they consist of the encoded parameters, one after the other. These groups
-are the last ones, so every other group has the same offset at home and in a slot.
+A slot contains the buffer of a unit's weights. At home the groups are stored one after the other, in the same order.
+Groups with a codec (state/frozen_codecs.py) are smaller at home: they consist of the encoded parameters, one after the
+other. Groups with a codec are the last groups of a unit, so every other group has the same offset at home and in a
+slot.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ ELEMENT_ALIGNMENT = _native.BLOCK_NUMEL
 class ParameterSpec:
     """Place of one parameter: elements [offset, offset + numel) of its group.
 
-    `index` is the number of its first element among all elements of the model, in the model's order. It does not depend
-    on the layout.
+    `index` is the number of the parameter's first element among all elements of the model, in the model's order. The
+    index does not depend on the layout.
     """
 
     name: str
@@ -45,7 +46,7 @@ class ParameterSpec:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Stride of the parameter, which is contiguous in its group."""
+        """Strides of the parameter, which is contiguous in its group."""
         steps = [1]
         for size in reversed(self.shape[1:]):
             steps.append(steps[-1] * size)
@@ -166,7 +167,7 @@ class Unit:
 
     @property
     def trained_whole(self) -> bool:
-        """Whether an update may change all weights of the unit: some are trained, and none are frozen."""
+        """Whether an update may change all weights of the unit: some weights are trained, and no weights are frozen."""
         return all(group.trainable for group in self.groups if group.numel) and bool(self.trainable_groups)
 
 
@@ -185,7 +186,10 @@ class Place:
 
 @dataclass(eq=False)
 class UnitParameters:
-    """Name and parameters of a unit that is still being assembled, in module order. It is equal to itself only."""
+    """Name and parameters of a unit that is still being assembled, in module order.
+
+    An object of this class is equal only to itself.
+    """
 
     name: str
     parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
@@ -194,12 +198,12 @@ class UnitParameters:
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """Facts about a parameter that the layout needs besides shape and dtype.
+    """Facts about a parameter, besides shape and dtype, that the layout needs.
 
     Attributes:
-        index: number of its first element among all elements of the model, a multiple of ELEMENT_ALIGNMENT.
-        moments: form of its moments if it is trained.
-        codec: form of the parameter at home; None if it is not encoded.
+        index: number of the parameter's first element among all elements of the model, a multiple of ELEMENT_ALIGNMENT.
+        moments: form of the parameter's moments if it is trained.
+        codec: form of the parameter at home; None if the parameter is not encoded.
     """
 
     index: int

@@ -11,6 +11,6 @@ Source = Callable[[str], torch.Tensor]
 
 
 def sum_of_bits(tensor: torch.Tensor) -> int:
-    """Return a sum of the bits of all values, which nearly always changes if a value changes."""
+    """Return a checksum of the bits of all values; if a value changes, the checksum almost certainly changes."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[tensor.element_size()]
     return 0 if tensor.is_meta else int(tensor.detach().contiguous().reshape(-1).view(bits).sum())
