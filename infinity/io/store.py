@@ -240,8 +240,10 @@ class SwapStore:
             self.file = _native.File.striped(self._members, shares, stripe_bytes)
 
     def _measure_shares(self) -> list[int]:
-        """Return how many stripes of a cycle each path has, in proportion to its bandwidth in the profile or in a
-        probe."""
+        """Return how many stripes of a cycle each path has.
+
+        The numbers are in proportion to the bandwidth of the paths, from the profile or from a probe.
+        """
         if len(self._members) == 1:
             return [1]
         rates = []
