@@ -1,7 +1,7 @@
 """Places where states are kept, and their transfers: homes in RAM or the store, device slots, the window of gradients.
 
 [Note: adding a tier]
-A tier has no class of its own. A further tier for optimizer states, such as compressed RAM, needs changes in:
+No class represents a tier. A further tier for optimizer states, such as compressed RAM, needs changes in these files:
 
     config.py, plan/placement.py    which states the tier keeps, and how many the budget allows
     plan/layout.py                  the bytes of the tier

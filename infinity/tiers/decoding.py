@@ -1,11 +1,11 @@
-"""Decoding of weights for a slot: by the native decoder in host memory, by kernels of the device on a device.
+"""Decoding of weights for a slot: in host memory by the native decoder, on a device by kernels.
 
 [Note: decoding] The weights of a group with a codec are smaller at home than in a slot (state/codec.py). A fetch from
-the store reads the encoded weights into a bounce buffer (`encoded_space`), which is given back once they are decoded
+the store reads the encoded weights into a bounce buffer (`landing`), which is given back once the weights are decoded
 into the slot. Encoded weights in RAM are decoded directly from their home. On a device, the encoded weights cross the
 bus and are decoded on the compute stream. NF4 is decoded by one Triton kernel (triton_nf4.py) or by the bitsandbytes
-kernel, if one of them is installed and gives the same bits as infinity's operations. All other formats are decoded by
-torch operations.
+kernel, if such a kernel is available and gives the same bits as infinity's torch operations. All other formats are
+decoded by torch operations.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _DEVICE_NUMEL = 1 << 22  # elements per decoding step: enough to hide the kernel launches
 DEVICE_SCRATCH_BYTES = 13 * _DEVICE_NUMEL
-"""Device memory for decoding, part of the memory of activations: unpacked codes, indices, values and fp32 products."""
+"""Bytes of device memory for decoding (codes, indices, values, products); a part of the memory for activations."""
 
 
 class Decoding:
@@ -91,7 +91,7 @@ def _codec(group: Group) -> _native.WeightCodec:
 
 
 def open_decoding(plan: Plan, arena: PinnedArena, pool: _native.ThreadPool) -> Decoding | None:
-    """Return the decoder for host memory; None when nothing is decoded in host memory."""
+    """Return the decoder for host memory; None if no weights are decoded in host memory."""
     budgets = plan.budgets
     if not (budgets.decodes and budgets.limits.in_place):
         return None
@@ -155,7 +155,7 @@ def _decode_in_pieces(
         into[:whole] = (blocks * of_blocks[: len(blocks), None]).view(-1)
         if whole < count:
             into[whole:] = values[whole:] * of_blocks[-1]
-        del values, blocks  # free them before the next piece allocates
+        del values, blocks  # free these tensors before the next piece allocates
 
 
 ROW_FACTOR = 7.874015718698502e-3
@@ -205,7 +205,7 @@ def fused_nf4(device: torch.device, dtype: torch.dtype) -> Fused | None:
     try:
         fused = of_triton()
         agrees = all(fused_alike(fused, codec, device, dtype) for codec in ("nf4", "nf4_fp32"))
-    except Exception as error:  # no compiler for the device, or an incompatible release
+    except Exception as error:  # Triton has no compiler for the device, or its release is incompatible
         logger.info("Triton cannot be used to decode NF4 (%s: %s)", type(error).__name__, error)
         return None
     if not agrees:
@@ -271,7 +271,7 @@ def nf4_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
     try:
         kernel = of_bitsandbytes(dtype)
         agrees = decodes_alike(kernel, device, dtype)
-    except Exception as error:  # a build for another driver, or for another torch
+    except Exception as error:  # bitsandbytes was built for another driver or another torch
         logger.info("bitsandbytes' NF4 kernel cannot be used (%s): torch's operations decode", error)
         return None
     if not agrees:
@@ -316,7 +316,10 @@ def decodes_alike(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> b
 
 @cache
 def value_map(device: torch.device) -> torch.Tensor:
-    """Return the NF4 values, fp32 [16], on the device. They are copied there once, not in each fetch."""
+    """Return the NF4 values, fp32 [16], on the device.
+
+    The values are copied to the device only once, not in each fetch.
+    """
     return torch.tensor(_native.NF4_MAP, dtype=torch.float32, device=device)
 
 

@@ -1,4 +1,4 @@
-"""Destination of the new values of a state during an update, and the transfer that their readers wait for.
+"""Destination of the new values of a state during an update, and the transfer for which readers of these values wait.
 
 [Note: where new values go]
 
@@ -8,11 +8,11 @@
     the store            is decided     host memory *    the same, or the store          always
     the store            speculates     no memory        host memory *, or the store     always, the spare one
 
-    * For weights only: the slot that they are used in, or their host copy from a device.
+    * For weights only: the slot in which the weights are used, or their host copy from a device.
 
-A shadow becomes the home when the update is applied (units/shadows.py). A copy in the store counts from when the update
-is finished. A fetch of weights with an update under way reads them from their destination, once they are complete
-there.
+A shadow becomes the home when the update is applied (units/shadows.py). A copy in the store becomes current when the
+update is finished. If an update of the fetched weights is in progress, the fetch reads the new weights from their
+destination, once they are complete.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ from infinity.tiers.home import Home
 
 @dataclass(frozen=True)
 class Destination:
-    """Destination of the new values of one state of a group. With only a home, it describes an unchanged state.
+    """Destination of the new values of one state of a group.
+
+    A destination with only a home describes an unchanged state.
 
     Attributes:
         home: home of the state. The state has the same offset in `memory` and `source` as in the home's own lease.
         memory: memory that has the new values once they are computed; None when they exist only in the update's tiles.
-        source: memory with the current values, when the new ones go to other memory or only to the store; None when the
-            current values are read from `memory` or from the store.
+        source: memory with the current values, when the new values are written to other memory or only to the store;
+            None when the current values are read from `memory` or from the store.
         copy_index: copy in the store that the new values are written to; None when they are not written.
         written: transfer that completes when the new values are at their destination; None when no update is under way.
     """
@@ -53,12 +55,12 @@ class Destination:
 
     @property
     def moves(self) -> bool:
-        """Whether applying the update will move the state to other RAM; False once applied."""
+        """Whether applying the update will move the state to other RAM; False once the update is applied."""
         return self.rests_in is not self.home.lease
 
     @property
     def elsewhere(self) -> bool:
-        """Whether new values are written to another place than the current ones are read from."""
+        """Whether new values are written to a different place than the current values."""
         if self.source is not None:
             return True
         return self.copy_index is not None and (
@@ -66,7 +68,7 @@ class Destination:
         )
 
     def stream(self, store: SwapStore | None) -> _native.StateStream:
-        """Return the state in the form that the pipeline takes."""
+        """Return the state as a stream, which is the form that the update pipeline needs."""
         memory, source = self._view(self.memory), self._view(self.source)
         if self.copy_index is None:
             return _native.StateStream(memory=memory, source=source)
@@ -85,7 +87,7 @@ class Destination:
         return None if lease is None else lease.view(self.home.start, self.home.nbytes)
 
     def finish(self) -> None:
-        """Make the new values count, after all of them are written."""
+        """Make the new values the current values, after all new values are written."""
         if self.copy_index is None:
             self.home.mark_changed()
         else:
@@ -93,7 +95,7 @@ class Destination:
 
 
 Written = Mapping[int, Destination]
-"""Destinations of the new weights of a decided update, by group index."""
+"""Destinations of the new weights of an update that is certain to be applied, by group index."""
 
 
 def destination_of(home: Home, beside: Lease | None, copy_index: int | None, *, speculative: bool) -> Destination:
@@ -101,9 +103,9 @@ def destination_of(home: Home, beside: Lease | None, copy_index: int | None, *, 
 
     Args:
         home: home of the state.
-        beside: memory beside the home. It is the shadow of a state in RAM; for a state in the store it is memory that
-            also has the current values. None without one.
-        copy_index: copy in the store to write to, as the attribute.
+        beside: memory beside the home. For a state in RAM this memory is the shadow; for a state in the store this
+            memory also has the current values. None: there is no such memory.
+        copy_index: copy in the store to write to; see the attribute of Destination.
         speculative: the update is speculative.
     """
     if not speculative:

@@ -1,4 +1,4 @@
-"""A device with memory of its own: one slab, divided into slots and a ring for gradients, and the copy queues."""
+"""A device with separate memory: one slab, divided into slots and a ring for gradients, and the copy queues."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class DeviceTier:
     The tier is opened after the arena and the compute threads, and closed before the engine.
 
     Attributes:
-        staying: slab for the weights of units that stay while the model runs. It is separate so that a staying unit
-            that is fetched late does not fragment the slots.
+        staying: slab for the weights of units that stay while the model runs. This slab is separate, so that a staying
+            unit that is fetched late does not fragment the slots.
         slots: slab for all other weights.
         ring: slab for gradients.
         decoding: slab for encoded weights until they are decoded into slots.
 
     Raises:
-        PlanError: the device has less free memory than the plan takes.
+        PlanError: the device has less free memory than the plan needs.
         ConfigError: as Accelerator.gate.
     """
 
@@ -51,7 +51,7 @@ class DeviceTier:
         refused = arena.pin(accelerator, pool)
         if refused:
             logger.warning("%s; copies to and from the device are slower, results are the same", refused)
-        # torch may return memory that was just freed, and that kernels queued earlier still use.
+        # torch may return memory that was just freed and that kernels in the queue still use.
         after = [accelerator.record(accelerator.current())]
         stays = sum(unit.local.weight_bytes for unit in plan.layout.units if unit.local.stays)
         self.staying = Slab(accelerator, memory[:stays], after)
@@ -66,13 +66,13 @@ class DeviceTier:
 
     def close(self) -> None:
         """Wait for all copies in flight and all kernels that use the slab, so that the memory can be freed."""
-        with ExitStack() as closing:  # close all of them, even if one raises
+        with ExitStack() as closing:  # close all queues, even if one raises
             closing.callback(self.accelerator.synchronize_all)
             for queue in (self.weights, self.gradients, self.uploads):
                 closing.callback(queue.close)
 
     def give_back(self) -> None:
-        """Free the device memory after close(), when nothing uses the slab any more."""
+        """Free the device memory after close(), when the slab is not used any more."""
         for slab in (self.staying, self.slots, self.ring, self.decoding):
             slab.give_all_back()
 
@@ -119,7 +119,7 @@ def open_device(
     engine: _native.IOEngine,
     pool: _native.ThreadPool,
 ) -> DeviceTier | None:
-    """Return the device tier; None when models compute in host memory."""
+    """Return the device tier; None when the model computes in host memory."""
     return None if accelerator is None else DeviceTier(accelerator, plan, arena, engine, pool)
 
 

@@ -5,17 +5,18 @@
     autograd ──pack──▶ ring (the group, flat) ──send──▶ pinned host memory ──native thread──▶ landed
 
 Gradients are packed into a piece of the ring on the compute stream, as they arrive. `send` queues one copy to the host,
-and gives the piece back with the event behind that copy. The next user of the same bytes waits for the event on the
-device; the host does not wait. A native thread waits for the copy, computes the sums of squares, and adds gradients to
-those in host memory where needed. Updates and writes to the store are chained to this thread's work.
+and gives the piece back to the ring with the event behind that copy. The next user of the same bytes waits for the
+event on the device; the host does not wait. A native thread waits for the copy, computes the sums of squares, and where
+needed adds the gradients to earlier gradients in host memory. Updates and writes to the store are chained to this
+thread's work.
 
 When the ring is full, the oldest packed piece is sent, even if it is incomplete.
 
-When more gradients of the same parameters will follow soon, a piece is fp32 and the gradients are added in it; one copy
-then sends the sum. The additions and their order are the same as in host memory.
+When more gradients of the same parameters will follow soon, a piece is fp32, the gradients are added in the piece, and
+one copy sends the sum. The additions and their order are the same as in host memory.
 
 The first gradient of a parameter, if it has the dtype of the host buffer, is copied directly to its place. A gradient
-that must be added to one in host memory, or converted, is copied to a bounce buffer first.
+that must be converted, or added to an earlier gradient in host memory, is copied to a bounce buffer first.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Landing:
     Attributes:
         future: future of the landing.
         names: names of the parameters, in the order of the sums.
-        event: event behind the copy; it must be kept until the copy is done.
+        event: event behind the copy; the event must be kept alive until the copy is done.
     """
 
     future: _native.LandingFuture
@@ -82,12 +83,12 @@ class GradientBatch:
         group: the group.
         target: host memory of the full group, in `dtype`.
         dtype: dtype of the gradients in host memory.
-        held: dtype on the device: that of autograd's gradients, or fp32 when gradients are added in this piece.
+        held: dtype of the gradients on the device: autograd's dtype, or fp32 when gradients are added in this piece.
         adds_up: whether several gradients of a parameter are added in this piece.
         lease: memory in the ring.
         uses: streams that use the memory.
         specs: parameters whose gradients are packed.
-        added: names of the parameters whose gradients are to be added to those in the target.
+        added: names of the parameters whose gradients will be added to the gradients in the target.
         landing: landing of the piece; None before the piece is sent.
     """
 
@@ -107,10 +108,10 @@ class GradientBatch:
         return self.lease.memory.view(self.held)[spec.offset : spec.offset + spec.numel]
 
     def takes(self, spec: ParameterSpec, *, add: bool) -> bool:
-        """Return whether the piece takes a gradient: the first of its parameter, or one to add to the present one.
+        """Return whether the piece accepts a gradient: a parameter's first, or one to add to the gradient in the piece.
 
-        A piece that adds gradients must have all gradients of a parameter since the first; otherwise the order of the
-        additions would change.
+        A piece that adds gradients must have all gradients of a parameter from the first one on; otherwise the order of
+        the additions would change.
         """
         if self.landing is not None:
             return False
@@ -133,7 +134,7 @@ class _D2HStream:
         self._rest()
 
     def _rest(self) -> None:
-        """Wait for all copies, also for copies that the native thread was not told of."""
+        """Wait for all copies, including copies that the native thread does not know."""
         self._accelerator.synchronize(self._accelerator.record(self._stream))
 
 
@@ -153,7 +154,7 @@ class GradientQueue(_D2HStream):
         self._bounced: deque[tuple[Landing, Lease]] = deque()
 
     def begin(self, group: Group, target: memoryview, dtype: torch.dtype, *, adds_up: bool = False) -> GradientBatch:
-        """Lease a piece of the ring for gradients of a group. Send older pieces if the ring is full.
+        """Lease a piece of the ring for gradients of a group. If the ring is full, send older pieces.
 
         Args:
             group: the group.
@@ -175,7 +176,7 @@ class GradientQueue(_D2HStream):
         return packed
 
     def pack(self, packed: GradientBatch, spec: ParameterSpec, gradient: torch.Tensor, *, add: bool) -> None:
-        """Put one gradient into a piece that takes it (GradientBatch.takes), in the order of this thread's stream."""
+        """Put one gradient into a piece that accepts it (GradientBatch.takes), in the order of this thread's stream."""
         if spec in packed.specs:
             packed.uses.begin_behind_others()
             packed.of(spec).add_(gradient.reshape(-1))
@@ -189,14 +190,14 @@ class GradientQueue(_D2HStream):
     def send(self, packed: GradientBatch) -> Landing:
         """Queue the copy of a piece to the host. The piece takes no further gradients.
 
-        If this raises, the piece is unchanged: it may be sent again, or dropped.
+        After an error the piece is unchanged: the piece may be sent again or dropped.
         """
         if packed.landing is None:
             direct = not packed.added and packed.dtype == packed.held
             try:
                 packed.landing = self._copy_to(packed.target, packed) if direct else self._send_to_bounce(packed)
             except BaseException:
-                packed.uses.also(self._accelerator.record(self._stream))  # what was queued before it failed
+                packed.uses.also(self._accelerator.record(self._stream))  # copies that were queued before the failure
                 raise
             self._open.remove(packed)
             self._ring.give_back(packed.lease, [packed.landing.event])
@@ -270,7 +271,7 @@ class GroupDownload:
 
     Attributes:
         queue: queue that all groups share.
-        packed: piece that receives gradients now; None when there is none since the last send.
+        packed: piece that receives gradients now; None if no gradient was packed since the last send.
     """
 
     def __init__(self, queue: GradientQueue, group: Group) -> None:
@@ -296,23 +297,23 @@ class GroupDownload:
         return [landing.future for landing in self._on_way]
 
     def sent(self, name: str) -> bool:
-        """Return whether a gradient of this parameter was sent and `wait_landed` has not taken it yet."""
+        """Return whether a gradient of this parameter was sent that `land` has not processed yet."""
         return any(name in landing.names for landing in self._on_way)
 
     def wait_landed(self) -> Iterator[Mapping[str, Sequence[float]]]:
-        """Wait until all gradients have landed, in order. Yields and raises as Landing.sums."""
+        """Wait until all gradients have landed, in order. Yields the results and raises the errors of Landing.sums."""
         self.send()
         while self._on_way:
             yield self._on_way[0].sums()
             del self._on_way[0]
 
     def forget(self) -> None:
-        """Drop all gradients; on return none is in flight."""
+        """Drop all gradients; on return no gradient is in flight."""
         if self.packed is not None:
             packed, self.packed = self.packed, None
             if packed.landing is None:
                 self.queue.drop(packed)
-            else:  # the piece was sent to make room for another one
+            else:  # the piece was sent to make room for another piece
                 self._on_way.append(packed.landing)
         while self._on_way:  # a late landing must not overwrite newer gradients
             self._on_way[0].wait()
@@ -324,7 +325,7 @@ class WeightsCopy:
     """Host copy of a unit's weights, complete or in flight.
 
     Attributes:
-        lease: the host memory. The owner of the copy releases it once nothing reads it any more.
+        lease: the host memory. The owner of the copy releases the memory once no reader needs it any more.
         landed: future that readers of the memory wait for.
         event: event until which the device memory is read.
     """
@@ -342,8 +343,9 @@ class WeightsCopy:
 class WeightsQueue(_D2HStream):
     """Queue of weights from the device to the host.
 
-    An update of a unit whose weights are kept in the store gets the current weights from the slot, and need not read
-    them from the disk again. The queue has its own stream, so that weights do not wait for gradients.
+    With such a copy, an update of a unit whose weights are kept in the store gets the current weights from the slot,
+    and does not read the weights from the disk again. The queue has its own stream, so that weights do not wait for
+    gradients.
     """
 
     def __init__(
@@ -356,7 +358,7 @@ class WeightsQueue(_D2HStream):
         """Start to copy the weights of a slot.
 
         Args:
-            weights: uint8 [weight_bytes] on the device; must not change until the copy's event.
+            weights: uint8 [weight_bytes] on the device; the tensor must not change until the copy's event.
             after: events after which the weights are complete, with all writes of the forward.
 
         Returns:
@@ -383,7 +385,7 @@ def _runs(specs: Iterable[ParameterSpec], group: Group) -> list[tuple[int, int]]
     """Return the ranges of elements [first, end) to copy.
 
     If every parameter of the group is packed, the result is one range, since the gaps between the parameters are
-    unused. Otherwise it is one range for each run of adjacent parameters.
+    unused. Otherwise the result has one range for each sequence of adjacent parameters.
     """
     packed = sorted(specs, key=lambda spec: spec.offset)
     if len(packed) == len(group.specs):

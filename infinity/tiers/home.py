@@ -1,4 +1,4 @@
-"""Homes of states: where a state is kept between uses, in RAM or in the store."""
+"""Homes of states: the places where states are kept between uses, in RAM or in the store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Home:
         start: offset of the state in the lease, in bytes.
         nbytes: size of the state in bytes.
         extent: place in the store. A state in RAM has an extent only when generations are kept.
-        dirty: whether the bytes in RAM are newer than those in the store.
+        dirty: whether the bytes in RAM are newer than the bytes in the store.
     """
 
     lease: Lease | None
@@ -55,12 +55,12 @@ class Home:
         self.dirty = False
 
     def mark_written(self, copy: int) -> None:
-        """Make a copy of the extent the current one, after all new bytes were written to it."""
+        """Make `copy` the current copy of the extent, after all new bytes were written to this copy."""
         self.stored().turn_to(copy)
         self.dirty = False
 
     def move(self, lease: Lease) -> Lease:
-        """Move the home to other memory, which has the state by now. Return the old lease."""
+        """Move the home to other memory, which already contains the state. Return the old lease."""
         if self.lease is None:
             raise AssertionError("a state that lives in the store has no memory")
         before, self.lease = self.lease, lease
@@ -99,12 +99,12 @@ class WeightsHome:
 
     @property
     def encoded_bytes(self) -> int:
-        """Bytes of the encoded groups, which are the last ones of `nbytes`."""
+        """Bytes of the encoded groups, which are the last bytes of the home."""
         return 0 if self.unit is None else self.unit.encoded_bytes
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes that the optimizer changes, which are the first ones of a slot."""
+        """Bytes that the optimizer changes, which are the first bytes of a slot."""
         return self.slot_bytes if self.unit is None else self.unit.trained_bytes
 
     def plain(self) -> Iterator[tuple[int, Home]]:
@@ -121,7 +121,7 @@ class WeightsHome:
                     yield group, home
 
     def move(self, lease: Lease) -> Lease:
-        """Move the homes of all groups to other memory, which has the weights by now. Return the old lease."""
+        """Move the homes of all groups to other memory, which already contains the weights. Return the old lease."""
         before = self.lease
         if before is None:
             raise AssertionError("weights in the store have no other memory")
@@ -137,11 +137,12 @@ class GroupStates:
     Attributes:
         master: format of the master weights.
         moments: format of the moments.
-        residual: home of the residual; None without one.
-        exp_avg: home of the first moment; None without one.
-        exp_avg_sq: home of the second moment; None without one.
-        gradient: host memory that the gradients wait in; None without one.
-        spilled: place of the gradients in the store; None without one. At least one of `gradient` and `spilled` is set.
+        residual: home of the residual; None without a residual.
+        exp_avg: home of the first moment; None without a first moment.
+        exp_avg_sq: home of the second moment; None without a second moment.
+        gradient: host memory in which gradients are kept until the update; None without such memory.
+        spilled: place of the gradients in the store; None without such a place. At least one of `gradient` and
+            `spilled` is set.
     """
 
     master: _native.MasterName
@@ -200,6 +201,6 @@ class UnitHomes:
         return [home for states in self.states.values() for home in states.homes()]
 
     def states_in_store(self) -> list[Home]:
-        """Return the homes of the optimizer states if all are in the store; otherwise an empty list."""
+        """Return the homes of the optimizer states if all states are in the store; otherwise an empty list."""
         homes = self.all_states()
         return [] if any(home.in_memory for home in homes) else homes

@@ -1,8 +1,8 @@
 """Idle time of a device, measured by the device's own clock.
 
-[Note: what a device's clock says] The host runs ahead of a device. So the time for which the host waits is not the time
-for which the device is idle. Two timed events on the compute stream enclose a wait that may keep the device idle. No
-kernel is queued between the two events, so the time between them is time without work.
+[Note: what a device's clock says] The host runs ahead of a device. Therefore the host's waiting time differs from the
+device's idle time. Two timed events on the compute stream enclose a wait that may keep the device idle. No kernel is
+queued between the two events, so the time between them is time without work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from infinity.base.accelerator import Accelerator, Event
 class IdleClock:
     """Clock of a device's idle time.
 
-    It counts nothing when models compute in host memory, where the host's clock suffices (timeline.py).
+    When models compute in host memory, this clock counts nothing, because the host's clock is sufficient (timeline.py).
     """
 
     def __init__(self, accelerator: Accelerator | None) -> None:
@@ -25,7 +25,7 @@ class IdleClock:
         self._seconds = 0.0
 
     def begins(self) -> None:
-        """Begin a wait that may keep the device idle, until `ends`. A wait that an exception left open is forgotten."""
+        """Begin a wait that may keep the device idle; `ends` ends it. A wait that an exception left open is dropped."""
         if self._accelerator is not None:
             self._began = self._accelerator.record(self._accelerator.current(), timed=True)
 
@@ -37,13 +37,13 @@ class IdleClock:
 
     @property
     def seconds(self) -> float:
-        """Idle seconds of the device up to the event that it has reached ([Note: what a device's clock says])."""
+        """Idle seconds of the device up to the last event that it has reached ([Note: what a device's clock says])."""
         if self._accelerator is not None:
             self._take(self._accelerator)
         return self._seconds
 
     def _take(self, accelerator: Accelerator) -> None:
-        """Add the waits that the device has passed."""
+        """Add the waits that the device has completed."""
         while self._pairs and all(map(accelerator.reached, self._pairs[0])):
             began, ended = self._pairs.popleft()
             self._seconds += accelerator.seconds(began, ended)

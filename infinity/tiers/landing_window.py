@@ -1,15 +1,16 @@
-"""Gradients that do not stay in RAM: the window that they land in, and their transfers to and from the store.
+"""Gradients that do not stay in RAM: the window in which they land, and their transfers to and from the store.
 
 [Note: the life of a group's spilled gradients]
 
-    EMPTY ──bring──▶ HERE ──leave──▶ LEAVING ──▶ AWAY ──announce──▶ COMING ──bring──▶ HERE
+    EMPTY ──load──▶ HERE ──begin_spill──▶ LEAVING ──finish_spill──▶ AWAY ──announce──▶ COMING ──load──▶ HERE
 
-A spill has a lease of the window while it is HERE, LEAVING or COMING, and none while it is EMPTY or AWAY. To make room,
-the window first waits for the oldest writes, then writes out the spill that has been HERE longest. So one group always
-finds room. Gradients in the store are scratch data: no generation names them, and they do not outlive the run.
+A spill has a lease of the window while it is HERE, LEAVING or COMING, and no lease while it is EMPTY or AWAY. To make
+room, the window first waits for the oldest writes, and after that writes the spill that has been HERE longest to the
+store. In this way there is always room for one group. Gradients in the store are scratch data: no generation names
+them, and they do not outlive the run.
 
-A failed transfer loses the group's gradients: every later use raises the same error, until the gradients are forgotten
-(zero_grad). A device that was given up may still use the memory, so its lease is never given back.
+A failed transfer loses the group's gradients: every later use raises the same error, until the gradients are dropped
+(zero_grad). A device that was given up may still use the memory, so the lease of this memory is never given back.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ class _SpillState(enum.Enum):
 
 
 class LandingWindow:
-    """Memory that spilled gradients land in.
+    """Memory in which spilled gradients land.
 
-    Invariant: `_here` has the spills that are HERE or COMING, `_leaving` those that are LEAVING; both oldest first.
+    Invariant: `_here` has the spills that are HERE or COMING, `_leaving` has the spills that are LEAVING; in both the
+    oldest is first.
     """
 
     def __init__(self, space: Space, store: SwapStore) -> None:
@@ -48,7 +50,7 @@ class LandingWindow:
         """Return a lease, after enough other gradients have left the window.
 
         Raises:
-            SwapIOError: a write that had to be waited for failed.
+            SwapIOError: one of the writes that had to make room failed.
         """
         while True:
             lease = self.space.try_lease(nbytes)
@@ -74,7 +76,7 @@ class LandingWindow:
         """Write all gradients to the store, and wait for the writes.
 
         Raises:
-            SwapIOError: a transfer failed; all others were waited for.
+            SwapIOError: a transfer failed; all other transfers have ended.
         """
         failure: SwapIOError | None = None
         while self._here or self._leaving:
@@ -117,24 +119,24 @@ class Spill:
         return self._extent.nbytes
 
     def use(self, nbytes: int) -> None:
-        """Set the number of bytes in use, of the memory that `load` returns.
+        """Set how many bytes of the memory that `load` returns are in use.
 
         Only these bytes are written to the store.
         """
         self._used_bytes = nbytes
 
     def announce(self) -> None:
-        """Start to read the gradients from the store for a `load` that will follow soon, if there is room at once."""
+        """Start to read the gradients from the store for a `load` that will follow soon, if the window has room."""
         if self._where is _SpillState.AWAY and self._failure is None:
             lease = self._landing.space.try_lease(self.nbytes)
             if lease is not None:
                 self._read(lease)
 
     def load(self) -> memoryview:
-        """Return the group's part of the window, with its last gradients; garbage if there are none.
+        """Return the group's part of the window with the group's last gradients; garbage if the group has no gradients.
 
         Raises:
-            SwapIOError: a transfer of these gradients failed, or the write of others that had to make room.
+            SwapIOError: a transfer of these gradients failed, or a write of other gradients that had to make room.
         """
         self._require_whole()
         if self._where is _SpillState.EMPTY:
@@ -150,10 +152,12 @@ class Spill:
         return self._lease.view()
 
     def begin_spill(self) -> None:
-        """Start to write the gradients in the window to the store. Gradients that were only read are dropped at once.
+        """Start to write the gradients in the window to the store.
+
+        Gradients that were only read from the store are dropped at once.
 
         Raises:
-            SwapIOError: the read under way failed.
+            SwapIOError: the read in progress failed.
         """
         if self._where is _SpillState.COMING:
             self._wait()
@@ -166,7 +170,7 @@ class Spill:
             self._move(_SpillState.LEAVING)
 
     def finish_spill(self) -> None:
-        """Wait until the write under way is complete, and give the lease back.
+        """Wait until the write in progress is complete, and give the lease back.
 
         Raises:
             SwapIOError: the write failed.
@@ -188,7 +192,7 @@ class Spill:
         self._failure = None
 
     def stream(self) -> _native.StateStream:
-        """Bring the gradients to the store, and return them in the form that the update takes.
+        """Write the gradients to the store, and return them as a stream, the form that the update needs.
 
         Raises:
             SwapIOError: the gradients were lost.
@@ -209,7 +213,7 @@ class Spill:
         self._move(_SpillState.COMING)
 
     def _wait(self) -> None:
-        """Wait for the transfer under way. Ctrl-C changes nothing."""
+        """Wait for the transfer in progress. Ctrl-C changes nothing."""
         if self._transfer is None:
             return
         try:

@@ -1,7 +1,7 @@
-"""Resources of one offloaded model below the coordinator, each of which exists once.
+"""Resources of one offloaded model below the coordinator; each resource exists once per model.
 
-They are the engine, the store, the arena, the compute threads and the home of every state, all opened by the plan's
-layout.
+The resources are the engine, the store, the arena, the compute threads and the home of every state. All are opened
+according to the plan's layout.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STATES = ("residual", "exp_avg", "exp_avg_sq")
 class Resources:
     """Resources of one offloaded model.
 
-    They are opened in this order and closed in reverse: engine, store, arena, homes, threads, device.
+    The resources are opened in this order and closed in reverse order: engine, store, arena, homes, threads, device.
 
     After an error during opening, nothing is left behind.
 
@@ -59,7 +59,8 @@ class Resources:
         StoreLockedError: another run uses the directory.
         StoreNotEmptyError: the directory has the generations of an earlier run.
         ConfigError: the config does not suit the machine, for example a path or update.threads.
-        ResumeError: with `resume`, there is no store to resume, or it is another one.
+        ResumeError: with `resume`, there is no store to resume, or the existing store does not fit the model and the
+            config.
     """
 
     def __init__(
@@ -132,8 +133,8 @@ class Resources:
     def _numa_node(self, accelerator: Accelerator | None) -> int:
         """Return the NUMA node for the memory and the threads of updates; -1 for any node.
 
-        The device's node has priority over that of the disks. All bytes that a device uses cross its bus in each pass,
-        while the disks read and write states once per step.
+        The device's node has priority over the node of the disks. All bytes that a device uses cross the device's bus
+        in each pass, while the disks read and write states only once per step.
         """
         node = -1 if accelerator is None else accelerator.numa_node
         return self.store.numa_node if node < 0 and self.store is not None else node
@@ -165,16 +166,16 @@ class Resources:
                     yield states.spilled
 
     def synchronize_uploads(self) -> None:
-        """Wait until no copy to the device reads weights in RAM, which the caller is about to change."""
+        """Wait until no copy to the device reads weights in RAM. The caller is about to change these weights."""
         if self.device is not None:
             self.device.uploads.synchronize()
 
     def copy_to_write(self, extent: Extent) -> int:
-        """Return the copy in the store that new values of a state are written to."""
+        """Return the copy in the store to which new values of a state are written."""
         return extent.newest_copy if self.generations is None else self.generations.copy_to_write(extent)
 
     def spare_copy(self, extent: Extent) -> int | None:
-        """Return a copy in the store that lacks the newest values and that no generation names; None without one."""
+        """Return a copy in the store without the newest values that no generation names; None if all are in use."""
         if self.generations is not None:
             return self.generations.spare_copy(extent)
         return next((copy for copy in range(len(extent.offsets)) if copy != extent.newest_copy), None)
@@ -187,7 +188,7 @@ class Resources:
     def _register(self) -> None:
         """Register the memory of transfers with the kernel: the tiles and the free memory for weights.
 
-        States in RAM are not registered, since registration would make all of their pages resident at once.
+        States in RAM are not registered, because registration would make all pages of these states resident at once.
         """
         if self.store is None:
             return
@@ -215,7 +216,7 @@ class Resources:
 
     def _open_unit(self, layout: UnitLayout) -> UnitHomes:
         weights = self._open_weights(layout)
-        # In this order the weights, the residuals and the first moments are one piece of memory, which comes free in
+        # In this order the weights, the residuals and the first moments are one piece of memory, which becomes free in
         # one piece when the homes move, even if an optimizer does not change the second moment.
         leases = {
             (name, index): self.resting.lease(group.states[name].lease_bytes, f"{name} of '{layout.local.name}'")
@@ -285,7 +286,7 @@ class Resources:
     def give_back(self) -> None:
         """Free RAM and device memory after close(), even while references to the model exist.
 
-        No views of a slot may exist. The memory stays if another rank may still write to it or read from it.
+        There must be no views of a slot. The memory stays if another rank may still write to it or read from it.
         """
         if not self._quiet:
             return
@@ -318,5 +319,5 @@ def _open_pool(threads: int, node: int, nice: int) -> _native.ThreadPool:
 
 
 def _extent(unit: Unit, group: int, state: str, layout: StateLayout) -> Extent | None:
-    """Return the extent of a state; None when the state has no copy in the swap file."""
+    """Return the extent of a state; None if the state has no copy in the swap file."""
     return Extent(unit.name, group, state, layout.offsets, layout.nbytes) if layout.offsets else None

@@ -1,8 +1,8 @@
 """Device memory: one allocation, divided by the allocator of the arena.
 
-[Note: who used these bytes before] The host gives a lease back while the device, which runs behind, still uses its
-bytes. So a lease is given back with the events of its last uses. The next lease of the same bytes lists these events in
-`after`: its first writer waits for them on the device. The host does not wait.
+[Note: who used these bytes before] The device runs behind the host: when the host gives a lease back, the device may
+still use the lease's bytes. So a lease is given back with the events of its last uses. The next lease of the same bytes
+lists these events in `after`: the first writer waits for the events on the device. The host does not wait.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SlabLease:
     Attributes:
         lease: range of the slab.
         memory: uint8 [nbytes] on the device.
-        after: events of earlier uses of these bytes that may not be over; the first write must wait for them.
+        after: events of earlier uses of these bytes that may not be over; the first write must wait for these events.
     """
 
     def __init__(self, lease: Lease, memory: torch.Tensor, after: Sequence[Event]) -> None:
@@ -37,16 +37,16 @@ class SlabLease:
     def tensor(self) -> torch.Tensor:
         """Return the same memory as a uint8 [nbytes] tensor.
 
-        Every call makes a new storage, so that its views can be counted.
+        Every call makes a tensor with a new storage, so that the views of the tensor can be counted.
         """
         return torch.from_dlpack(torch.utils.dlpack.to_dlpack(self.memory))  # type: ignore[attr-defined]
 
 
 class Slab:
-    """A part of the one allocation of device memory.
+    """A part of the only allocation of device memory.
 
-    Invariant: leases never overlap. `_left` has the last uses of byte ranges that are free, or whose new lease waits
-    for these uses.
+    Invariant: leases never overlap. `_left` has the last uses of free byte ranges, and of byte ranges whose new lease
+    waits for these uses.
 
     Args:
         accelerator: device of the memory.
@@ -60,7 +60,7 @@ class Slab:
         self._space = Space(None, 0, memory.numel())
         self._lock = threading.Lock()
         self._left = [(0, memory.numel(), tuple(after))] if after else []  # (begin, end, events)
-        self._onward = 0  # end of the last lease that was taken onward
+        self._onward = 0  # end of the last lease that was taken with `onward`
 
     @property
     def nbytes(self) -> int:
@@ -80,8 +80,8 @@ class Slab:
         Args:
             nbytes: size of the lease.
             from_top: take the memory from the high end.
-            onward: take the memory behind the last lease that was taken onward, and begin again at the end. So the
-                lease waits for the oldest of earlier uses, which is over first.
+            onward: take the memory behind the last lease that was taken with `onward`; at the end of the slab, continue
+                at its start. In this way the lease waits for the oldest of earlier uses, which ends first.
 
         Returns:
             The lease; None when no free piece is long enough.
@@ -103,7 +103,7 @@ class Slab:
 
         Args:
             lease: lease of this slab.
-            last_uses: events behind all work that this lease's owner, or an earlier one, queued on these bytes.
+            last_uses: events behind all work that this lease's owner, or an earlier owner, queued on these bytes.
         """
         begin, end = lease.lease.offset, lease.lease.offset + lease.lease.nbytes
         with self._lock:
@@ -112,7 +112,7 @@ class Slab:
         lease.lease.release()
 
     def give_all_back(self) -> None:
-        """Free the memory. No lease exists, and none will be requested."""
+        """Free the memory. Call this only when no lease exists and no lease will be requested any more."""
         self._memory = self._memory[:0].clone()
 
     def _is_over(self, left: tuple[int, int, tuple[Event, ...]], begin: int, end: int) -> bool:
@@ -122,7 +122,7 @@ class Slab:
 class Uses:
     """Streams that use a piece of device memory, with the last use of each stream.
 
-    A stream waits for the events of `after` before its first use.
+    A stream waits for the events of `after` before its first use of the memory.
 
     Args:
         accelerator: device of the memory.

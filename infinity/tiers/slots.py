@@ -28,16 +28,15 @@ def _references(tensor: torch.Tensor) -> int:
 
 
 class Slot(ABC):
-    """A piece of memory that a unit's weights occupy while they are used. torch counts the references to it.
+    """A piece of memory that a unit's weights occupy while they are used. torch counts the references to this memory.
 
     Args:
         tensor: uint8 [weight_bytes], on the device; its storage belongs to the slot only.
-        lease: host memory of the slot, if an update may use it; None for the home of weights in RAM, and for memory of
-            a device.
+        lease: host memory of the slot, if an update may use it; None if the slot is the home of weights in RAM, or
+            memory of a device.
 
     Attributes:
-        at_home: whether updates use the slot's memory directly; otherwise the slot is a copy, which an update makes
-            stale.
+        at_home: whether updates use the slot's memory directly; false: the slot is a copy, which an update makes stale.
     """
 
     at_home = True
@@ -52,7 +51,7 @@ class Slot(ABC):
         """Make the next work of this thread wait until the weights are complete."""
 
     def rest(self) -> bool:
-        """End the use of the weights, until `wait` is called again. Only parameters refer to the slot now.
+        """End the use of the weights until `wait` is called again. At this point only parameters refer to the slot.
 
         Returns:
             Whether the parameters must be closed until then; False when reading them meanwhile is harmless.
@@ -68,11 +67,11 @@ class Slot(ABC):
         return None
 
     def outstanding(self) -> bool:
-        """Return whether anything but the slot and the expected parameter views refers to the memory."""
+        """Return whether the memory has references besides the slot and the expected views of parameters."""
         return _references(self.tensor) > self._expected
 
     def expect(self, views: int) -> None:
-        """Set the number of references that do not count as outstanding: the parameters' own views."""
+        """Set the number of references that do not count as outstanding: the views of the parameters."""
         self._expected = self._own + views
 
     @abstractmethod
@@ -80,7 +79,7 @@ class Slot(ABC):
 
 
 class HostSlot(Slot):
-    """Weights that are used in place. Without a lease the slot is their home in RAM, which is never given back."""
+    """Weights that are used in place. A slot without a lease is the weights' home in RAM, which is never given back."""
 
     def wait(self) -> None:
         return
@@ -91,7 +90,7 @@ class HostSlot(Slot):
 
 
 class CopiedSlot(Slot):
-    """Copy of weights in host memory, whose home in RAM has another form: encoded, or divided over several ranks.
+    """Copy in host memory of weights whose home in RAM has another form: encoded, or divided over several ranks.
 
     The copy is stale once the unit is updated.
     """
@@ -118,7 +117,7 @@ class SlabSlot(Slot):
         ready: event behind the copy to the device.
         accelerator: the device.
         down: queue for copies of the weights to the host.
-        trained_bytes: number of bytes at the start of the weights that updates read; None: all.
+        trained_bytes: number of bytes at the start of the weights that updates read; None: all bytes.
     """
 
     at_home = False
@@ -155,7 +154,7 @@ class SlabSlot(Slot):
         return copy
 
     def free(self) -> None:
-        self._slab.give_back(self._leased, self._uses.events())  # without `ready`: all uploads share one stream
+        self._slab.give_back(self._leased, self._uses.events())  # `ready` is not needed: all uploads share one stream
 
 
 class Fetch(ABC):
@@ -165,7 +164,7 @@ class Fetch(ABC):
         self._transfers = transfers
 
     def wait(self) -> None:
-        """Wait until finish() would not wait any more. May be interrupted."""
+        """Wait until finish() can return without waiting. May be interrupted."""
         for transfer in self._transfers:
             transfer.wait()
 
@@ -186,7 +185,7 @@ class Fetch(ABC):
 
     @abstractmethod
     def _slot(self) -> Slot:
-        """Return the slot, whose weights are complete, or will be at an event that streams can wait for."""
+        """Return the slot. Its weights are complete, or will be complete at an event that streams can wait for."""
 
     @abstractmethod
     def _give_up(self) -> None:
@@ -201,7 +200,7 @@ class SlotPool(Protocol):
 
         Args:
             home: homes of the weights.
-            after: destinations of new weights of an update under way; the fetch reads these new weights.
+            after: destinations of new weights of an update in progress; the fetch reads these new weights.
             version: version of the weights; it grows with every change of the weights.
 
         Returns:
@@ -211,7 +210,7 @@ class SlotPool(Protocol):
     def free(self, slot: Slot) -> None: ...
 
     def counts(self, home: WeightsHome) -> bool:
-        """Return whether a slot for these weights uses the budget, so that an eviction makes room for others."""
+        """Return whether a slot for these weights uses the budget, so that its eviction makes room for other slots."""
 
     def waits(self, home: WeightsHome) -> bool:
         """Return whether a fetch of these weights needs memory that other fetches use until they are finished."""
@@ -259,7 +258,8 @@ class HostSlots:
     def _decode(self, home: WeightsHome, lease: Lease) -> Fetch:
         """Decode weights from RAM.
 
-        Groups that are not encoded are small, and copied at once: an update may change their home next.
+        Groups that are not encoded are small. They are copied immediately, because the next update may change their
+        home.
         """
         if home.lease is None:
             raise AssertionError("weights that do not rest in RAM")
@@ -303,7 +303,7 @@ class HostSlots:
 
 
 def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> list[Transfer]:
-    """Start to read the groups that are not encoded into a slot."""
+    """Start reading into a slot those groups that are not encoded."""
     reads = []
     for index, group in home.plain():
         new = after.get(index, Destination(group))
@@ -346,7 +346,7 @@ class _DecodeFetch(Fetch):
     def give_landing_back(self) -> bool:
         """Give the bounce buffer back once no transfer uses it.
 
-        After a SwapTimeoutError it is never given back: the disk may still write to it.
+        After a SwapTimeoutError the bounce buffer is never given back: the disk may still write to it.
 
         Returns:
             Whether no bounce buffer is left.
@@ -370,9 +370,9 @@ class _DecodeFetch(Fetch):
 class SlabSlots:
     """Slots of weights on a device. The weights are copied from pinned RAM, or from NVMe through a bounce buffer.
 
-    Units of the most common size get memory from the low end of the slab, the others from the high end. So units of one
-    size reuse the same addresses, and do not fragment each other's space. Units that stay have a slab of their own.
-    They use the common slab only while views of their own memory exist.
+    Units of the most common size get memory from the low end of the slab, all other units from the high end. So units
+    of one size reuse the same addresses, and do not fragment each other's space. Units that stay have a separate slab.
+    They use the common slab only while views of their memory in the separate slab exist.
     """
 
     def __init__(self, resources: Resources, device: DeviceTier) -> None:
@@ -490,5 +490,5 @@ class _SlabFetch(Fetch):
 
 
 def open_slots(resources: Resources) -> SlotPool:
-    """Return the pool for the device, for weights of which this process has all slices."""
+    """Return the pool of slots for the device. This process must have all slices of the weights."""
     return HostSlots(resources) if resources.device is None else SlabSlots(resources, resources.device)

@@ -33,7 +33,7 @@ def write_parts(resources: Resources, home: Home, parts: Mapping[int, torch.Tens
     store, extent = resources.require_store(), home.stored()
     copy = resources.copy_to_write(extent)
     start, end = 0, home.nbytes
-    if copy == extent.newest_copy:  # in place: only the pages around the parts are rewritten
+    if copy == extent.newest_copy:  # in place: only the pages that contain the parts are rewritten
         start = min(parts) // PAGE_BYTES * PAGE_BYTES
         end = round_up(max(begin + part.numel() for begin, part in parts.items()), PAGE_BYTES)
     memory = _native.Arena(min(_CHUNK_BYTES, end - start), huge_pages=False)

@@ -15,7 +15,7 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from infinity.state.codec import BLOCK_NUMEL, NESTED_BLOCKS
 
 _BYTES = 1024
-"""Bytes of codes per program, for 2048 elements."""
+"""Bytes of codes that one program decodes (2048 elements)."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,5 +88,5 @@ def decode(
         nested_blocks=NESTED_BLOCKS,
         is_nested=nested is not None,
         count=_BYTES,
-        enable_fp_fusion=False,  # product and sum are rounded separately
+        enable_fp_fusion=False,  # the product and the sum are rounded separately
     )

@@ -21,10 +21,10 @@ class UploadQueue:
         accelerator: the device.
         gate: native entry points of the device.
         engine: engine that reads from NVMe.
-        arena: space with `landing_bytes` of free memory. The first upload from NVMe takes this memory for good; before
-            that, the code that fills the store may use it.
+        arena: space with `landing_bytes` of free memory. The first upload from NVMe takes this memory permanently;
+            before that upload, the code that fills the store may use the memory.
         landing_bytes: size of the bounce buffer.
-        piece_bytes: bytes that are read and copied at a time.
+        piece_bytes: number of bytes that are read and copied at a time.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class UploadQueue:
         self._events: list[Event] = []  # one event per piece of the bounce buffer
 
     def from_ram(self, into: SlabLease, source: Lease, encoded: SlabLease | None = None) -> Event:
-        """Start to copy weights from their home, which nothing may change until `synchronize`.
+        """Start to copy weights from their home. The home must not change until `synchronize` is called.
 
         Args:
             into: memory of the slot.
@@ -79,7 +79,7 @@ class UploadQueue:
         Args:
             into: memory of the slot.
             home: homes of the weights.
-            after: destinations of new weights of an update under way.
+            after: destinations of new weights of an update in progress.
             store: store of the weights.
             encoded: device memory for the encoded groups, which are concatenated there.
 
@@ -104,7 +104,7 @@ class UploadQueue:
         return store.transfer(future, home.groups[0].stored()), ready
 
     def synchronize(self) -> None:
-        """Wait until no copy reads homes in RAM, which the caller is about to change."""
+        """Wait until no copy reads homes in RAM. The caller is about to change these homes."""
         self._forget_reached()
         if self._reading:
             self._accelerator.synchronize(self._reading[-1])
