@@ -20,7 +20,7 @@ enum class OpKind : std::uint8_t { read, write, sync };
 // `token`.
 struct BlockOp {
   OpKind kind;
-  const File* file;  // stays open until the completion
+  const File* file;  // stays open until the op's completion
   std::byte* data;
   std::uint32_t nbytes;
   std::uint64_t offset;
@@ -40,7 +40,7 @@ class Backend {
  public:
   virtual ~Backend() = default;
   [[nodiscard]] virtual std::string name() const = 0;
-  // The configuration that was chosen, for the log.
+  // Description of the backend's configuration, for the log.
   [[nodiscard]] virtual std::string details() const = 0;
   // The number of outstanding ops must not exceed the depth that the backend was made for.
   virtual void submit(const BlockOp& op) = 0;
@@ -52,9 +52,9 @@ class Backend {
   // May be called by any thread.
   virtual void wake() = 0;
   // Registers the pages of this range with the kernel, which saves work for each transfer within the range. The range
-  // must stay mapped until the backend is gone. Returns "" or why the kernel refused, which costs only speed.
+  // must stay mapped until the backend is destroyed. Returns "" or why the kernel refused, which costs only speed.
   virtual std::string register_memory(std::byte* /*data*/, std::size_t /*nbytes*/) { return ""; }
-  // Forgets a file that was closed, above all a registration that keeps it open.
+  // Forgets a closed file; in particular, removes a registration that still keeps the file open.
   virtual void forget_file(std::uint64_t /*id*/) {}
 };
 
@@ -94,14 +94,14 @@ struct Fault {
 
 // The faults of one engine, which all lanes of the engine use, and the engine's journal. If there is a journal, every
 // write and sync gets a record when the op is submitted, and another record when the op has completed. From the journal
-// a test can tell which data may be on the disk after a power cut.
+// a test can derive which data may be on the disk after a power cut.
 //
 // A record begins with one letter ('W': a write begins, 'w': a write ended; 'S' and 's': the same for a sync) and 7
 // bytes of zeros. Five little-endian 64-bit numbers follow: the op's number (the same in both records of an op), the
 // result, the offset, the length of the data, the length of the path. The path and the data come last.
 class FaultPlan {
  public:
-  // `journal`: file to append to; empty for none. Throws std::system_error.
+  // `journal`: path of the journal, to which records are appended; empty for no journal. Throws std::system_error.
   FaultPlan(std::vector<Fault> faults, const std::string& journal);
   ~FaultPlan();
   FaultPlan(const FaultPlan&) = delete;

@@ -49,7 +49,7 @@ struct IoEngine::Impl {
   };
   struct Device {
     dev_t number;
-    bool known;  // false until the first file is used
+    bool known;  // false until a file is used
     std::shared_ptr<Lane> lane;
   };
 

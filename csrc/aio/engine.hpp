@@ -22,10 +22,10 @@ struct EngineOptions : LaneOptions {
 };
 
 // There is one lane per device (file system). Each lane has its own thread, ring, depth and order, so that a slow disk
-// does not delay a fast one. A watchdog gives up a device that does not answer (Lane::check).
+// does not delay a fast disk. A watchdog gives up a device that does not answer (Lane::check).
 //
-// Invariant: the destructor returns only when nothing is in flight, or the device was given up. Requests that were
-// still queued fail with ECANCELED.
+// Invariant: the destructor returns only when no transfer is in flight, except transfers of devices that were given up.
+// Requests that are still queued fail with ECANCELED.
 class IoEngine {
  public:
   // Throws std::system_error if the engine must be io_uring and the kernel refuses it. Throws std::invalid_argument for
@@ -45,9 +45,9 @@ class IoEngine {
   // failure of `first`.
   static Future submit_after(const std::shared_ptr<IoEngine>& engine, const Future& first, const IoRequest& request);
 
-  // fdatasync of every member: when the future is done, writes that had completed before this call survive a power cut.
-  // After a failure it is unknown which of these writes are durable; a second sync may succeed without having written
-  // anything.
+  // Calls fdatasync on every member. When the future is done, writes that had completed before this call survive a
+  // power cut. After a failure it is unknown which of these writes are durable; a second sync may succeed without
+  // having written anything.
   Future sync(const std::shared_ptr<SwapFile>& file);
 
   // Registers the pages of this range with the kernel for all lanes (Backend::register_memory). The range must stay
@@ -56,15 +56,15 @@ class IoEngine {
 
   // "io_uring" or "threads": the engine in use.
   [[nodiscard]] const std::string& name() const;
-  // Why that engine is used, for the log.
+  // Why the engine in use was chosen, for the log.
   [[nodiscard]] const std::string& reason() const;
   // Sums of the counters of all lanes; busy_ns is the maximum over the lanes.
   [[nodiscard]] LaneCounters counters() const;
 
   // Starts or stops recording every request that ends; at most `events_max` requests are recorded.
   void trace(bool on, std::size_t events_max);
-  // Events since the last call. Every request whose future is done is included; a request of a device that was given up
-  // may be missing forever.
+  // Returns the events since the last call. Every request whose future is done is included; a request of a device that
+  // was given up may be missing forever.
   [[nodiscard]] IoLog::Taken take_trace();
 
  private:

@@ -1,5 +1,5 @@
-// A backend for tests: it passes blocks to a real one and injects the faults of a plan. A lane sees the same interface
-// as that of a real backend.
+// A backend for tests: it passes blocks to a real backend and injects the faults of a plan. A lane uses this backend
+// through the same interface as a real backend.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -110,11 +110,11 @@ class FaultyBackend final : public Backend {
   }
 
  private:
-  static constexpr int kLateness = 4;           // number of completions that overtake a delayed one, if enough
-  static constexpr std::uint64_t kLatest = 16;  // largest number that overtakes a shuffled completion
+  static constexpr int kLateness = 4;           // number of completions that overtake a delayed op
+  static constexpr std::uint64_t kLatest = 16;  // at most so many completions overtake a shuffled op
   static constexpr std::uint64_t kDawdleNs = 1'000'000;
 
-  // Both bounds are finite, so no block is delayed forever.
+  // Delays an op and pauses the device at random. Both delays are bounded, so no block is delayed forever.
   void shuffle(std::uint64_t token, std::uint64_t bits) {
     if (bits % 2 == 0) late_[token] = static_cast<int>(1 + bits / 2 % kLatest);
     if (bits / 64 % 8 == 0) std::this_thread::sleep_for(std::chrono::nanoseconds(bits / 512 % kDawdleNs));

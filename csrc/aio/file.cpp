@@ -56,9 +56,9 @@ int reserve(int fd, off_t nbytes) {
   }
 }
 
-// If the file system has no fallocate, the C library writes one byte per block, which is slower and guarantees the
-// same. Direct I/O refuses a write of one byte, so direct I/O is switched off during these writes. Afterwards the
-// file's pages are dropped from the page cache.
+// If the file system does not support fallocate, the C library writes one byte per block; this is slower and also
+// reserves the blocks. Direct I/O refuses a write of one byte, so direct I/O is switched off during these writes.
+// After these writes the file's pages are dropped from the page cache.
 int reserve_by_writing(int fd, off_t nbytes) {
   const int flags = fcntl(fd, F_GETFL);
   if (flags < 0 || fcntl(fd, F_SETFL, flags & ~O_DIRECT) != 0) return errno;

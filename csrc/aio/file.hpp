@@ -11,8 +11,8 @@
 
 namespace infinity {
 
-// Observer of closing files. A ring that registered a file keeps it open, and its space allocated, until the ring
-// forgets the file.
+// Observer of closing files. If a ring has registered a file, the file stays open, and its space stays allocated, until
+// the ring forgets the file.
 class FileWatcher {
  public:
   virtual ~FileWatcher() = default;
@@ -23,8 +23,8 @@ class FileWatcher {
 // of 4 KiB (see direct()). The creator of the file deletes it, not this class.
 class File {
  public:
-  // `numa_node`: node of the disk below, or -1. Throws std::system_error whose what() names the path and the step that
-  // failed.
+  // `numa_node`: NUMA node of the disk that stores the file, or -1. Throws std::system_error whose what() names the
+  // path and the step that failed.
   File(std::string path, bool create, bool direct, int numa_node = -1);
   ~File();
   File(const File&) = delete;
@@ -37,7 +37,7 @@ class File {
   // the kernel does not report it). 1 without direct I/O.
   [[nodiscard]] std::uint32_t memory_alignment() const { return memory_alignment_; }
   [[nodiscard]] std::uint32_t offset_alignment() const { return offset_alignment_; }
-  // The file system that the file is on (st_dev). Files of one file system use the same lane.
+  // The file system that the file is on (st_dev). Files of one file system share a lane.
   [[nodiscard]] dev_t device() const { return device_; }
   [[nodiscard]] int numa_node() const { return numa_node_; }
   // Unlike a descriptor, an id is never reused in a process.

@@ -54,7 +54,7 @@ struct LaneCounters {
 // none of the part's blocks is in flight.
 //
 // Life cycle: open() → submit()… → close(). A lane whose device does not answer is abandoned: its requests fail, its
-// thread and ring are left to the kernel, and every later submit() fails at once.
+// thread and its ring are never freed, and every later submit() fails at once.
 class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
  public:
   static constexpr unsigned kRetriesMax = 16;
@@ -104,7 +104,7 @@ class Lane : public FileWatcher, public std::enable_shared_from_this<Lane> {
   std::vector<std::pair<std::shared_ptr<Request>, std::uint64_t>> incoming_;
   std::vector<Task> tasks_;
   std::unordered_set<std::shared_ptr<Request>> live_;
-  bool listening_ = false;  // the thread has room but is about to block: a new request must wake it
+  bool listening_ = false;  // the thread could start more blocks but is about to wait: a new request must wake it
   bool stop_ = false;
   bool abandoned_ = false;
   std::string abandoned_because_;

@@ -22,7 +22,7 @@ void add(std::atomic<std::uint64_t>& counter, std::uint64_t value) {
 
 }  // namespace
 
-// The state of the lane that only its thread uses.
+// State of a lane that only the lane's thread uses.
 class Lane::Server {
  public:
   Server(Lane& lane, Backend& backend)
@@ -237,7 +237,7 @@ class Lane::Server {
   Lane& lane_;
   Backend& backend_;
   PartQueue parts_;
-  std::deque<Block> again_;    // continuations and retries; they precede new blocks
+  std::deque<Block> again_;    // continuations and retries, which are submitted before new blocks
   std::vector<Block> blocks_;  // blocks in flight, by token
   std::vector<std::uint64_t> free_tokens_;
 };

@@ -29,7 +29,7 @@ struct Block {
   [[nodiscard]] Failure failure(int error, const std::string& cause, FailureKind kind = FailureKind::io) const;
 };
 
-// One lane's part of a request. Only the lane's thread accesses it.
+// One lane's part of a request. Only the lane's thread accesses a part.
 struct Part {
   std::shared_ptr<Request> request;
   std::uint64_t members = 0;  // a bit for each member of the file that this lane serves
@@ -55,8 +55,9 @@ inline const IoRequest& Block::io() const { return part->request->io; }
 // A class is served before the classes after it (IoClass), and parts of one class in the order in which they were
 // queued. No class starves: one block in kTurnEvery is chosen from the classes in rotation, regardless of their rank.
 //
-// Room: at most `depth` blocks, and no new block once `in_flight_bytes` are in flight; one block is always allowed. A
-// quarter of both limits is closed to bulk traffic (all classes except weights), so that a fetch starts at once.
+// Limits: at most `depth` blocks are in flight, and no new block starts once `in_flight_bytes` are in flight. One block
+// is always allowed. Bulk traffic (all classes except weights) must leave a quarter of both limits free, so that a
+// fetch starts at once.
 class PartQueue {
  public:
   static constexpr unsigned kTurnEvery = 16;

@@ -23,7 +23,7 @@ namespace infinity {
 enum class IoClass : std::uint8_t { weights, activations, states, writeback };
 inline constexpr std::size_t kIoClasses = 4;
 
-// A sync has no offset and no data, and as many "bytes" as its file has members.
+// A sync has no offset and no data; its `nbytes` is the number of the file's members.
 struct IoRequest {
   OpKind kind;
   IoClass io_class;
@@ -59,7 +59,7 @@ using IoLog = EventLog<IoEvent>;
 // Invariant: no device uses memory of the request once its future is done, unless the request failed with a timeout.
 class Request {
  public:
-  // The log has several owners: a request of a device that was given up outlives its engine.
+  // Engine and requests share the log, because a request of a device that was given up outlives its engine.
   Request(IoRequest given, unsigned parts, std::shared_ptr<IoLog> log)
       : io(std::move(given)), path(io.file->members()[0]->path()), parts_(parts), log_(std::move(log)) {}
 

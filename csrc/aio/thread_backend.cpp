@@ -1,5 +1,5 @@
-// preadv and pwritev on a few threads, for kernels and containers that refuse io_uring. The results are the same as
-// with io_uring, but there are more context switches.
+// A backend that calls preadv and pwritev on a few threads, for kernels and containers that refuse io_uring. The
+// results are the same as with io_uring, but there are more context switches.
 #include <sys/uio.h>
 #include <unistd.h>
 

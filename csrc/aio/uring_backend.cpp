@@ -1,5 +1,5 @@
-// io_uring: one ring, which the lane's thread creates and uses. A read of an eventfd is always on the ring; a write to
-// the eventfd completes the read, which wakes the thread.
+// The io_uring backend: one ring, which the lane's thread creates and uses. A read of an eventfd is always on the ring;
+// a write to the eventfd completes the read, which wakes the thread.
 #include "aio/backend.hpp"
 
 #ifdef INFINITY_HAVE_URING
@@ -21,10 +21,10 @@ constexpr unsigned kBuffersMax = 1024;                         // registered at 
 constexpr std::size_t kBufferBytesMax = std::size_t{1} << 30;  // the kernel's limit for one registration
 constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};
 
-// A ring may be mapped at the address of an earlier ring whose thread nobody joined, because its device had been given
-// up. The kernel orders the two rings: it unmaps the earlier ring before it maps the later one. ThreadSanitizer does
-// not see this order, because liburing makes these system calls without libc. Called before a ring is closed, and
-// before a new ring is used.
+// A ring may be mapped at the address of an earlier ring whose thread was never joined, because the earlier ring's
+// device had been given up. The kernel orders the two rings: it unmaps the earlier ring before it maps the later one.
+// ThreadSanitizer does not see this order, because liburing makes these system calls without libc. Called before a ring
+// is closed, and before a new ring is used.
 void order_rings() {
   static std::mutex rings;
   const std::lock_guard lock(rings);

@@ -9,8 +9,8 @@
 
 namespace infinity {
 
-// Life cycle: mmap (huge pages advised) → [Python: cudaHostRegister] → leases carved by Python → munmap.
-// Pages are touched on first use only. Excluded from fork (MADV_DONTFORK) and from core dumps (MADV_DONTDUMP).
+// Life cycle: mmap (huge pages advised) → [Python: cudaHostRegister] → division into leases by Python → munmap. A page
+// becomes resident at its first use. Excluded from fork (MADV_DONTFORK) and from core dumps (MADV_DONTDUMP).
 //
 // Invariant: address() is 2 MiB-aligned and never moves.
 class Arena {

@@ -43,8 +43,8 @@ static inline float join(std::uint16_t high, std::int16_t rest) {
 
 static inline float float_of_bf16(std::uint16_t value) { return float_of(static_cast<std::uint32_t>(value) << 16); }
 
-// fp32 → bf16. Rounds up in magnitude with a probability equal to the fraction that is cut off; `random` has 16 bits.
-// NaN and Inf do not change; finite values stay finite.
+// fp32 → bf16. Rounds a value up in magnitude with a probability equal to the fraction that is cut off; `random` has 16
+// bits. NaN and Inf do not change; finite values stay finite.
 static inline std::uint16_t round_stochastically(std::uint32_t bits, std::uint16_t random) {
   const std::uint32_t rounded = (bits + random) >> 16;
   const bool finite = (bits & 0x7f800000u) != 0x7f800000u;

@@ -1,4 +1,4 @@
-// XXH3 over pages, compiled once per instruction set; xxhash chooses its vectors by the compiler's flags.
+// XXH3 over pages, compiled once per instruction set; xxhash selects the vector width by the compiler's flags.
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 

@@ -1,4 +1,4 @@
-// A one-shot result for the thread that works and the threads that wait.
+// A result that one thread sets once, and for which other threads wait.
 #pragma once
 
 #include <chrono>
@@ -30,7 +30,7 @@ struct Failure {
   std::uint64_t nbytes = 0;  // length in bytes of the block that failed
   int error_number = 0;
   std::string cause;
-  std::string message;  // all of the above as one sentence
+  std::string message;  // all fields above as one sentence
 };
 
 // Returns the failure with a `message` that is composed of the other fields.

@@ -1,4 +1,5 @@
-// Placement of threads and memory on the NUMA node of their disk. On machines with one node nothing happens.
+// Placement of threads and memory on the NUMA node of their disk. On machines with only one node these functions do
+// nothing.
 #pragma once
 
 #include <cstddef>

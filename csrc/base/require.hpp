@@ -1,4 +1,4 @@
-// Check of the arguments of a call.
+// Check of a call's arguments.
 #pragma once
 
 #include <stdexcept>

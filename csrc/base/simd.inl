@@ -144,7 +144,7 @@ inline Ints truncate(Floats value) { return __builtin_convertvector(value, Ints)
 
 // A table of eight values; the low three bits of a lane select the value.
 struct alignas(64) Table {
-  float values[16];  // each value twice, for sixteen lanes
+  float values[16];  // each value occurs twice, for sixteen lanes
 
   constexpr void set(std::size_t index, double value) { values[index] = values[index + 8] = static_cast<float>(value); }
 };
@@ -322,7 +322,8 @@ inline Doubles to_doubles(const std::uint16_t* values) {
 #endif
 }
 
-// `sums` plus the squares of `x`. A square of an fp32 number is exact in double, so a fused product is the same.
+// `sums` plus the squares of `x`. The square of an fp32 number is exact in double, so a fused multiply-add gives the
+// same result.
 inline Doubles add_squares(Doubles sums, Doubles x) {
 #if defined(__AVX512F__)
   const auto wide = std::bit_cast<__m512d>(x);

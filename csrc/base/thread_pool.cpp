@@ -21,7 +21,7 @@
 namespace infinity {
 namespace {
 
-// One parallel_for, on the stack of its caller.
+// State of one parallel_for; it is on the stack of the caller.
 struct Loop {
   const std::function<void(std::size_t)>& task;
   const std::size_t count;
@@ -139,7 +139,8 @@ ThreadPool::ThreadPool(unsigned threads, int numa_node, int nice) : shared_(std:
 
 ThreadPool::~ThreadPool() {
   if (getpid() != shared_->pid) {
-    // In a forked child the threads do not exist: neither join them nor destroy the objects that they own.
+    // In a forked child the threads do not exist: do not join the threads, and do not destroy the objects that they
+    // own.
     static_cast<void>(shared_.release());
     return;
   }

@@ -133,7 +133,7 @@ void bind_file(py::module_& module) {
       .def(
           "preallocate",
           [](const PyFile& file, std::uint64_t nbytes) {
-            const auto held = file.get();  // a reference, because another thread may close the file meanwhile
+            const auto held = file.get();  // a reference, because another thread may close the file during the call
             naming(held->members()[0]->path(), [&] {
               const py::gil_scoped_release unlocked;
               held->preallocate(nbytes);

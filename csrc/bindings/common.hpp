@@ -77,7 +77,7 @@ class PyFuture {
 
   [[nodiscard]] const Future& get() const { return future_; }
   [[nodiscard]] bool done() const { return future_->done(); }
-  // Waits in slices without the GIL, so that Ctrl-C is served.
+  // Waits without the GIL in short slices, so that Ctrl-C is handled between the slices.
   [[nodiscard]] bool wait(std::optional<double> timeout_s) const;
   [[nodiscard]] std::optional<Failure> failure() const;
 
@@ -118,7 +118,7 @@ class Closable {
 
 inline constexpr std::size_t kTraceEventsMax = std::size_t{1} << 21;  // about 100 MB
 
-// The events of a log for Python: the bytes of the structs, and the number of dropped events.
+// Returns the events of a log to Python: the bytes of the structs, and the number of dropped events.
 template <class Taken>
 py::tuple packed(const Taken& taken) {
   using Event = typename decltype(taken.events)::value_type;

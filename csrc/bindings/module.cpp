@@ -1,4 +1,4 @@
-// infinity._native: the Python interface of the C++ core. Its contract, with shapes and errors, is
+// infinity._native: the Python interface of the C++ core. The module's contract, with shapes and errors, is
 // infinity/_native.pyi.
 #include "bindings/common.hpp"
 

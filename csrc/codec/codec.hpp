@@ -29,7 +29,7 @@ namespace infinity {
 //     on a processor, looks for the nearest value directly; the wheel for 64-bit ARM may differ where that addition
 //     rounds.) The codes of a group whose scales are all equal to the offset are 0.
 //   codes → values: scale = map·nested + offset in fp32, rounded twice; value = map·scale in fp32, rounded to the
-//     nearest value of the dtype, ties to even. Denormal numbers are kept, as by torch and by bitsandbytes' C code
+//     nearest value of the dtype, ties to even. Denormal numbers are kept, as in torch and in bitsandbytes' C code
 //     without AVX512_BF16; the instructions of AVX512_BF16 replace products below 2^-126 by zero.
 //
 // [Note: int8]
@@ -56,7 +56,7 @@ struct CodecLayout {
   std::uint64_t nbytes;     // size of the stored form, a multiple of 64
 };
 
-// Throws std::invalid_argument for too many elements, or rows that do not divide them.
+// Throws std::invalid_argument for too many elements, or if `numel` is no multiple of `row_numel`.
 [[nodiscard]] CodecLayout codec_layout(WeightCodec codec, std::uint64_t numel, std::uint64_t row_numel);
 
 // A stored form. `data` begins at a multiple of 4.

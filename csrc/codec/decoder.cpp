@@ -23,7 +23,7 @@ Failure closed() {
 // Only the decoder's thread accesses a job.
 struct DecodeJob {
   std::vector<DecodePart> parts;
-  std::vector<std::size_t> ends;  // for each part: number of tasks up to its end
+  std::vector<std::size_t> ends;  // for each part: number of tasks up to the part's end
   Future future = std::make_shared<Completion>();
   std::size_t waits = 0;  // number of futures that the job waits for
   std::optional<Failure> failure;

@@ -1,4 +1,4 @@
-// 8 bits, linear (see [Note: int8]).
+// Encoding and decoding in 8 bits, linear (see [Note: int8]).
 
 // Decodes a block: value = code · scale; for a row, the product is also multiplied by 1/127, as in bitsandbytes.
 template <class To, bool row>

@@ -1,8 +1,8 @@
 // The kernels. kernels_<isa>.cpp defines INFINITY_ISA_NAMESPACE and includes this file, compiled for exactly that
 // instruction set.
 //
-// Invariant: no contraction, no reassociation, no approximate reciprocal; so the bits do not depend on the instruction
-// set.
+// Invariant: there is no contraction, no reassociation and no approximate reciprocal, so the bits do not depend on the
+// instruction set.
 
 #include <bit>
 #include <cstring>
@@ -60,7 +60,7 @@ struct ValueBlock {
 };
 
 // Prefetches into the L2 cache the codes that are decoded later. The hardware prefetcher comes too late, because stores
-// past the caches use the same buffers as the prefetches. The address may be beyond the codes.
+// past the caches use the same buffers as the prefetches. The prefetched address may be beyond the end of the codes.
 inline void fetch_ahead(const void* codes) {
   constexpr std::size_t kDistance = 1024;
   __builtin_prefetch(static_cast<const std::byte*>(codes) + kDistance, 0, 2);

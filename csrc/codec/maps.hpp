@@ -12,7 +12,7 @@ struct FloatMap {
   float values[count];
 };
 
-// NF4 (Dettmers et al. 2023, arXiv 2305.14314, appendix E), ascending.
+// Values of NF4 (Dettmers et al. 2023, arXiv 2305.14314, appendix E), ascending.
 static constexpr FloatMap<16> kNf4Map = {{
     -0x1p+0f,
     -0x1.647362p-1f,

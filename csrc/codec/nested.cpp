@@ -1,4 +1,4 @@
-// Scales of blocks in 8 bits, computed like in bitsandbytes' C code (see [Note: bitsandbytes, to the bit]).
+// Encoding of blocks' scales in 8 bits, computed as in bitsandbytes' C code (see [Note: bitsandbytes, to the bit]).
 #include <algorithm>
 #include <array>
 #include <cmath>

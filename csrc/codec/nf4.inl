@@ -18,7 +18,7 @@ class BlockTable {
   void look_up(const std::uint8_t* codes, T* out) const {
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 2) {
-      const __m512i table = _mm512_broadcast_i64x4(load<__m256i>(values_));  // index: the low four bits
+      const __m512i table = _mm512_broadcast_i64x4(load<__m256i>(values_));  // the instruction uses the low four bits
       for (std::size_t i = 0; i < 32; i += 16) {
         const __m512i bytes = _mm512_cvtepu8_epi32(load<__m128i>(codes + i));
         const __m512i index = _mm512_or_si512(_mm512_srli_epi32(bytes, 4), _mm512_slli_epi32(bytes, 16));

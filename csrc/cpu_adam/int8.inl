@@ -4,10 +4,10 @@
 // [Note: the dynamic map]
 // In units of the block's largest magnitude times 10^-6, decade i = 0 … 6 contains the magnitudes from 10^(i−1) to 10^i
 // in P equal bins. P = 2^i if a sign is needed, and 2^(i+1) if not. A code represents the centre of its bin. The map
-// also contains 0 and exactly 1. Let r = P + bin: over all decades it runs from 1 (or 2) without a gap, and in each
-// decade its maximum is P·2 − 1. The centre is 5^i · (18 r − 16 P + 9) / 20; both i and P can be read from the
-// exponent of float(r). r = 128 (256) is exactly 1. Codes with a sign are 127 ± r, and 127 for zero; codes without a
-// sign are r − 1, and 0 for zero. There is no code for −1: the value −1 gets the code next to it.
+// also contains 0 and exactly 1. Let r = P + bin: over all decades r runs without a gap, from 1 (or 2 without a sign),
+// and in each decade the maximum of r is P·2 − 1. The centre is 5^i · (18 r − 16 P + 9) / 20; both i and P can be read
+// from the exponent of float(r). r = 128 (256) is exactly 1. Codes with a sign are 127 ± r, and 127 for zero; codes
+// without a sign are r − 1, and 0 for zero. There is no code for −1: the value −1 gets the code next to it.
 //
 // A magnitude is encoded as the nearest value of the map. There is one exception: a second moment that is not zero
 // never becomes zero, because the update divides by the root of the second moment.
@@ -49,7 +49,7 @@ constexpr DynamicMap make_map(bool is_signed) {
   map.slope.set(7, 0);
   map.intercept.set(7, last + 0.5 - shift);
   map.limit.set(7, last - shift);
-  if (is_signed) {  // one bin: a magnitude below half of its centre becomes zero
+  if (is_signed) {  // decade 0 has one bin: a magnitude below half of the bin's centre becomes zero
     map.slope.set(0, 1.0);
     map.intercept.set(0, 1.0 - 0.275);
   }
@@ -93,8 +93,9 @@ void decode_block(const std::uint8_t* codes, float scale, float* values) {
   if (small) multiply_block(values, 1.0f / kLift);
 }
 
-// ⌊log10(magnitude) + 0.045⌋ or a little less, never below 0: the decade, or the one before it. The exponent and seven
-// bits of a float approximate the float's logarithm, at most 0.026 too low; 154 / 2^16 is log10(2) / 2^7.
+// ⌊log10(magnitude) + 0.045⌋ or a little less, never below 0: the decade of the magnitude, or the decade before. The
+// exponent and seven bits of a float approximate the float's logarithm, at most 0.026 too low; 154 / 2^16 is log10(2) /
+// 2^7.
 inline Ints decade_or_one_less(Floats units) { return scaled_upper_half<0x3f80 - 19, 154>(bits_of(units)); }
 
 // The largest magnitude in a block; a NaN counts as larger than all numbers.

@@ -26,7 +26,7 @@ struct Constants {
   float step_size = 0.0f;         // lr; Adam: lr / (1 − β1^t)
   float inverse_bc2_sqrt = 1.0f;  // Adam: 1 / √(1 − β2^t)
   float eps = 0.0f;
-  float vanishing = 0.0f;  // the square of a smaller gradient adds exactly nothing to exp_avg_sq
+  float vanishing = 0.0f;  // a smaller gradient adds exactly zero to exp_avg_sq
   float initial = 0.0f;    // Adagrad: initial value of the sum, used at the first step
   std::uint64_t seed = 0;
   std::int64_t step = 1;
@@ -34,7 +34,8 @@ struct Constants {
 
 struct Kernels {
   // Updates elements [begin, end) of the buffers; all elements belong to one segment. `index` is the index of element
-  // `begin`; modulo kBlockNumel it is the position in its block. Returns false if a result is not finite.
+  // `begin`; `index` modulo kBlockNumel is the element's position in its block. Returns false if a result is not
+  // finite.
   bool (*update)(const StateFormat&, const StateBuffers&, std::size_t begin, std::size_t end, std::uint64_t index,
                  const Constants&);
   double (*sum_squares)(const void* data, DType dtype, std::size_t begin, std::size_t end);

@@ -7,8 +7,8 @@
 // results are converted back to their formats. In this way each format and each rule is implemented once, all
 // combinations work, and the streams still cross the memory bus only once.
 //
-// Invariant: no contraction, no reassociation, no approximate reciprocal; so the bits do not depend on the instruction
-// set.
+// Invariant: there is no contraction, no reassociation and no approximate reciprocal, so the bits do not depend on the
+// instruction set.
 
 #include <bit>
 #include <cstring>
@@ -55,8 +55,8 @@ StepFacts apply_rule(float* p, const float* g, const MomentPass& m, const Moment
                         : apply_to_blocks<SgdWithoutMomentum, past>(p, g, m, v, numel, c);
 }
 
-// Fills the rest of a scratch block with copies of its last element: the complete block is computed, but no values
-// other than those of its elements enter the results.
+// Fills the rest of a scratch block with copies of the last element, so that a complete block can be computed and the
+// copies do not change the results.
 void pad(float* values, std::size_t numel) {
   for (std::size_t i = numel; i < kBlockNumel; ++i) values[i] = values[numel - 1];
 }
@@ -72,7 +72,7 @@ struct Block {
   [[nodiscard]] bool whole() const { return numel == kBlockNumel; }
 };
 
-// A block of new values: written in place, or collected in the L1 cache and stored past the caches.
+// A block of new values, which are written in place, or collected in the L1 cache and stored past the caches.
 template <class Value>
 class NewBlock {
  public:

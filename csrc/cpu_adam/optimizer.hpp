@@ -57,8 +57,8 @@ struct Segment {
 struct StateMemory {
   void* to = nullptr;
   const void* from = nullptr;
-  // True if the new values will not be read soon (for a checksum or a write). In that case they are stored past the
-  // caches if this saves traffic.
+  // True if the new values will not be read soon (for a checksum or a write). If so, they are stored past the caches
+  // where this saves traffic.
   bool past_caches = false;
 
   StateMemory() = default;
@@ -67,9 +67,9 @@ struct StateMemory {
   [[nodiscard]] bool apart() const { return from != to; }
 };
 
-// Memory of elements [first, first + numel). `residual` is the second stream of `Master`; null if the format or the
-// rules have no such stream. For int8 moments `first` is a multiple of kChunkNumel. If the new values of int8 moments
-// are written to other memory, this memory must already contain the current scales.
+// Memory of elements [first, first + numel). `residual` is the second stream of `Master`. A stream that the format or
+// the rules do not have is null. For int8 moments `first` is a multiple of kChunkNumel. If the new values of int8
+// moments are written to other memory, this memory must already contain the current scales.
 struct StateBuffers {
   StateMemory weight;
   StateMemory residual;
@@ -91,7 +91,7 @@ void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, c
 // (seed, step, index). Therefore the result depends only on the inputs, not on the ISA, the threads or the division
 // into tasks (except for the payload of NaNs). Bias corrections are computed in double from the integer step.
 //
-// Returns false if a new weight or moment is not finite; the value is stored all the same.
+// Returns false if a new weight or moment is not finite; the value is stored nevertheless.
 [[nodiscard]] bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first,
                                     std::size_t begin, std::size_t end, const std::vector<Segment>& segments, Isa isa);
 
@@ -99,7 +99,7 @@ void check_segments(const std::vector<Segment>& segments, std::uint64_t numel, c
 [[nodiscard]] bool optimizer_update(const StateFormat& format, const StateBuffers& buffers, std::uint64_t first,
                                     std::size_t numel, const std::vector<Segment>& segments, Isa isa, ThreadPool& pool);
 
-// Elements per task of an update: its streams fit half of a core's L2. The number is a multiple of kCutNumel and
+// Elements per task of an update; the task's streams fit half of a core's L2. The number is a multiple of kCutNumel and
 // divides kChunkNumel.
 [[nodiscard]] std::size_t task_numel();
 

@@ -4,11 +4,11 @@ constexpr std::uint64_t kPhiloxMultipliers[2] = {0xD2511F53u, 0xCD9E8D57u};
 constexpr std::uint64_t kPhiloxWeyl[2] = {0x9E3779B9u, 0xBB67AE85u};
 constexpr std::size_t kCountersPerBlock = 32;  // each counter yields 8 sixteen-bit numbers
 
-// Values that are rounded; each has its own random bits.
+// The values that are rounded: each kind of value has its own random bits.
 enum class Stream : std::uint32_t { exp_avg, exp_avg_sq, weight };
 
 // Sixteen random bits for each element of a block. Counter: (block·32 + i, step, stream); key: seed. The first two
-// words of the 32 counters are for elements 0 … 127, the other two for elements 128 … 255.
+// words of the 32 counters are for elements 0 … 127, the other two words for elements 128 … 255.
 void random_bits(std::uint64_t seed, std::int64_t step, std::uint64_t block, Stream stream,
                  std::uint16_t (&out)[kBlockNumel]) {
   constexpr std::size_t kCounters = sizeof(Words) / 8;

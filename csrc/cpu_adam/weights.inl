@@ -54,7 +54,7 @@ inline void store_fp16(const float* __restrict master, Half* __restrict weight, 
   for (std::size_t i = 0; i < numel; ++i) weight[i] = static_cast<Half>(master[i]);
 }
 
-// `numbers` means, in this function and the next ones, that no value is a NaN.
+// In this function and the next ones, `numbers` means that no value is a NaN.
 inline void store_bf16(const float* __restrict master, std::uint16_t* __restrict weight, std::size_t numel,
                        bool numbers) {
   if (numbers) {

@@ -12,7 +12,7 @@
 namespace infinity {
 
 // Functions with the signatures of the CUDA runtime. Each function returns 0, or an error number of the runtime.
-// Streams and events are the runtime's handles; device addresses are numbers in pointers.
+// Streams and events are handles of the runtime; device addresses are passed as pointers.
 struct DeviceCalls {
   int (*enter)(int device) = nullptr;  // cudaSetDevice; may be null
   int (*copy)(void* to, const void* from, std::size_t nbytes, int kind, void* stream) = nullptr;  // cudaMemcpyAsync

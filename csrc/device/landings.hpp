@@ -14,13 +14,13 @@
 
 namespace infinity {
 
-// A piece of a landing. If `source` is null, the gradient is already in `target`, and only its sums of squares are
-// computed, as by sums_of_squares. If `source` is set, the gradient in `source` is copied or added to `target`, as by
-// land_gradient.
+// A piece of a landing. If `source` is null, the gradient is already in `target`, and only the gradient's sums of
+// squares are computed, as by sums_of_squares. If `source` is set, the gradient in `source` is copied or added to
+// `target`, as by land_gradient.
 struct LandingPiece {
   std::byte* target = nullptr;
   DType dtype = DType::fp32;          // dtype of `target`
-  std::uint64_t numel = 0;            // elements
+  std::uint64_t numel = 0;            // number of elements
   const std::byte* source = nullptr;  // must not overlap `target`
   DType source_dtype = DType::fp32;
   bool add = false;

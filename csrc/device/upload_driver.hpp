@@ -26,7 +26,8 @@ class UploadDriver {
   // See Uploads.
   void submit(const std::shared_ptr<UploadWork>& job);
   void cancel(const Future& future);
-  // Fails the jobs that wait for the `after` of a part. After this call, `run` returns when all other jobs are done.
+  // Fails the jobs that wait for the `after` future of a part. After this call, `run` returns when all other jobs are
+  // done.
   void stop() { stopping_ = true; }
 
   // Called by the driver's thread.

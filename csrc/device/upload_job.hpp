@@ -30,7 +30,7 @@ struct UploadWork {
   UploadJob given;
   Future future = std::make_shared<Completion>();
   UploadPhase phase = UploadPhase::queued;
-  std::vector<bool> arrived;  // for each part: the future that it waits for is done
+  std::vector<bool> arrived;  // for each part: the part's `after` is done
   std::size_t part = 0;       // part of the next piece to read
   std::uint64_t begin = 0;    // offset of that piece in its part, in bytes
   unsigned reads = 0;         // reads in flight
@@ -51,7 +51,7 @@ struct UploadPiece {
   void* event;
 };
 
-// A piece of a job that passes through a piece of the landing memory.
+// A transfer of a job's piece through a piece of the landing memory.
 struct UploadTransfer {
   std::shared_ptr<UploadWork> job;
   UploadPiece piece;

@@ -1,4 +1,4 @@
-// Uploads of weights from swap files to a device: read → copy, in pieces, several in flight.
+// Uploads of weights from swap files to a device: read → copy, in pieces; several pieces are in flight at once.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@ struct UploadPart {
   std::uint64_t nbytes = 0;      // bytes; the file is read to the end of the last page
   std::byte* address = nullptr;  // destination in the device's memory
   bool verify = true;            // the pages are compared with their checksums
-  Future after;                  // the part is read once this is done, and the job fails if this fails; null: at once
+  Future after;                  // the part is read when `after` is done, or fails with `after`; null: read at once
 };
 
 struct UploadJob {
@@ -31,7 +31,7 @@ struct UploadJob {
 };
 
 struct UploadCounters {
-  std::uint64_t read_bytes = 0;       // bytes that were read to be copied
+  std::uint64_t read_bytes = 0;       // bytes that were read
   std::uint64_t pieces = 0;           // pieces that were given to the engine
   std::uint64_t without_a_piece = 0;  // pieces that could have been read when no piece of the landing memory was free
 };
@@ -54,8 +54,8 @@ struct UploadCounters {
 // The driver completes the futures: their callbacks must not block.
 class Uploads {
  public:
-  // `landing` is 4 KiB-aligned and pinned. It has one piece of `piece_bytes` (a multiple of 4 KiB) for each event in
-  // `events`; no event occurs twice. Throws std::invalid_argument otherwise. Keeps `engine` alive.
+  // `landing` is 4 KiB-aligned and pinned. `landing` has one piece of `piece_bytes` (a multiple of 4 KiB) for each
+  // event in `events`; no event occurs twice. Throws std::invalid_argument otherwise. Keeps `engine` alive.
   Uploads(std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceGate> gate, std::byte* landing,
           std::size_t landing_bytes, std::size_t piece_bytes, const std::vector<void*>& events);
   // Waits for all jobs that were submitted, and until the device has read all of the landing memory. Jobs that still

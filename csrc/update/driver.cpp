@@ -44,7 +44,7 @@ void Driver::submit(std::shared_ptr<Job> job, bool speculative, const Future& ah
 }
 
 // The place in the queue for a speculative job: after the job that was begun, and after the other jobs of the same
-// unit. If a speculative job preceded them, the jobs of the begun unit would wait for later units.
+// unit. If a speculative job preceded the other jobs of a begun unit, those jobs would wait for later units.
 Driver::Queue::iterator Driver::place_of_next(Queue& queue) {
   const auto& unit = begun_unit(queue);
   return std::find_if(queue.begin(), queue.end(), [&](const auto& job) {
@@ -376,7 +376,7 @@ void Driver::transferred(const std::shared_ptr<Tile>& tile, State state, const s
   if (written || tile->phase == TilePhase::dropped) leave(tile);
 }
 
-// Removes the tile from the staging.
+// Removes a tile from the staging.
 void Driver::leave(const std::shared_ptr<Tile>& tile) {
   go(*tile, TilePhase::gone);
   if (tile->buffer != nullptr) staging_.give_back(tile->buffer);

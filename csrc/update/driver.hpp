@@ -22,8 +22,9 @@ namespace infinity {
 
 // [Note: one thread changes the state] The driver has no locks: only the driver's thread calls these functions, except
 // those marked "any thread". The thread runs the messages of an inbox. The pipeline's callers post their requests, and
-// the engine's threads post that a transfer has ended. The driver runs messages before each action. While it computes a
-// tile together with the pool, it also runs messages after each piece, so that a message waits for one piece at most.
+// the engine's threads post that a transfer has ended. The driver runs messages before each action. While the driver
+// computes a tile together with the pool, it also runs messages after each piece, so that a message waits for one piece
+// at most.
 //
 // Tiles are started in order, as long as the staging has free buffers: to start a tile means to read its states. Tiles
 // whose states have been read are computed, one after the other, and their new states are written. Jobs in memory have
@@ -106,7 +107,7 @@ class Driver {
   void finish_if_ended(Job& job);
 
   [[nodiscard]] unsigned count(TilePhase phase) const { return counts_[static_cast<std::size_t>(phase)]; }
-  // Tiles that were read ahead and are not needed yet, and tiles that are dropped but are still being read.
+  // Number of tiles that were read ahead and are not needed yet, plus tiles that are dropped but are still being read.
   [[nodiscard]] unsigned tiles_ahead() const { return count(TilePhase::ahead) + count(TilePhase::dropped); }
   [[nodiscard]] bool idle() const;
 
@@ -125,7 +126,7 @@ class Driver {
   Queue in_memory_;                                            // queued or begun jobs in memory
   std::array<std::optional<std::uint64_t>, 2> begun_units_{};  // for each of the two queues, the unit begun last
   Queue jobs_ahead_;                                           // jobs that read ahead: neither taken over nor withdrawn
-  std::deque<std::shared_ptr<Tile>> reading_;                  // in order; the front is the next to compute
+  std::deque<std::shared_ptr<Tile>> reading_;                  // in order; the first tile is computed next
   std::array<unsigned, kTilePhases> counts_{};                 // number of tiles in each phase
   bool stopping_ = false;
   std::optional<Failure> abandoned_;  // the timeout that ended the pipeline

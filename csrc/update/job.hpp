@@ -56,7 +56,7 @@ enum class JobPhase : std::uint8_t {
 // Only the driver's thread accesses a job, except `given` and `streams`, which do not change once the job is made.
 struct Job {
   UpdateJob given;
-  PerState<const StateStream*> streams{};  // pointers into `given`; null: the job has no such state
+  PerState<const StateStream*> streams{};  // pointers into `given`; null for a state that the job does not have
   UpdateFuture future = std::make_shared<UpdateCompletion>();
   JobPhase phase = JobPhase::queued;
   std::uint64_t next = 0;        // first element of the next tile to start
@@ -65,7 +65,7 @@ struct Job {
   unsigned uncomputed = 0;       // started tiles that are not computed yet
   unsigned weight_writes = 0;    // weight writes in flight
   std::size_t awaited = 0;       // futures that the job waits for
-  // Tiles that this job read ahead, or took over from a job that did; in order, from `next` on.
+  // Tiles that this job read ahead, or took over from a job that read ahead; in order, from `next` on.
   std::deque<std::shared_ptr<Tile>> ahead;
   std::optional<Failure> failure;
 
@@ -111,9 +111,9 @@ struct Job {
 // Makes a job that reads ahead. The job's streams are those that it reads; throws the exceptions of make_job.
 [[nodiscard]] std::shared_ptr<Job> make_job_ahead(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
 
-// Moves the tiles of `from` that are in the staging to `job`. A tile keeps the states that both jobs read from the same
-// place. Returns false, and changes nothing, if a buffer has no room for the states that `job` reads in addition. After
-// false, the caller must drop the tiles.
+// Transfers to `job` the tiles of `from` that are in the staging. A tile keeps the states that both jobs read from the
+// same place. Returns false, and changes nothing, if a buffer has no room for the states that `job` reads in addition.
+// If the result is false, the caller must drop the tiles.
 [[nodiscard]] bool take_over(Job& from, const std::shared_ptr<Job>& job, std::size_t tile_numel,
                              std::size_t tile_bytes);
 

@@ -9,8 +9,8 @@ namespace infinity {
 
 // Only the driver's thread accesses the staging.
 //
-// Invariant: after abandon() no buffer is handed out any more, even if buffers come back: a device that was given up
-// may still write to them.
+// Invariant: after abandon() no buffer is handed out any more, not even a buffer that was given back, because a device
+// that was given up may still write to it.
 class Staging {
  public:
   Staging(std::byte* memory, std::size_t buffers, std::size_t buffer_bytes, std::size_t ahead_tiles_max);
@@ -23,9 +23,9 @@ class Staging {
 
   // Adds as many buffers as fit in memory that is lent to the staging.
   void lend(std::byte* memory, std::size_t nbytes);
-  // Stops handing out buffers of that memory. The returned future is true once no buffer of the memory is in use, and
-  // false once the staging is abandoned. Throws std::invalid_argument if the memory was not lent, or was already
-  // reclaimed.
+  // Stops handing out buffers of memory that was lent. The returned future is true once no buffer of the memory is in
+  // use, and false once the staging is abandoned. Throws std::invalid_argument if the memory was not lent, or was
+  // already reclaimed.
   [[nodiscard]] std::future<bool> reclaim(const std::byte* memory);
 
   void abandon();
@@ -34,7 +34,7 @@ class Staging {
   struct Loan {
     std::byte* begin;
     std::byte* end;
-    std::size_t buffers;           // number of buffers; once `ending`, the number in use
+    std::size_t buffers;           // number of buffers; once `ending` is set, the number of buffers in use
     bool ending = false;           // no buffer is handed out any more
     std::promise<bool> reclaimed;  // set when the loan ends
 

@@ -103,7 +103,7 @@ const std::byte* source_of(const Tile& tile, State state) {
   return stream->source + tile.job->bytes(state, tile.first);
 }
 
-// Copies bytes [begin, end) of the tile's part of a state from its source.
+// Copies bytes [begin, end) of the tile's part of a state from the state's source.
 void bring(const Tile& tile, State state, std::size_t begin, std::size_t end) {
   std::memcpy(tile.memory[state] + begin, source_of(tile, state) + begin, end - begin);
 }
@@ -129,7 +129,7 @@ void bring_scales(const Tile& tile) {
 }
 
 // The last page of a state is written completely. If the state has a source, the bytes after the last element were not
-// read. They are set to zero, so that two runs write the same bytes.
+// read. These bytes are set to zero, so that two runs write the same bytes.
 void zero_padding(const Tile& tile) {
   for (const State state : states_apart(tile)) {
     if (!tile.job->written(state)) continue;

@@ -1,5 +1,5 @@
-// One tile of a job: the tile's parts of the states, and the computation once these parts are in memory. The pipeline
-// around it is in driver.cpp.
+// One tile of a job: the tile's parts of the states, and the computation once these parts are in memory. driver.cpp
+// contains the pipeline that uses the tiles.
 #pragma once
 
 #include <cstddef>

@@ -27,8 +27,8 @@ namespace infinity {
 // the last tile rounded up to 4 KiB.
 //
 // New values may be written to a different place than the current values. In this case `source` points to the
-// current values in memory, which are not changed. Every element of a tile that is moved is copied from `source`; see
-// UpdateJob::whole.
+// current values in memory, which are not changed. If a tile is moved, every element of the tile is copied from
+// `source`; see UpdateJob::whole.
 struct StateStream {
   std::byte* memory = nullptr;
   std::shared_ptr<SwapFile> file;
@@ -56,7 +56,7 @@ struct UpdateJob {
   std::optional<std::uint64_t> unit = std::nullopt;  // speculative jobs are never placed between jobs of a unit
 };
 
-// The result of a job, and two milestones before the job is done.
+// The completion of a job, and two milestones that the job reaches before.
 //
 //   computed   All new values are computed: states in memory are new, and the gradients are not read any more. Writes
 //              to the file may be in flight.
@@ -89,7 +89,7 @@ using TileLog = EventLog<TileEvent>;
 
 struct UpdateCounters {
   std::uint64_t tiles = 0;
-  std::uint64_t ahead = 0;          // number of these tiles that were read ahead
+  std::uint64_t ahead = 0;          // number of tiles that were read ahead
   std::uint64_t adam_ns = 0;        // time in which the driver checked pages, updated them and computed checksums
   std::uint64_t read_wait_ns = 0;   // time in which the driver was idle because the next tile was not read yet
   std::uint64_t write_wait_ns = 0;  // time in which the driver was idle while writes were in flight, but no reads
@@ -108,10 +108,10 @@ struct UpdateCounters {
 // values in memory may be new.
 //
 // [Note: reading ahead] It can be known which states a job will read before it is known what the job will compute. A
-// job that reads ahead computes and writes nothing. It reads only when no other job has tiles to read, and at most as
-// many tiles as may be read ahead. Once the computation is known, a job is submitted for it. This job takes over the
-// tiles of the job that read ahead, including tiles that are still being read, and reads the states that are missing.
-// If the job that read ahead has failed, the job that takes over its tiles fails, too.
+// job that reads ahead computes and writes nothing. Such a job reads only when no other job has tiles to read, and at
+// most as many tiles as may be read ahead. Once the computation is known, a job is submitted for it. This job takes
+// over the tiles of the job that read ahead, including tiles that are still being read, and reads the states that are
+// missing. If the job that read ahead has failed, the job that takes over its tiles fails, too.
 //
 // Invariant: the staging of a tile is reused only when the tile's writes are complete. After a timeout (FailureKind)
 // nothing is known to be complete: no staging is reused, and every present and later job fails with the timeout.
@@ -119,9 +119,10 @@ struct UpdateCounters {
 // The driver completes the futures: their callbacks must not call the pipeline.
 class UpdatePipeline {
  public:
-  // `staging` is 4 KiB-aligned. It has room for at least two tiles of `tile_bytes` (a multiple of 4 KiB) in addition to
-  // the tiles that may be read ahead. `tile_numel` is a positive multiple of kCutNumel, so that every stream's tile is
-  // a multiple of 4 KiB. Throws std::invalid_argument otherwise. The pipeline keeps `engine` and `pool` alive.
+  // `staging` is 4 KiB-aligned. `staging` has room for at least two tiles of `tile_bytes` (a multiple of 4 KiB) in
+  // addition to the tiles that may be read ahead. `tile_numel` is a positive multiple of kCutNumel, so that every
+  // stream's tile is a multiple of 4 KiB. Throws std::invalid_argument otherwise. The pipeline keeps `engine` and
+  // `pool` alive.
   UpdatePipeline(std::shared_ptr<IoEngine> engine, std::shared_ptr<ThreadPool> pool, std::byte* staging,
                  std::size_t staging_bytes, std::size_t tile_numel, std::size_t tile_bytes, std::size_t ahead_tiles_max,
                  Isa isa);
@@ -130,9 +131,10 @@ class UpdatePipeline {
   UpdatePipeline(const UpdatePipeline&) = delete;
   UpdatePipeline& operator=(const UpdatePipeline&) = delete;
 
-  // A speculative job precedes the jobs of units that were not begun. With `ahead`, the job takes over the tiles of the
-  // job that `ahead` belongs to. That job is done afterwards; it must have the same format and size. Throws
-  // std::invalid_argument if the job is inconsistent, or if its tiles do not fit the staging.
+  // A speculative job precedes the jobs of units that were not begun. With `ahead`, the future of a job that reads
+  // ahead, the submitted job takes over the tiles of that job. The job of `ahead` is done afterwards; it must have the
+  // same format and size. Throws std::invalid_argument if the job is inconsistent, or if its tiles do not fit the
+  // staging.
   //
   // With `after`, the job is held until the futures in `after` are done, and is submitted at that moment. A speculative
   // job that was submitted while this job was held runs after this job. If one of the futures in `after` fails, the job
