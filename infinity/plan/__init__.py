@@ -1,1 +1,1 @@
-"""Planning of where states rest: the machine's resources, the bytes of the states, and the plan that follows."""
+"""Planning of where states rest: the machine's resources, the bytes of the states, and the plan made from both."""

@@ -1,5 +1,5 @@
 """Memory for moving states: slots on the device; staging, read-ahead, shadows, the landing window and uploads in host
-memory. The memory of states that rest in RAM is in the layout."""
+memory. The layout (layout.py) has the memory of states that rest in RAM."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _TILES_MIN, _TILES_MAX = 3, 32
 _TILE_NUMEL_MIN = 1 << 18  # each moment of a tile is one transfer: 1 MiB in fp32
 _TASKS_PER_THREAD = 4
 _PIECE_BYTES = 64 << 20
-_COPIES_MAX = 4  # units whose updates wait or run, each with a copy of its weights
-_NAMED_MAX = 6  # units in a message
+_COPIES_MAX = 4  # units with waiting or running updates, each with a copy of its weights
+_NAMED_MAX = 6  # number of units that a message names
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Staging:
     """The cutting of updates into tiles, and the host memory for the tiles.
 
     Attributes:
-        tile_numel, tile_bytes: elements of a tile, and its bytes.
+        tile_numel, tile_bytes: number of elements of a tile, and its bytes.
         nbytes: bytes of the tiles in flight.
-        ahead_bytes: bytes in addition, for states that are read ahead.
+        ahead_bytes: additional bytes for states that are read ahead.
         threads: number of compute threads.
     """
 
@@ -55,22 +55,23 @@ class Staging:
 
 @dataclass(frozen=True)
 class Budgets:
-    """The budgets, and the parts of them that are for moving states.
+    """The budgets of the plan, and the parts of these budgets that are for moving states.
 
     Attributes:
         slot_bytes: device memory for fetched weights.
         ring: device memory for gradients on their way to the host.
-        longest_ring_bytes: size of the ring if memory.device were larger.
-        decoding_bytes: device memory for encoded weights, until they are decoded into slots; 0 if the device has no
-            memory of its own.
+        longest_ring_bytes: size that the ring would have with a larger memory.device.
+        decoding_bytes: device memory in which encoded weights wait until they are decoded into slots; 0 if the device
+            has no memory of its own.
         decodes: whether some weights are decoded into slots.
         upload_bytes: host memory that weights are read into before they are copied to the device, or decoded.
-        bounce_bytes: host memory that gradients are copied to before they are added to others.
+        bounce_bytes: host memory that gradients are copied to before they are added to gradients of earlier
+            micro-batches.
         copies_bytes: host memory for weights that updates take from the device instead of reading them from NVMe again.
         exchange_bytes: host memory for gradients on their way to the ranks that own them.
         secondary_bytes: host memory for copies of weights that this rank keeps for the gather group G
             (sharded/slots.py).
-        landing_bytes: bytes of the window that gradients land in on their way to the store; 0 if none spills.
+        landing_bytes: bytes of the window that gradients land in on their way to the store; 0 if no gradient spills.
         shadow_bytes: host memory for the new values of speculative updates, where weights or states rest in RAM; lent
             to the staging while no update speculates.
     """
@@ -95,23 +96,23 @@ class Budgets:
         return self.ring.nbytes
 
     def device_for(self, slot_bytes: int) -> str:
-        """Return the memory.device that so many bytes of slots need, even if gradients then get a longer ring."""
+        """Return a memory.device with room for `slot_bytes` of slots and for the longest ring of gradients."""
         beside = self.decoding_bytes + self.longest_ring_bytes
         return _config_bytes(self.limits, int((slot_bytes + beside) / WEIGHT_SHARE_OF_DEVICE))
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of weights in one read, on their way from NVMe to the device."""
+        """Number of bytes in one read of weights that are fetched from NVMe to the device."""
         return min(_PIECE_BYTES, self.upload_bytes // PIECES_MIN)
 
 
 def update_threads(config: SwapConfig) -> int:
-    """Return the number of compute threads of the update."""
+    """Return the number of threads that compute updates."""
     return config.update.threads or min(usable_cores(), torch.get_num_threads())
 
 
 def plan_staging(inputs: PlanInput, host_budget: int, *, gradients: bool) -> Staging:
-    """Plan the memory that the update's tiles are read into. No budget gives less than a budget of 0.
+    """Plan the memory that the update's tiles are read into. A `host_budget` of 0 gives the smallest staging.
 
     A thread works on pieces that fit its L2 cache. A tile has a few pieces for every thread, so that no thread waits
     long for the last piece.
@@ -164,14 +165,14 @@ def _tile_bytes(group: Group, config: SwapConfig, numel: int, *, gradients: bool
 
 
 def copies_bytes(inputs: PlanInput, weights: TierSplit, room: int) -> int:
-    """Return the host memory for NVMe weights that updates take from the device, where the weights are anyway.
+    """Return the host memory for weights that updates copy from the device although the weights rest on NVMe.
 
-    It is for a few units, because updates give it back one after the other.
+    The memory is for a few units only, because each update frees its part for the next update.
 
     Args:
         inputs: the input of the planner.
         weights: where the weights rest.
-        room: bytes of host memory that nothing else wants.
+        room: bytes of host memory that have no other use.
     """
     if inputs.limits.in_place:
         return 0
@@ -181,9 +182,9 @@ def copies_bytes(inputs: PlanInput, weights: TierSplit, room: int) -> int:
 
 
 def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: TierSplit) -> tuple[int, Ring, int]:
-    """Return the device memory for fetched weights, that for gradients, and the longest ring for gradients.
+    """Return the bytes of device memory for fetched weights, the ring for gradients, and the bytes of the longest ring.
 
-    The ring is the longest that leaves enough for the weights (ring.py).
+    The ring is the longest one that leaves enough memory for the weights (ring.py).
 
     If the device has no memory of its own, weights in RAM and gradients are used in place.
 
@@ -193,7 +194,8 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
     limits = inputs.limits
     rings = rings_of(inputs, sites)
     if not inputs.every <= weights.in_ram:
-        rings = rings[:2]  # each slot saves a read from NVMe, which is more than adding up on the device saves
+        # a slot saves a read from NVMe; a longer ring, in which gradients add up on the device, saves less
+        rings = rings[:2]
     longest = rings[-1].nbytes
     decoding = 0 if limits.in_place else inputs.decoding_bytes
 
@@ -245,12 +247,15 @@ def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: Tier
 
 
 def fits_slots(units: Iterable[Unit], limits: Limits) -> bool:
-    """Return whether all weights certainly fit the slots, so that none is fetched twice between its updates."""
+    """Return whether all weights certainly fit the slots, so that no weight is fetched twice between two updates."""
     return sum(unit.weight_bytes for unit in units) <= int(limits.device * WEIGHT_SHARE_OF_DEVICE)
 
 
 def _config_bytes(limits: Limits, nbytes: int) -> str:
-    """Return the memory.device that gives each rank so many bytes. If it is RAM, the ranks divide it."""
+    """Return the memory.device that gives each rank `nbytes`.
+
+    If memory.device is a part of RAM, the ranks divide it.
+    """
     return enough_bytes(nbytes * (limits.ranks if limits.in_place else 1))
 
 
@@ -263,17 +268,17 @@ def _and_for_encoded(nbytes: int) -> str:
 
 
 def needed_at_once(units: Sequence[Unit], sites: Sequence[HookedModule], fetched: Collection[int]) -> list[Unit]:
-    """Return the units that must be on the device at once: those of the two largest modules, then those that stay.
+    """Return the units that must be on the device at once: those of the two largest modules, and the units that stay.
 
-    While a module runs, its own units and those of the modules around it are in use: the modules around it may use
-    their units afterwards. Meanwhile the next module's units are fetched, and autograd or recomputation may still hold
-    views of the last module's units. So there is room for two modules at once, beside the units that stay while the
-    model runs.
+    While a module runs, its own units and the units of the modules that contain it are in use: the containing modules
+    may use their units after the module returns. At the same time the next module's units are fetched, and autograd or
+    recomputation may still have views of the last module's units. Two modules at once therefore need room, in addition
+    to the units that stay while the model runs.
 
     Args:
         units: all units, in the order of their indices.
-        sites: the units that the forward of each module needs; none: every unit has a module of its own.
-        fetched: indices of the units that take room.
+        sites: the units that the forward of each module needs; empty: every unit has a module of its own.
+        fetched: indices of the units that are fetched to the device.
     """
     staying = {unit.index for unit in units if unit.stays and unit.index in fetched}
 
@@ -285,7 +290,7 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookedModule], fetched
     best, most = frozenset[int](), 0
     for position, one in enumerate(ordered):
         if 2 * nbytes(one) <= most:
-            break  # no later pair is larger
+            break  # all later pairs are smaller
         for other in ordered[position:]:
             if nbytes(one) + nbytes(other) <= most:
                 break
@@ -295,7 +300,7 @@ def needed_at_once(units: Sequence[Unit], sites: Sequence[HookedModule], fetched
 
 
 def _sets(units: Sequence[Unit], sites: Sequence[HookedModule]) -> list[set[int]]:
-    """Return for each module the indices of its units, with those of the modules around it and beside it."""
+    """Return for each module the units (indices) of it, of the modules that contain it, and of its `beside`."""
     if not sites:
         return [{unit.index} for unit in units]
     own: dict[str, set[int]] = {}
@@ -305,6 +310,6 @@ def _sets(units: Sequence[Unit], sites: Sequence[HookedModule]) -> list[set[int]
 
 
 def _around(name: str) -> list[str]:
-    """Return the module's own name and those of the modules that contain it; '' is the model's name."""
+    """Return the module's own name and the names of the modules that contain it; the model's name is ''."""
     parts = name.split(".") if name else []
     return [".".join(parts[:length]) for length in range(len(parts) + 1)]

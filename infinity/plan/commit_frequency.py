@@ -7,10 +7,11 @@
 | nowhere, or on disks without room for `keep` + `pins` + 1 copies | none |
 
 [Note: what the plan knows of a step's time]
-Before training nobody knows how long a step computes. Two facts are known: how many bytes the step moves, and that the
-step takes at least as long as its I/O. So the plan compares I/O with I/O. A commit that takes 5 % of the I/O of N steps
-takes 5 % of their time at most, at any rate of the disks. If steps move little, that N is larger than necessary. It is
-an upper bound, which the run lowers after measuring (durable/commit_pace.py).
+Before training, the time that a step computes is not known. Two facts are known: how many bytes the step moves, and
+that the step takes at least as long as its I/O. The plan therefore compares the commit's I/O with the steps' I/O. A
+commit that takes 5 % of the I/O of N steps takes at most 5 % of the time of these steps, however fast the disks are. If
+a step moves few bytes, the planned N is larger than necessary. N is an upper bound, which the run lowers after it has
+measured steps and commits (durable/commit_pace.py).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from dataclasses import dataclass, replace
 from infinity.sizes import format_bytes
 
 COMMITS_SHARE = 0.05
-"""Largest share of the time, or of the I/O, that commits may take if the config leaves it open."""
+"""Largest share of the time, or of the I/O, that commits may take if the config leaves their frequency open."""
 EVERY_MAX = 1000
-"""Most steps between commits if the config leaves it open."""
+"""Largest number of steps between commits if the config leaves their frequency open."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class CommitFrequency:
     """Frequency of a run's commits.
 
     Attributes:
-        every: steps between durable generations; 0: no generations, states are updated in place.
-        reason: why, if the config leaves it open; '' if the config says how often.
+        every: number of steps between durable generations; 0: no generations, states are updated in place.
+        reason: reason for the frequency, if the config leaves it open; '' if the config sets the frequency.
         at_most: whether the run may commit more often than every `every`-th step, as far as measured times allow.
     """
 
@@ -56,14 +57,15 @@ NO_PATHS = CommitFrequency(0, "no nvme.paths")
 
 
 def rarest(found: Sequence[CommitFrequency]) -> CommitFrequency:
-    """Return how often several ranks commit: as often as the rank that commits most rarely, or never if one cannot."""
+    """Return how often several ranks commit: as often as the rank that commits most rarely, or never if a rank
+    cannot."""
     none = [each for each in found if not each.every]
     most = none[0] if none else max(found, key=lambda each: each.every)
     return replace(most, at_most=any(each.at_most for each in found) and most.every > 1)
 
 
 def affordable_every(commit: float, step: float) -> int:
-    """Return the smallest number of steps of which a commit takes at most `COMMITS_SHARE`, or `EVERY_MAX` if smaller.
+    """Return the smallest number of steps (up to `EVERY_MAX`) of which a commit costs at most `COMMITS_SHARE`.
 
     Args:
         commit: cost of a commit in addition to the steps.
@@ -72,14 +74,15 @@ def affordable_every(commit: float, step: float) -> int:
     if commit >= COMMITS_SHARE * EVERY_MAX * step:
         return EVERY_MAX if commit > 0 else 1
     every = max(math.ceil(commit / (COMMITS_SHARE * step)), 1)
-    return every if commit <= COMMITS_SHARE * every * step else every + 1  # where the division was rounded down
+    # every + 1 corrects a division that was rounded down
+    return every if commit <= COMMITS_SHARE * every * step else every + 1
 
 
 def frequency_of(commit_bytes: int, step_bytes: int) -> CommitFrequency:
     """Return how often to commit if the disks have room.
 
     Args:
-        commit_bytes: bytes of the states that rest in RAM, which a commit writes.
+        commit_bytes: bytes of the states that rest in RAM; a commit writes all of them.
         step_bytes: bytes that a step reads and writes without a commit.
     """
     if not commit_bytes:

@@ -13,18 +13,18 @@ from infinity.files import nearest
 from infinity.io.directory import SWAP_NAME, generations_in
 from infinity.io.disk_profile import DiskProfile, profile_of
 
-_SHARE = 0.9  # of the free space; the rest is for other files that the run writes
+_SHARE = 0.9  # share of the free space; the rest is for other files that the run writes
 
 
 @dataclass(frozen=True)
 class Disks:
-    """Facts about the disks, for a plan.
+    """Facts about the disks that a plan needs.
 
     Attributes:
         room_bytes: size that a swap file may grow to for data that the config does not ask for, such as second copies
             of states; the size of one rank's file, if several ranks use the disks.
         rate: bytes per second of all disks together, half reads and half writes; None: not known.
-        free_bytes: largest size of one rank's swap file that the disks have room for; None: not known.
+        free_bytes: largest size that one rank's swap file can have on the disks; None: not known.
     """
 
     room_bytes: int
@@ -41,7 +41,7 @@ def disks_of(config: SwapConfig, ranks: int = 1) -> Disks:
 
 
 def profiles_of(paths: Sequence[Path]) -> list[DiskProfile]:
-    """Return the profiles that infinity-bench measured of these directories; none, unless it measured all of them."""
+    """Return the profiles that infinity-bench measured of these directories; an empty list unless all were measured."""
     found = [profile_of(path) for path in paths]
     profiles = [profile for profile in found if profile is not None]
     return profiles if len(profiles) == len(paths) else []
@@ -50,7 +50,8 @@ def profiles_of(paths: Sequence[Path]) -> list[DiskProfile]:
 def room_bytes(paths: Sequence[Path]) -> int:
     """Return the size that a file striped evenly over these directories may grow to for optional data.
 
-    Optional are second copies of states that the config does not ask for: they leave a tenth of the disks free.
+    Second copies of states that the config does not ask for are optional data. Optional data leaves a tenth of the
+    disks free.
     """
     return int(_free_bytes(paths) * _SHARE)
 
@@ -65,7 +66,10 @@ def _free_bytes(paths: Sequence[Path]) -> int:
 
 
 def _free_at(path: Path, there: Path) -> int:
-    """Return the free bytes of a path. A swap file without generations counts as free: a new run removes it first."""
+    """Return the free bytes of a path.
+
+    A swap file without generations counts as free, because a new run removes the file first.
+    """
     left = path.expanduser() / SWAP_NAME
     replaced = left.stat().st_blocks * 512 if left.is_file() and not generations_in(left.parent) else 0
     return shutil.disk_usage(there).free + replaced

@@ -1,9 +1,10 @@
-"""Layout of all states: the copies of each in the swap file, and its lease in the arena.
+"""Layout of all states: each state's copies in the swap file, and each state's lease in the arena.
 
 [Note: the order in the swap file]
-Unit by unit: the weights of its groups, then the residual and the moments of each trained group. The copies of a state
-are adjacent. Behind all units comes the scratch of the gradients that spill, so that a run can be resumed with another
-share of them in RAM. An existing store is opened by this order: changing it needs a new version of the store.
+The swap file contains one unit after the other. A unit has the weights of its groups first, and after them the residual
+and the moments of each trained group. The copies of a state are adjacent. The scratch of the gradients that spill is
+behind all units, so that a run can be resumed with a different share of the gradients in RAM. An existing store is
+opened by this order: a change of the order needs a new version of the store.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class StateLayout:
     """The place of one state of a group.
 
     Attributes:
-        nbytes: bytes of the state, and of each copy of it; a multiple of 4 KiB.
-        offsets: offsets of its copies in the swap file; none if it has no extent.
-        lease_bytes: bytes of its lease in the arena; 0 if it does not rest in RAM. Gradients may take fewer bytes there
-            than in the swap file.
+        nbytes: bytes of the state, and of each copy of the state; a multiple of 4 KiB.
+        offsets: offsets of the state's copies in the swap file; empty if the state has no extent.
+        lease_bytes: bytes of the state's lease in the arena; 0 if the state does not rest in RAM. Gradients may take
+            fewer bytes in the arena than in the swap file.
     """
 
     nbytes: int
@@ -45,8 +46,8 @@ class GroupLayout:
     """The places of a group's weights and optimizer states.
 
     Attributes:
-        master: form of the master of its weights.
-        states: places of the states that the group has, by name; none if it is frozen.
+        master: form of the master of the group's weights.
+        states: places of the group's optimizer states, by name; empty if the group is frozen.
     """
 
     group: Group
@@ -60,7 +61,8 @@ class UnitLayout:
     """The places of everything in a unit.
 
     Attributes:
-        gradients: places of the gradients of each group, in the order of the groups; of 0 bytes for a frozen group.
+        gradients: places of the gradients of each group, in the order of the groups; a frozen group's place has 0
+            bytes.
     """
 
     local: Unit
@@ -69,11 +71,11 @@ class UnitLayout:
 
     @property
     def weight_lease_bytes(self) -> int:
-        """Bytes of the one lease that the weights of all groups rest in; 0 if they do not rest in RAM."""
+        """Bytes of the one lease in which the weights of all groups rest; 0 if the weights do not rest in RAM."""
         return sum(group.weight.lease_bytes for group in self.groups)
 
     def kept(self) -> list[StateLayout]:
-        """Return the places of the unit's states that generations have: all but the gradients."""
+        """Return the places of the unit's states that belong to generations: all but the gradients."""
         return [state for group in self.groups for state in (group.weight, *group.states.values())]
 
 
@@ -83,7 +85,7 @@ class SwapBytes:
 
     Attributes:
         states: one copy of each state that has an extent.
-        further_copies: copies that have earlier generations, or are free for the next write.
+        further_copies: the other copies: they contain earlier generations, or are free for the next write.
         scratch: room for the gradients that spill.
     """
 
@@ -93,7 +95,7 @@ class SwapBytes:
 
     @property
     def kept(self) -> int:
-        """Bytes that a resumed run finds again."""
+        """Bytes of the swap file that a resumed run uses again."""
         return self.states + self.further_copies
 
     @property
@@ -106,14 +108,14 @@ class ArenaBytes:
     """Bytes of the arena.
 
     Attributes:
-        weights, states, gradients: those that rest in RAM; `states` are the optimizer's.
+        weights, states, gradients: weights, optimizer states and gradients that rest in RAM.
         shadows: new weights and states of speculative updates.
         landing: the window that gradients land in.
-        staging: the update's tiles, those that are read ahead included.
-        transfers: memory that is leased for a while. Weights are fetched into it, or read into it before they are
-            copied to the device or decoded.
-        bounce: gradients from the device on their way to others that they are added to.
-        copies: weights from the device, which updates read.
+        staging: the update's tiles, including the tiles that are read ahead.
+        transfers: memory that is leased for a while. Weights are fetched into this memory, or read into this memory
+            before they are copied to the device or decoded.
+        bounce: gradients from the device that are to be added to gradients in host memory.
+        copies: weights that were copied from the device for updates to read.
         exchange: gradients on their way to the ranks that own them.
         secondary: copies of weights that this rank keeps for the gather group G (sharded/slots.py).
     """
@@ -137,7 +139,7 @@ class ArenaBytes:
 
     @property
     def nbytes(self) -> int:
-        """Exact size of the one pinned allocation."""
+        """Exact size of the arena, which is the only pinned allocation."""
         resting = self.homes_and_shadows + self.gradients
         moving = self.landing + self.staging + self.transfers + self.bounce + self.copies
         return resting + moving + self.exchange + self.secondary
@@ -148,10 +150,10 @@ class Layout:
     """Every extent and every lease.
 
     Attributes:
-        units: in the order of their indices.
+        units: layouts of all units, in the order of their indices.
         checksum_bytes: RAM for the checksums of the swap file, outside the arena.
-        manifest_bytes: bytes on the first path for the manifests, one more than are kept. Their size is estimated:
-            tracked objects are not counted.
+        manifest_bytes: bytes on the first path for the manifests: those that are kept and one more. The size of a
+            manifest is estimated: tracked objects are not counted.
     """
 
     units: tuple[UnitLayout, ...]
@@ -182,7 +184,7 @@ class Layout:
 
     @cached_property
     def encoded_bytes(self) -> int:
-        """The part of weight_bytes that rests encoded."""
+        """Bytes of the weights that rest encoded: a part of weight_bytes."""
         return sum(unit.local.encoded_bytes for unit in self.units)
 
     @cached_property
@@ -192,7 +194,7 @@ class Layout:
 
 
 class _SwapFile:
-    """Allocator of room in the swap file, from its start on."""
+    """Allocator of extents in the swap file, from the start of the file on."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -205,7 +207,7 @@ class _SwapFile:
 
 
 def lay_out(inputs: PlanInput, placement: Placement, gradients: GradientPlacement, budgets: Budgets) -> Layout:
-    """Decide every extent and every lease."""
+    """Choose the place of every extent and every lease."""
     file = _SwapFile()
     kept = [_lay_out_groups(unit, inputs, placement, file) for unit in inputs.units]
     kept_bytes = file.nbytes
@@ -227,7 +229,7 @@ def _lay_out_groups(
 ) -> tuple[GroupLayout, ...]:
     def state(nbytes: int, resting: TierSplit, *, changes: bool = True) -> StateLayout:
         if not nbytes:
-            return StateLayout(0, (), 0)  # a rank may have nothing of a group
+            return StateLayout(0, (), 0)  # a rank's slice may contain nothing of a group
         in_ram = unit.index in resting.in_ram
         copies = inputs.copies(changes=changes, in_ram=in_ram)
         if copies and changes and unit.index in placement.updates.spare_units:

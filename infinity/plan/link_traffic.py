@@ -1,16 +1,17 @@
 """Bytes that a step is expected to move over each link, including the savings from slots.
 
 The forecast (plan/nvme_traffic.py) assumes that no slot outlives a pass and that each weight is used once in each
-direction. If no weight is used more often, as tied ones are, the forecast is an upper bound. Here slots are counted as
-the units use them (units/fetcher.py). Units are prefetched as far as there is room, each into one piece of it. The unit
-with the farthest next use is evicted first. So
+direction. The forecast is an upper bound unless a weight is used more often (tied weights are). This module counts
+slots as the units use them (units/fetcher.py). Units are prefetched as far as memory reaches, each unit into one
+contiguous slot. The unit with the farthest next use is evicted first. This saves traffic in three ways:
 
 * the last units of the forward are still on the device when the backward begins;
-* the first units are still on the device when the next pass begins, unless an update made their slots void;
+* the first units are still on the device when the next pass begins, unless an update made the contents of their slots
+  invalid;
 * a speculative update begins while its unit is still on the device, and needs no weights from the store.
 
-Effects of timing are not counted. With few slots, some units are evicted before their updates begin. A unit whose
-update is still being written stays on the device instead of another unit.
+Two effects of timing are not counted. With few slots, some units are evicted before their updates begin. And a unit
+whose update is still being written stays on the device, so that another unit is evicted.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ class LinkBytes:
     Attributes:
         weights: weights read from NVMe for forward and backward.
         states: weights and optimizer states read from NVMe by updates.
-        gradients: gradients that spill: as many bytes are written as are read.
+        gradients: gradients that spill; this number of bytes is written, and the same number is read.
         written: weights and optimizer states that are written.
-        commit_share: states in RAM that a commit writes, divided by the steps between commits.
-        up, down: bytes to the device, and gradients from it; 0 if it has no memory of its own.
+        commit_share: bytes of the states in RAM that a commit writes, divided by the number of steps between commits.
+        up, down: bytes to the device, and bytes of gradients from the device; 0 if the device has no memory of its own.
         gathered: weights from the other ranks.
-        exchanged: gradients from the other ranks, of one micro-batch of each pass.
+        exchanged: gradients from the other ranks, counted as one micro-batch for each pass.
         decoded: bytes of slots that encoded weights were decoded into.
     """
 
@@ -68,7 +69,7 @@ class LinkBytes:
 
 @dataclass(frozen=True)
 class UnitFetches:
-    """Uses of a unit's weights in one step; means, if steps differ.
+    """Uses of a unit's weights in one step; mean numbers, if steps differ.
 
     Attributes:
         forwards, backwards: number of fetches for forward and backward passes.
@@ -98,9 +99,8 @@ def link_bytes(
         inputs: the input of the planner.
         placement: where states rest.
         budgets: the memory for moving states.
-        sites: the units that each module needs, in the order of the forward; none: every unit has a module of its own.
-        clips: whether gradients are clipped in most steps, so that updates do not speculate if the config leaves it
-            open.
+        sites: the units that each module needs, in the order of the forward; empty: every unit has a module of its own.
+        clips: whether gradients are clipped in most steps; if so, updates do not speculate with `overlap: auto`.
     """
     in_ram = placement.weights.in_ram
     counted = traffic(inputs, in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
@@ -142,7 +142,7 @@ def link_bytes(
 def _from_copies(inputs: PlanInput, unit: UnitBytes, used: UnitFetches) -> float:
     """Return how many fetches of a unit are served by the copies that the ranks keep (sharded/slots.py).
 
-    These are all but the first fetch after an update.
+    The first fetch after an update comes from the other ranks; the copies serve all later fetches.
     """
     if not inputs.secondary_bytes or unit.local.stays:
         return 0
@@ -156,13 +156,16 @@ def _decoded_bytes(unit: UnitBytes) -> int:
 def unit_fetches(
     inputs: PlanInput, placement: Placement, budgets: Budgets, sites: Sequence[HookedModule], *, clips: bool
 ) -> dict[int, UnitFetches]:
-    """Return the uses of each unit, by index. Steps are simulated, visit by visit, until two steps are alike."""
+    """Return the uses of each unit, by index.
+
+    Steps are simulated, visit by visit, until two consecutive steps are alike.
+    """
     limits = inputs.limits
     slotted = [unit for unit in inputs.units if _takes_slot(inputs, placement, unit)]
     speculating = speculates(inputs, placement, clips=clips)
-    # A slot on a device, or one that several ranks fill together, is of no use after an update.
+    # An update makes the contents of a slot on a device invalid, and of a slot that several ranks fill together.
     in_place = limits.in_place and not limits.slice_count
-    # The same holds for encoded weights in RAM, whose slot is a copy.
+    # The slot of encoded weights that rest in RAM is a copy, which an update makes invalid, too.
     copied = {unit.index for unit in slotted if unit.encoded and unit.index in placement.weights.in_ram}
     stale = speculating | copied if in_place else {unit.index for unit in slotted}
     void = {unit.index for unit in slotted if unit.trained_weight and unit.index in stale}
@@ -184,7 +187,10 @@ def _visited(
     slot_bytes: int,
     void: Collection[int],
 ) -> dict[int, FetchCounts]:
-    """Return the fetches of a step. The update of a `void` unit leaves the unit's slot without its weights."""
+    """Return the fetches of a step, by unit.
+
+    The update of a unit in `void` makes the contents of the unit's slot invalid.
+    """
     staying = [unit for unit in slotted if unit.local.stays]
     sizes = {unit.index: unit.full.weight_bytes for unit in slotted if not unit.local.stays}
     trained = {unit.index for unit in slotted if unit.trained_weight}
@@ -198,7 +204,7 @@ def _visited(
 
 
 def _from_top(inputs: PlanInput, sizes: Collection[int], slot_bytes: int) -> Callable[[int], bool] | None:
-    """Return the test for slots that come from the top of the room, by their bytes (tiers/slots.py)."""
+    """Return a test whether slots of a number of bytes come from the top of the room (tiers/slots.py)."""
     if inputs.limits.slice_count:
         return None
     return long_from_top(slot_bytes) if inputs.limits.in_place else unusual_from_top(sizes)
@@ -212,7 +218,7 @@ def _takes_slot(inputs: PlanInput, placement: Placement, unit: UnitBytes) -> boo
 def speculates(inputs: PlanInput, placement: Placement, *, clips: bool) -> frozenset[int]:
     """Return the units whose updates begin during the backward pass.
 
-    All steps decide as they are expected to, or, with `clips`, all steps clip.
+    The prediction of each step is assumed to be right, or, with `clips`, all steps are assumed to clip.
     """
     updates = placement.updates
     if not worth_speculating(updates.overlap, wrong=float(clips)):

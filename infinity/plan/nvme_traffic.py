@@ -11,13 +11,13 @@ from infinity.plan.plan_input import PlanInput, UnitBytes
 
 @dataclass(frozen=True)
 class Traffic:
-    """NVMe bytes while no slot outlives a pass.
+    """NVMe bytes of a step in which no slot outlives a pass.
 
-    This is the count of design §4, with one more read of the weights if the update is a phase of its own.
+    This is the count of design §4, with one more read of the weights for an update after the backward.
 
     Attributes:
         read_bytes, written_bytes: bytes of one step, without commits.
-        commit_bytes: bytes of the states in RAM, which a commit writes; 0 if there are no commits.
+        commit_bytes: bytes of the states in RAM, all of which a commit writes; 0 if there are no commits.
         commit_share_bytes: commit_bytes divided by the steps between commits.
     """
 
@@ -28,7 +28,7 @@ class Traffic:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes in both directions, with the share of a commit."""
+        """Bytes that a step reads and writes, including its share of a commit."""
         return self.read_bytes + self.written_bytes + self.commit_share_bytes
 
 
@@ -38,7 +38,7 @@ def traffic(
     states_in_ram: Collection[int],
     gradients_in_ram: Collection[int],
 ) -> Traffic:
-    """Count the bytes that a step moves. The collections are indices of the units that have these states in RAM."""
+    """Count the NVMe bytes of a step. Each collection has the indices of the units that have the named state in RAM."""
     passes, read, written, committed = inputs.passes, 0, 0, 0
     for unit in inputs.units:
         if unit.index in weights_in_ram:
@@ -60,8 +60,8 @@ def traffic(
 
 
 def gradient_traffic(inputs: PlanInput, unit: UnitBytes) -> int:
-    """Return the bytes that a unit's gradients, which spill, move in one step, in each direction."""
-    # The first of several gradients comes from a device as autograd gives it; on the CPU it is in fp32 as the others.
+    """Return the bytes that a step writes for a unit's gradients if they spill. The step reads as many bytes."""
+    # A device sends the first of several gradients in autograd's dtype; on the CPU the first is in fp32, as the others.
     widens = not (inputs.passes > 1 or inputs.config.vertical) or not inputs.limits.in_place
     first = unit.gradient_native if widens else unit.gradient_fp32
     return first + (inputs.passes - 1) * unit.gradient_fp32

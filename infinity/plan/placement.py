@@ -1,22 +1,24 @@
 """Choice of the units that keep their weights, optimizer states and gradients in RAM.
 
 A step visits every unit once per pass, so a cache that evicts the least recently used unit would evict each unit before
-its next use. The units in RAM are therefore chosen once: whole units, the first of the forward first, because the next
-forward waits for their updates first. Weights come before states: a byte of weights in RAM saves four bytes of traffic,
-a byte of states two. Gradients come before both: weights and states never take the room in which micro-batches add up.
+its next use. The units in RAM are therefore chosen once: whole units, in the order of the forward, because the next
+forward waits for the updates of the first units first. Weights have precedence over states: a byte of weights in RAM
+saves four bytes of traffic, and a byte of states saves two bytes. Gradients have precedence over both: weights and
+states never take the memory in which micro-batches add up.
 
-Gradients wait for the update in RAM as far as RAM reaches, the rest on NVMe. A gradient that spills lands in a window
-of host memory, is written from there, and is read by the update. A second micro-batch reads it back into the window and
-adds to it. The window has room for the two largest units, so that one lands while the other is written.
+Gradients wait for the update in RAM as far as RAM reaches; the other gradients wait on NVMe. A gradient that spills
+lands in a window of host memory, is written to NVMe from the window, and is read by the update. A second micro-batch
+reads the gradient back into the window and adds to it. The window has room for the two largest units, so that one
+unit's gradients land while the other unit's gradients are written.
 
-A gradient that waits in RAM in 16 bits grows to fp32 when a second micro-batch comes. Then it goes through the window,
-too. So every gradient without room for fp32 in RAM has room in the swap file. If several passes are expected before
-each step, a gradient that waits in RAM has room for fp32 at once. In 16 bits it would stay out of the swap file for the
-first pass only.
+A gradient that waits in RAM in 16 bits grows to fp32 when a second micro-batch comes, and from then on it goes through
+the window, too. Every gradient without room for fp32 in RAM therefore has room in the swap file. If several passes are
+expected before each step, a gradient that waits in RAM has room for fp32 from the beginning: a 16-bit gradient would
+stay out of the swap file for the first pass only.
 
-If the caller said that a step has one pass, gradients in 16 bits leave RAM for states. Of the placements that fit, the
-planner takes the one that moves the fewest bytes. A further pass still goes through the window, which then has room for
-one unit.
+If the caller said that a step has one pass, 16-bit gradients leave more RAM to states. Of the placements that fit, the
+planner takes the placement that moves the fewest bytes. If a second pass comes nevertheless, its gradients go through
+the window, which has room for one unit in this case.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.moments import Moment
 
 PIECES_MIN = 4
-"""Least number of pieces of weights that are on their way from NVMe to the device at once."""
-WEIGHT_SHARE_OF_DEVICE = 0.5  # the rest is for activations and the gradients of the running unit
+"""Smallest number of pieces of weights that can be on their way from NVMe to the device at once."""
+WEIGHT_SHARE_OF_DEVICE = 0.5  # the other half is for activations and the gradients of the running unit
 
 Overlap = Literal["auto", "during_backward", "before_forward", "off"]
 
 
 @dataclass(frozen=True)
 class TierSplit:
-    """Tier of the units' weights, states or gradients between uses.
+    """Tier in which the units' weights, states or gradients are between uses.
 
     Attributes:
         tier: device, host or nvme; nvme if only some of the units rest in RAM.
@@ -56,12 +58,12 @@ class TierSplit:
 
 @dataclass(frozen=True)
 class Form:
-    """The form that states are kept in.
+    """The number formats in which states are kept.
 
     Attributes:
         master: form of the master of bf16 weights.
-        moments: form of exp_avg and exp_avg_sq, where a parameter allows it.
-        stored: those of exp_avg and exp_avg_sq that the optimizer keeps.
+        moments: form of exp_avg and exp_avg_sq for the parameters that allow this form.
+        stored: the moments (exp_avg, exp_avg_sq) that the optimizer keeps.
         gradient_fp32: whether gradients that rest in RAM have room for fp32.
     """
 
@@ -73,14 +75,15 @@ class Form:
 
 @dataclass(frozen=True)
 class UpdateTiming:
-    """Time at which updates run.
+    """Times at which updates run.
 
     Attributes:
-        overlap: as in the config; before_forward if no update can speculate.
-        reason: why some updates cannot speculate although the config asks for it; empty if all can.
-        spare_units: indices of the units whose states have a second copy to speculate with, although no generations
-            are kept.
-        in_ram: indices of the units whose states rest in RAM and whose updates speculate nevertheless.
+        overlap: the config's `overlap`; before_forward if no update can speculate.
+        reason: reason why some updates cannot speculate although the config asks for speculation; empty if all updates
+            can.
+        spare_units: indices of the units whose states have a second copy for speculation only (no generations are
+            kept).
+        in_ram: indices of the units whose states rest in RAM and whose updates may speculate.
     """
 
     overlap: Overlap
@@ -95,7 +98,7 @@ class Placement:
 
     Attributes:
         optimizer: where residuals and moments rest.
-        activations: keep or recompute; auto is resolved.
+        activations: keep or recompute (`auto` in the config has been replaced by one of the two).
         commits: how often generations are made.
         keep: number of generations that are kept.
         pins: number of generations that checkpoint folders may pin at once.
@@ -113,7 +116,7 @@ class Placement:
 
     @property
     def commit_every(self) -> int:
-        """Most steps between durable generations; 0: no generations, states are updated in place."""
+        """Largest number of steps between durable generations; 0: no generations, states are updated in place."""
         return self.commits.every
 
     @property
@@ -128,8 +131,9 @@ class PlacedStates:
 
     Attributes:
         upload_bytes: host memory that weights are read into before they are copied to the device.
-        bounce_bytes: host memory that gradients are copied to from the device before they are added to others.
-        host_bytes: host memory in total, checksums included.
+        bounce_bytes: host memory that gradients are copied to from the device before they are added to earlier
+            gradients.
+        host_bytes: host memory in total, including checksums.
     """
 
     weights: TierSplit
@@ -140,10 +144,10 @@ class PlacedStates:
 
 
 def place(inputs: PlanInput, room: int) -> PlacedStates:
-    """Place weights and states.
+    """Choose the tiers of weights and states.
 
-    Where the config leaves the tier open, they take at most `room` bytes of host memory, including what the config
-    places in RAM. Without nvme.paths all of them go to RAM.
+    Where the config leaves the tier open, weights and states take at most `room` bytes of host memory. This limit
+    includes the states that the config itself places in RAM. Without nvme.paths no weights and states rest on NVMe.
     """
     fixed = inputs.trained if inputs.config.optimizer == "host" else frozenset[int]()
     weights = _place_weights(inputs, room, fixed)
@@ -178,9 +182,9 @@ def _place_states(inputs: PlanInput, room: int) -> TierSplit:
 
 
 def _upload_bytes(inputs: PlanInput, weights_in_ram: frozenset[int]) -> int:
-    """Return the room for the largest unit on NVMe, in pieces, so that one is read while others are copied.
+    """Return the bytes of the largest unit on NVMe, in pieces: one piece is read while other pieces are copied.
 
-    If the device has no memory of its own, return the room for encoded weights from NVMe, of the two largest units.
+    If the device has no memory of its own, return the bytes of the encoded weights of the two largest units on NVMe.
     """
     if inputs.limits.in_place:
         return sum(sorted(unit.encoded for unit in inputs.units if unit.index not in weights_in_ram)[-2:])
@@ -189,14 +193,15 @@ def _upload_bytes(inputs: PlanInput, weights_in_ram: frozenset[int]) -> int:
 
 
 def _bounce_bytes(inputs: PlanInput) -> int:
-    """Return the room for gradients of the largest group after they leave the device and before they are added."""
+    """Return the bytes of the largest group's gradients, which wait in host memory until they are added."""
     if inputs.limits.in_place:
         return 0
     return max((group.gradient_native for unit in inputs.units for group in unit.groups), default=0)
 
 
 def _host_bytes(inputs: PlanInput, weights: TierSplit, states_in_ram: frozenset[int]) -> int:
-    of_device = weights.tier == "device" and inputs.limits.in_place  # this RAM belongs to memory.device
+    # weights on such a device count for memory.device, which is RAM, too
+    of_device = weights.tier == "device" and inputs.limits.in_place
     held = 0 if of_device else inputs.weight_of(weights.in_ram)
     swap = inputs.swap_bytes(weights.in_ram, states_in_ram)
     return held + inputs.state_of(states_in_ram) + inputs.checksum_bytes(swap)
@@ -212,7 +217,8 @@ class GradientPlacement:
     Attributes:
         in_ram: indices of the units whose gradients wait in RAM.
         fp32: whether gradients in RAM have room for fp32.
-        window: whether there is a window, and room in the swap file for every gradient without room for fp32 in RAM.
+        window: whether there is a window, and whether every gradient without room for fp32 in RAM has room in the swap
+            file.
     """
 
     inputs: PlanInput
@@ -221,13 +227,13 @@ class GradientPlacement:
     window: bool
 
     def lease_bytes(self, unit: UnitBytes, group: GroupBytes) -> int:
-        """Return the RAM for the gradients of a group; 0 if they do not wait in RAM."""
+        """Return the bytes of RAM for the gradients of a group; 0 if these gradients do not wait in RAM."""
         if unit.index not in self.in_ram:
             return 0
         return group.gradient_fp32 if self.fp32 else group.gradient_native
 
     def scratch_bytes(self, unit: UnitBytes, group: GroupBytes) -> int:
-        """Return the room in the swap file for a group's gradients, in fp32; 0 if RAM always has room for them."""
+        """Return the bytes of the swap file for a group's gradients, in fp32; 0 if RAM always has room."""
         stays = unit.index in self.in_ram and (self.fp32 or group.group.dtype == torch.float32)
         return 0 if stays or not self.window else group.gradient_fp32
 
@@ -237,7 +243,7 @@ class GradientPlacement:
 
     @cached_property
     def _scratch(self) -> list[int]:
-        """Room in the swap file for the gradients of each unit."""
+        """Bytes of the swap file for the gradients of each unit."""
         return [sum(self.scratch_bytes(unit, group) for group in unit.groups) for unit in self.inputs.units]
 
     @property
@@ -253,8 +259,9 @@ class GradientPlacement:
     def landing_bytes(self) -> int:
         """Bytes of the window; 0 if nothing spills.
 
-        The window has room for the two largest units. If it is only for a further pass, which the caller said does not
-        come, it has room for the largest unit, and each unit waits for the one before.
+        The window has room for the two largest units. If the caller said that no second pass comes, the window is only
+        needed if a second pass comes nevertheless. In this case the window has room for the largest unit only, and each
+        unit waits until the unit before has been written.
         """
         unexpected = (
             self.inputs.known_passes == 1 and not self.inputs.config.vertical and self.in_ram == self.inputs.trained
@@ -263,7 +270,7 @@ class GradientPlacement:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory for gradients, checksums included."""
+        """Bytes of host memory for gradients, including checksums."""
         return self.ram_bytes + self.landing_bytes + self.inputs.checksum_bytes(self.swap_bytes)
 
     @property
@@ -272,11 +279,11 @@ class GradientPlacement:
 
 
 def gradient_placements(inputs: PlanInput, room: int) -> Iterator[GradientPlacement]:
-    """Yield the placements to try, the best first.
+    """Yield the placements of gradients that the planner tries, the best first.
 
     Args:
         inputs: the input of the planner.
-        room: host memory for gradients, if some of them spill.
+        room: bytes of host memory for gradients, if some gradients spill.
     """
     config = inputs.config
     if config.gradients != "nvme":
@@ -290,7 +297,7 @@ def gradient_placements(inputs: PlanInput, room: int) -> Iterator[GradientPlacem
 
 
 def _as_many_as_fit(inputs: PlanInput, room: int) -> frozenset[int]:
-    """Return the units whose gradients fit RAM. The largest are taken first, which makes the window smaller."""
+    """Return the units whose gradients fit RAM. The largest units are taken first, which makes the window smaller."""
     nothing, everything = _spilled(inputs, frozenset()), _spilled(inputs, inputs.trained)
     trained = (unit for unit in inputs.units if unit.state)
     ordered = sorted(trained, key=lambda unit: unit.gradient_native, reverse=True)

@@ -1,4 +1,5 @@
-"""The plan: where each state of the model rests, and the cost of it. Made once, before anything is moved."""
+"""The plan: where each state of the model rests, and how many bytes a step moves. The plan is made once, before any
+state is moved."""
 
 from __future__ import annotations
 
@@ -27,19 +28,19 @@ _OVERLAP = {
 class Forecast:
     """NVMe traffic of one step, if the step before had as many micro-batches and all moments are in use.
 
-    The bytes that are read are an upper bound: gradients that are still in the window when the next pass adds to them
-    are not read. Weights that a pass needs more than twice, such as tied ones, are an exception. The states in RAM that
-    a commit writes are divided over `commit_every` steps.
+    The number of bytes read is an upper bound: gradients that are still in the window when the next pass adds to them
+    are not read. The bound does not hold if a pass needs a weight more than twice (a tied weight, for example). The
+    bytes that a commit writes of the states in RAM are divided by `commit_every`.
 
     Attributes:
-        passes: backward passes before the step, as planned.
-        read_bytes, written_bytes: bytes of one step, with its share of a commit.
-        commit_bytes: bytes of the states in RAM, which a commit writes; 0 if there are no commits.
-        rate: bytes per second of the disks together, half reads and half writes, as infinity-bench measured; None if it
-            did not, or if nothing is on NVMe.
-        saves_bytes: bytes that a step would save with accumulation_steps=1; 0 if the caller said a number.
-        moved: bytes that a step moves in fact, with the savings from slots.
-        moved_clipping: the same if gradients are clipped in most steps.
+        passes: planned number of backward passes before the step.
+        read_bytes, written_bytes: bytes of one step, including its share of a commit.
+        commit_bytes: bytes of the states in RAM, all of which a commit writes; 0 if there are no commits.
+        rate: bytes per second of all disks together, half reads and half writes, measured by infinity-bench; None if
+            the disks were not measured, or if nothing is on NVMe.
+        saves_bytes: bytes that a step would save with accumulation_steps=1; 0 if the caller gave accumulation_steps.
+        moved: bytes that a step is expected to move, less the savings from slots.
+        moved_clipping: bytes that a step is expected to move if gradients are clipped in most steps.
     """
 
     passes: int
@@ -53,7 +54,7 @@ class Forecast:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes in both directions."""
+        """Bytes that a step reads and writes."""
         return self.read_bytes + self.written_bytes
 
     @property
@@ -64,15 +65,15 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that was decided.
+    """All decisions of the planner.
 
     Attributes:
         device: where the model computes.
-        placement: where states rest, in which form, and when they change.
-        budgets: the memory that states may take, and the part of it that is for moving them.
+        placement: tiers and forms of the states, and the times of updates and commits.
+        budgets: the memory that states may take, and the part of this memory that is for moving states.
         layout: every extent of the swap file and every lease of the arena.
         forecast: bytes that a step moves.
-        peers: the other ranks: placement, layout and forecast are of this rank's slices.
+        peers: facts about the other ranks: placement, layout and forecast cover this rank's slices only.
     """
 
     device: str
@@ -84,14 +85,17 @@ class Plan:
 
     @property
     def needs_store(self) -> bool:
-        """Whether there is a swap file. A rank whose slices are empty still has manifests of every generation."""
+        """Whether the plan needs a store.
+
+        A rank with empty slices has no states in the store, but manifests of every generation.
+        """
         return bool(self.layout.swap.nbytes or (self.peers.slice_count and self.placement.commit_every))
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the plan takes of the device's budget.
+        """Bytes of memory.device that the plan uses.
 
-        If the device has no memory of its own, weights in RAM are used in place.
+        If the device has no memory of its own, weights that rest in RAM are used in place and need no slots.
         """
         budgets = self.budgets
         used_at_home = budgets.limits.used_at_home and self.placement.weights.tier == "host" and not budgets.decodes
@@ -99,15 +103,16 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that the plan takes of the host's budget.
+        """Bytes of memory.host that the plan uses.
 
-        These are the arena, without what belongs to the device's budget, and the checksums of the swap file.
+        These are the bytes of the arena and of the swap file's checksums, less the part of the arena that counts for
+        memory.device.
         """
         of_device = self.device_bytes if self.budgets.limits.in_place else 0
         return self.layout.arena.nbytes - of_device + self.layout.checksum_bytes
 
     def describe(self) -> str:
-        """Return a few lines for the log: every tier, every budget, and the predictions."""
+        """Return a few lines for the log: every tier, every budget, and the predicted traffic."""
         placement, layout, limits, forecast = self.placement, self.layout, self.budgets.limits, self.forecast
         weights, optimizer, form = placement.weights, placement.optimizer, placement.form
         predicted = "" if forecast.io_s is None else f", {forecast.io_s:.2f} s at the measured rate"
@@ -150,7 +155,10 @@ def forecast(
     *,
     saves_bytes: int,
 ) -> Forecast:
-    """Forecast the traffic of a step. `sites` are the units that each module needs; `saves_bytes` is as in Forecast."""
+    """Forecast the traffic of a step.
+
+    `sites` are the units that each module needs; `saves_bytes` is Forecast.saves_bytes.
+    """
     in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
     moved, usual = traffic(inputs, *in_ram), link_bytes(inputs, placement, budgets, sites)
     return Forecast(
@@ -165,7 +173,7 @@ def forecast(
     )
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
+# -- description for the log -------------------------------------------------------------------------------------------
 
 
 def _rank(cut: Cut) -> str:
@@ -173,7 +181,7 @@ def _rank(cut: Cut) -> str:
 
 
 def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
-    """Return the line on the ranks that the weights come from each time they are used."""
+    """Return the log's line on the ranks from which weights are gathered; empty if there is one rank."""
     if peers.cut.whole:
         return []
     if peers.near is None:
@@ -185,7 +193,7 @@ def _between_ranks(peers: Peers, layout: Layout) -> list[str]:
 
 
 def _share(held_bytes: int, held: int, count: int) -> str:
-    """Return how much of a state on NVMe is in RAM nevertheless; '' if nothing is."""
+    """Return the log's words on the part in RAM of a state that other units have on NVMe; '' if none."""
     return f", {format_bytes(held_bytes)} of it in RAM ({held} of {count} units)" if held else ""
 
 
@@ -201,7 +209,7 @@ def _gradients(placement: Placement, budgets: Budgets, layout: Layout) -> str:
 
 
 def _encoded(layout: Layout) -> str:
-    """Return how many weights rest encoded, and in which form; '' if none do."""
+    """Return the log's words on encoded weights: their number and their form; '' if no weights rest encoded."""
     groups = [group.group for unit in layout.units for group in unit.groups if group.group.codec]
     codecs = " and ".join(sorted({str(group.codec) for group in groups}))
     numel = sum(spec.numel for group in groups for spec in group.specs)
@@ -209,13 +217,13 @@ def _encoded(layout: Layout) -> str:
 
 
 def _saving(forecast: Forecast) -> list[str]:
-    """Return the line on the bytes lost because the number of backward passes of a step is not known."""
+    """Return the log's line on the bytes that a step would save if its number of passes were known."""
     saved = forecast.saves_bytes
     return [f"    with accumulation_steps=1 a step would move {format_bytes(saved)} less"] if saved > 0 else []
 
 
 def _swap(swap: SwapBytes, placement: Placement) -> str:
-    """Return the size of the swap file and its parts, which add up to it."""
+    """Return the size of the swap file and the sizes of its parts, as words for the log."""
     others = {
         (False, False): "",
         (True, False): " and earlier generations",

@@ -1,7 +1,7 @@
 """Input of the planner: the config, the limits, and the bytes that each unit's states take in any tier.
 
 Every size in a plan comes from `GroupBytes`, and every number of copies in the swap file from `PlanInput.copies`. The
-search for a placement and the layout use the same two.
+search for a placement and the layout use the same `GroupBytes` and `copies`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from infinity.state.moments import Moment
 from infinity.state.shard import Cut
 from infinity.state.unit import Group, Unit
 
-_CHECKSUM_BYTES = 4  # RAM for each page of the swap file
+_CHECKSUM_BYTES = 4  # bytes of RAM for each page of the swap file
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The two budgets.
+    """The two budgets: device memory and host memory.
 
     Attributes:
         device: bytes for weights, activations and gradients in flight, on the device.
-        host: bytes of RAM for everything that is kept or staged there.
+        host: bytes of RAM for everything that infinity keeps or stages in RAM.
         in_place: whether the device has no memory of its own, so that both budgets are RAM.
-        slice_count: number of ranks over which every unit is cut. Its weights are put together in a slot for use. 0: no
-            unit is cut.
-        ranks: number of ranks that divide the machine's budgets; these limits are one rank's.
+        slice_count: number of ranks over which every unit is cut. The unit's weights are gathered in a slot for each
+            use. 0: units are not cut.
+        ranks: number of ranks that divide the machine's budgets; these limits are the part of one rank.
     """
 
     device: int
@@ -47,7 +47,7 @@ class Limits:
 
     @property
     def for_each(self) -> str:
-        """Words for messages that say whose the budgets are."""
+        """Words for messages: the number of ranks that have these budgets each; '' if there is one rank."""
         return f" for each of the {self.ranks} ranks on this machine" if self.ranks > 1 else ""
 
     @property
@@ -62,8 +62,8 @@ class GroupBytes:
 
     Attributes:
         states: bytes of each optimizer state of the group, by name; empty if the group is frozen.
-        gradient_native, gradient_fp32: bytes of the gradients, as autograd gives them and while they add up; 0 if the
-            group is frozen.
+        gradient_native, gradient_fp32: bytes of the gradients in autograd's dtype, and in fp32, in which they add up; 0
+            if the group is frozen.
     """
 
     group: Group
@@ -79,16 +79,16 @@ class GroupBytes:
 
 @dataclass(frozen=True)
 class Peers:
-    """Facts about the other ranks, for a plan.
+    """Facts about the other ranks that a plan needs.
 
     Attributes:
-        cut: the slice of every unit that is this rank's.
+        cut: this rank's slice of every unit.
         on_machine: number of ranks on this machine, which divide its RAM and its cores.
         sharded: whether weights are gathered and gradients exchanged, even if there is only one rank.
-        memory: bytes of the device and of RAM that each rank may take, as all ranks agreed; None: as the config says,
-            or as is available here.
-        near: the slice of every unit that this rank keeps a copy of, for the gather group G (sharded/slots.py); None:
-            G is all ranks.
+        memory: bytes of the device and of RAM that each rank may take, agreed by all ranks; None: the memory that the
+            config sets, or that is available on this machine.
+        near: the slice of every unit of which this rank keeps a copy for the gather group G (sharded/slots.py); None: G
+            is the group of all ranks.
     """
 
     cut: Cut
@@ -99,7 +99,7 @@ class Peers:
 
     @property
     def slice_count(self) -> int:
-        """Number of ranks over which every unit is cut, as Limits.slice_count."""
+        """Number of ranks over which every unit is cut (Limits.slice_count)."""
         return self.cut.count if self.sharded else 0
 
     @property
@@ -114,11 +114,11 @@ NO_PEERS = Peers(Cut(1, 0), 1, sharded=False)
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes of one unit; those of its groups together.
+    """Bytes of one unit: the sum over its groups.
 
     Attributes:
         local: the part of the unit that this rank keeps: all of it, or its slice.
-        full: the whole unit, as in a slot.
+        full: the complete unit, which a slot contains.
     """
 
     local: Unit
@@ -136,7 +136,7 @@ class UnitBytes:
 
     @property
     def encoded(self) -> int:
-        """The part of the weights at home that is decoded into a slot, in bytes."""
+        """Bytes of the weights at home that are encoded: each fetch decodes them into a slot."""
         return self.local.encoded_bytes
 
     @cached_property
@@ -160,15 +160,15 @@ class UnitBytes:
 
 @dataclass(frozen=True)
 class PlanInput:
-    """Everything that is to be placed, and the limits.
+    """Everything that the planner places, and the limits.
 
     Attributes:
-        units: in the order of their indices.
+        units: bytes of all units, in the order of their indices.
         stored: the moments that the optimizer keeps.
-        known_passes: backward passes before a step, as the caller said; None: not known.
-        commit_every: steps between durable generations; 0: none. If the config leaves this open, it is the value that
-            is being tried.
-        secondary_bytes: host memory for copies of weights that this rank keeps for the gather group G
+        known_passes: number of backward passes before a step that the caller gave; None: not known.
+        commit_every: number of steps between durable generations; 0: no generations. If the config leaves this number
+            open, the planner tries several values.
+        secondary_bytes: bytes of host memory for the copies of weights that this rank keeps for the gather group G
             (sharded/slots.py).
     """
 
@@ -183,7 +183,7 @@ class PlanInput:
 
     @property
     def passes(self) -> int:
-        """Number of backward passes before a step that the plan counts."""
+        """Number of backward passes before a step, as the plan counts them: 1 if the number is not known."""
         return self.known_passes or 1
 
     @cached_property
@@ -192,7 +192,7 @@ class PlanInput:
 
     @cached_property
     def slots(self) -> int:
-        """Bytes of all weights in slots."""
+        """Bytes of the slots that all weights together would take."""
         return sum(unit.full.weight_bytes for unit in self.units)
 
     @cached_property
@@ -202,7 +202,7 @@ class PlanInput:
 
     @cached_property
     def decoding_bytes(self) -> int:
-        """Memory for encoded weights on their way to slots: those of the two largest units."""
+        """Bytes of memory for encoded weights on their way to slots: the encoded weights of the two largest units."""
         return sum(sorted(unit.encoded for unit in self.units)[-2:])
 
     @cached_property
@@ -225,20 +225,21 @@ class PlanInput:
 
     @cached_property
     def ring_bytes_min(self) -> int:
-        """Least device memory for gradients on their way to the host: those of the largest unit."""
+        """Smallest device memory for gradients on their way to the host: the gradients of the largest unit."""
         return 0 if self.limits.in_place else max(unit.full.gradient_bytes for unit in self.units)
 
     @cached_property
     def exchange_bytes(self) -> int:
         """Host memory for gradients on their way to the ranks that own them.
 
-        It is for the gradients of the two largest units, as they are sent and as they arrive from all ranks. It is also
-        for those of the units that stay, which are sent last.
+        The memory is for the gradients of the two largest units: the gradients that this rank sends and those that
+        arrive from all ranks. It is also for the gradients of the units that stay, because these gradients are sent
+        last.
         """
         if not self.limits.slice_count:
             return 0
         staying = sum(unit.full.gradient_bytes for unit in self.units if unit.full.stays)
-        # Every rank sends its gradients of this rank's slice; slices are rounded up.
+        # Every rank sends its gradients for this rank's slice. The slices' sizes are rounded up.
         boxes = [unit.full.gradient_bytes + self.limits.slice_count * unit.local.gradient_bytes for unit in self.units]
         return sum(sorted(boxes)[-2:]) + staying
 
@@ -261,8 +262,9 @@ class PlanInput:
     def copies(self, *, changes: bool, in_ram: bool) -> int:
         """Return the number of copies of a state in the swap file.
 
-        Without generations it is one, or none for a state that rests in RAM. With generations it is one for a state
-        that does not change. A state that changes has one copy more than generations are kept and can be pinned.
+        Without generations, a state on NVMe has one copy and a state that rests in RAM has none. With generations, a
+        state that does not change has one copy. A state that changes has `keep` + `pins` + 1 copies: one for each
+        generation that is kept or pinned, and one for the next write.
         """
         if not self.commit_every:
             return 0 if in_ram else 1
@@ -283,9 +285,10 @@ class PlanInput:
         return swap_bytes // PAGE_BYTES * _CHECKSUM_BYTES if self.config.nvme.checksums else 0
 
     def cost(self, nbytes: int) -> int:
-        """Return the RAM that it takes to let a state of `nbytes` rest in RAM.
+        """Return how much more RAM is used if a state of `nbytes` rests in RAM.
 
-        A state that has no copy in the swap file any more needs no checksums.
+        Without generations, a state that rests in RAM has no copy in the swap file, and the RAM for its checksums is
+        saved.
         """
         return nbytes if self.commit_every else nbytes - self.checksum_bytes(nbytes)
 
@@ -304,19 +307,22 @@ def count(group: Group, config: SwapConfig, stored: Sequence[Moment]) -> GroupBy
 
 
 def secondary_bytes(units: Iterable[Unit], near: Cut) -> int:
-    """Return the bytes of the weight slices that a rank keeps a copy of for the gather group G.
+    """Return the bytes of the copies of weight slices that a rank keeps for the gather group G.
 
     Units that stay in their slots until they are updated need no copy.
 
     Args:
-        units: the whole units.
-        near: the slice of each unit that the rank keeps a copy of.
+        units: the complete units.
+        near: the slice of each unit of which the rank keeps a copy.
     """
     return sum(near.of(unit).local.weight_bytes for unit in units if not unit.stays)
 
 
 def as_far_as(costs: Iterable[tuple[int, int]], room: int) -> frozenset[int]:
-    """Return the indices of those (index, bytes) that fit `room` together. The first come first; others are skipped."""
+    """Return the indices of those (index, bytes) that fit `room` together, chosen in order.
+
+    Those that do not fit are skipped.
+    """
     chosen = set()
     for index, nbytes in costs:
         if nbytes <= room:

@@ -1,4 +1,5 @@
-"""The planner: from budgets and units to a plan, or to a PlanError that names the smallest change that would fit."""
+"""The planner: make a plan from budgets and units, or raise a PlanError that names the smallest change that would
+fit."""
 
 from __future__ import annotations
 
@@ -35,9 +36,9 @@ from infinity.state.terms import Terms
 from infinity.state.unit import Unit
 
 HOST_SHARE = 0.8
-"""Share of the RAM available at planning time that is memory.host, if the config does not say."""
+"""Default of memory.host, as a share of the RAM that is available when the plan is made."""
 DEVICE_SHARE = 0.9
-"""Share of the free memory of a device that is memory.device, if the config does not say."""
+"""Default of memory.device, as a share of the device's free memory."""
 
 
 def make_plan(
@@ -54,17 +55,17 @@ def make_plan(
 
     Args:
         units: all units, in the order of their indices.
-        terms: if accumulation_steps is not known, one pass is counted. If it is 1, gradients leave more RAM to states,
-            provided that a step then moves fewer bytes.
+        terms: terms of the run. If accumulation_steps is not known, one pass is counted. If accumulation_steps is 1,
+            gradients leave more RAM to states, provided that a step moves fewer bytes this way.
         can_recompute: whether the model can switch activation recomputation on.
-        sites: the units that each module needs; none: every unit has a module of its own.
-        peers: the other ranks, if this process is one of several: the plan is that of its slices.
-        commits: how often the ranks commit, once they have agreed on that.
-        disks: the disks to plan for; None: those of nvme.paths, as they are now.
+        sites: the units that each module needs; empty: every unit has a module of its own.
+        peers: facts about the other ranks; if there are several ranks, the plan covers the slices of this rank.
+        commits: how often the ranks commit; None: the ranks have not agreed on a frequency yet.
+        disks: the disks to plan for; None: the disks of nvme.paths with their present free space.
 
     Raises:
-        PlanError: a budget is too small; names the unit, the budget and what would fit.
-        ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` for a model that cannot.
+        PlanError: a budget is too small; the message names the unit, the budget and a size that would fit.
+        ConfigError: `optimizer` or `weights` on NVMe without nvme.paths; `recompute` for a model that cannot recompute.
     """
     config, stored = terms.config, STORED[terms.optimizer]
     limits = limits_of(config, terms.device, peers)
@@ -76,7 +77,7 @@ def make_plan(
     )
 
     if fits_slots(units, limits):
-        peers = replace(peers, near=None)  # weights that stay in their slots until their update are gathered once
+        peers = replace(peers, near=None)  # weights that stay in their slots until their update are gathered only once
     secondary = 0 if peers.near is None else secondary_bytes(units, peers.near)
 
     def plan(commits: CommitFrequency) -> Plan:
@@ -95,10 +96,10 @@ def make_plan(
 def _with_commits(
     plan: Callable[[CommitFrequency], Plan], config: SwapConfig, disks: Disks, *, trains: bool, resumes: bool
 ) -> Plan:
-    """Return the plan that commits as often as the disks have room for at little cost.
+    """Return the plan that commits as often as it can at little cost, if the disks have room.
 
-    `plan` places everything for a frequency of commits. The placement of a plan with commits is the same for any
-    frequency. `trains` says that a part of the model is trained, on this rank or another.
+    `plan` makes a plan for a given frequency of commits. The placement is the same for every frequency except 0.
+    `trains` is whether a part of the model is trained, on this rank or on another rank.
     """
     if not config.nvme.paths:
         if resumes:
@@ -185,9 +186,9 @@ def _plan(
 
 
 def limits_of(config: SwapConfig, device: torch.device, peers: Peers = NO_PEERS) -> Limits:
-    """Return the two budgets: those of the config, or a share of the memory that is available now.
+    """Return the two budgets: the config's numbers, or a share of the memory that is available at present.
 
-    Memory that the ranks of a machine have in common is divided by their number.
+    Memory that the ranks of a machine have in common is divided by the number of these ranks.
     """
     in_place, ranks = device.type == "cpu", peers.on_machine
     if peers.memory is not None:
@@ -218,17 +219,17 @@ class _Choice:
 
     @property
     def choice_bytes(self) -> int:
-        """Bytes that a step moves, as far as they decide the choice.
+        """Bytes of a step by which the planner compares placements.
 
-        While the frequency of commits is still open, commits are left out. The planner makes commits cost little, and
-        the placement must not depend on their frequency.
+        While the frequency of commits is still open, the bytes of commits are left out. The planner later chooses a
+        frequency at which commits cost little, and the placement must not depend on this frequency.
         """
         commits = 0 if self.inputs.config.commit_every == "auto" else self.moved.commit_share_bytes
         return self.moved.read_bytes + self.moved.written_bytes + commits
 
     @property
     def shadow_bytes(self) -> int:
-        """Host memory left for shadows of states in RAM, up to the bytes that let all their updates speculate."""
+        """Bytes of host memory left for shadows of states in RAM; at most the bytes that all their updates need."""
         used = self.staging.nbytes + self.placed.host_bytes + self.gradients.host_bytes + self.inputs.ranks_bytes
         return min(self.inputs.limits.host - used, wanted_in_ram(self.inputs, self.placed, self.gradients))
 
@@ -236,8 +237,8 @@ class _Choice:
 def _place(inputs: PlanInput, *, resumes: bool) -> _Choice:
     """Return the first placement of the gradients that fits.
 
-    If a step is known to have one pass, return the placement that moves the fewest bytes; among equals, the one that
-    lets the most updates speculate.
+    If a step is known to have one pass, return the placement that moves the fewest bytes. If several placements move
+    equally few bytes, return the placement that leaves the most memory for shadows.
     """
     fitting = _fitting(inputs)
     first = next(fitting)
@@ -248,11 +249,12 @@ def _place(inputs: PlanInput, *, resumes: bool) -> _Choice:
 
 
 def _may_replace(first: _Choice, other: _Choice, *, resumes: bool) -> bool:
-    """Return whether another placement costs nothing but room.
+    """Return whether the placement `other` has no disadvantage against `first` except the room that it takes.
 
-    Gradients must still add up if they did before. A further pass may come nevertheless, and one pass alone may bring a
-    parameter several gradients (reentrant checkpoints that use the same parameter). The disks must have room for
-    the bytes that the placement adds to the swap file.
+    If gradients can add up with `first`, they must be able to add up with `other`, too: a second pass may come although
+    the caller said that none comes, and one pass alone may produce several gradients of a parameter (reentrant
+    checkpoints that use the same parameter). The disks must have room for the bytes that the placement adds to the swap
+    file.
     """
     gradients, placed = other.gradients, other.placed
     if first.gradients.accumulates and not gradients.accumulates:
@@ -264,19 +266,20 @@ def _may_replace(first: _Choice, other: _Choice, *, resumes: bool) -> bool:
 
 
 def _fitting(inputs: PlanInput) -> Iterator[_Choice]:
-    """Yield the placements of the gradients that fit beside the necessary memory, the best first.
+    """Yield the placements of gradients that leave room for the necessary memory, the best first.
 
-    Each comes with the weights and states that fit. Fewer tiles for the update are preferred to a worse placement.
+    Each choice includes the placement of the weights and states that fit. If memory is short, the update gets fewer
+    tiles before a worse placement is tried.
 
     Raises:
-        PlanError: none fits.
+        PlanError: no placement fits.
     """
     host = inputs.limits.host - inputs.ranks_bytes
     least = place(inputs, 0)
     stagings = {
         spills: [
             plan_staging(inputs, nbytes, gradients=spills)
-            for nbytes in (host, 0)  # the one that suits the budget, and the least one
+            for nbytes in (host, 0)  # the staging that suits the budget, and the smallest staging
         ]
         for spills in (False, True)
     }

@@ -1,8 +1,9 @@
-"""Policy: which unit is fetched, which is evicted, and when an update may begin. The engine runs these functions
-(units/, tiers/), and `infinity plan` walks through a step with them (plan/slot_simulator.py, plan/link_traffic.py).
+"""Policy: which unit is fetched, which is evicted, and when an update may begin. The engine calls the functions of this
+module (units/, tiers/), and `infinity plan` simulates a step with the same functions (plan/slot_simulator.py,
+plan/link_traffic.py).
 
-The answers follow from the trace and the budgets. No function asks a clock or the free memory, so that every rank
-decides alike.
+The results depend on the trace and the budgets only. No function reads a clock or the size of the free memory, so all
+ranks get the same results.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from operator import itemgetter
 from infinity.plan.placement import Overlap
 from infinity.plan.visit_trace import VisitTrace
 
-_WRONG_MAX = 0.3  # a wrong speculation moves the states once in vain
+_WRONG_MAX = 0.3  # a wrong speculation moves the states once without use
 _SLOT_SHARE = 4  # speculative updates may keep 1/4 of the memory for fetched weights from other uses
 
 # -- fetches -----------------------------------------------------------------------------------------------------------
@@ -29,16 +30,17 @@ def to_prefetch(
 ) -> Iterator[tuple[int, int]]:
     """Yield (visits from now, unit) for the units to prefetch, nearest first.
 
-    The first unit that has no room beside the units that are used before it ends the list. Each of those counts with
-    its bytes, whether it is on the device, in flight, or waiting for an update that is still being computed. So the
-    units that follow do not depend on how far the updates are.
+    Units are counted in the order of their next use, until the room is full: the first unit that does not fit ends the
+    list. Each unit counts with its bytes, whether it is on the device, in flight, or waiting for an update that is
+    still being computed. The list therefore does not depend on the progress of the updates.
 
     Args:
         trace: the visits of this iteration.
-        nbytes: function that gives the bytes that a unit takes of the room.
+        nbytes: function that returns the bytes of a unit's slot.
         room: bytes of all slots together.
-        there: units that are not evicted.
-        is_released: function that is asked when the turn of a unit has come.
+        there: units that have a slot and are not evicted.
+        is_released: function that returns whether a unit has no slot and can be fetched; called only when the unit is
+            next in the order.
     """
     counted = set(there)
     room -= sum(map(nbytes, counted))
@@ -53,16 +55,16 @@ def to_prefetch(
 
 
 def long_from_top(room: int) -> Callable[[int], bool]:
-    """Return a test for slots that come from the top of the room in host memory, by their bytes.
+    """Return a test whether slots of a number of bytes come from the top of the room in host memory.
 
-    These are the long ones, so that long and short slots do not break up each other's space.
+    Long slots come from the top, so that long and short slots do not fragment each other's space.
     """
     long_bytes = room // 4
     return lambda nbytes: nbytes > long_bytes
 
 
 def unusual_from_top(sizes: Iterable[int]) -> Callable[[int], bool]:
-    """Return a test for slots that come from the top of the room on a device: those of an unusual size, in bytes."""
+    """Return a test whether a slot's size in bytes is unusual: such slots come from the top of the room on a device."""
     counts = Counter(sizes)
     usual_bytes = max(counts, key=lambda nbytes: (counts[nbytes], nbytes), default=0)
     return lambda nbytes: nbytes != usual_bytes
@@ -72,13 +74,14 @@ def unusual_from_top(sizes: Iterable[int]) -> Callable[[int], bool]:
 
 
 def victims(present: Iterable[int], trace: VisitTrace, distance: int | None) -> Iterator[int]:
-    """Return the units that may be evicted, the one with the farthest next use first; of equals the first in `present`.
+    """Return the units that may be evicted, the farthest next use first; equal units in the order of `present`.
 
     Args:
         present: units on the device, by index.
         trace: the visits of this iteration.
-        distance: visits from now until the unit that needs room is used. Only units that are used later are evicted,
-            and not the unit of the last visit. None: it is used now, and any unit may be evicted.
+        distance: number of visits from now until the unit that needs room is used. Only units with a later use are
+            evicted, and never the unit of the last visit. None: the unit that needs room is used now, and any unit may
+            be evicted.
     """
     beyond, last = (-1, None) if distance is None else (distance, trace.last)
     later = [(use, index) for index in present if index != last and (use := trace.next_use(index)) > beyond]
@@ -97,26 +100,27 @@ def update_order(count: int, stays: Callable[[int], bool], trace: VisitTrace) ->
 
 
 def worth_speculating(overlap: Overlap, wrong: float) -> bool:
-    """Return whether updates are to begin before the step is decided.
+    """Return whether updates should begin before it is certain that the step applies them.
 
     Args:
         overlap: the setting of the swap config.
-        wrong: share of the last steps that were decided otherwise than expected, such as steps that clipped.
+        wrong: share of the last steps with a wrong prediction, such as steps that clipped.
     """
     return overlap == "during_backward" or (overlap == "auto" and wrong <= _WRONG_MAX)
 
 
 def may_speculate(*, trained_whole: bool, weights_in_ram: bool, gradients_in_ram: bool) -> bool:
-    """Return whether a unit's update may begin before the step is decided, by where the unit's states rest.
+    """Return whether a unit's update may speculate, given the places where the unit's states rest.
 
-    An update whose gradients spill would wait until they have gone to the store and back. New weights in RAM get other
-    memory than the old ones. If a part of the unit is frozen, nothing would copy that part there.
+    The update must wait if the gradients spill: they are first written to the store and then read back. The update must
+    also wait if weights in RAM are partly frozen: new weights get other memory than the old weights, and nothing would
+    copy the frozen part to the new memory.
     """
     return gradients_in_ram and (trained_whole or not weights_in_ram)
 
 
 def may_keep_slot(nbytes: int, kept: int, room: int) -> bool:
-    """Return whether a speculative update may read the slot of its unit, which then is not evicted.
+    """Return whether a speculative update may read its unit's slot; the slot is not evicted while the update reads it.
 
     Args:
         nbytes: bytes of the slot.

@@ -1,4 +1,4 @@
-"""Sizes of the ring: device memory for gradients on their way to the host."""
+"""Sizes of the ring, which is device memory for gradients on their way to the host."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Ring:
     """One size of the ring.
 
     Attributes:
-        nbytes: its size; 0 if gradients need not move.
-        adds_up: whether the gradients of micro-batches that go through a unit together add up in it, in fp32.
+        nbytes: bytes of the ring; 0 if gradients need not move.
+        adds_up: whether the ring adds up, in fp32, the gradients of micro-batches that go through a unit together.
     """
 
     nbytes: int
@@ -25,17 +25,18 @@ class Ring:
 
 
 def rings_of(inputs: PlanInput, sites: Sequence[HookedModule]) -> list[Ring]:
-    """Return the sizes that make sense, the shortest first.
+    """Return the useful sizes of the ring, the smallest first.
 
-    They are:
+    The sizes are:
 
-    * the gradients of the largest unit: the least that works;
-    * those of the two largest units: the next unit's gradients arrive while the last unit's are copied;
+    * the gradients of the largest unit: the smallest ring that works;
+    * the gradients of the two largest units: the next unit's gradients arrive while the last unit's gradients are
+      copied;
     * with vertical micro-batches, room for gradients that add up (`_adding_up`).
 
     Args:
         inputs: the model and the budgets.
-        sites: the units that each module needs; none: every unit has a module of its own.
+        sites: the units that each module needs; empty: every unit has a module of its own.
     """
     if inputs.limits.in_place:
         return [Ring(0)]
@@ -50,9 +51,10 @@ def rings_of(inputs: PlanInput, sites: Sequence[HookedModule]) -> list[Ring]:
 def _adding_up(units: Sequence[Unit], sites: Sequence[HookedModule]) -> int:
     """Return the bytes of gradients in fp32 that are in the ring at once, while all micro-batches go through a unit.
 
-    Gradients of a unit that several modules use, such as a tied embedding, stay until the last module has brought its
-    own. Beside them are those of the two largest other units, and those of the units that stay on the device, of which
-    each module may bring a few.
+    If several modules use a unit (a tied embedding, for example), the unit's gradients stay in the ring until the last
+    of these modules has produced its gradients. Gradients of the units that stay on the device stay in the ring, too,
+    because each module may produce a few of them. The ring also needs room for the gradients of the two largest other
+    units.
     """
     uses = Counter(index for site in sites for index in set(site.units))
     nbytes = {unit.index: sum(group.state_bytes(4) for group in unit.trainable_groups) for unit in units}

@@ -1,7 +1,7 @@
-"""A step, visit by visit: the units that are fetched during the step, and those that have a slot at its end.
+"""Simulation of a step, visit by visit: the units that the step fetches, and the units that have a slot at its end.
 
-This repeats units/fetcher.py, without its clock and with the same policy. At each visit the unit in use is fetched, and
-then the units that are used next, as far as there is room.
+The simulation follows units/fetcher.py, with the same policy but without time. At each visit the used unit is fetched
+first. After that, the units that are used next are fetched as far as there is room.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from infinity.plan.visit_trace import VisitTrace
 from infinity.state.discover import HookedModule
 
 _STEPS_MAX = 16
-"""Most steps until a step is like the one before; if none is, the mean of the last half counts."""
+"""Largest number of simulated steps until two consecutive steps are alike; otherwise the mean of the last half
+counts."""
 
 
 @dataclass
@@ -24,7 +25,7 @@ class FetchCounts:
 
     Attributes:
         forwards, backwards: number of fetches for forward and backward passes.
-        at_end: 1 if the unit has a slot when the step's last pass is over, 0 if not; a mean, if steps differ.
+        at_end: 1 if the unit has a slot when the step's last pass is over, 0 if not; a mean value, if steps differ.
     """
 
     forwards: float = 0
@@ -33,7 +34,7 @@ class FetchCounts:
 
 
 def in_order(units: Sequence[int], sites: Sequence[HookedModule]) -> list[int]:
-    """Return these units in the order in which a forward needs them; those with tied weights as often as needed.
+    """Return these units in the order in which a forward needs them. Units with tied weights occur as often as needed.
 
     Args:
         units: indices of the units.
@@ -46,15 +47,15 @@ def in_order(units: Sequence[int], sites: Sequence[HookedModule]) -> list[int]:
 
 
 class SlotSimulator:
-    """Simulation of steps that have the same visits.
+    """Simulation of consecutive steps with the same visits.
 
     Args:
-        visits: (unit, whether the visit is one of a forward), in order.
+        visits: pairs of a unit and whether the visit belongs to a forward, in order.
         sizes: bytes of each unit's slot.
         room: bytes of all slots together.
-        from_top: test for slots that come from the top of the room, by their bytes. Each slot is one piece of the room:
-            a large unit may find enough room in total, and no piece that is long enough. None: only bytes are counted,
-            as several ranks do.
+        from_top: test whether slots of a number of bytes come from the top of the room. Each slot is contiguous: for a
+            large unit, the free room can be enough in total but have no part that is long enough. None: only the total
+            of free bytes is checked, which is correct for several ranks.
     """
 
     def __init__(
@@ -72,7 +73,10 @@ class SlotSimulator:
         self._fetched: dict[int, FetchCounts] = {}
 
     def steady(self, void: Collection[int]) -> dict[int, FetchCounts]:
-        """Return the fetches of a step that is like the one before. Slots of `void` units end with each step."""
+        """Simulate steps until two consecutive steps are alike, and return the fetches of such a step.
+
+        Units in `void` lose their slots at the end of each step.
+        """
         steps: list[dict[int, FetchCounts]] = []
         while len(steps) < _STEPS_MAX:
             fetched = self._step()
@@ -107,7 +111,7 @@ class SlotSimulator:
                 return
 
     def _fetch(self, index: int, *, forward: bool, distance: int | None) -> bool:
-        """Fetch a unit, and evict units that are used later than `distance` visits from now (any unit, if None)."""
+        """Fetch a unit, and evict units for it that are used more than `distance` visits from now (None: any unit)."""
         slots = self._slots
         while not slots.try_enter(index, self._sizes[index]):
             victim = next(victims(slots.there, self._trace, distance), None)
@@ -126,7 +130,10 @@ def _mean(each: Sequence[FetchCounts]) -> FetchCounts:
 
 
 class _Slots:
-    """The memory that units are fetched into, with the arguments of Walk. `there` are the units that have a slot."""
+    """The memory that units are fetched into; `nbytes` and `from_top` are SlotSimulator's room and from_top.
+
+    `there` has the units that have a slot.
+    """
 
     def __init__(self, nbytes: int, from_top: Callable[[int], bool] | None) -> None:
         self._space = None if from_top is None else Space(None, 0, nbytes)

@@ -1,16 +1,17 @@
-"""Memory for speculative updates: a second copy of states on NVMe, a shadow for the new values of states in RAM. Also
-the memory to read ahead for updates that do not speculate.
+"""Memory for speculative updates: second copies of states on NVMe, and shadows for the new values of states in RAM.
+This module also plans the memory into which states are read ahead for updates that do not speculate.
 
 If every step makes a generation, each state has a second copy anyway. If generations are not kept, second copies are
-reserved as far as the disks reach. Those of the model's last units come first, because their gradients come first.
+reserved as far as the disks reach. The copies of the model's last units have precedence, because the gradients of these
+units arrive first.
 
 [Note: speculation in RAM]
-An update whose states rest in RAM has no transfers to hide. It hides its computation behind the backward pass, at the
-cost of memory for all that it changes. This is worthwhile if another processor computes the backward pass. If the model
-computes in host memory, the two use the same cores; such updates then speculate only if the config asks for
-during_backward. Their shadows get memory that nothing else wants: states that could go to NVMe gain more from RAM, and
-shadows never push them out of it. If this memory is short, the units that get some are spread evenly over the model
-(`spread_out`).
+An update whose states rest in RAM has no transfers to hide. Speculation hides the update's computation behind the
+backward pass, and needs memory for everything that the update changes. This is worthwhile if another processor computes
+the backward pass. If the model computes in host memory, the backward and the update use the same cores. In this case,
+updates of states in RAM speculate only if the config asks for during_backward. Shadows of states in RAM get only memory
+that has no other use: states that could rest on NVMe gain more from RAM, and shadows never take RAM from states. If the
+memory for shadows is short, it goes to units that are spread evenly over the model (`spread_out`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from infinity.plan.placement import GradientPlacement, PlacedStates, UpdateTimin
 from infinity.plan.plan_input import PlanInput, UnitBytes, as_far_as
 from infinity.sizes import PAGE_BYTES, format_bytes, round_up
 
-_SHADOW_SHARE = 0.5  # of the weights, if states would be cached in the rest
-_AHEAD_SHARE = 1 / 2  # of the states: the rest streams in while these are updated and written
+_SHADOW_SHARE = 0.5  # share of the weights that get shadows, if the other memory could cache states
+_AHEAD_SHARE = 1 / 2  # share of the states that is read ahead: the rest is read while this share is updated and written
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,14 @@ class SpeculationMemory:
 def reserve(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, room: int) -> SpeculationMemory:
     """Reserve the memory and the second copies that speculative updates need.
 
-    Updates of units whose gradients spill do not speculate: they would wait until the gradients have gone to the store
-    and back.
+    Updates of units whose gradients spill do not speculate, because such an update must wait until the gradients were
+    written to the store and read back.
 
     Args:
         inputs: the input of the planner.
         placed: where weights and states rest.
         gradients: where gradients wait.
-        room: bytes of host memory that nothing else wants.
+        room: bytes of host memory that have no other use.
     """
     config = inputs.config
     if not policy.worth_speculating(config.overlap, wrong=0):
@@ -91,7 +92,7 @@ def reserve_in_ram(
         placed: where weights and states rest.
         gradients: where gradients wait.
         before: the memory that is reserved already.
-        room: bytes of host memory that nothing else wants.
+        room: bytes of host memory that have no other use.
     """
     config = inputs.config
     resting = _resting(inputs, placed, gradients)
@@ -120,12 +121,12 @@ def reserve_in_ram(
 def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
     """Choose as many of (index, bytes) as fit `room`, spread evenly over the model.
 
-    Then the processor has work during the whole backward. The units that it updates after the step are between units
-    that the next forward finds ready.
+    Because the choice is spread evenly, the processor has updates to compute during the whole backward. The other units
+    are updated after the step; the next forward finds units between them that are ready.
 
     Args:
-        costs: in the order of the model, or its reverse.
-        room: bytes for the chosen ones together.
+        costs: pairs (index, bytes) of units, in the order of the model or in the reverse order.
+        room: bytes for the chosen units together.
     """
     total = sum(nbytes for _, nbytes in costs)
     chosen, share, due = set[int](), min(room / total, 1.0) if total else 0.0, 0.0
@@ -138,7 +139,7 @@ def spread_out(costs: Sequence[tuple[int, int]], room: int) -> frozenset[int]:
 
 
 def _resting(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> list[UnitBytes]:
-    """Return the units whose states rest in RAM and whose updates are to speculate, the last of the model first."""
+    """Return the units with states in RAM whose updates should speculate, in the reverse order of the model."""
     overlap, limits = inputs.config.overlap, inputs.limits
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
         return []
@@ -147,12 +148,12 @@ def _resting(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlaceme
 
 
 def wanted_in_ram(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> int:
-    """Return the bytes of shadows with which all updates of states in RAM could speculate."""
+    """Return the bytes of shadows that allow all updates of states in RAM to speculate."""
     return sum(_shadow_bytes(unit, placed) for unit in _resting(inputs, placed, gradients))
 
 
 def may_speculate(unit: UnitBytes, weights_in_ram: Collection[int], gradients_in_ram: Collection[int]) -> bool:
-    """Return the policy's answer for a placement."""
+    """Return policy.may_speculate for a unit in a placement."""
     return policy.may_speculate(
         trained_whole=unit.local.trained_whole,
         weights_in_ram=unit.index in weights_in_ram,
@@ -165,7 +166,7 @@ def _none(reason: str) -> SpeculationMemory:
 
 
 def _copy_bytes(unit: UnitBytes, placed: PlacedStates) -> int:
-    """Return the bytes of a second copy of everything that a unit's update changes in the swap file."""
+    """Return the bytes of a second copy of those states in the swap file that a unit's update changes."""
     state = 0 if unit.index in placed.optimizer.in_ram else unit.state
     return state + (0 if unit.index in placed.weights.in_ram else unit.trained_weight)
 
@@ -178,20 +179,20 @@ def _shadow_bytes(unit: UnitBytes, placed: PlacedStates) -> int:
 def _swap_bytes(
     inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement, reserved: SpeculationMemory
 ) -> int:
-    """Return the bytes of the swap file, with the second copies that are reserved."""
+    """Return the bytes of the swap file, including the second copies that are reserved."""
     spare = sum(_copy_bytes(unit, placed) for unit in inputs.units if unit.index in reserved.updates.spare_units)
     return inputs.swap_bytes(placed.weights.in_ram, placed.optimizer.in_ram) + gradients.swap_bytes + spare
 
 
 def _reach(inputs: PlanInput, swap_bytes: int, room: int) -> int:
-    """Return by how much a swap file can grow on the disks, with its checksums in `room` bytes of RAM."""
+    """Return by how many bytes a swap file can grow on the disks, with `room` bytes of RAM for its checksums."""
     free = inputs.disks.room_bytes - swap_bytes
     per_byte = inputs.checksum_bytes(1 << 30) / (1 << 30)
     return min(free, int(room / per_byte)) if per_byte else free
 
 
 def shadow_wanted(inputs: PlanInput, placed: PlacedStates) -> int:
-    """Return the host memory for shadows that takes precedence over caching more states; 0 if they do not compete."""
+    """Return the host memory that shadows get before cached states; 0 if shadows and states do not compete."""
     config = inputs.config
     if not policy.worth_speculating(config.overlap, wrong=0):
         return 0
@@ -209,7 +210,7 @@ def ahead_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, room: 
         inputs: the input of the planner.
         placed: where weights and states rest.
         tile_bytes: bytes of a tile.
-        room: bytes of host memory that nothing else wants.
+        room: bytes of host memory that have no other use.
         shadow_bytes: bytes of shadows, which are lent to the staging while updates do not speculate.
     """
     if inputs.config.overlap == "off":
@@ -220,7 +221,7 @@ def ahead_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, room: 
 
 
 def _lent_bytes(inputs: PlanInput, placed: PlacedStates, tile_bytes: int, shadow_bytes: int) -> int:
-    """Return the bytes of tiles that the shadows have room for.
+    """Return the bytes of the tiles that fit the shadows.
 
     Shadows are lent unit by unit, so only the whole tiles of each unit count. A unit whose weights are smaller than a
     tile lends nothing.

@@ -8,11 +8,13 @@ from itertools import islice
 
 
 class VisitTrace:
-    """The visits of one iteration: predicted at first, then as last seen.
+    """The visits of one iteration, and a prediction of these visits.
 
-    A visit that the prediction does not have at its position is looked up further on (something was skipped) and then
-    from the start (something was repeated). A visit that is nowhere in the prediction leaves the position alone. Every
-    visit is recorded, so that a model whose order changes is learned anew within one iteration.
+    The first prediction is a given order; later predictions are the visits of the last iteration. The trace has a
+    position in the prediction. If a visit is not the predicted one, the unit is searched for from the position on
+    (visits were skipped) and after that from the start (visits were repeated). A visit of a unit that is not in the
+    prediction leaves the position unchanged. Every visit is recorded, so that a changed order is learned within one
+    iteration.
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
@@ -27,7 +29,7 @@ class VisitTrace:
             self._at.setdefault(unit, []).append(position)
 
     def _find(self, unit: int, start: int) -> int | None:
-        """Return the first position of a unit from `start` on."""
+        """Return a unit's first position in the prediction from `start` on; None if there is no such position."""
         positions = self._at.get(unit, ())
         index = bisect_left(positions, start)
         return positions[index] if index < len(positions) else None
@@ -46,20 +48,23 @@ class VisitTrace:
     def last(self) -> int | None:
         """The unit of the last visit in this iteration.
 
-        Its next use may be the very next visit: the last block's backward follows its forward, and a visit that repeats
-        the one before is not recorded.
+        The next visit may use the same unit: the last block's backward follows its forward, and a second visit of a
+        unit in succession is not recorded.
         """
         return self._seen[-1] if self._seen else None
 
     def close(self) -> None:
-        """End the iteration. The visits that were seen are the next prediction."""
+        """End the iteration. The recorded visits become the prediction for the next iteration."""
         if self._seen:
             self._predict(self._seen)
             self._seen = []
         self._position = 0
 
     def upcoming(self) -> Iterator[int]:
-        """Iterate over the next units of this iteration, nearest first. Weights change at its end, where this stops."""
+        """Iterate over the next units of this iteration, the nearest first.
+
+        The iterator stops at the end of the iteration, because the weights change there.
+        """
         return islice(self._order, self._position, None)
 
     def first_use(self, unit: int) -> int:
@@ -68,7 +73,7 @@ class VisitTrace:
         return len(self._order) if found is None else found
 
     def next_use(self, unit: int) -> int:
-        """Return the number of visits until `unit` is used again, in the next iteration if need be."""
+        """Return the number of visits until `unit` is used again, in this iteration or in the next one."""
         positions, count = self._at.get(unit), len(self._order)
         if positions is None:
             return 2 * count + 1
