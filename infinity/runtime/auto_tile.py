@@ -2,13 +2,13 @@
 the plan needs.
 
 [Note: which layers, and how many tiles]
-While one module runs, the weights of the next one are fetched. So two weights of more than half of memory.device never
-fit at the same time. The layers that have such a weight are cut into tiles of a quarter of memory.device, of an eighth,
-and so on, until the plan fits. Each size is tried on a skeleton of the model: its modules without values. If no size
-fits, the error is that of the original model. The same holds if no layer is that large, but blocks of several layers
-are.
+While one module runs, the weights of the next module are fetched. Two weights that are each larger than half of
+memory.device therefore never fit at the same time. A layer with such a weight is cut into tiles of a quarter of
+memory.device, of an eighth, and so on, until the plan fits. Each tile size is tried on a skeleton of the model: its
+modules without values. If no tile size fits, the error of the original model is raised. The error is also raised if no
+single layer is too large, but a block of several layers is.
 
-All ranks have the same model, and plan with the same memory. So they find the same tiles.
+All ranks have the same model and plan with the same memory, so all ranks choose the same tiles.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SHARES = (4, 8, 16, 32, 64)
 
 
 def tile_to_fit(model: nn.Module, error: DeviceRoomError, plan: Callable[[nn.Module], object]) -> bool:
-    """Tile the layers that the device has no room for, if the plan then fits, and log it.
+    """Tile the layers that are too large for the device, if the plan fits with the tiles; log each tiled layer.
 
     Args:
-        model: its layers are tiled in place.
-        error: the error of the plan for the model as it is.
+        model: the model whose layers are tiled in place.
+        error: the error that planning raised for the model without tiles.
         plan: function that makes the plan of a model like this one, or raises DeviceRoomError.
 
     Returns:
@@ -71,7 +71,10 @@ def _fits(model: nn.Module, tiles: Mapping[str, int], plan: Callable[[nn.Module]
 
 
 def _layers(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of weights of each layer that can be tiled, by name. Layers with tied weights cannot."""
+    """Return the bytes of weights of each layer that can be tiled, by name.
+
+    Layers with tied weights cannot be tiled.
+    """
     users = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     return {
         name: sum(each.numel() * each.element_size() for each in module.parameters())

@@ -29,18 +29,23 @@ class _Pass:
 class BackwardEnds:
     """One callback at the end of every backward pass in which a gradient arrived.
 
-    Reentrant checkpointing runs passes within passes: only the end of the outermost pass ends the backward. In
-    `spanning`, all passes are one. A pass that raised ends without its callback: its weak reference is then dead.
+    Reentrant checkpointing runs passes within passes: only the end of the outermost pass ends the backward. In the
+    context `spanning`, all passes count as one backward. If a pass raises, autograd does not run the pass's callback
+    but drops it, so the weak reference to the callback is dead.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._spanning = False
-        self._passes: dict[int, weakref.ref[_Pass]] = {}  # by task: in progress, or raised; the innermost last
+        # by task: passes in progress or passes that raised; the innermost is the last
+        self._passes: dict[int, weakref.ref[_Pass]] = {}
         self.taken: list[tuple[nn.Parameter, Place, GradientHandle]] = []
 
     def forget(self) -> None:
-        """Forget all passes. A forward begins outside a backward, so passes that did not end were interrupted."""
+        """Forget all passes.
+
+        No backward is in progress when a forward begins, so passes without an end were interrupted.
+        """
         self._passes = {}  # a new dict: another thread may be reading the old one
         self._put_back()
 
@@ -87,10 +92,10 @@ class BackwardEnds:
         self._coordinator.end_backward(outermost=not outer)
 
     def _put_back(self) -> None:
-        """Put back the handles of gradients that nothing was added to.
+        """Restore the gradient handles of parameters to which no gradient was added.
 
-        torch.autograd.grad runs hooks on leaves, too, but accumulates nothing. A backward pass may also have been
-        interrupted.
+        Such handles remain after torch.autograd.grad, which runs hooks on leaves but accumulates nothing, and after an
+        interrupted backward pass.
         """
         for parameter, place, handle in self.taken:
             if parameter.grad is None and self._coordinator.has_gradient(place):

@@ -6,14 +6,15 @@ The graph can then be cut where a unit begins, if no edge bypasses the cut. Whil
 cut wherever a site begins (graph_pieces.py). An edge that a cut replaces is harmless. Any other edge between two pieces
 bypasses all cuts between them, and these cuts are discarded.
 
-The remaining cuts separate the stages. A stage may have several units, for example where an image is inserted among
-embedded words. If a loss has a term for each router of a mixture of experts, edges bypass all units and no cut remains.
+The remaining cuts separate the stages. A stage may have several units, for example if the model inserts an image
+between the embeddings of words. If a loss has a term for each router of a mixture of experts, edges bypass all units
+and no cut remains.
 
-Three more things couple micro-batches:
+Three more things make micro-batches depend on each other:
 
 * a buffer that the forward changes, such as the means of BatchNorm;
 * an attribute that the forward sets on a module;
-* a setting of torch that is changed for a part of the forward.
+* a global setting of torch that is changed during a part of the forward.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Stage:
     """The part of a forward from one cut to the next.
 
     Attributes:
-        site: number of the site at whose entry the stage begins.
+        site: number of the site with whose call the stage begins.
         reentrant: whether the stage begins in a reentrant checkpoint.
-        units: indices of the units that its modules read.
+        units: indices of the units that the stage's modules read.
     """
 
     site: int
@@ -51,7 +52,7 @@ class Chain:
 
     Attributes:
         before: indices of the units that are read before the first cut.
-        kept_bytes: memory that the forward of one micro-batch keeps until the last stage begins.
+        kept_bytes: bytes of the tensors that the forward of one micro-batch keeps until the last stage begins.
     """
 
     stages: tuple[Stage, ...]
@@ -60,15 +61,15 @@ class Chain:
 
     @property
     def worth_it(self) -> bool:
-        """Whether there are more than half as many stages as units.
+        """Whether the number of stages is more than half the number of units.
 
-        The units of one stage are fetched for each micro-batch if they do not fit the device together.
+        If the units of one stage do not fit the device at the same time, they are fetched for each micro-batch.
         """
         units = {unit for stage in self.stages for unit in stage.units}
         return len(self.stages) > 1 and 2 * len(self.stages) > len(units)
 
     def after(self, stage: int, site: int) -> int | None:
-        """Return the next stage that begins at a site, after the stage that runs now (-1: none has begun)."""
+        """Return the first stage after `stage` that begins at a site; `stage` is -1 before the first stage."""
         later = range(stage + 1, len(self.stages))
         return next((index for index in later if self.stages[index].site == site), None)
 
@@ -79,11 +80,11 @@ class Chain:
 
 @dataclass
 class _Candidate:
-    """Place where the graph might be cut. As a Stage it would end at the next candidate.
+    """A place where the graph might be cut. A stage from this cut would end at the next candidate.
 
     Attributes:
-        site: number of the site that is entered there; -1: no site was entered in that reentrant checkpoint.
-        kept_bytes: memory that the forward keeps until there.
+        site: number of the site that is called at this place; -1: no site was called in the reentrant checkpoint.
+        kept_bytes: bytes of the tensors that the forward keeps before this place.
     """
 
     site: int
@@ -96,7 +97,7 @@ class Recorder(Forward):
     """A forward in ordinary order, cut at every candidate.
 
     Args:
-        kept: counter of the memory that the forward keeps.
+        kept: counter of the bytes that the forward keeps for the backward.
     """
 
     def __init__(self, kept: Kept) -> None:
@@ -106,7 +107,7 @@ class Recorder(Forward):
         self._flags = _flags()
         self._before: list[int] = []
         self._candidates: list[_Candidate] = []
-        self._changed_flag = ""  # a setting of torch that is changed for a part of the forward
+        self._changed_flag = ""  # name of a setting of torch that a part of the forward changes
 
     def begin(self, site: int, *, reentrant: bool) -> bool:
         if reentrant:
@@ -129,7 +130,7 @@ class Recorder(Forward):
         (self._candidates[-1].units if self._candidates else self._before).extend(units)
 
     def found(self, loss: torch.Tensor) -> tuple[Chain, str]:
-        """Return the chain of a forward that ended in this loss. It may have no stages.
+        """Return the chain of the forward that computed this loss, possibly without stages.
 
         Also return why micro-batches cannot go through the stages one after the other; "" if they can.
         """
@@ -176,7 +177,7 @@ class Recorder(Forward):
 
 
 def _flags() -> dict[str, Any]:
-    """Return the settings that torch keeps for all threads and that code changes for a while."""
+    """Return the values of torch's global settings (for all threads) that code may change temporarily."""
     cuda = torch.backends.cuda
     return {
         "the default dtype": torch.get_default_dtype(),
@@ -196,7 +197,7 @@ class Attributes:
         self._before = {name: (module, _plain(module)) for name, module in model.named_modules()}
 
     def changed(self) -> str:
-        """Return the name of an attribute that has changed since; "" if none has."""
+        """Return the name of an attribute that has changed since the snapshot; "" if no attribute has changed."""
         for name, (module, before) in self._before.items():
             for key, value in _plain(module).items():
                 if key not in before or not _is_same(value, before[key]):
@@ -223,9 +224,10 @@ class Buffers:
         self._before = {name: buffer.clone() for name, buffer in model.named_buffers()}
 
     def changed(self) -> list[str]:
-        """Return the names of buffers whose values have changed since.
+        """Return the names of buffers whose values have changed since the snapshot.
 
-        Versions do not show it: updates of BatchNorm's means leave them alone.
+        The tensors' version counters would not show all changes: updates of BatchNorm's means do not count as changes
+        there.
         """
         return [name for name, now, before in self._pairs() if not _same_bits(now, before)]
 

@@ -14,7 +14,10 @@ ROWS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("host", ("fetches", "gradients", "updates (Adam)")),
     ("store", ("read weights", "read states", "write states", "write weights", "sync")),
 )
-"""Processes and their rows, in the order of display. A row that is not listed comes last, under "store"."""
+"""Processes and their rows, in the order of display.
+
+A row that is not in this list is displayed last, under "store".
+"""
 
 _NESTING = ("steps", "compute", "stalls", "gradients")
 """Rows of one thread each: events that overlap are nested."""
@@ -24,9 +27,9 @@ class Event(NamedTuple):
     """A bar of the trace.
 
     Attributes:
-        row: the row that it is drawn in, see ROWS.
-        category: its kind, by which viewers can filter.
-        args: details that viewers show when it is clicked.
+        row: the row in which the bar is drawn; see ROWS.
+        category: the kind of the bar, by which viewers can filter.
+        args: details that viewers show when the bar is clicked.
     """
 
     row: str
@@ -41,10 +44,10 @@ def document(events: Iterable[Event], begin_ns: int, end_ns: int, about: Mapping
     """Yield the JSON document in pieces; times are microseconds from `begin_ns`.
 
     Args:
-        events: in any order; clipped to [begin_ns, end_ns].
+        events: the events, in any order; they are clipped to [begin_ns, end_ns].
         begin_ns: begin of the trace.
         end_ns: end of the trace.
-        about: facts on the whole trace.
+        about: facts about the trace.
     """
     cut = [
         event._replace(begin_ns=max(event.begin_ns, begin_ns), end_ns=min(event.end_ns, end_ns))
@@ -73,10 +76,11 @@ def document(events: Iterable[Event], begin_ns: int, end_ns: int, about: Mapping
 
 
 def spread(events: Iterable[Event]) -> list[int]:
-    """Return for each event the lane of its row. The events are sorted by begin, then longest first.
+    """Return for each event the number of its lane in its row.
 
-    Viewers draw events that overlap on one lane wrong, unless one is inside the other. So an event goes to the first
-    free lane of its row. In rows of one thread it may also go inside an event that contains it.
+    The events must be sorted by their begin, and equal begins by length, the longest first. If two events overlap in a
+    lane, viewers draw them wrong, unless one event contains the other. An event is therefore assigned to the first free
+    lane of its row. In rows of one thread (`_NESTING`), an event may share a lane with an event that contains it.
     """
     ends: dict[str, list[list[int]]] = {}  # by row and lane: ends of the open events, outermost first
     chosen = []

@@ -1,9 +1,9 @@
-"""The loss of a language model's head, computed without ever holding all of its logits.
+"""The loss of a language model's head, computed without all logits in memory at once.
 
-For 8,192 tokens and a vocabulary of 128,000 the logits take 2 GiB in bf16, 4 GiB more in fp32 for the loss, and as much
-again for their gradient. Here the logits are computed piece by piece. Each piece is used at once for the loss and for
-the gradients of the hidden states and of the head, so the backward only multiplies these gradients by a factor. (As in
-Liger-Kernel, arXiv 2410.10989, section 3.2.)
+For 8,192 tokens and a vocabulary of 128,000 the logits take 2 GiB in bf16 and another 4 GiB in fp32 for the loss; the
+gradient of the logits takes as much again. This module computes the logits piece by piece. Each piece is used at once
+for the loss and for the gradients of the hidden states and of the head, so the backward only multiplies these gradients
+by a factor. (As in Liger-Kernel, arXiv 2410.10989, section 3.2.)
 
 [Note: two ways through the logits]
 
@@ -14,9 +14,9 @@ Liger-Kernel, arXiv 2410.10989, section 3.2.)
             │ column of words  │     Each element is summed up in one product, in fp32, and rounded once, as it is
             └─────────────────┘      with whole logits.
 
-Adding up the head's gradient token by token would round a partial sum each time, and need as much memory as the head
-takes in fp32. Going through the logits by words computes the logits a second time instead: four matrix products instead
-of three. If all tokens fit one piece, one way is enough, with three products.
+If the head's gradient were added up token by token, each partial sum would be rounded, and the sum would need as much
+memory as the head takes in fp32. The second way, by words, avoids this but computes the logits a second time: four
+matrix products instead of three. If all tokens fit one piece, one way is enough, with three products.
 """
 
 from __future__ import annotations
@@ -49,25 +49,26 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:
     """Return the cross entropy of `hidden @ weight.T + bias` and the labels.
 
-    The result is that of torch.nn.functional.cross_entropy of the fp32 logits, but they never exist as a whole.
-    Tokens without a label are left out of every computation.
+    The result is the result of torch.nn.functional.cross_entropy for the fp32 logits, but the logits are never all in
+    memory at once. Tokens without a label are left out of every computation.
 
     Args:
         hidden: [..., H], the input of the head.
         weight: [V, H], the weight of the head, on the same device, of the same dtype.
-        labels: int64 [...], the token that each hidden state must predict; the labels are not shifted here.
+        labels: int64 [...], the token that each hidden state must predict; this function does not shift the labels.
         bias: [V], the bias of the head.
         scale: factor by which the logits are multiplied.
-        softcap: c: the logits become c · tanh(logits / c), after the scale.
+        softcap: number c: after the scaling, the logits become c · tanh(logits / c).
         ignore_index: the label of tokens that do not count in the loss.
         divisor: number by which the sum over the tokens is divided; None: the number of tokens that have a label.
-        chunk_bytes: bytes of logits in memory at a time, in fp32; a copy in the dtype of `hidden` is added to that.
+        chunk_bytes: bytes of fp32 logits in memory at a time; a copy of these logits in the dtype of `hidden` takes
+            additional memory.
 
     Returns:
         The loss, an fp32 scalar; NaN if no token has a label, as in torch.
 
     Raises:
-        ConfigError: shapes do not fit each other, or a label is beyond the vocabulary.
+        ConfigError: the shapes do not match, or a label is beyond the vocabulary.
     """
     return cross_entropy(hidden, weight, bias, labels, Loss(scale, softcap, divisor, ignore_index, chunk_bytes))[0]
 
@@ -86,22 +87,22 @@ class Loss:
     def share(self) -> float:
         """Factor of a token's gradient before rounding: 1 / divisor without its power of two.
 
-        The power of two is exact when it is applied later. Applied now, it would take small gradients out of fp16's
-        range.
+        Multiplication by the power of two is exact, also after rounding. Before rounding it would move small gradients
+        out of fp16's range.
         """
         return math.frexp(1.0 / self.divisor)[0] if self.divisor and math.isfinite(self.divisor) else 1.0
 
     @property
     def factor(self) -> float:
-        """Rest of 1 / divisor, applied in the backward."""
+        """The remaining factor of 1 / divisor, applied in the backward."""
         return 1.0 / self.divisor / self.share if self.divisor else math.inf
 
     def at_a_time(self, across: int) -> int:
-        """Return the number of rows, or columns, in a piece of the logits that has `across` logits in each."""
+        """Return the number of rows (or columns) of a piece of logits, if each row (column) has `across` logits."""
         return max(max(self.chunk_bytes // 4, 1) // max(across, 1), 1)
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Compute the fp32 logits, [tokens, V], as the model computes them."""
+        """Compute the fp32 logits, [tokens, V], in the same way as the model."""
         return self.shaped(torch.nn.functional.linear(hidden, weight, bias)).float()
 
     def shaped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -113,17 +114,19 @@ class Loss:
         return logits
 
     def gradient(self, logits: torch.Tensor, normal: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Compute the gradient of the output of `linear`, times `divisor * share`, in place of the logits.
+        """Compute the gradient of the output of `linear`, times `divisor * share`; the result overwrites the logits.
 
         Args:
             logits: [tokens, columns], fp32, scaled and capped; overwritten.
             normal: the logarithm of the sum of the exponentials of all logits of a token, [tokens, 1].
-            labels: labels of the tokens, counted from the first of these columns; others belong to other pieces.
+            labels: labels of the tokens, as offsets from the first of these columns; labels outside belong to other
+                pieces.
         """
         slope = None if self.softcap is None else 1.0 - (logits / self.softcap).square_()
         gradient = logits.sub_(normal).exp_()
         rows = torch.arange(len(labels), device=labels.device)
-        inside = (labels >= 0) & (labels < logits.shape[1])  # a mask needs no answer on the host; other rows subtract 0
+        # a mask needs no synchronization with the host; the other rows subtract 0
+        inside = (labels >= 0) & (labels < logits.shape[1])
         gradient[rows, labels.clamp(0, logits.shape[1] - 1)] -= inside.to(gradient.dtype)
         if slope is not None:
             gradient.mul_(slope)
@@ -138,10 +141,10 @@ def cross_entropy(
     loss: Loss,
     *beside: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Compute chunked_cross_entropy, and add further outputs to the node of the loss.
+    """Compute chunked_cross_entropy, and add further outputs to the loss's node of the graph.
 
-    `beside` are new tensors, which become outputs of the same node of the graph and get no gradient. Hooks that wait
-    for their gradient therefore run when the loss is run backward. Returns the loss, followed by these tensors.
+    `beside` are new tensors. They become outputs of the same node and get no gradient. Hooks on these tensors therefore
+    run when the loss is run backward. Returns the loss, followed by the tensors of `beside`.
     """
     vocabulary, width = weight.shape
     if hidden.shape[-1] != width or hidden.shape[:-1] != labels.shape:
@@ -152,7 +155,7 @@ def cross_entropy(
     flat = labels.reshape(-1)
     has_label = flat != loss.ignore_index
     least, most = torch.where(has_label, flat, 0).aminmax() if flat.numel() else (flat.new_zeros(()),) * 2
-    # One transfer: on a device the host waits here for all work that was queued.
+    # The three numbers take one transfer, because the host waits at each transfer for all work queued on the device.
     count, smallest, largest = torch.stack((has_label.sum(), least, most)).tolist()
     if smallest < 0 or largest >= vocabulary:
         wrong = smallest if smallest < 0 else largest
@@ -166,7 +169,7 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Autograd node of the loss; see the top of the file."""
+    """Autograd node of the loss; see the module's docstring."""
 
     @staticmethod
     def forward(
@@ -272,21 +275,24 @@ class _Pieces:
 
 
 def _places(chosen: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the `count` indices at which a mask is true. With a known count the host does not wait for the device."""
+    """Return the `count` indices at which a mask is true.
+
+    Because the count is given, the host need not wait for the device.
+    """
     if chosen.device.type == "cpu":
         return chosen.nonzero().squeeze(1)
     return torch.nonzero_static(chosen, size=count).squeeze(1)
 
 
 def _sums_in(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which gradients are summed up and kept until division: fp16's range is too small."""
+    """Return the dtype in which gradients are summed up and kept until the division: fp32 in place of fp16."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return `gradient` times `factor`, an fp32 scalar, rounded once.
 
-    A plain product on a GPU would round the scalar to the tensor's dtype first.
+    A plain product on a GPU would first round the scalar to the tensor's dtype.
     """
     found = torch.empty_like(gradient, dtype=dtype)
     rows = max(_SCALED_NUMEL // max(gradient[:1].numel(), 1), 1)

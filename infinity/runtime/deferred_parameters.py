@@ -1,10 +1,11 @@
-"""Deferred parameters: a model that is loaded and not offloaded yet, whose parameters know how to read their values.
+"""Deferred parameters: parameters of a model that is loaded but not offloaded yet. Their values are read only when they
+are used.
 
 [Note: why offloading waits]
 A script that knows nothing of infinity loads a model, and then attaches adapters, freezes parameters, resizes the
-embeddings, converts the weights or copies the model. The placement can be planned only after that. Until then a
-parameter is a placeholder of the released class (units/released_parameters.py), whose values come from the files of the
-checkpoint:
+embeddings, converts the weights or copies the model. The placement can be planned only after these changes. Until the
+model is offloaded, each parameter is a placeholder of the released class (units/released_parameters.py), and its values
+are read from the files of the checkpoint:
 
     an operation reads it, without a graph     the values are read, and dropped when the operation ends
     an operation writes to it, gives a view
@@ -38,7 +39,7 @@ Read = Callable[[], torch.Tensor]
 
 
 class _Values(Lender):
-    """The deferred parameters of this process: how the values of each are read, and its name in messages."""
+    """The deferred parameters of this process: for each parameter its reader and its name in messages."""
 
     def __init__(self) -> None:
         self._reads: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -49,7 +50,7 @@ class _Values(Lender):
         parameter.__class__ = self._released
 
     def leave(self, parameter: nn.Parameter) -> Read:
-        """Give a parameter its own class back, still without values. Return the function that reads them."""
+        """Restore the class of a parameter, which still has no values. Return the function that reads the values."""
         read: Read = self._reads.pop(parameter)[1]
         parameter.__class__ = nn.Parameter
         return read
@@ -61,7 +62,7 @@ class _Values(Lender):
         return str(self._reads[parameter][0])
 
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return the values, on the CPU, in the dtype of the checkpoint."""
+        """Return the values of a parameter, on the CPU, in the dtype of the checkpoint."""
         value: torch.Tensor = self._reads[parameter][1]()
         if value.shape != parameter.shape:
             raise ModelError(
@@ -82,7 +83,8 @@ class _Values(Lender):
         holders = {parameter: _holders(parameter) for parameter in there}
         yield
         for parameter in there:
-            # A graph that refers to the parameter needs its values in the backward; a view of it may be written to.
+            # A graph that refers to the parameter needs the values in the backward; a view of the parameter may be
+            # written to.
             seen = parameter._version != versions[parameter] or _holders(parameter) > holders[parameter]
             if not torch.is_grad_enabled() and not seen:
                 parameter.data = placeholders[parameter]
@@ -115,7 +117,7 @@ class _Values(Lender):
         return another
 
     def assign(self, parameter: nn.Parameter, value: nn.Parameter) -> None:
-        """Assign `parameter.data = value` where both are deferred, as Module.to(dtype) does."""
+        """Assign `parameter.data = value` if both are deferred (Module.to(dtype) makes such assignments)."""
         if not self.has(value):
             return super().assign(parameter, value)
         reads = self._reads[value]
@@ -140,14 +142,14 @@ def _raw(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def defer(model: nn.Module, source: Source, device: torch.device) -> None:
-    """Defer the parameters of a model: those on the meta device are read from `source` when they are needed.
+    """Defer the parameters of a model: those on the meta device are read from `source` when their values are needed.
 
     Parameters in memory become deferred, too.
 
     Args:
-        model: its meta parameters are replaced.
-        source: function that gives the value of a parameter by its name.
-        device: where the model will compute; the parameters report it as their device.
+        model: the model whose meta parameters are replaced.
+        source: function that returns the value of a parameter, given its name.
+        device: device on which the model will compute; the parameters report this device as theirs.
     """
     names: dict[nn.Parameter, str] = {}
     for name, named in model.named_parameters():
@@ -168,8 +170,8 @@ def defer(model: nn.Module, source: Source, device: torch.device) -> None:
 def defer_in_memory(model: nn.Module) -> None:
     """Defer the parameters of a model that is in memory.
 
-    Their values stay unchanged until the model is offloaded, even if the model is converted to another dtype in
-    between. They become the fp32 master.
+    The parameters keep their present values until the model is offloaded, even if the model is converted to another
+    dtype in between. These values become the fp32 master.
     """
     for name, parameter in model.named_parameters():
         if not _values.has(parameter):
@@ -178,7 +180,7 @@ def defer_in_memory(model: nn.Module) -> None:
 
 
 def _forget_if_changed(parameter: nn.Parameter) -> None:
-    """Forget the encoded form of an ordinary parameter if the parameter has other values now."""
+    """Forget the encoded form of an ordinary parameter if the parameter's values differ from the encoded values."""
     known = encoded_form(parameter)
     if known is None or parameter.is_meta:
         return
@@ -198,7 +200,10 @@ class _Constant:
 
 
 def defer_again(parameter: nn.Parameter, name: str, value: Read | torch.Tensor) -> None:
-    """Defer a parameter that has a placeholder. `value` is its value, or the function that reads it."""
+    """Defer a parameter that has a placeholder.
+
+    `value` is the parameter's value, or the function that reads the value.
+    """
     if isinstance(value, torch.Tensor):
         forget(parameter)
     _values.enter(parameter, name, _Constant(value) if isinstance(value, torch.Tensor) else value)
@@ -211,10 +216,10 @@ def _placeholder(parameter: nn.Parameter, dtype: torch.dtype, device: torch.devi
 
 @runtime_checkable
 class RereadableSource(Protocol):
-    """A source that can be asked again later."""
+    """A source whose values can be read again later."""
 
     def unchanged(self) -> bool:
-        """Return whether the source gives the same values as at first."""
+        """Return whether the source still has the values that it had at first."""
 
 
 class Reader:
@@ -249,7 +254,10 @@ def _rows(read: Read, begin: int, end: int) -> Read:
 
 
 def rows_of_deferred(parameter: nn.Parameter, name: str, begin: int, end: int) -> nn.Parameter:
-    """Return another deferred parameter, of rows [begin, end) of this one. Messages call it `name`."""
+    """Return a new deferred parameter for rows [begin, end) of this parameter.
+
+    Messages call the new parameter `name`.
+    """
     return _values.rows(parameter, name, begin, end)
 
 
@@ -272,7 +280,7 @@ class Values:
     """Source of the values of a model's parameters, by name.
 
     Args:
-        named: every parameter, by each of its names.
+        named: every parameter of the model, by each of its names.
         left: name and reader of each parameter that was deferred.
 
     Attributes:
@@ -291,7 +299,7 @@ class Values:
         return {name: read for name, read in found.items() if isinstance(read, Reader)}
 
     def in_memory(self, name: str) -> bool:
-        """Return whether the value of a parameter is in memory because it was made there."""
+        """Return whether the value of a parameter is in memory and in no file."""
         parameter = self._named[name]
         return parameter not in self._left or isinstance(self._left[parameter][1], _Constant)
 
@@ -302,9 +310,10 @@ class Values:
 
 @contextmanager
 def values_of(model: nn.Module) -> Iterator[Values]:
-    """Give a source of a model's values: deferred parameters from their readers, all others from themselves.
+    """Yield a source of a model's values, which reads the values of deferred parameters from their files.
 
-    In this context the deferred parameters are ordinary placeholders. An exception defers them again.
+    In this context the deferred parameters are ordinary placeholders. If the context ends with an exception, these
+    parameters are deferred again.
     """
     left: dict[nn.Parameter, tuple[str, Read]] = {}
     named: dict[str, nn.Parameter] = {}

@@ -35,28 +35,31 @@ def gathered(
         with infinity.gathered(model, model.lm_head, grads=True):  # between backward and step
             model.lm_head.weight.grad.clamp_(-1.0, 1.0)
 
-    If no part of the model is offloaded, the context does nothing: the values are in memory anyway.
+    If no part of the model is offloaded, the context does nothing, because the values are in memory.
 
-    The values are copies, on the device of the model, in addition to the memory that the plan counts. A parameter of
-    another module is fetched while an operation reads it; its `.data` raises.
+    The values are copies on the device of the model. The copies take memory in addition to the plan's memory. A
+    parameter of a module that is not gathered is fetched while an operation reads it; the `.data` of such a parameter
+    raises.
 
     Args:
         model: the model that infinity.offload or load_pretrained returned.
         modules: modules or parameters of the model; none: the whole model.
-        write: keep changes: at the end, parameters whose bits changed are written to the store, with a master of
-            exactly these values; their moments stay. Without `write` every change is lost at the end, and a warning
-            names one. An exception in the context drops all changes.
-        grads: make `.grad` a copy, too, in the parameter's dtype, between backward and step. At the end the changed
-            copies become the gradients of the step, with or without `write`; a parameter whose `.grad` is None then has
-            no gradient. An exception in the context drops these changes, too.
+        write: keep changes. At the end, parameters whose bits changed are written to the store, and their masters get
+            exactly the new values; the moments are not changed. Without `write` every change is lost at the end, and a
+            warning names a changed parameter. An exception in the context drops all changes.
+        grads: make `.grad` a copy of the gradient, too, in the parameter's dtype, between backward and step. At the end
+            the changed copies become the gradients of the step, with or without `write`. A parameter whose `.grad` is
+            None at the end has no gradient. An exception in the context drops these changes, too.
 
     Raises:
         PlanError: there is no memory for the copies.
         ModelError: `model` is a part of an offloaded model; a module does not belong to it; `write` or `grads` in a
             forward or backward pass; `write` for parameters that an outer context gathered; `grads` without gradients.
-            At the end: a shape or dtype changed, or a frozen weight that several generations of the run use.
+            At the end of the context: a shape or dtype changed, or a frozen weight changed that several generations of
+            the run use.
         NotAvailableError: `grads` with several ranks.
-        InfinityError, SwapIOError: as a forward pass. At the end: the store could not be written.
+        InfinityError, SwapIOError: the errors of a forward pass. At the end of the context: the store could not be
+            written.
     """
     named = [parameter for module in (model, *modules) for parameter in _parameters_of(module)]
     if not any(registry.find(parameter) for parameter in named):
@@ -91,7 +94,7 @@ def gathered(
 
 
 def not_gathered(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those of the parameters that no context of infinity.gathered has replaced by copies."""
+    """Return the parameters that no open context of infinity.gathered has replaced by copies."""
     coordinator, found = registry.coordinator_of(model), []
     for parameter in parameters:
         index, name = _find(coordinator, parameter, parameter)
@@ -124,9 +127,9 @@ def _find(coordinator: Coordinator, parameter: nn.Parameter, module: nn.Module |
 def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over the names and values of `model.state_dict()`, one after the other.
 
-    A model larger than memory can pass through. Each parameter and persistent buffer is copied to the device of the
-    model, and the copy is freed when the caller drops it. If several names belong to one parameter, each name gets its
-    own copy. `get_extra_state` is not called.
+    The model may be larger than memory. Each parameter and persistent buffer is copied to the device of the model, and
+    the copy is freed when the caller drops it. If several names belong to one parameter, each name gets its own copy.
+    `get_extra_state` is not called.
 
         for name, tensor in infinity.state_dict(model):
             client.update(name, tensor)

@@ -1,8 +1,9 @@
-"""Cuts in the graph of a forward, where one of its sites begins while no other site is being called.
+"""Cuts in the graph of a forward. The graph is cut where a site (a module that reads weights) is called outside of all
+other sites.
 
 Reentrant checkpointing (torch.utils.checkpoint, use_reentrant=True) hides its calls in one node, whose inputs are fixed
-before any hook of a module inside runs. So the inputs of that node are replaced: the graph is cut before the
-checkpoint, and the first site that is entered inside tells which stage has begun.
+before any hook of a module inside runs. The inputs of this node are therefore replaced: the graph is cut before the
+checkpoint, and the first site that is called inside the checkpoint determines which stage has begun.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from infinity.runtime.graph_pieces import Tape, replaced
 
 
 class CuttableModule(NamedTuple):
-    """A module that reads weights. It does not keep the module alive.
+    """A site: a module that reads weights. This object does not keep the module alive.
 
     Attributes:
         units: indices of the units that the module reads.
-        cuts: whether the module has weights that are fetched, so that a stage may begin there.
+        cuts: whether a stage may begin with this module, because some of its weights are fetched.
     """
 
     module: weakref.ref[nn.Module]
@@ -35,37 +36,38 @@ class CuttableModule(NamedTuple):
 
 
 class Forward:
-    """The forward of one micro-batch, in one thread, through `watched` sites.
+    """The forward of one micro-batch, in one thread, whose calls of sites are reported by `watched`.
 
     Attributes:
-        stage: the current stage; -1: none has begun.
+        stage: the current stage; -1: no stage has begun.
         tape: the graph that was made so far.
     """
 
     def __init__(self) -> None:
         self.stage = -1
         self.tape = Tape()
-        self._depth = 0  # sites that are being called
-        self._in_checkpoint = False  # the graph was cut before a checkpoint, and no site inside was entered yet
+        self._depth = 0  # number of sites whose call is in progress
+        # whether the graph was cut before a checkpoint in which no site has been called yet
+        self._in_checkpoint = False
 
     def begin(self, site: int, *, reentrant: bool) -> bool:
-        """Enter a site, by its number. Return whether a stage begins there; then `stage` is that stage.
+        """Enter a site, given its number. Return whether a stage begins with the site; if so, set `stage`.
 
-        If a stage begins, wait until it may run. `reentrant` says that the site is the first one in a reentrant
+        If a stage begins, wait until the stage may run. `reentrant`: whether the site is the first site in a reentrant
         checkpoint.
         """
         raise NotImplementedError
 
     def may_begin_in_checkpoint(self) -> bool:
-        """Return whether a stage may begin in the reentrant checkpoint that is being called."""
+        """Return whether a stage may begin in the reentrant checkpoint whose call begins."""
         raise NotImplementedError
 
     def reads(self, units: Sequence[int]) -> None:
-        """Note the units that the entered site reads."""
+        """Record the units that the entered site reads."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make this the forward of this thread, in this context."""
+        """In this context, use this object as the forward of this thread."""
         before, _here.forward = _running(), self
         try:
             yield
@@ -73,7 +75,10 @@ class Forward:
             _here.forward = before
 
     def enter(self, number: int, site: CuttableModule, given: tuple[Any, Any]) -> Any:
-        """Enter a site with args and kwargs. Return those to call it with instead, or None to keep them."""
+        """Enter a site that is called with args and kwargs.
+
+        Return new args and kwargs for the call; None: leave them unchanged.
+        """
         self._depth += 1
         found = None
         if site.cuts and self._depth == 1:
@@ -92,7 +97,7 @@ class Forward:
         self._depth -= 1
 
     def checkpoint(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Enter a reentrant checkpoint. Return the inputs to give it instead."""
+        """Enter a reentrant checkpoint. Return the inputs with which the checkpoint must be called."""
         if self._depth or not self.may_begin_in_checkpoint():
             return inputs
         self._in_checkpoint = True
@@ -104,9 +109,9 @@ _here = threading.local()
 
 @contextmanager
 def watched(sites: Sequence[CuttableModule]) -> Iterator[None]:
-    """Tell `running` forwards of every site that they enter and leave, in this context.
+    """In this context, call `enter` and `leave` of a thread's `running` forward at every site.
 
-    Other threads are not affected.
+    Threads without a running forward are not affected.
     """
     with ExitStack() as entered:
         for number, site in enumerate(sites):
@@ -150,7 +155,7 @@ _users = 0
 
 @contextmanager
 def _checkpoints_heard_of() -> Iterator[None]:
-    """Replace CheckpointFunction.apply by ours from the first user of this context to the last."""
+    """Replace CheckpointFunction.apply by `_apply` while at least one thread is in this context."""
     global _users
     with _lock:
         _users += 1
@@ -161,7 +166,7 @@ def _checkpoints_heard_of() -> Iterator[None]:
         with _lock:
             _users -= 1
             if not _users:
-                del CheckpointFunction.apply  # makes the inherited method visible again
+                del CheckpointFunction.apply  # this makes the inherited method visible again
 
 
 def _apply(function: Any, preserve: Any, *inputs: Any) -> Any:

@@ -1,17 +1,19 @@
 """The graph of one micro-batch, cut into pieces whose backward can run one by one.
 
 [Note: cutting a graph]
-Where a unit begins, the graph is cut at each input of the unit that has a graph. `_Cut` replaces the input by a tensor
-of the same memory, without a graph below. The gradients that arrive there are added up (`_Gradient`). When the piece
-that made the original tensor is run backward, `_Tail` feeds the sum into the graph of that piece:
+Where a unit begins, the graph is cut at each of the unit's inputs that has a graph. `_Cut` replaces the input by a
+tensor of the same memory that has no graph behind it. The gradients that arrive for this tensor are added up
+(`_Gradient`). When the piece that made the original tensor is run backward, `_Tail` passes the sum into the graph of
+this piece:
 
     piece 1 …──▶ x ──▶ _Tail        the root from which piece 1 is run backward
                  ┆ (the same memory)
                  _Cut ──▶ b ──▶ piece 2 …
 
-Neither keeps the memory of x alive. A tensor may be given to several units. Its gradient is then the sum of their
-contributions, the last unit's first, in autograd's order but in fp32. The sequence number of a tensor's node tells
-which piece made the tensor: autograd counts the nodes that a thread makes.
+Neither `_Cut` nor `_Tail` keeps the memory of x alive. If several units use a tensor, the tensor's gradient is the sum
+of the units' contributions. The last unit's contribution comes first, as in autograd, but the sum is in fp32. Autograd
+numbers the nodes that a thread makes: the sequence number of a tensor's node therefore tells which piece made the
+tensor.
 """
 
 from __future__ import annotations
@@ -45,13 +47,13 @@ _ADVICE = (
 
 
 class _Gradient:
-    """Gradient of a tensor that crosses from one piece to others.
+    """Gradient of a tensor that one piece makes and other pieces use.
 
-    It does not refer to the tensor's node: a cycle through a graph would never be collected.
+    The object does not refer to the tensor's node: a cycle through a graph would never be collected.
 
     Attributes:
-        total: sum so far; None: no gradient has arrived.
-        closed: whether no further gradient may arrive.
+        total: sum of the gradients so far; None: no gradient has arrived.
+        closed: whether the sum is final: a further gradient is an error.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -60,7 +62,10 @@ class _Gradient:
         self.closed = False
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Add the contribution of a unit that was given the tensor. Raises ModelError if its piece has already run."""
+        """Add the contribution of a unit that used the tensor.
+
+        Raises ModelError if the piece that made the tensor has already run backward.
+        """
         if self.closed:
             raise ModelError(f"a gradient came after the backward of the piece that made its tensor, {_ADVICE}")
         if self.total is None:
@@ -76,12 +81,15 @@ class _Gradient:
 
 
 class _Cut(torch.autograd.Function):
-    """Tensor of the same values without a graph below. Its incoming gradient is added to the _Gradient."""
+    """Tensor with the same values as the input, without the input's graph.
+
+    Gradients of this tensor are added to the _Gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: list[torch.Tensor], gradient: _Gradient) -> torch.Tensor:
         ctx.gradient = gradient
-        return tensor[0].detach()  # no view: the receiver may write to it
+        return tensor[0].detach()  # not a view, because the receiver may write to this tensor
 
     @staticmethod
     def backward(ctx: Any, *came: Any) -> Any:
@@ -90,7 +98,7 @@ class _Cut(torch.autograd.Function):
 
 
 class _Tail(torch.autograd.Function):
-    """Root of a piece. Its backward gives the gradient that has arrived until then."""
+    """Root of a piece. The backward of this node returns the sum of the gradients that have arrived."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, gradient: _Gradient) -> torch.Tensor:
@@ -106,9 +114,9 @@ class Piece:
     """Computation of one micro-batch from one cut to the next.
 
     Attributes:
-        stage: its stage (micro_batches.py).
-        begins: sequence number of its first node.
-        values: tails and gradients of the tensors that it makes and that other pieces are given.
+        stage: stage of the piece (micro_batches.py).
+        begins: sequence number of the piece's first node.
+        values: tails and gradients of the tensors that this piece makes and other pieces use.
         loss: the loss, if the micro-batch ends in this piece.
     """
 
@@ -120,17 +128,17 @@ class Piece:
 
     @property
     def roots(self) -> list[torch.Tensor]:
-        """Tensors to run the piece backward from: the loss, and tails whose gradients have arrived."""
+        """Tensors from which the piece is run backward: the loss, and tails whose gradients have arrived."""
         tails = [tail for tail, gradient in self.values if gradient.total is not None]
         return tails if self.loss is None else [*tails, self.loss]
 
     def backward(self) -> None:
-        """Run the piece backward, once all tensors that it made have their gradients.
+        """Run the piece backward. All gradients of the tensors that the piece made must have arrived.
 
-        The piece keeps nothing alive afterwards.
+        Afterwards the piece keeps no tensor alive.
 
         Raises:
-            ModelError: it has parts in common with other pieces.
+            ModelError: the graph of the piece has parts in common with other pieces.
         """
         roots = self.roots
         for _, gradient in self.values:
@@ -146,21 +154,22 @@ class Piece:
 
 
 class Tape:
-    """The pieces of one micro-batch, in the order in which they are computed, all in one thread."""
+    """The pieces of one micro-batch, in the order of their computation. One thread computes all of them."""
 
     def __init__(self) -> None:
         self._anchor = torch.empty((), requires_grad=True)
-        # By the id of the node that made the tensor, and the output's number. The node is kept, so its id stays unique.
+        # The key is the id of the node that made the tensor, and the output's number. The node is kept, so its id stays
+        # unique.
         self._crossed: dict[tuple[int, int], tuple[Any, _Gradient]] = {}
         self.pieces = [Piece(-1, 0)]
 
     def cut(self, stage: int) -> Replace:
-        """Begin a piece in a stage. Return the function that replaces the tensors that the piece is given."""
+        """Begin a piece of a stage. Return the function that replaces the input tensors of the piece."""
         self.pieces.append(Piece(stage, next_number()))
         return self._crossing
 
     def is_of(self, stage: int) -> None:
-        """Correct the stage of the piece that began last."""
+        """Set the stage of the last piece, in place of the stage with which the piece began."""
         self.pieces[-1].stage = stage
 
     def _crossing(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -173,17 +182,17 @@ class Tape:
         return crossed
 
     def made_by(self, node: Any) -> Piece:
-        """Return the piece that made a node, or the first piece if none did."""
+        """Return the piece that made a node; the first piece for a node that no piece made."""
         return self.pieces[bisect_right(self.pieces, number_of(node), key=lambda piece: piece.begins) - 1]
 
     def end(self, loss: torch.Tensor) -> None:
-        """End the micro-batch in this loss."""
+        """End the micro-batch, whose loss is `loss`."""
         piece = self.pieces[-1] if loss.grad_fn is None else self.made_by(loss.grad_fn)
         piece.loss = loss
         self._crossed.clear()
 
     def waits(self, stage: int) -> bool:
-        """Return whether the last piece that has not run is of this stage and has something to run."""
+        """Return whether the last piece that has not run belongs to this stage and has gradients to run backward."""
         return bool(self.pieces) and self.pieces[-1].stage == stage and bool(self.pieces[-1].roots)
 
     def backward(self, stage: int) -> None:
@@ -194,7 +203,8 @@ class Tape:
     def edges(self, loss: torch.Tensor) -> Iterator[tuple[Any, Any, bool]]:
         """Yield every edge of the graph of a loss that was not run backward, except edges to leaves.
 
-        An edge is the node below, the node above, and whether the graph is cut between them.
+        An edge consists of the node below (closer to the inputs), the node above, and whether the graph is cut between
+        them.
         """
         below = {id(gradient): node for node, gradient in self._crossed.values()}
         waiting = [] if loss.grad_fn is None else [loss.grad_fn]
@@ -215,11 +225,11 @@ class Tape:
 def replaced(
     args: Sequence[Any], kwargs: Mapping[str, Any], replace: Replace
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a call with every tensor that a graph has made replaced, also inside tuples.
+    """Return the arguments of a call, in which every tensor that has a graph is replaced, also inside tuples.
 
-    Other containers stay unchanged, because the callee may write to them.
+    Other containers stay unchanged, because the called function may write to them.
     """
-    made: dict[int, torch.Tensor] = {}  # a tensor that is given twice is replaced once
+    made: dict[int, torch.Tensor] = {}  # a tensor that occurs twice is replaced by the same tensor
     found = (_replaced(given, replace, made) for given in args)
     return tuple(found), {name: _replaced(given, replace, made) for name, given in kwargs.items()}
 
@@ -227,7 +237,8 @@ def replaced(
 def _replaced(given: Any, replace: Replace, made: dict[int, torch.Tensor]) -> Any:
     """Replace the tensors of one argument.
 
-    This is no nested function: one that calls itself would keep the graph alive until Python collects cycles.
+    This is not a nested function, because a nested function that calls itself would keep the graph alive until Python
+    collects cycles.
     """
     if isinstance(given, torch.Tensor):
         if given.grad_fn is None:

@@ -1,5 +1,5 @@
-"""Guards around operations that would take placeholders for weights: state_dict and load_state_dict gather the weights;
-deepcopy and pickling raise."""
+"""Guards for operations that would read placeholders in place of the weights: state_dict and load_state_dict gather the
+weights; deepcopy and pickling raise."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _refuse(what: str, why: str = "would see placeholders: its weights are in th
 
 
 class Guard:
-    """Hook object that refuses to be copied or pickled. The module that has the hook then refuses, too."""
+    """Hook object that raises when it is copied or pickled. A module with this hook therefore raises, too."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         _refuse("deepcopy")
@@ -47,9 +47,9 @@ class Guard:
 
 
 def not_compiled(hook: type[H]) -> type[H]:
-    """Make torch.compile end its graph at hooks of this class, and compile nothing of the hooks.
+    """Make torch.compile end its graph at hooks of this class, so that the hooks are not compiled.
 
-    torch's compiler takes seconds to import: it is used only once other code has imported it.
+    The import of torch's compiler takes seconds, so the compiler is used only if other code has imported it.
     """
     call: Any = hook.__call__
 
@@ -60,13 +60,14 @@ def not_compiled(hook: type[H]) -> type[H]:
         hook.__call__ = torch.compiler.disable(call)
         return hook.__call__(*args, **kwargs)
 
-    run.__dict__["_torchdynamo_disable"] = True  # the mark that torch.compiler.disable puts on its result
+    run.__dict__["_torchdynamo_disable"] = True  # the mark that torch.compiler.disable sets on its result
     hook.__call__ = run
     return hook
 
 
 class _Hook(Guard):
-    """Hook that calls a method of another object. torch puts attributes on hooks, which a method cannot have."""
+    """Hook that calls a method of another object. torch sets attributes on hooks, and a method cannot have
+    attributes."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -76,13 +77,13 @@ class _Hook(Guard):
 
 
 class _Gathers:
-    """Open gatherings, by module; each belongs to a call in progress.
+    """Open gatherings, by module; each gathering belongs to a call in progress.
 
-    If an exception ended the call, the next operation closes its gathering and drops the changes ([Note: calls that
-    die] in live_call.py).
+    If an exception ended the call, the next operation closes the call's gathering and drops the changes ([Note: calls
+    that die] in live_call.py).
 
     Args:
-        beyond: as in Call.
+        beyond: names of functions around the hooks, see LiveCall.
     """
 
     def __init__(self, model: nn.Module, *beyond: str) -> None:
@@ -122,14 +123,14 @@ class _Gathers:
 
 
 class _StateDict(_Gathers):
-    """Gatherings of state_dict. Its tensors are copies of all weights of the module, which must fit memory.host."""
+    """Gatherings for state_dict, which returns copies of all weights of the module. The copies must fit memory.host."""
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         with self._lock:
             self.end_if_dead()
             self._require_this_thread("state_dict()")
             if self._open:
-                return  # a module that contains this one is being read
+                return  # the state_dict of a module that contains this module is in progress
             self._require_room(module)
             self._enter(module, gathered(self._model, module))
 
@@ -143,7 +144,7 @@ class _StateDict(_Gathers):
 
 
 class _LoadStateDict(_Gathers):
-    """Gatherings of load_state_dict: one module after the other is gathered and written back."""
+    """Gatherings for load_state_dict: one module after the other is gathered and written back."""
 
     def before(self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         with self._lock:
@@ -165,8 +166,9 @@ class _LoadStateDict(_Gathers):
 
 
 def guard(model: nn.Module, coordinator: Coordinator) -> list[RemovableHandle]:
-    """Put the guards on every module that has parameters, its own or those of modules inside."""
-    state_dict, load = _StateDict(model), _LoadStateDict(model, "_load_from_state_dict")  # it ends before its hooks
+    """Install the guards on every module that has parameters, itself or in the modules inside."""
+    # _load_from_state_dict ends before its hooks run
+    state_dict, load = _StateDict(model), _LoadStateDict(model, "_load_from_state_dict")
     for each in (state_dict, load):
         coordinator.watch_readers(each.end_if_dead)
     before_read, after_read = _Hook(state_dict.before), _Hook(state_dict.after)
