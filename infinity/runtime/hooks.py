@@ -1,15 +1,15 @@
-"""The hooks that make an unchanged training loop fetch and release units.
+"""The hooks by which an unchanged training loop fetches and releases units.
 
 [Note: hooks and checkpointing]
 transformers checkpoints `forward`; users of torch often checkpoint `__call__`. Reentrant checkpointing runs a second
-backward inside the first. So recomputation may run all of our forward hooks, none of them, or a pre-hook without its
-post-hook (recomputation stops early). Therefore:
+backward inside the first. Recomputation may therefore run all forward hooks of infinity, none of them, or (if it stops
+early) a pre-hook without its post-hook. This has three consequences:
 
 * in a backward pass a forward hook only fetches the unit and counts no use;
 * a hook on every output tensor of a unit announces the unit's backward before any of that backward runs;
 * a unit that is still absent is fetched when autograd unpacks a view of its weights.
 
-Uses that were counted by a forward that died are forgotten when the next forward begins.
+If a forward ends without its post-hooks, the uses that it counted are forgotten when the next forward begins.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from infinity.units.released_parameters import in_backward
 class _Forward:
     """An outermost forward and its pair of saved-tensor hooks.
 
-    torch keeps such hooks for each thread. If a forward dies in another thread, its pair is popped when that thread
-    begins its next forward.
+    torch has a stack of such hooks for each thread. If a forward dies in another thread, its pair is popped when this
+    other thread begins its next forward.
 
     Attributes:
         depth: number of modules of Discovery.root_candidates whose call is in progress; 0: no forward is in progress.
-        begun: outermost forwards so far.
+        begun: number of outermost forwards so far.
     """
 
     def __init__(self, saved: SavedTensors) -> None:
@@ -74,13 +74,13 @@ class _Forward:
 class RootForward:
     """The outermost forward in progress: it owns the pair of saved-tensor hooks.
 
-    When all micro-batches go through one unit after the other (micro_batches.py), each micro-batch has a forward in a
-    thread of its own, a lane. The coordinator sees all these forwards as one.
+    If all micro-batches go through one unit after the other (micro_batches.py), each micro-batch has a forward in a
+    separate thread, called a lane. For the coordinator all these forwards are one forward.
 
     Invariant: the pair is pushed by the outermost module's pre-hook and popped by its post-hook, also on an
-    exception. Ctrl-C skips post-hooks. Then the next outermost forward, step, gathering or the closing of the model
-    finds that the frame of the call no longer runs, and cleans up. While the call runs, forwards of other threads are
-    refused.
+    exception. Ctrl-C skips post-hooks. In this case, the next outermost forward, step or gathering, or the closing of
+    the model, finds that the frame of the call no longer runs, and cleans up. While the call runs, forwards in other
+    threads raise ModelError.
     """
 
     def __init__(self, coordinator: Coordinator, structure: Structure, ends: BackwardEnds) -> None:
@@ -92,12 +92,12 @@ class RootForward:
         self._own = _Forward(self._saved)
         self._lanes: dict[int, _Forward] = {}  # by thread
         self._call: LiveCall | None = None
-        self._refused: set[int] = set()  # threads in a call that its pre-hook refuses
+        self._refused: set[int] = set()  # threads whose current call was refused by its pre-hook
         self._staying = [unit.index for unit in coordinator.units if unit.full.stays]
 
     @property
     def begun(self) -> int:
-        """Outermost forwards so far, without those of lanes."""
+        """Number of outermost forwards so far, without the forwards of lanes."""
         return self._own.begun
 
     def enter(self) -> None:
@@ -133,7 +133,7 @@ class RootForward:
 
     @property
     def was_refused(self) -> bool:
-        """Whether this thread runs the post-hooks of a call that its pre-hook refused, so that nothing was entered."""
+        """Whether this thread runs the post-hooks of a call that the pre-hook refused; such a call was not entered."""
         return threading.get_ident() in self._refused
 
     def _require_no_other(self) -> None:
@@ -146,7 +146,7 @@ class RootForward:
         )
 
     def abandon(self) -> None:
-        """Forget a forward that an exception ended without its post-hooks."""
+        """Forget a forward that an exception ended before its post-hooks could run."""
         self._own.depth = 0
         self._own.pop()
         self._close()
@@ -154,7 +154,7 @@ class RootForward:
 
     @contextmanager
     def weighing(self) -> Iterator[Kept]:
-        """Count the memory that forwards keep in this context, in the counter that it gives."""
+        """Count the bytes that forwards in this context keep for the backward. Yields the counter."""
         self._saved.kept = kept = Kept()
         try:
             yield kept
@@ -163,7 +163,7 @@ class RootForward:
 
     @contextmanager
     def lanes(self) -> Iterator[None]:
-        """Allow forwards only in threads that are in `lane`, in this context. They are training forwards."""
+        """In this context, allow forwards only in threads that are in `lane`. These forwards are training forwards."""
         with self.coordinator.locked():
             self._require_no_other()
             if self._own.depth:
@@ -176,7 +176,7 @@ class RootForward:
 
     @contextmanager
     def lane(self) -> Iterator[None]:
-        """Make this thread's forwards those of a lane in this context."""
+        """In this context, the forwards of this thread are forwards of a lane."""
         thread = threading.get_ident()
         self._lanes[thread] = forward = _Forward(self._saved)
         try:
@@ -251,8 +251,10 @@ class RootPostForward(Guard):
 
 
 def _was_taken_back(coordinator: Coordinator) -> bool:
-    """Return whether the model was taken back (reoffload.py). A call in progress at that time still runs these
-    hooks."""
+    """Return whether the model was taken back (reoffload.py).
+
+    A call that is in progress when the model is taken back still runs the hooks.
+    """
     return coordinator.closed and coordinator not in registry.coordinators()
 
 
@@ -286,7 +288,7 @@ class UnitPreForward(Guard):
                 for taken in self._units[:position]:
                     self._coordinator.end_use(taken)
                 raise
-        if in_backward():  # see [Note: hooks and checkpointing]: there may be no post-hook that releases the units
+        if in_backward():  # [Note: hooks and checkpointing]: there may be no post-hook that would release the units
             for index in self._units:
                 self._coordinator.end_use(index)
             return
@@ -297,7 +299,7 @@ class UnitPreForward(Guard):
 def _autocast_would_copy(module: nn.Module) -> bool:
     """Return whether most of a module's weights are fp32 weights of matrix products, which autocast copies.
 
-    A few such weights among 16-bit ones (PEFT adapters) do no harm. Autocast leaves embeddings and norms alone.
+    A few such weights among 16-bit weights (PEFT adapters) do no harm. Autocast does not copy embeddings and norms.
     """
     numel = dict.fromkeys((True, False), 0)
     for owner in module.modules():
@@ -309,10 +311,10 @@ def _autocast_would_copy(module: nn.Module) -> bool:
 
 @not_compiled
 class UnitPostForward(Guard):
-    """Post-forward hook of a module that owns parameters: it releases the units; outputs announce their backward.
+    """Post-forward hook of a module that owns parameters: it releases the units, and sets hooks on the outputs.
 
-    An input that the module returns unchanged keeps announcing the backward of the units that made it, and of no
-    others.
+    The hook on an output announces the backward of the units that made the output. An input that the module returns
+    unchanged gets no further hook: it announces only the backward of the units that made it.
     """
 
     def __init__(self, coordinator: Coordinator, units: tuple[int, ...], root_forward: RootForward) -> None:
@@ -335,7 +337,7 @@ class UnitPostForward(Guard):
         for leaf in leaves:
             if not (isinstance(leaf, torch.Tensor) and leaf.requires_grad):
                 continue
-            with torch._C.DisableTorchFunctionSubclass():  # a subclass of Tensor may refuse unknown operations
+            with torch._C.DisableTorchFunctionSubclass():  # a subclass of Tensor may raise for unknown operations
                 version = -1 if leaf.is_inference() else leaf._version  # inference tensors have no version
             if id(leaf) in given and _announcing.get(leaf) == version:
                 continue
@@ -344,7 +346,10 @@ class UnitPostForward(Guard):
         return output
 
     def _without_aliases(self, output: Any) -> tuple[Any, list[Any]]:
-        """Clone outputs that are views of a slot, which another unit will use. Return the output and its leaves."""
+        """Clone outputs that are views of a slot, because another unit will use the slot.
+
+        Return the output and its leaves.
+        """
         storages = {self._coordinator.units[index].storage for index in self._units}
 
         def aliases(leaf: Any) -> bool:
@@ -363,11 +368,15 @@ class UnitPostForward(Guard):
 
 
 _announcing: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Outputs that announce a backward, and their versions then. An output changed in place has another backward."""
+"""Outputs that announce a backward, with their versions at registration.
+
+An output changed in place has a different backward.
+"""
 
 
 class _Announce:
-    """Tensor hook that runs once the gradient of an output is known, before any backward of the units that made it."""
+    """Tensor hook that runs as soon as the gradient of an output is known, before the backward of the units that made
+    the output."""
 
     def __init__(self, coordinator: Coordinator, units: tuple[int, ...]) -> None:
         self._coordinator = coordinator
@@ -395,7 +404,7 @@ class ParameterHooks(Guard):
 
     @uninterruptible
     def before(self, gradient: torch.Tensor) -> None:
-        """Take the gradient handle out of .grad before autograd adds to .grad, and remember the handle."""
+        """Remove the gradient handle from .grad before autograd adds to .grad, and remember the handle."""
         parameter = self._parameter
         self._ends.watch()
         before = parameter.grad
@@ -417,7 +426,8 @@ class ParameterHooks(Guard):
         self._coordinator.land_gradient(parameter, self._place, gradient, self._handle, accumulate=before is not None)
 
     def _require_as_it_came(self, before: GradientHandle) -> None:
-        """Raise ModelError if a backward pass adds to a gradient that is still to be multiplied by a factor.
+        """Raise ModelError if a backward pass adds to a gradient with a factor (clipping, unscaling) still to be
+        applied.
 
         The factor would be applied to the added part, too.
         """

@@ -1,7 +1,8 @@
-"""Lanes: forwards of several micro-batches that take turns, each in a thread of its own.
+"""Lanes: forwards of several micro-batches that take turns, each in a separate thread.
 
-A forward is a call of the user's code. Such a call can be suspended inside a module and continued later only if it has
-a thread of its own, which waits in between. One thread runs at a time, while the thread that drives the lanes waits.
+A forward is a call of the user's code. Such a call can be suspended inside a module and continued later only if it runs
+in a separate thread, which waits in between. Only one lane runs at a time; the thread that resumes the lanes waits
+while a lane runs.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from infinity.base.interrupt import interrupts_deferred
 
 
 class _Ended(BaseException):
-    """Signal that a lane is abandoned. It is no Exception, so that `except Exception` in user code lets it pass."""
+    """Signal that a lane is abandoned.
+
+    The class does not derive from Exception, so `except Exception` in user code does not catch it.
+    """
 
 
 class Lane:
-    """A call in a thread of its own, which runs from `resume` to its next `park`, or to its end.
+    """A call in a separate thread. After `resume`, the call runs until it calls `park` or ends.
 
     Attributes:
         over: whether the call has ended.
@@ -42,7 +46,10 @@ class Lane:
         self.over = False
 
     def resume(self) -> None:
-        """Let the call run until it parks or ends. Ctrl-C waits for that. Raises the error that the call raised."""
+        """Let the call run until it parks or ends.
+
+        Ctrl-C takes effect afterwards. Raises the error that the call raised.
+        """
         with interrupts_deferred():
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="infinity-lane", daemon=True)
@@ -56,17 +63,17 @@ class Lane:
             try:
                 raise error
             finally:
-                del error  # its traceback refers to this frame
+                del error  # the error's traceback refers to this frame
 
     def park(self) -> None:
-        """Wait for `resume`. This is called inside the call."""
+        """Suspend the call until `resume`. Only the call itself calls this method."""
         self._back.release()
         self._go.acquire()
         if self._unwanted:
             raise _Ended
 
     def end(self) -> None:
-        """Abandon the rest of the call. When this returns the call has ended; Ctrl-C waits for that."""
+        """Abandon the rest of the call, and wait until the call has ended. Ctrl-C takes effect afterwards."""
         self._unwanted = True
         with interrupts_deferred():
             while self._thread is not None and not self.over:
@@ -85,15 +92,16 @@ class Lane:
         except BaseException as error:
             self._error = error
         finally:
-            del self._call  # it refers to tensors of the micro-batch
+            del self._call  # the call refers to tensors of the micro-batch
             self.over = True
             self._back.release()
 
 
 class Surroundings:
-    """The state that torch keeps for each thread, taken when this object is made.
+    """Copy of torch's state of the thread that makes this object.
 
-    It is the gradient mode, autocast, the modes (a default device is one of them) and the stream.
+    The state consists of the gradient mode, autocast, the function and dispatch modes (a default device is such a mode)
+    and the stream.
 
     Args:
         accelerator: the device that the model computes on; None: the CPU.
@@ -113,11 +121,11 @@ class Surroundings:
 
     @contextmanager
     def here(self) -> Iterator[None]:
-        """Give this thread the same state, in this context."""
+        """In this context, set the copied state in the thread that calls this."""
         with ExitStack() as entered:
             if self._accelerator is not None:
                 entered.enter_context(self._accelerator.on(self._stream))
-            functions, dispatches = (len(modes) for modes in _modes())  # modes that this thread has already
+            functions, dispatches = (len(modes) for modes in _modes())  # number of modes that this thread has already
             for mode in self._functions[functions:]:
                 torch._C._push_on_torch_function_stack(mode)
                 entered.callback(torch._C._pop_torch_function_stack)

@@ -1,8 +1,9 @@
 """Whether the call that ran a hook is still in progress.
 
 [Note: calls that die]
-torch runs one hook before a call and one hook after it. An exception between them, or Ctrl-C, skips the second hook.
-Anything that the first hook opened then belongs to a dead call: the call's frame is on no thread's stack any more.
+torch runs one hook before a call and one hook after the call. An exception during the call, or Ctrl-C, skips the second
+hook. Anything that the first hook opened then belongs to a dead call: the frame of the call is on no thread's stack any
+more.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ _AROUND_HOOKS = ("infinity.", "torch._dynamo.")
 
 
 class LiveCall:
-    """The nearest call outside of infinity, at the moment when this object is made.
+    """The innermost call outside of infinity that is in progress when this object is made.
 
     Args:
-        beyond: names of functions to skip: the call meant is the one around them.
+        beyond: names of functions that are skipped, too: the call is the innermost call around these functions.
     """
 
     def __init__(self, beyond: Collection[str] = ()) -> None:
@@ -38,7 +39,7 @@ class LiveCall:
 
     @property
     def runs(self) -> bool:
-        """Whether the call has not ended yet, neither normally nor by an exception."""
+        """Whether the call is still in progress: it has not returned and has not raised."""
         frame: FrameType | None = sys._getframe(1)
         if not self.of_this_thread:
             frame = sys._current_frames().get(self._thread)

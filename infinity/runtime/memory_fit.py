@@ -13,14 +13,14 @@ def nbytes_of(module: nn.Module) -> int:
 
 
 def host_bytes_of(model: nn.Module) -> int:
-    """Return the bytes of memory.host that the plan of an offloaded model has."""
+    """Return the bytes of memory.host in the plan of an offloaded model."""
     return registry.coordinator_of(model).plan.budgets.limits.host
 
 
 def fits_memory(model: nn.Module, module: nn.Module | None = None) -> bool:
     """Return whether memory.host has room for all weights of an offloaded model, or of one of its modules.
 
-    True for a model that is in memory.
+    For a model that is not offloaded, return True.
     """
     if not registry.is_offloaded(model):
         return True

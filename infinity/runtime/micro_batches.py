@@ -1,15 +1,15 @@
 """infinity.backward: the gradients of several micro-batches, with each unit's weights fetched once per direction.
 
 [Note: the order of micro-batches]
-Ordinary accumulation runs one micro-batch after the other, and reads all weights for each of them. Here all
-micro-batches pass through one stage (chain.py) before the next stage begins:
+Ordinary accumulation runs one micro-batch after the other, and reads all weights for each micro-batch.
+infinity.backward runs all micro-batches through one stage (chain.py) before the next stage begins:
 
     forward     stage 0: m0 m1 m2 │ stage 1: m2 m1 m0 │ …          to and fro: the newest output is used first
     last stage  m0 forward, m0 backward, m1 forward, m1 backward, …  so that one micro-batch's logits exist at a time
     backward    … │ stage 1: m0 m1 m2 │ stage 0: m0 m1 m2
 
 Each parameter's gradients arrive in the order of the micro-batches and are added in fp32, as in ordinary order. Each
-micro-batch draws the same random numbers in both orders (random_streams.py). So both orders end in the same bits,
+micro-batch draws the same random numbers in both orders (random_streams.py). Both orders therefore give the same bits,
 except for
 
     a parameter that several stages use (tied weights)     autograd adds its pieces in its dtype; here they arrive
@@ -19,10 +19,12 @@ except for
     units that some micro-batches skip                     a micro-batch may run other units in a stage that is not
                                                            the stage of those units
 
-If the micro-batches pass in several groups, the first two are also added group by group.
+If the micro-batches go through the stages in several groups, the first two sums in this list are also made group by
+group.
 
-The first call computes the forward of the first micro-batch once more, before all others, to learn the stages. That
-forward has no effect: a resumed run, which learns the stages anew, ends in the same bits as a run that never stopped.
+To learn the stages, the first call computes an additional forward of the first micro-batch, before all other forwards.
+The additional forward has no effect on the result: a resumed run, which learns the stages again, ends in the same bits
+as a run that never stopped.
 """
 
 from __future__ import annotations
@@ -57,29 +59,31 @@ LossOf = Callable[[MicroBatch], torch.Tensor]
 def backward(
     model: nn.Module, loss_fn: LossOf[MicroBatch], micro_batches: Sequence[MicroBatch], *, vertical: bool = True
 ) -> list[torch.Tensor]:
-    """Compute the gradients of several micro-batches, added up as after a backward pass for each. No step is taken.
+    """Compute the sum of the gradients of several micro-batches, as one backward pass for each would. No optimizer step
+    is made.
 
         losses = infinity.backward(model, lambda batch: model(**batch).loss / len(batches), batches)
         optim.step()
 
     If the units of the model form a chain, as in a transformer, each unit's weights are fetched once for the forward
     and once for the backward of all micro-batches. See [Note: the order of micro-batches] in runtime/micro_batches.py.
-    Otherwise one line of log says why, and the micro-batches are computed one after the other.
+    Otherwise the micro-batches are computed one after the other, and one line of the log says why.
 
-    A forward keeps tensors for backward, and those of all micro-batches are kept at once. Without activation
-    checkpointing that is as much as one batch of all micro-batches would keep. With it, only the tensors between units
-    are kept.
+    A forward keeps tensors for the backward, and the tensors of all micro-batches are kept at the same time. Without
+    activation checkpointing, they take as much memory as one batch of all micro-batches would take. With activation
+    checkpointing, only the tensors between units are kept.
 
-    Each micro-batch draws random numbers of its own (of torch, numpy and Python), the same ones in either order. The
-    forwards run in threads, one at a time. The first call, and the first after train() or eval(), computes the forward
-    of the first micro-batch once more, to learn the order of the model's units.
+    Each micro-batch draws its own random numbers (of torch, numpy and Python), and they are the same in either order.
+    The forwards run in threads, one at a time. To learn the order of the model's units, the first call computes an
+    additional forward of the first micro-batch; the first call after train() or eval() does so, too.
 
     Args:
         model: an offloaded model, or a module around one.
         loss_fn: function that calls the model once with a micro-batch and returns the scalar to call `.backward()` on.
-            It divides by the number of micro-batches, or scales, as the caller wishes.
-        micro_batches: arguments of `loss_fn`, one by one; they may differ in size.
-        vertical: False: ordinary accumulation, one micro-batch after the other.
+            If the loss is to be divided by the number of micro-batches, or scaled, `loss_fn` must do so.
+        micro_batches: micro-batches, each of which is the argument of one call of `loss_fn`; they may differ in size.
+        vertical: whether the micro-batches may go through the units together; False: ordinary accumulation, one
+            micro-batch after the other.
 
     Returns:
         The result of `loss_fn` for each micro-batch, detached.
@@ -87,8 +91,8 @@ def backward(
     Raises:
         ModelError: the model was never offloaded.
         ConfigError: there is no micro-batch; the loss function did not return a scalar tensor.
-        others: errors that `loss_fn`, or a forward or backward pass of the model, raises. Some micro-batches may have
-            added their gradients by then: call zero_grad() before going on.
+        others: errors that `loss_fn`, or a forward or backward pass of the model, raises. Some micro-batches may
+            already have added their gradients: call zero_grad() before training goes on.
     """
     coordinator = registry.coordinator_of(model)
     if isinstance(micro_batches, Mapping | torch.Tensor) or not isinstance(micro_batches, Iterable):
@@ -104,7 +108,7 @@ def backward(
 def remember(
     model: nn.Module, root_forward: RootForward, ends: BackwardEnds, sites: Sequence[HookedModule]
 ) -> MicroBatches:
-    """Register the hooks of an offloaded model. Call `remove` of the returned object to forget them."""
+    """Register the hooks of an offloaded model. The returned object's `remove` forgets these hooks."""
     _known[model] = MicroBatches(model, root_forward, ends, sites)
     return _known[model]
 
@@ -113,13 +117,14 @@ _known: weakref.WeakKeyDictionary[nn.Module, MicroBatches] = weakref.WeakKeyDict
 
 
 class MicroBatches:
-    """The backward of one offloaded model's micro-batches. It does not keep the model alive.
+    """The backward of one offloaded model's micro-batches. This object does not keep the model alive.
 
     Attributes:
         chain: the learned stages; None: nothing was learned yet, or the model cannot run vertically.
-        why_ordinary: why the micro-batches are computed one after the other; "" if they are not, or nothing was
-            learned yet.
-        fit: micro-batches that memory.device has room for at a time, judged by the memory that the first one kept.
+        why_ordinary: reason why the micro-batches are computed one after the other; "" if they are not, or if nothing
+            was learned yet.
+        fit: number of micro-batches that fit memory.device at a time, if each keeps as many bytes as the first
+            micro-batch kept.
     """
 
     def __init__(
@@ -146,7 +151,7 @@ class MicroBatches:
             _known.pop(model, None)
 
     def backward(self, loss_fn: LossOf[Any], micro_batches: list[Any], *, vertical: bool) -> list[torch.Tensor]:
-        """Compute the gradients and return the losses, as the module's function of the same name does."""
+        """Compute the gradients and return the losses (see the function `backward` of this module)."""
         streams = RandomStreams(len(micro_batches), self._coordinator.torch_device)
         vertical = vertical and len(micro_batches) > 1 and torch.is_grad_enabled()
         if vertical and is_hooked():
@@ -170,7 +175,7 @@ class MicroBatches:
         return losses
 
     def _groups(self, chain: Chain, count: int) -> list[range]:
-        """Return groups of micro-batches that go through the units together, each as large as memory.device allows."""
+        """Return ranges of micro-batches that go through the units together; memory.device limits their size."""
         groups = -(-count // self.fit)
         if groups > 1 and self._said < count:
             self._said = count
@@ -190,7 +195,7 @@ class MicroBatches:
     def _room_bytes(self) -> int:
         """Return the bytes of memory.device that the plan leaves for activations.
 
-        If the device's memory is RAM, the bytes that the plan leaves of memory.host are added.
+        If the device's memory is RAM, the bytes of memory.host that the plan does not use are added.
         """
         plan = self._coordinator.plan
         limits = plan.budgets.limits
@@ -198,7 +203,10 @@ class MicroBatches:
         return max(room + (limits.host - plan.host_bytes if limits.in_place else 0), 0)
 
     def _mode_now(self) -> tuple[bool, ...]:
-        """Return the training flag of every module, on which stages may depend: BatchNorm in training sets buffers."""
+        """Return the training flag of every module.
+
+        The stages may depend on these flags: in training, BatchNorm sets buffers.
+        """
         model = self._model()
         return () if model is None else tuple(module.training for module in model.modules())
 
@@ -218,7 +226,7 @@ class MicroBatches:
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def _learn(self, loss_fn: LossOf[Any], micro_batch: Any) -> None:
-        """Learn the stages from a forward without effect.
+        """Learn the stages from a forward that has no effect on the result.
 
         If the forward changes attributes of modules, learn from a second forward: some attributes are set only once.
         """
@@ -229,7 +237,7 @@ class MicroBatches:
             chain, why = self._recorded(model, attributes, lambda: _scalar(loss_fn(micro_batch)))
             if not attributes.changed():
                 break
-        ran = self._mode_now()  # the loss function may have set the mode, as a Trainer's does
+        ran = self._mode_now()  # the loss function may have set the mode (the loss function of a Trainer does)
         self._modes = {mode, ran} | (self._modes if ran in self._modes else set())
         self._agree(chain, why)
         if self.why_ordinary and self.why_ordinary != said:
@@ -245,7 +253,7 @@ class MicroBatches:
     def _recorded(
         self, model: nn.Module, attributes: Attributes, forward: Callable[[], torch.Tensor]
     ) -> tuple[Chain | None, str]:
-        """Return the stages of a forward, and why micro-batches cannot go through them in turn; "" if they can.
+        """Return the stages of a forward, and why micro-batches cannot go through these stages in turn; "" if they can.
 
         Buffers that the forward changes are restored.
         """
@@ -266,7 +274,8 @@ class MicroBatches:
         return recorder.found(loss)
 
     def _agree(self, chain: Chain | None, why: str) -> None:
-        """Make all ranks choose alike: go through stages if every rank can, with the least `fit` of any rank."""
+        """Make all ranks choose alike: use the stages only if every rank can, and use the smallest `fit` of all
+        ranks."""
         fit = max(self._room_bytes() // max(0 if chain is None else chain.kept_bytes, 1), 1)
         stages = None if chain is None else [[stage.site, *stage.units] for stage in chain.stages]
         told = self._coordinator.world.tell("the stages of the model", [why, stages, fit])
@@ -279,7 +288,7 @@ class MicroBatches:
 
 
 def _scalar(loss: object) -> torch.Tensor:
-    """Return the scalar tensor that a loss function returned. Raises ConfigError for anything else."""
+    """Return the result of a loss function, which must be a scalar tensor. Raises ConfigError for any other result."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"

@@ -1,4 +1,4 @@
-"""Methods that an offloaded model gets: `no_sync()`, as in DistributedDataParallel, and `zero_grad()`."""
+"""Methods that are added to an offloaded model: `no_sync()`, as in DistributedDataParallel, and `zero_grad()`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from infinity.runtime.guards import Guard
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Let backward passes in this context only add to the gradients, without speculative updates.
+    """In this context, let backward passes only add to the gradients, without speculative updates.
 
-    The first pass outside is taken for the last one before the step, so that updates begin during that pass:
+    The first pass after the context is expected to be the last pass before the step, so updates begin during this pass:
 
         for batch in batches[:-1]:
             with model.no_sync():
@@ -25,7 +25,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
         model(**batches[-1]).loss.backward()
         optim.step()
 
-    The context decides when updates begin, never a bit of the result. Without it, and without the optimizer's
+    The context affects when updates begin, but no bit of the result. Without the context, and without the optimizer's
     `accumulation_steps=`, each step is expected to have as many passes as the step before.
 
     Raises:
@@ -36,7 +36,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 class _Method(Guard):
-    """A method of an offloaded model. It keeps nothing alive."""
+    """A method of an offloaded model. This object does not keep the model alive."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._of = weakref.ref(coordinator)
@@ -61,11 +61,11 @@ _NOTHING = nn.Module()
 class ZeroGrad(_Method):
     """Method that forgets all gradients, as the optimizer's zero_grad does.
 
-    The gradients are set to None even with `set_to_none=False`. Then the zero_grad of the model's class is called, if
-    the class has its own.
+    The gradients are set to None even with `set_to_none=False`. If the model's class overrides zero_grad, the override
+    is called afterwards.
 
     Args:
-        model: not kept alive.
+        model: the offloaded model; this object does not keep it alive.
     """
 
     def __init__(self, coordinator: Coordinator, model: nn.Module) -> None:
@@ -81,7 +81,7 @@ class ZeroGrad(_Method):
 
 
 class MethodHandle:
-    """Handle of a method that was put on a model."""
+    """Handle that removes a method from a model to which the method was added."""
 
     def __init__(self, model: nn.Module, name: str, method: Guard) -> None:
         self._of = weakref.ref(model)
@@ -96,7 +96,7 @@ class MethodHandle:
 
 
 def give_methods(model: nn.Module, coordinator: Coordinator) -> list[MethodHandle]:
-    """Put the methods on a model; `no_sync` only if the model has none of its own."""
+    """Add the methods to a model; add `no_sync` only if the model has no method of this name."""
     given = [MethodHandle(model, "zero_grad", ZeroGrad(coordinator, model))]
     if not hasattr(model, "no_sync"):
         given.append(MethodHandle(model, "no_sync", NoSync(coordinator)))

@@ -1,5 +1,5 @@
-"""infinity.offload: the way from a model in memory, or from one on the meta device with a source of values, to a model
-that trains from the store."""
+"""infinity.offload: makes a model that trains from the store. The values come from a model in memory, or from a source
+of values for a model on the meta device."""
 
 from __future__ import annotations
 
@@ -63,24 +63,26 @@ def offload(
     source: Source | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
-    """Move a model's weights and optimizer states to where the swap config says, in place.
+    """Move a model's weights and optimizer states to the tiers that the swap config names; change the model in place.
 
     The training loop need not change, except that infinity.AdamW is the optimizer. Each unit's weights are fetched
     just before its forward and backward. The model gets a method `no_sync()` unless it already has one. A linear layer
     that does not fit memory.device is tiled (infinity.tile).
 
     Args:
-        model: any module; its weights are float32, bfloat16 or float16. It may be on the meta device if `source` is
-            given, or come from load_pretrained(defer=True) and have been changed or wrapped since.
+        model: any module with weights in float32, bfloat16 or float16. The model may be on the meta device if `source`
+            is given. It may also come from load_pretrained(defer=True), and may have been changed or wrapped after
+            that.
         config: path of a swap config, a mapping, a SwapConfig, or None for all defaults.
-        device: where the model computes; default: the current GPU, or the CPU if there is no GPU.
-        optimizer: the optimizer whose states to make room for: "adamw", "adam", "lion", "adagrad" or "sgd". Room made
-            for AdamW serves every other optimizer, too; part of the room then stays empty.
-        accumulation_steps: backward passes before each step, the same number that the optimizer is given. The plan
-            keeps as many gradients in RAM, in fp32, as memory.host has room for, and predicts the bytes of such a step.
-            With 1, gradients wait in 16 bits where that leaves RAM for states. None: not known; gradients of further
-            passes get RAM before states do. A wrong number costs time, never a bit of the result.
-        source: function that gives the value of a parameter by name, in place of the model (infinity.load_pretrained).
+        device: device on which the model computes; default: the current GPU, or the CPU if there is no GPU.
+        optimizer: the optimizer for whose states room is reserved: "adamw", "adam", "lion", "adagrad" or "sgd". Every
+            other optimizer can use the room that is reserved for AdamW, and leaves a part of it empty.
+        accumulation_steps: number of backward passes before each step; the optimizer must be given the same number. The
+            plan keeps as many gradients in RAM, in fp32, as memory.host has room for, and predicts the bytes of such a
+            step. With 1, gradients wait in 16 bits if this leaves more RAM to states. None: not known; in this case
+            gradients of further passes have precedence over states in RAM. A wrong number costs time, but changes no
+            bit of the result.
+        source: function that returns the value of a parameter, given its name; None: the model has the values.
         faults: transfers that must fail, for tests.
 
     Returns:
@@ -89,7 +91,7 @@ def offload(
     Raises:
         ConfigError, NotAvailableError: the config is not usable.
         PlanError: a budget is too small; nothing was moved.
-        ModelError: the model is offloaded already, or cannot be.
+        ModelError: the model is offloaded already, or cannot be offloaded.
         StoreLockedError, SwapIOError: the swap directory is in use; the disk is full or failed.
         StoreNotEmptyError: the swap directory has the generations of an earlier run.
     """
@@ -97,7 +99,7 @@ def offload(
 
 
 def offload_on(model: Model, terms: Terms, source: Source | None = None) -> Model:
-    """Offload a model as offload() does, on terms that are already parsed."""
+    """Offload a model as offload() does, with arguments that are already parsed into `terms`."""
     _warn_of_changed_layout(model)
 
     def attempt() -> Model:
@@ -117,7 +119,7 @@ def offload_on(model: Model, terms: Terms, source: Source | None = None) -> Mode
 
 
 def _warn_of_changed_layout(model: nn.Module) -> None:
-    """Warn of weights in channels_last order: at home all weights are in row-major order."""
+    """Warn about weights in channels_last order, because all weights are in row-major order at home."""
     turned = [
         name
         for name, parameter in model.named_parameters()
@@ -148,7 +150,10 @@ def _nowhere(name: str) -> bool:
 
 
 def resume(model: Model, terms: Terms, *, step: int | None = None, folder: str | Path | None = None) -> Model:
-    """Run infinity.resume for a run that had as many ranks as this one; the arguments and errors are the same."""
+    """Do the work of infinity.resume for a run with as many ranks as this run.
+
+    Arguments and errors are those of infinity.resume.
+    """
     digest = None if folder is None else _digest(folder, terms.config, step)
     fill = from_generation(model, step, digest)
     with values_of(model):  # the values are not read
@@ -170,7 +175,10 @@ def _digest(folder: str | Path, config: SwapConfig, step: int | None) -> str:
 
 
 def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *, placeless: bool) -> Model:
-    """Offload a model. `fill` writes the values home. With `placeless`, parameters may be on the meta device."""
+    """Offload a model.
+
+    `fill` writes the values to their homes. With `placeless`, parameters may be on the meta device.
+    """
     use()
     _require_offloadable(model, terms)
     if placeless:
@@ -189,7 +197,8 @@ def _offload(model: Model, terms: Terms, fill: Callable[[Coordinator], None], *,
         registry.give_back_signals()
         raise
 
-    limits = coordinator.plan.budgets.limits  # measured once: memory that is free now belongs to another model
+    # the limits are not measured again, because memory that is free later may be meant for another model
+    limits = coordinator.plan.budgets.limits
     host = limits.host * limits.ranks
     memory = terms.config.memory.model_copy(
         update={"host": host} if limits.in_place else {"host": host, "device": limits.device}
@@ -240,21 +249,22 @@ def _require_offloadable(model: nn.Module, terms: Terms) -> None:
 
 
 def close(model: nn.Module, *, discard: bool = False) -> None:
-    """End offloading: wait for transfers in flight, finish the last commit, stop the threads. Idempotent.
+    """End offloading: wait for transfers in flight, finish the last commit and stop the threads. Idempotent.
 
-    The swap file is removed unless it has generations; with generations the run can be resumed. The model cannot be
-    used afterwards.
+    The swap file is removed unless it has generations, from which the run can be resumed. The model cannot be used
+    afterwards.
 
     Args:
         model: an offloaded model.
-        discard: remove the generations, too, because the run is over and will not be resumed. Each of several ranks
-            removes its own generations once all ranks have called this.
+        discard: whether the generations are removed, too, because the run will not be resumed. With several ranks, each
+            rank removes its own generations when all ranks have called this.
 
     Raises:
         ModelError: the model was never offloaded.
-        InfinityError: the last commit failed. With `discard`: existing checkpoint folders pin generations, and
-            nothing was closed.
-        PeerError: with `discard`, another rank did not call this: the model is closed and the generations stay.
+        InfinityError: the last commit failed. With `discard`: existing checkpoint folders pin generations; in this case
+            the model was not closed.
+        PeerError: with `discard`, another rank did not call this. The model is closed, and the generations are not
+            removed.
     """
     coordinator = registry.coordinator_of(model)
     if discard:
@@ -273,17 +283,20 @@ def synchronize(model: nn.Module) -> None:
     """Wait until all updates of the last step are done.
 
     Correctness does not need this: fetches, evaluation, saving and commits wait for the updates that they depend on.
-    It is for measuring, and for learning of a failure at once.
+    The function is useful for measurements, and to learn of a failed update immediately.
 
     Raises:
         ModelError: the model was never offloaded.
-        InfinityError: an update failed; names the step.
+        InfinityError: an update failed; the message names the step.
     """
     registry.coordinator_of(model).finish_updates()
 
 
 def _leave_meta(model: nn.Module, device: torch.device) -> None:
-    """Replace meta parameters by placeholders on `device`, which autograd cannot change later. Tied ones stay tied."""
+    """Replace meta parameters by placeholders on `device`, because autograd allows no later change of the device.
+
+    Tied parameters stay tied.
+    """
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -299,8 +312,8 @@ def _leave_meta(model: nn.Module, device: torch.device) -> None:
 class _WhereGraphsAreMade:
     """Value of a transformers layer's `gradient_checkpointing`: true only while autograd records a graph.
 
-    Without a graph there is nothing to recompute. A layer in training mode would do without its cache all the same, and
-    `generate` would give other tokens.
+    Without a graph there is nothing to recompute. But with a plain True, a layer in training mode would not use its
+    cache without a graph either, and `generate` would return other tokens.
     """
 
     def __bool__(self) -> bool:
@@ -308,7 +321,10 @@ class _WhereGraphsAreMade:
 
 
 def _recompute(model: Any) -> None:
-    """Switch activation recomputation on. Version 5 of transformers renamed the method."""
+    """Switch activation recomputation on.
+
+    The method's name depends on the version of transformers: version 5 renamed it.
+    """
     before = {module for module in model.modules() if getattr(module, "gradient_checkpointing", False)}
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
@@ -339,7 +355,7 @@ def _install(
         on_modules.append(site.module.register_forward_pre_hook(UnitPreForward(coordinator, site)))
         leave = UnitPostForward(coordinator, site.units, root_forward)
         on_modules.append(site.module.register_forward_hook(leave, with_kwargs=True, always_call=True))
-    # These go around the sites' own hooks: a module may be a site and a root candidate.
+    # The root candidates' hooks run before and after the sites' hooks, because a module may be both.
     for module in found.root_candidates:
         on_modules.append(module.register_forward_pre_hook(RootPreForward(root_forward), prepend=True))
         on_modules.append(module.register_forward_hook(RootPostForward(root_forward), always_call=True))

@@ -1,8 +1,8 @@
 """Parametrizations that are registered during a forward or backward pass, as PEFT does around a stack of experts.
 
-torch.nn.utils.parametrize registers a parametrization with `original.set_(original)`: the version of the parameter goes
-up by one, and its values stay. Then the parameter is registered in the list of its parametrizations. torch tells this
-hook of that registration.
+torch.nn.utils.parametrize registers a parametrization with `original.set_(original)`: the parameter's version counter
+increases by one, and its values do not change. After that, torch registers the parameter in a ParametrizationList and
+calls the hook of this module.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class _Registered:
         if parameter is None or name != "original" or not isinstance(module, ParametrizationList):
             return
         found = registry.find(parameter)
-        swaps = torch.__future__.get_swap_module_params_on_conversion()  # then torch does not call set_
+        swaps = torch.__future__.get_swap_module_params_on_conversion()  # with this setting torch does not call set_
         if found is not None and found[0] is self._coordinator and not swaps:
             self._coordinator.set_to_itself(found[1])
 
 
 def watch_parametrizations(coordinator: Coordinator) -> RemovableHandle:
-    """Tell a model's coordinator of each of the model's parameters that torch parametrizes."""
+    """From now on, report to a model's coordinator each of the model's parameters that torch parametrizes."""
     return nn.modules.module.register_module_parameter_registration_hook(_Registered(coordinator))

@@ -1,5 +1,5 @@
-"""Checkpoint folders that pin generations. A folder has exported weights; its optimizer states stay in the store until
-the folder is removed or unpinned ([Note: a checkpoint folder and its generation], io/pins.py)."""
+"""Checkpoint folders that pin generations. Such a folder contains exported weights; the optimizer states stay in the
+store until the folder is removed or unpinned ([Note: a checkpoint folder and its generation], io/pins.py)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ from infinity.sharded.rank_agreement import meeting
 
 
 def pin(model: nn.Module, folder: str | Path, *, into: str | Path | None = None) -> int:
-    """Make a generation of the current states (infinity.commit) and let a checkpoint folder pin it.
+    """Make a generation of the current states (infinity.commit) and pin the generation for a checkpoint folder.
 
-    The generation stays until the folder is unpinned. The folder gets a marker, infinity.json, by which a later process
-    finds the generation. A generation that the folder pinned before is unpinned. If several ranks train the model, all
-    of them call this, with a folder that all of them see.
+    The generation stays until the folder is unpinned. A marker, infinity.json, is written to the folder; a later
+    process finds the generation by the marker. A generation that the folder pinned before is unpinned. If several ranks
+    train the model, all ranks must call this, with a folder that all ranks can access.
 
-    Call this after the rest of the folder is written: a folder without a marker does not look resumable.
+    Call this after all other files of the folder are written: until then the folder has no marker and does not look
+    resumable.
 
     Args:
         model: an offloaded model.
-        folder: created if missing.
-        into: directory that has the folder's files now, if it is renamed to `folder` later.
+        folder: the checkpoint folder; it is created if it does not exist.
+        into: directory that has the folder's files at present, if this directory is renamed to `folder` later.
 
     Returns:
         The step of the generation.
 
     Raises:
-        PlanError: all `pins` of the config are in use; nothing was written.
+        PlanError: the config's number of `pins` is used up; nothing was written.
         ConfigError: the model was offloaded with commit_every: 0.
-        InfinityError: the generation could not be made, or the marker not written; the folder does not look resumable.
+        InfinityError: the generation or the marker could not be written; the folder does not look resumable.
     """
     where = None if into is None else folder_path(into)
     return pinning.pin(registry.coordinator_of(model), folder_path(folder), where)
@@ -46,31 +47,32 @@ def unpin(model: nn.Module, folder: str | Path) -> None:
     """Unpin the generation of a checkpoint folder, durably.
 
     The marker is removed first, if the folder exists. Nothing is done for a folder that pins no generation. If several
-    ranks train the model, one of them may call this alone: the others unpin theirs when they next pin a folder, or
-    resume.
+    ranks train the model, one rank may call this alone: the other ranks unpin their generations when they pin the next
+    folder, or when they resume.
 
     Raises:
-        SwapIOError: the generation stays pinned.
+        SwapIOError: the generation could not be unpinned and stays pinned.
     """
     pinning.unpin(registry.coordinator_of(model), folder_path(folder))
 
 
 def pinned(model: nn.Module) -> dict[Path, int]:
-    """Return the steps of the pinned generations by the folders that pin them, the oldest pin first.
+    """Return the step of each pinned generation, by the folder that pins it; the oldest pin is the first.
 
-    Folders that have vanished are included.
+    Folders that no longer exist are included.
     """
     return pinning.pinned(registry.coordinator_of(model))
 
 
 def generation_of(folder: str | Path, config: str | Path | Mapping[str, Any] | SwapConfig | None = None) -> Marker:
-    """Return the marker of a checkpoint folder, if the swap directory has the generation that it names.
+    """Return the marker of a checkpoint folder, if the swap directory has the generation that the marker names.
 
-    If there are several ranks, all call this, and each gets the marker of its own generation.
+    If there are several ranks, all ranks must call this, and each rank gets the marker of its own generation.
 
     Args:
         folder: the checkpoint folder.
-        config: its nvme.paths are the swap directories of the run now; None: the directories that the marker names.
+        config: swap config whose nvme.paths are the present swap directories of the run; None: the marker names the
+            directories.
 
     Raises:
         ResumeError: the folder has no marker; the swap directory has another run or none; or the generation is gone.

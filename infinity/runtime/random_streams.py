@@ -1,5 +1,5 @@
-"""Random streams of micro-batches: each micro-batch draws the same numbers in any order of computation. The streams are
-those of torch on the CPU and on the device, of numpy, and of Python."""
+"""Random streams of micro-batches: each micro-batch draws the same numbers in any order of computation. A stream has
+the states of four generators: torch on the CPU, torch on the device, numpy, and Python."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _States = tuple[list[torch.Tensor], Any, Any]
 
 
 class RandomStreams:
-    """Streams of several micro-batches, see the top of the file.
+    """Random streams of several micro-batches (see the module's docstring).
 
-    torch's CPU generator is drawn from once for each micro-batch, and continues after that. The other generators
-    continue as if no micro-batch had drawn from them.
+    The seed of each stream is one number that is drawn from torch's CPU generator. After the micro-batches, this
+    generator continues behind these seeds; the other generators continue as if no micro-batch had drawn from them.
 
     Args:
         device: the device that the model computes on.
@@ -32,7 +32,7 @@ class RandomStreams:
 
     @contextmanager
     def of(self, index: int) -> Iterator[None]:
-        """Draw from the streams of a micro-batch in this context, in all threads."""
+        """In this context, draw from the streams of a micro-batch, in all threads."""
         outside = self._now()
         self._set(self._states[index])
         try:
@@ -43,7 +43,8 @@ class RandomStreams:
 
     @contextmanager
     def unchanged(self, index: int) -> Iterator[None]:
-        """Draw from the streams of a micro-batch as in `of`, and rewind them afterwards."""
+        """Draw from the streams of a micro-batch as in `of`, and afterwards reset the streams to their states
+        before."""
         before = self._states[index]
         with self.of(index):
             yield

@@ -1,20 +1,20 @@
 """Hooks on torch.utils.checkpoint, so that recomputation in a backward pass keeps no slot occupied.
 
 [Note: recomputed weights]
-A checkpoint around several blocks recomputes all of them before the backward of the last one. The pair of hooks around
-the forward (saved_tensors.py) does not see the recomputation: the pair was popped when the forward ended. So views of
-every block's slot would be kept,
+A checkpoint around several blocks recomputes all of its blocks before the backward of the last block. The pair of hooks
+around the forward (saved_tensors.py) does not apply to the recomputation, because the pair was popped when the forward
+ended. Without further measures, views of every block's slot would be kept,
 
     non-reentrant   by the checkpoint, whose own pair of hooks keeps the tensors that the recomputation saves
     reentrant       by the graph of the recomputation, which has no hooks
 
-and no slot could be given to another unit until the backward of the checkpoint is over. A non-reentrant checkpoint is
-therefore given a `_ViewStandIn` of the same shape, dtype and device to keep instead of a view, and autograd gets the
-view when it asks. Views that a reentrant checkpoint recomputes are packed by a pair of hooks. Both fetch the unit when
-its backward comes.
+and no slot would be free for another unit until the backward of the checkpoint is over. A non-reentrant checkpoint
+therefore keeps a `_ViewStandIn` of the same shape, dtype and device in place of each view, and autograd gets the view
+when it needs it. Views that a reentrant checkpoint recomputes are packed by a pair of hooks. In both cases the unit is
+fetched again for its backward.
 
-torch has no official extension point for this: its classes are replaced while an offloaded model exists. A tensor that
-is no view of a slot is kept as torch keeps it.
+torch has no official extension point for this, so classes of torch are replaced while an offloaded model exists.
+Tensors that are not views of a slot are saved as without infinity.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ class _ViewStandIn(torch.Tensor):
     weight: SavedWeight
 
     def __new__(cls, view: torch.Tensor, saved: SavedTensors, weight: SavedWeight) -> _ViewStandIn:
-        later: _ViewStandIn = torch.Tensor._make_wrapper_subclass(  # calls no operation: a mode would see it
+        # this calls no operation, because a mode would see an operation
+        later: _ViewStandIn = torch.Tensor._make_wrapper_subclass(
             cls, view.size(), strides=view.stride(), dtype=view.dtype, device=view.device
         )
         later.saved, later.weight = saved, weight
         return later
 
     def view_of_now(self) -> torch.Tensor:
-        """Return the view that this stands for, of the unit's current slot."""
+        """Return the view for which this object stands, as a view of the unit's current slot."""
         return self.saved.unpack(self.weight)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -64,7 +65,11 @@ class _ViewStandIn(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation on the views: a checkpoint whose forward began before any offload unpacks no stand-in."""
+        """Run the operation on the views.
+
+        This is for a checkpoint whose forward began before any model was offloaded: such a checkpoint does not replace
+        stand-ins by views.
+        """
         args, kwargs = tree_map_only(_ViewStandIn, _ViewStandIn.view_of_now, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -92,7 +97,7 @@ def _pack_with(pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any
     return pack(tensor)
 
 
-_pack_uncompiled = _disable_dynamo(_pack_with)  # as torch does with its own
+_pack_uncompiled = _disable_dynamo(_pack_with)  # torch disables dynamo for its own pack hooks, too
 
 
 def _unpack_with(unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
@@ -125,7 +130,7 @@ _THEIRS = [vars(owner)[name] for owner, name, _ in _REPLACED]
 
 
 def free_recomputed(saved: SavedTensors) -> None:
-    """Begin to pack views of an offloaded model's weights ([Note: recomputed weights]). Keeps no model alive."""
+    """Begin to pack views of an offloaded model's weights ([Note: recomputed weights]). The model is not kept alive."""
     global _known
     with _lock:
         _known = (*_known, weakref.ref(saved, _forget))
@@ -139,5 +144,5 @@ def _forget(gone: weakref.ref[SavedTensors]) -> None:
         _known = tuple(each for each in _known if each is not gone and each() is not None)
         if not _known:
             for (owner, name, ours), theirs in zip(_REPLACED, _THEIRS, strict=True):
-                if vars(owner)[name] is ours:  # else somebody has replaced it since
+                if vars(owner)[name] is ours:  # otherwise other code has replaced the attribute since
                     setattr(owner, name, theirs)

@@ -1,17 +1,17 @@
-"""Offloading anew: a model is changed after it was offloaded and before its first step.
+"""Repeated offloading of a model that was changed after it was offloaded and before its first step.
 
 [Note: where the values come from]
 Attaching adapters, freezing or unfreezing parameters and resizing the embeddings make a new plan necessary. The new
-plan cannot use the old store, and the disk may have no room for two. So the values are read again from the files that
-they came from, if these files are unchanged. All other values are copied to RAM first, with all bits of their master,
-if memory.host has room for them:
+plan cannot use the old store, and the disk may have no room for two stores. The values are therefore read again from
+the files from which they were loaded, if these files are unchanged. All other values are first copied to RAM, with all
+bits of their master, if memory.host has room for these values:
 
 * the parameters of a model that was in memory when it was offloaded;
 * parameters that transformers converted when it loaded them;
 * parameters that were changed in infinity.gathered(write=True) since.
 
-Until the model is offloaded again, the copies are in addition to the memory that the plan counts. New parameters are in
-memory anyway.
+Until the model is offloaded again, the copies take memory in addition to the plan's memory. New parameters are already
+in memory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def remember_readers(model: nn.Module, readers: Mapping[str, Reader]) -> None:
 
 
 def as_it_was(model: nn.Module, name: str, parameter: nn.Parameter) -> torch.Tensor:
-    """Return the value that a frozen parameter was loaded with, if its file is unchanged and nobody wrote to it.
+    """Return the loaded value of a frozen parameter, if its file is unchanged and the parameter was not written to.
 
     Otherwise return the present value of the parameter, which must be in memory.
     """
@@ -70,17 +70,17 @@ def remember_handles(model: nn.Module, handles: Sequence[Handle]) -> None:
 
 
 def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: None) -> None:
-    """Make an offloaded model deferred again, with everything that was put into it since.
+    """Make an offloaded model deferred again, including all modules and parameters that were added to it since.
 
     Args:
         model: an offloaded model that was not trained.
         require_possible: function that raises if the model cannot be offloaded again.
 
     Raises:
-        TooLateError: the model was trained; or its values are in no file, and too large for memory.host. Nothing was
-            done.
-        others: as `require_possible`. Nothing was done.
-        SwapIOError: the store could not be read. Nothing was done.
+        TooLateError: the model was trained; or values that are in no file are too large for memory.host. Nothing was
+            changed.
+        others: errors of `require_possible`. Nothing was changed.
+        SwapIOError: the store could not be read. Nothing was changed.
     """
     coordinator = registry.coordinator_of(model)
     coordinator.forget_dead()
@@ -94,7 +94,7 @@ def take_back(model: nn.Module, require_possible: Callable[[], None] = lambda: N
 
 
 def _let_go(model: nn.Module, coordinator: Coordinator, values: Mapping[str, Value]) -> None:
-    """Close the coordinator and defer the parameters in `values`. No other parameter belongs to the model any more."""
+    """Close the coordinator and defer the parameters in `values`. Other parameters no longer belong to the model."""
     try:
         coordinator.supersede()
         coordinator.close(discard=True)
@@ -156,7 +156,7 @@ def _values(model: nn.Module, coordinator: Coordinator) -> dict[str, Value]:
 
 
 class _Unchanged:
-    """Test of whether a value's files are unchanged since they were first read; each source is asked once."""
+    """Test whether the files of a value are unchanged since they were first read. Each source is checked only once."""
 
     def __init__(self) -> None:
         self._asked: dict[int, bool] = {}

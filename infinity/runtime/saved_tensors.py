@@ -2,12 +2,12 @@
 
 [Note: weights saved for backward]
 A saved view of a unit's weights must not keep the slot occupied from forward to backward, and must not be read after
-the slot was given to another unit. So one pair of hooks around the outermost forward packs such a view as (unit,
-version, dtype, size, stride, offset). When the backward asks for the view, it is made again from the unit's current
-slot. Any other tensor is packed as the detached tensor and its version, because with hooks autograd's own check for
-in-place changes is off. A view that was packed before an update of the unit is refused (units/fetcher.py bumps the
-version; tests/runtime/test_errors.py). Never install one pair per unit: an inner pair hides the outer one, and with it
-the pair of torch.utils.checkpoint.
+another unit has got the slot. Therefore one pair of hooks around the outermost forward packs such a view as (unit,
+version, dtype, size, stride, offset). When the backward needs the view, the view is made again from the unit's current
+slot. Any other tensor is packed as the detached tensor and its version, because autograd's own check for in-place
+changes is off if hooks are installed. Unpacking raises for a view that was packed before an update of the unit
+(units/fetcher.py increases the version; tests/runtime/test_errors.py). Never install one pair per unit: an inner pair
+hides the outer pair, and also the pair of torch.utils.checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from infinity.units.released_parameters import USE_GATHERED
 
 
 class _Graph:
-    """Token that everything saved by one forward refers to: it is alive as long as the backward may come."""
+    """Token to which all tensors saved by one forward refer: the token is alive as long as a backward is possible."""
 
     __slots__ = ("__weakref__",)
 
@@ -39,7 +39,7 @@ class Kept:
     """Counter of the memory that a forward keeps for its backward, without weights.
 
     Attributes:
-        nbytes: bytes so far; each storage counts once.
+        nbytes: number of bytes so far; each storage counts once.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Kept:
 
 
 def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Return the tensor. Raises StaleWeightsError if it was modified since it had this version."""
+    """Return the tensor. Raises StaleWeightsError if the tensor no longer has this version, because it was modified."""
     if tensor._version != version:
         raise StaleWeightsError(
             f"a tensor of shape {tuple(tensor.shape)} needed for the backward pass was modified in place "
@@ -64,13 +64,16 @@ def unchanged(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def is_hooked() -> bool:
-    """Return whether this thread is in a context of saved-tensor hooks. False if torch (before 2.8) cannot tell."""
+    """Return whether this thread is in a context of saved-tensor hooks.
+
+    Always False before torch 2.8, which cannot tell.
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     return top is not None and top(True) is not None
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
-    """Return whether a view stands for the conjugates or the negatives of the values in its memory."""
+    """Return whether a view represents the conjugates or the negatives of the values in its memory."""
     return tensor.layout == torch.strided and (tensor.is_conj() or tensor.is_neg())
 
 
@@ -96,7 +99,7 @@ class SavedTensors:
     def forward_begins(self) -> Callable[[], object]:
         """Begin a new graph for tensors that are saved from now on.
 
-        Returns a function that gives None once no tensor of the graph is kept.
+        Returns a function that returns None as soon as no tensor of the graph is kept.
         """
         self._graph = _Graph()
         return weakref.ref(self._graph)

@@ -1,18 +1,19 @@
-"""infinity.tile: tiles of rows for a linear layer whose weight is larger than the device's room for it.
+"""infinity.tile: tiles of rows for a linear layer whose weight is too large for the device.
 
 [Note: how a tiled layer computes]
-Each tile is a module with some rows of the weight and of the bias: it is a unit of its own. While one tile runs, the
-others may be in the store (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). The outputs of the tiles, side by side, are
-the output of the layer.
+Each tile is a module with some rows of the weight and of the bias, and each tile is a separate unit. While one tile
+runs, the other tiles may be in the store (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). The concatenated outputs of
+the tiles are the output of the layer.
 
 The gradient of the input is the sum of the tiles' contributions. The contributions are added in fp32, and the sum is
-rounded once, as one matrix product would be. No contribution has to wait for the others: a carrier passes from tile to
-tile, a tensor of the input's shape without memory. The gradient of the carrier is the sum so far:
+rounded once, as one matrix product would be. No contribution has to wait in memory for the other contributions. For
+this purpose the tiles pass on a carrier: a tensor with the input's shape but without memory. In the backward, the
+gradient of the carrier is the sum so far:
 
     input ──▶ _Begin ──▶ carrier ──▶ tile 0 ──▶ carrier ──▶ tile 1 ──▶ …        backward: … ──▶ + tile 1 ──▶ + tile 0
     input, cut off ─────────────────▶ tile 0 ─────────────▶ tile 1
 
-The last tile is given the outputs of the others, so that the tiles form a chain (chain.py).
+The outputs of the other tiles are an input of the last tile, so that the tiles form a chain (chain.py).
 """
 
 from __future__ import annotations
@@ -36,12 +37,14 @@ from infinity.state.unit import ELEMENT_ALIGNMENT
 from infinity.state.values import Source
 
 _WIDE_BYTES = 16 << 20
-"""Most bytes of weights in fp32 at a time while 16-bit weights are used for the gradient of the input."""
+"""Largest number of bytes of 16-bit weights converted to fp32 at a time for the gradient of the input."""
 
 _KEYS = ("weight", "bias")
 _cut: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters of layers that were tiled, which no module may have any more. The value is a description of the parameter
-and references to the parameters of the tiles."""
+"""Parameters that layers had before they were tiled; no module may have them any more.
+
+The value is a description of the parameter and references to the parameters of the tiles.
+"""
 
 
 def tile(module: nn.Linear, tiles: int) -> nn.Linear:
@@ -57,22 +60,23 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
     infinity.offload tiles a layer by itself if memory.device has no room for the layer. A run that is resumed, or that
     continues from its portable copy, has the same tiles as before.
 
-    The outputs are those of the layer. The gradients of its input are added up over the tiles in fp32 (ZeRO-Infinity,
-    arXiv 2104.07857, section 5.1.3). `model.state_dict()`, infinity.save_pretrained and portable copies have the whole
-    weight, under its own name; `model.named_parameters()` has the weight of each tile.
+    The tiled layer has the same outputs as the layer before. The gradient of the layer's input is the sum over the
+    tiles, in fp32 (ZeRO-Infinity, arXiv 2104.07857, section 5.1.3). `model.state_dict()`, infinity.save_pretrained and
+    portable copies have the whole weight under the layer's name; `model.named_parameters()` has the weight of each
+    tile.
 
     Args:
         module: a torch.nn.Linear whose weight belongs to no other module. It may be on the meta device, or part of a
             model that load_pretrained(defer=True) returned.
-        tiles: number of tiles, of about as many rows each.
+        tiles: number of tiles; all tiles have about the same number of rows.
 
     Returns:
         The same module.
 
     Raises:
-        ModelError: the module is no linear layer, is changed already, or is offloaded. infinity.offload also raises it
-            for a weight that belongs to another module, too.
-        ConfigError: `tiles` is less than 2, or more than the layer has rows.
+        ModelError: the module is not a linear layer, was changed by other code, or is offloaded. infinity.offload also
+            raises ModelError if the weight belongs to a second module.
+        ConfigError: `tiles` is less than 2, or greater than the number of the layer's rows.
     """
     why = why_not(module)
     if why:
@@ -102,8 +106,11 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
 
 
 class _Cut(nn.Parameter):
-    """Parameter that a layer had before it was tiled. Reading its gradient raises: code that still has the parameter in
-    a list would take the gradient for None."""
+    """Parameter that a layer had before it was tiled.
+
+    Reading `.grad` of this parameter raises: code that still has the parameter in a list would read None and conclude
+    that there is no gradient.
+    """
 
     @property
     def grad(self) -> NoReturn:  # type: ignore[override]
@@ -115,13 +122,14 @@ class _Cut(nn.Parameter):
 
 
 def in_tiles(parameter: nn.Parameter) -> list[nn.Parameter]:
-    """Return the parameters that a parameter became when its layer was tiled, or else the parameter itself."""
+    """Return the tiles' parameters for a parameter whose layer was tiled; for any other parameter, the parameter
+    itself."""
     found = _cut.get(parameter)
     return [parameter] if found is None else [part for each in found[1] if (part := each()) is not None]
 
 
 def why_not(module: nn.Module) -> str:
-    """Return why a module cannot be tiled, whatever model contains it; "" if it can."""
+    """Return why a module cannot be tiled, as far as this does not depend on the model; "" if it can be tiled."""
     if isinstance(module, TiledLinear):
         return "this layer is in tiles already"
     if type(module) is not nn.Linear:
@@ -147,8 +155,8 @@ def why_not(module: nn.Module) -> str:
 def _begins(rows: int, in_features: int, tiles: int) -> list[int]:
     """Return the first row of each tile.
 
-    If there are enough rows, tiles begin at multiples of ELEMENT_ALIGNMENT elements. Then the blocks of 8-bit moments
-    (state/int8.py) are the same as those of the whole weight.
+    If there are enough rows, tiles begin at multiples of ELEMENT_ALIGNMENT elements. With this alignment, the blocks of
+    8-bit moments (state/int8.py) are the same as the blocks of the whole weight.
     """
     step = ELEMENT_ALIGNMENT // math.gcd(ELEMENT_ALIGNMENT, in_features)
     begins = [index * rows // tiles // step * step for index in range(tiles)]
@@ -156,23 +164,25 @@ def _begins(rows: int, in_features: int, tiles: int) -> list[int]:
 
 
 def _rows(parameter: nn.Parameter | None, key: str, index: int, begin: int, end: int) -> nn.Parameter | None:
-    """Return a tile's parameter, in memory of its own."""
+    """Return a tile's parameter, which shares no memory with the layer's parameter."""
     if parameter is None:
         return None
     if is_a_deferred(parameter):
         layer = name_of_deferred(parameter).removesuffix(key)
         return rows_of_deferred(parameter, f"{layer}{tile_name(index)}.{key}", begin, end)
     values = parameter.detach()[begin:end]
-    if parameter.is_contiguous():  # a placeholder, which has no memory, is not
+    if parameter.is_contiguous():  # a placeholder is not contiguous and has no memory to clone
         values = values.clone()
     return nn.Parameter(values, requires_grad=parameter.requires_grad)
 
 
 def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Tile the layers of a model as an earlier run had them. Layers that do not match the model are left alone.
+    """Tile the layers of a model in the same way as in an earlier run.
+
+    Layers of the run that do not match the model are skipped.
 
     Args:
-        model: its layers are tiled in place.
+        model: the model whose layers are tiled in place.
         shapes: shapes of the run's parameters, by name.
     """
     wholes = Counter(place.whole for place in rows_of(shapes).values())
@@ -184,7 +194,7 @@ def tile_as(model: nn.Module, shapes: Mapping[str, Sequence[int]]) -> None:
 
 
 def require_untied(model: nn.Module) -> None:
-    """Raise ModelError if another module still has the whole weight of a tiled layer."""
+    """Raise ModelError if another module has the whole weight of a tiled layer as its parameter."""
     for name, parameter in model.named_parameters():
         if parameter in _cut:
             raise ModelError(
@@ -195,7 +205,10 @@ def require_untied(model: nn.Module) -> None:
 
 
 def by_rows(model: nn.Module, source: Source) -> Source:
-    """Return a source for a model with tiles from a source of whole parameters. It does not keep the model alive."""
+    """Return a source of values for a model with tiles, given a source of whole parameters.
+
+    The returned source does not keep the model alive.
+    """
     rows = rows_of({name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)})
     if not rows:
         return source
@@ -215,7 +228,7 @@ def by_rows(model: nn.Module, source: Source) -> Source:
 
 
 def readers(model: nn.Module, source: Source) -> dict[str, Reader]:
-    """Return readers of a model's parameters, by name, from a source of whole parameters."""
+    """Return the readers of a model's parameters, by name, given a source of whole parameters."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     rows = rows_of(shapes)
     return {
@@ -245,10 +258,10 @@ class RowTile(Tile):
         Args:
             given: the layer's input, [..., in_features].
             carrier: see [Note: how a tiled layer computes]; None: the input needs no gradient.
-            before: outputs of the other tiles, for the last tile.
+            before: outputs of the other tiles; given to the last tile only.
 
         Returns:
-            The tile's output and the carrier; for the last tile, the layer's output.
+            The tile's output and the carrier; the last tile returns the layer's output.
         """
         made = functional.linear(given, self.weight, self.bias)
         if carrier is not None:
@@ -259,7 +272,8 @@ class RowTile(Tile):
 class TiledLinear(nn.Linear):
     """A linear layer in tiles, which infinity.tile makes from a torch.nn.Linear.
 
-    Its weight and bias can be read as a whole. To change them, change the parameters of the tiles.
+    The attributes `weight` and `bias` are whole tensors for reading. To change the layer, change the parameters of the
+    tiles.
     """
 
     @property
@@ -269,12 +283,12 @@ class TiledLinear(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The whole weight, concatenated from the tiles, for reading only."""
+        """Whole weight, concatenated from the weights of the tiles; for reading only."""
         return _Whole.of([tile.weight for tile in self.tiles])
 
     @property
     def bias(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The whole bias, concatenated from the tiles, for reading only."""
+        """Whole bias, concatenated from the biases of the tiles; for reading only."""
         parts = [tile.bias for tile in self.tiles if tile.bias is not None]
         return _Whole.of(parts) if parts else None
 
@@ -296,7 +310,10 @@ class TiledLinear(nn.Linear):
 
 
 class _Whole(torch.Tensor):
-    """A whole parameter, concatenated from its tiles. Operations that write to it raise: the change would be lost."""
+    """A whole parameter, concatenated from its tiles.
+
+    Operations that write to this tensor raise, because the change would be lost.
+    """
 
     @classmethod
     def of(cls, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -349,10 +366,10 @@ class _Begin(torch.autograd.Function):
 
 
 class _InputGradient(torch.autograd.Function):
-    """Addition of a tile's part of the input's gradient to the carrier's gradient. The weight's gradient is separate.
+    """Addition of a tile's part of the input's gradient to the carrier's gradient; not the weight's gradient.
 
-    The weight is read from the tile when it is needed. If it were saved, recomputation (torch.utils.checkpoint) would
-    hold the weights of all tiles of a block at the same time.
+    The backward reads the weight from the tile. If the weight were saved for the backward, recomputation
+    (torch.utils.checkpoint) would need the weights of all tiles of a block at the same time.
     """
 
     @staticmethod
@@ -375,7 +392,7 @@ class _InputGradient(torch.autograd.Function):
 
 
 def _version(weight: nn.Parameter) -> int:
-    """Return a number that differs once the values of the weight have changed."""
+    """Return a number that changes whenever the values of the weight change."""
     found = registry.find(weight)
     if found is None:
         return weight._version
@@ -416,7 +433,10 @@ def _join(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any) 
 
 
 def _split(module: nn.Module, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
-    """Split whole parameters of a state_dict into those of the tiles. Other shapes stay, as unexpected keys."""
+    """Split whole parameters of a state_dict into the parameters of the tiles.
+
+    Parameters of other shapes stay in the state_dict, so that torch reports them as unexpected keys.
+    """
     done = set()
     for name, place in rows_of({name: parameter.shape for name, parameter in module.named_parameters()}).items():
         whole = state_dict.get(prefix + place.whole)

@@ -3,9 +3,9 @@
 [Note: what is in a trace]
 Compute, fetches, gradients and stalls come from the coordinator's timeline; tiles from the update pipeline; reads and
 writes from the engine. A request is one event, drawn from the moment when the device got the request to its completion.
-A request that ended while the trace was open is included; one that was still in flight at the end is not. A transfer
-has the unit and state of the extent in which it begins. Its step is that of the update it belongs to, or else the step
-that was running.
+A request that ended while the trace was open is included; a request that was still in flight at the end is not
+included. A transfer has the unit and state of the extent in which the transfer begins. The transfer's step is the step
+of its update; a transfer that belongs to no update has the step that was running.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
         with infinity.trace(model, "out.json"):
             for batch in itertools.islice(loader, 3): ...
 
-    Open the file in https://ui.perfetto.dev or chrome://tracing. It has rows for steps, compute (forward and backward
-    of each unit), stalls (named by cause), fetches, gradients, updates, and reads and writes of weights and states.
-    Every event names its unit, step and bytes. Tracing changes no bit of the result. A step of a large model makes
-    thousands of events of about 250 bytes: trace a few steps. Memory for events is bounded. Events that do not fit are
-    counted, warned of, and named in the file ("otherData").
+    Open the file in https://ui.perfetto.dev or chrome://tracing. The trace has rows for steps, compute (forward and
+    backward of each unit), stalls (named by cause), fetches, gradients, updates, and reads and writes of weights and
+    states. Every event names its unit, step and bytes. Tracing changes no bit of the result. A step of a large model
+    makes thousands of events of about 250 bytes, so trace a few steps only. Memory for events is bounded. If events do
+    not fit, a warning and the file ("otherData") give their number.
 
     Args:
         model: an offloaded model.
-        path: file that is replaced; its directory must exist.
+        path: file to write; an existing file is replaced, and the directory must exist.
 
     Raises:
         ModelError: the model is not offloaded.
-        ConfigError: `path` cannot be written; raised at once.
-        InfinityError: the model is being traced already; or, at the end, the file could not be written.
+        ConfigError: `path` cannot be written; raised before the context begins.
+        InfinityError: another trace of the model is in progress; or the file could not be written at the end of the
+            context.
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()
@@ -59,7 +60,7 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
     coordinator.timeline.record()
     logs = coordinator.native_logs()
     for log in logs:
-        log.take_trace()  # drops events that ended after an earlier trace was written
+        log.take_trace()  # this drops events that ended after an earlier trace was written
         log.trace(True)
     try:
         yield
@@ -69,7 +70,7 @@ def trace(model: nn.Module, path: str | Path) -> Iterator[None]:
 
 
 def require_writable(path: str | Path) -> Path:
-    """Return `path`, absolute. Raises ConfigError if no file can be written there."""
+    """Return `path` as an absolute path. Raises ConfigError if no file can be written at this path."""
     target = Path(path).expanduser().absolute()
     try:
         files.require_replaceable(target)
@@ -115,7 +116,7 @@ def _write(
 
 
 class _Events:
-    """The recording, as bars with names."""
+    """The bars of a trace, made from a recording."""
 
     def __init__(self, coordinator: Coordinator, recording: Recording) -> None:
         self._units = [unit.name for unit in coordinator.units]
@@ -136,7 +137,7 @@ class _Events:
                 yield self._of_tile(tile)
 
     def _step_at(self, ns: int) -> int:
-        """Return the step that was running."""
+        """Return the step that was running at a time."""
         return self._step_numbers[int(np.searchsorted(self._step_ends, ns, side="right"))]
 
     def _of_span(self, span: Span) -> Iterator[Event]:
@@ -190,7 +191,7 @@ class _Extents:
         self._extents = [extent for _, extent in placed]
 
     def at(self, offset: int) -> Extent | None:
-        """Return the extent at an offset; None if there is none."""
+        """Return the extent at an offset; None if no extent has a copy there."""
         index = int(np.searchsorted(self._offsets, offset, side="right")) - 1
         if index < 0:
             return None

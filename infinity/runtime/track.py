@@ -1,4 +1,5 @@
-"""State that a run keeps beside its unit states: schedulers, loaders, anything with a state_dict."""
+"""State that generations keep in addition to the units' states: schedulers, loaders and other objects with a
+state_dict."""
 
 from __future__ import annotations
 
@@ -11,46 +12,49 @@ from infinity.errors import ModelError
 
 
 def track(*objects: Stateful, model: nn.Module | None = None, **named: Stateful) -> int:
-    """Keep the state of these objects in every generation; in a resumed run, restore it.
+    """Keep the states of these objects in every generation; in a resumed run, restore these states.
 
-    Call this once all objects are made, before the first step:
+    Call this when all objects are made, before the first step:
 
         scheduler = torch.optim.lr_scheduler.LambdaLR(optim, factor)
         done = infinity.track(scheduler, loader)
         for step in range(done, steps): ...
 
-    Optimizers need not be given: their steps are kept anyway. In a resumed run this call restores their learning rates
-    and other hyperparameters, as torch's load_state_dict does. A loader is watched: a commit keeps everything as it was
-    when the loader was asked for the next batch (durable/tracked_objects.py). Without a tracked loader, a commit keeps
-    the random numbers as they were when the step ended, and everything else as it was when the next training forward
-    began. For other loops there is infinity.commit.
+    Optimizers need not be tracked: generations keep their steps anyway. In a resumed run this call restores the
+    learning rates and other hyperparameters of the optimizers, as torch's load_state_dict does. If a loader is tracked,
+    a commit keeps everything as it was when the loop requested the next batch from the loader
+    (durable/tracked_objects.py). Without a tracked loader, a commit keeps the random-number states as they were when
+    the step ended, and everything else as it was when the next training forward began. If this does not suit a loop,
+    the loop can call infinity.commit.
 
     Args:
         objects: objects with state_dict and load_state_dict, whose values are numbers, strings, lists, tuples, dicts,
-            bytes, tensors and numpy arrays. An object is known by its class and its position among those of its class.
-        named: the same, known by these names.
-        model: the offloaded model; needed only if there are several.
+            bytes, tensors and numpy arrays. An object is identified by its class and its position among the objects of
+            this class.
+        named: further such objects; each is identified by its keyword.
+        model: the offloaded model; required only if there are several offloaded models.
 
     Returns:
-        The number of optimizer steps done: 0 at the beginning, the step of the generation in a resumed run.
+        The number of optimizer steps so far: 0 in a new run, the step of the generation in a resumed run.
 
     Raises:
-        ConfigError: an object has no state_dict, or one that cannot be kept; says what to use instead.
-        ResumeError: the run that is resumed did not track this object, or its state does not fit.
+        ConfigError: an object has no state_dict, or its state_dict cannot be kept; the message says what to use
+            instead.
+        ResumeError: the resumed run did not track this object, or the object's state does not fit.
     """
     return _coordinator(model).track(objects, named)
 
 
 def commit(model: nn.Module) -> None:
-    """Make a generation of the current states. It is durable when this returns.
+    """Make a generation of the current states, which is durable when this function returns.
 
-    With commit_every this happens automatically. Call it at the end of an iteration that does more than step and
-    schedule, such as evaluation that draws random numbers, or several batches from a tracked loader. Call it also to
-    commit in between.
+    With commit_every, commits happen automatically. Call this function at the end of an iteration that does more than
+    optimizer and scheduler steps, such as an evaluation that draws random numbers, or several batches from a tracked
+    loader. Also call it for a commit between two automatic commits.
 
     Raises:
         ConfigError: the run keeps no generations: commit_every is 0, or auto found no room for them.
-        InfinityError: the generation could not be made; the generation before can be resumed.
+        InfinityError: the generation could not be made; the run can be resumed from the generation before.
     """
     coordinator = registry.coordinator_of(model)
     coordinator.require_usable()

@@ -1,5 +1,5 @@
-"""Vertical micro-batches, which all go through one stage before the next ([Note: the order of micro-batches] in
-micro_batches.py)."""
+"""Vertical micro-batches: all micro-batches go through one stage before the next stage begins ([Note: the order of
+micro-batches] in micro_batches.py)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from infinity.runtime.random_streams import RandomStreams
 
 
 class _Forward(Forward):
-    """The forward of one micro-batch, in a lane, which waits at the begin of each stage.
+    """The forward of one micro-batch in a lane; the forward waits at the beginning of each stage.
 
     Attributes:
-        loss: the loss that it ended in; detached after the end.
+        loss: the loss that the forward computed; detached when the forward has ended.
     """
 
     loss: torch.Tensor
@@ -54,7 +54,7 @@ class _Forward(Forward):
         try:
             self.lane.resume()
         except BaseException:
-            self.lane.end()  # before others draw random numbers
+            self.lane.end()  # end the lane before other micro-batches draw random numbers
             raise
         if self.lane.over:
             self.tape.end(self.loss)
@@ -62,11 +62,11 @@ class _Forward(Forward):
 
 
 class Vertical:
-    """Micro-batches that go through the stages together. Used once.
+    """Micro-batches that go through the stages together. The object is used for one call of `run` only.
 
     Args:
-        streams: random streams of all micro-batches of a call.
-        numbers: positions of these micro-batches among all of the call.
+        streams: random streams of all micro-batches of a call of infinity.backward.
+        numbers: positions of these micro-batches among all micro-batches of the call.
     """
 
     def __init__(
@@ -109,12 +109,13 @@ class Vertical:
                 if any(forward.tape.waits(stage) for forward in forwards):
                     self.keep(stage)
                 for index, forward in numbered:
-                    self._resume(stage, index, forward)  # forward through the last stage; the others are done
+                    # this runs the forward of the last stage; all other stages have run
+                    self._resume(stage, index, forward)
                     self._backward(stage, index, forward)
                 self._give_back()
 
     def _resume(self, stage: int, index: int, forward: _Forward) -> None:
-        if forward.stage != stage or forward.lane.over:  # the micro-batch has skipped the stage
+        if forward.stage != stage or forward.lane.over:  # the micro-batch skips the stage
             return
         with self._streams.of(self._numbers[index]):
             forward.resume()
@@ -131,7 +132,8 @@ class Vertical:
         return next(stage for stage in range(-1, len(self.chain.stages)) if unit in self.chain.units_of(stage))
 
     def keep(self, stage: int) -> None:
-        """Keep a stage's fetched unit, if it has only one, on the device until the last micro-batch has passed."""
+        """Keep the fetched unit of a stage on the device until all micro-batches have passed, if the stage has only one
+        such unit."""
         units = [index for index in self.chain.units_of(stage) if index not in self._coordinator.staying]
         if len(units) == 1 and not self._kept:
             self._coordinator.begin_use(units[0])
