@@ -6,9 +6,9 @@ optim = infinity.AdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
 infinity.save_pretrained(model, "out/")
 
 [Note: what is imported when]
-torch and transformers take seconds to import, and `infinity --help` needs neither. A public name is imported when it is
-first used. Each public name is listed three times in this file: for type checkers, in _HOMES, and in __all__. A test
-compares the three lists.
+The import of torch and transformers takes seconds, and `infinity --help` needs neither. A public name is therefore
+imported when it is first used. This file lists each public name three times: for type checkers, in _HOMES, and in
+__all__. A test compares the three lists.
 """
 
 from importlib import import_module
@@ -145,7 +145,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 
-if not TYPE_CHECKING:  # so that a name that does not exist is still an error for type checkers
+if not TYPE_CHECKING:  # type checkers must not see __getattr__, so that they report names that do not exist
 
     def __getattr__(name: str) -> Any:
         """Import a public name that is used for the first time (PEP 562)."""
@@ -154,7 +154,7 @@ if not TYPE_CHECKING:  # so that a name that does not exist is still an error fo
         elif name in _MODULES:
             value = import_module(f"infinity.{name}")
         elif name in _PACKAGES:
-            for home in _HOMES:  # the package gets its modules as attributes
+            for home in _HOMES:  # the imports make the modules attributes of their package
                 if not home.startswith("integrations"):
                     import_module(f"infinity.{home}")
             value = import_module(f"infinity.{name}")

@@ -1,4 +1,5 @@
-"""`python -m infinity …`, for launchers that start modules. Does the same as `infinity …`."""
+"""The command `python -m infinity …`, for launchers that start modules. It does the same as the command `infinity
+…`."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """Swap config: where states are kept and how they move. It contains nothing about training.
 
 One schema serves YAML, JSON and dicts. An unknown key is an error that names the nearest known key. A value whose
-feature is not implemented yet is refused, never ignored.
+feature is not implemented yet raises an error; no value is ignored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _path(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    """Accept integers only: pydantic alone also accepts true as 1, 32.0 as 32 and ' 1_0 ' as 10."""
+    """Accept integers only. Without this check, pydantic accepts true as 1, 32.0 as 32 and ' 1_0 ' as 10."""
     if isinstance(value, str) and re.fullmatch(r"[-+]?(?:0|[1-9][0-9]{0,17})", value):
         return int(value)
     if not isinstance(value, int) or isinstance(value, bool):
@@ -65,7 +65,7 @@ def _steps_or_auto(value: object) -> object:
 
 
 def _word(value: object) -> object:
-    """Return 'off' for False, because some YAML readers give False for a bare `off`."""
+    """Return 'off' for False, because some YAML readers read an unquoted `off` as False."""
     return "off" if value is False else value
 
 
@@ -88,10 +88,13 @@ class MemoryConfig(_Section):
     """Memory budgets. A budget that is omitted is measured."""
 
     device: Size | None = None
-    """Device memory that infinity may use; omitted = measured. One half is for weights and for gradients on their way
-    to RAM, and is allocated once. The other half is for activations. Without a GPU this is RAM."""
+    """Device memory that infinity may use; omitted = measured.
+
+    One half is for weights and for gradients on their way to RAM, and is allocated once. The other half is for
+    activations. Without a GPU, device memory is a part of RAM.
+    """
     host: Size | None = None
-    """RAM for everything that infinity keeps or stages there, such as gradients, staging buffers and states in RAM;
+    """RAM for everything that infinity keeps or stages in RAM, such as gradients, staging buffers and states;
     omitted = 80 % of the RAM that is available when the model is offloaded. Give a size on a virtual machine that gets
     more RAM as it uses it. Gradients take 2 B per bf16 parameter, or 4 B where the gradients of several backward passes
     are added. If accumulation_steps is given, the plan reserves these 4 B for as many units as fit. With gradients:
@@ -107,28 +110,37 @@ class NvmeConfig(_Section):
         AfterValidator(_different),
         Field(max_length=64),
     ] = Field(default_factory=list)
-    """Directories for the swap files, one for each disk. Each directory belongs to one run at a time, and is made if
-    its parent directory exists. Data is striped over several directories in proportion to the bandwidth of their
-    disks, which infinity-bench measured, or which a short probe measures at the start."""
+    """Directories for the swap files, one for each disk.
+
+    Each directory belongs to one run at a time. A missing directory is created if its parent directory exists. Data is
+    striped over several directories in proportion to the bandwidth of their disks. The bandwidth was measured by
+    infinity-bench, or is measured by a short probe at the start.
+    """
     engine: Literal["auto", "io_uring", "threads"] = "auto"
     """Engine of the disk I/O. io_uring: the kernel's asynchronous interface. threads: for kernels and containers that
-    refuse io_uring. auto: io_uring where it works, else threads."""
+    refuse io_uring. auto: io_uring if the kernel allows it, else threads."""
     block: Size | None = None
-    """Size of the blocks that larger transfers are cut into; omitted = as infinity-bench measured, else 1 MiB."""
+    """Size of the blocks into which larger transfers are split; omitted = the size that infinity-bench measured to be
+    best, else 1 MiB."""
     in_flight: Size | None = None
-    """Maximum number of bytes in flight on each disk; omitted = as infinity-bench measured, else 32 MiB."""
+    """Maximum number of bytes in flight on each disk; omitted = the number that infinity-bench measured to be best,
+    else 32 MiB."""
     queue_depth: Whole = Field(default=128, ge=1, le=1024)
     """Maximum number of blocks in flight on each disk."""
     deadline_s: Annotated[float, BeforeValidator(_number)] = Field(default=300.0, gt=0, le=86400, allow_inf_nan=False)
-    """Seconds that a disk may take to complete a block. After that the run ends with an error that names the disk,
-    instead of hanging."""
+    """Seconds that a disk may take to complete a block.
+
+    If a block takes longer, the run ends with an error that names the disk.
+    """
     checksums: bool = True
-    """Whether each 4 KiB that is read is compared with the checksum of the 4 KiB that were written. The checksums take
-    RAM: 0.1 % of the size of the swap files."""
+    """Whether each 4 KiB block that is read is compared with the checksum of the block that was written.
+
+    The checksums take RAM: 0.1 % of the size of the swap files.
+    """
 
 
 class UpdateConfig(_Section):
-    """Division of an update into tiles and threads. It never changes a bit of the result."""
+    """Division of an update into tiles and threads. This section never changes a bit of the result."""
 
     tile: Size | None = None
     """Size of the tiles that an update is cut into: bytes of one fp32 moment per tile; omitted = as many bytes as fit
@@ -142,14 +154,17 @@ class RanksConfig(_Section):
     """Weights of other ranks that each rank keeps. Without torchrun the section has no effect."""
 
     gather: Literal["auto", "world", "node", "none"] = "auto"
-    """Ranks that weights are gathered from each time they are used. The first gather after an update is always from
-    all ranks. world: all ranks (ZeRO-3). node: the ranks of this machine, which together keep a copy of all weights in
-    RAM (hpZ). none: no rank; each rank keeps a copy of all weights in RAM (ZeRO-2). auto: node where there are several
-    machines and the copy takes at most half of memory.host, else world. Never changes a bit of the result."""
+    """Ranks from which a rank gathers weights for each use.
+
+    The first gather after an update is always from all ranks. world: all ranks (ZeRO-3). node: the ranks of this
+    machine, which together keep a copy of all weights in RAM (hpZ). none: no rank; each rank keeps a copy of all
+    weights in RAM (ZeRO-2). auto: node if there are several machines and the copy takes at most half of memory.host,
+    else world. Never changes a bit of the result.
+    """
 
 
 class SwapConfig(_Section):
-    """Tiers of the states, and the way that they move (docs/reference/config.md)."""
+    """Swap config: the tiers of the states, and the way that states move (docs/reference/config.md)."""
 
     weights: Tier = "auto"
     """Tier of the weights between uses."""
@@ -159,31 +174,36 @@ class SwapConfig(_Section):
     gradients: Literal["host", "device", "nvme", "auto"] = "auto"
     """Tier in which gradients wait for the step. auto: RAM for as many units as memory.host has room for, and NVMe for
     the other units. nvme: NVMe for all units. On NVMe, the first micro-batch moves 4 B per bf16 parameter (2 B written,
-    2 B read), and each further one 8 B in fp32."""
+    2 B read), and each further micro-batch moves 8 B in fp32."""
     activations: Literal["auto", "keep", "recompute", "host", "nvme"] = "auto"
-    """Whether activations are kept, or recomputed in backward. auto: recompute where the model supports it."""
+    """Whether activations are kept, or recomputed in the backward pass. auto: recompute if the model supports it."""
     memory: MemoryConfig = Field(default_factory=MemoryConfig)
     nvme: NvmeConfig = Field(default_factory=NvmeConfig)
     update: UpdateConfig = Field(default_factory=UpdateConfig)
     ranks: RanksConfig = Field(default_factory=RanksConfig)
     overlap: Annotated[Literal["auto", "during_backward", "before_forward", "off"], BeforeValidator(_word)] = "auto"
-    """Time at which updates run. during_backward speculates: it begins updates before the step is decided, and does
-    the updates again that the step proves wrong. before_forward begins updates with the step; each unit's next use
-    waits for its own update. off: step() returns when all updates are done. auto: during_backward while its updates
-    prove right and, on a GPU, while it is faster; else before_forward. Never changes a bit of the result."""
+    """Time at which updates run. during_backward: speculation; updates begin during the backward pass, before step() is
+    called, and an update that step() does not accept is computed again. before_forward: updates begin with step(), and
+    the next use of a unit waits for the update of this unit. off: step() returns when all updates are done. auto:
+    during_backward as long as most of its updates are accepted and, on a GPU, as long as it is faster; else
+    before_forward. Never changes a bit of the result."""
     vertical: bool = False
-    """Whether a backward pass has several micro-batches, all of which go through one unit before the next unit. A
-    unit's weights are then fetched once for all of them. infinity.backward makes such passes, and so does the Trainer
-    under `infinity run`."""
+    """Whether a backward pass has several micro-batches, all of which go through one unit before the next unit.
+
+    This way a unit's weights are fetched once for all micro-batches. infinity.backward makes such passes, and so does
+    the Trainer under `infinity run`.
+    """
     commit_every: Annotated[int | Literal["auto"], PlainValidator(_steps_or_auto)] = "auto"
-    """Steps between durable generations. 0: no generations; states are updated in place, in half the space, and a run
-    that dies has to begin again from a saved model. auto: as often as the disks have room for it and it costs little;
-    the plan says how often that is, and why."""
+    """Steps between durable generations. 0: no generations; states are updated in place and take half the space, and a
+    run that dies must start again from a saved model. auto: as often as is possible at little cost, if the disks have
+    room for generations; a line of the plan shows how often that is, and why."""
     keep: Whole = Field(default=1, ge=1, le=64)
-    """Number of generations that are kept. Each takes the space of the states once more."""
+    """Number of generations that are kept. Each generation takes the space of one copy of the states."""
     pins: Whole = Field(default=0, ge=0, le=PINS_MAX)
-    """Maximum number of generations that checkpoint folders pin at once. Each takes the space of the states once
-    more."""
+    """Maximum number of generations that checkpoint folders pin at once.
+
+    Each pin takes the space of one copy of the states.
+    """
     master: Literal["split16", "fp32", "none"] = "split16"
     """Form of the fp32 master of bf16 weights. split16: the weight and a 16-bit residual, which together are the exact
     master. fp32: the full master, stored in addition to the weight. none: no master; weights are rounded
@@ -191,18 +211,19 @@ class SwapConfig(_Section):
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     """Form of the optimizer's moments. bf16 and int8 move fewer bytes."""
     frozen: Literal["auto", "bf16", "int8", "nf4"] = "auto"
-    """Form in which the weights of blocks that are not trained are kept. nf4: in 4 bits. int8: in 8 bits. bf16: not
-    encoded, in their own dtype (bf16 or another one); a quantized checkpoint is decoded once. auto: in the form that
-    the checkpoint has, also if bitsandbytes quantized it. Embeddings, head, norms and adapters are not encoded."""
+    """Form in which frozen weights of blocks are kept. nf4: in 4 bits. int8: in 8 bits. bf16: not
+    encoded, in their own dtype (bf16 or another one); a quantized checkpoint is decoded once. auto: in the form in
+    which the checkpoint has them, also if bitsandbytes quantized the checkpoint. Embeddings, head, norms and adapters
+    are not encoded."""
 
     def require_available(self, source: str = "") -> None:
-        """Refuse values whose feature this version does not have yet.
+        """Raise an error for values whose feature this version does not have yet.
 
         Args:
             source: name of the file that the config came from, for the message.
 
         Raises:
-            NotAvailableError: names the key and what to write instead.
+            NotAvailableError: the config has such a value; the message names the key and what to write instead.
         """
         for key in _NOT_YET:
             value = getattr(self, key)
@@ -214,7 +235,7 @@ class SwapConfig(_Section):
 
 
 _NOT_YET = {"optimizer": ("device",), "gradients": ("device",), "activations": ("host", "nvme")}
-"""Values of keys that this version refuses, by key."""
+"""Values that this version does not accept, by key."""
 
 
 def _usable(key: str) -> list[str]:
@@ -223,7 +244,7 @@ def _usable(key: str) -> list[str]:
 
 
 def _known_keys(model: type[BaseModel], prefix: str = "", under: str = "") -> list[str]:
-    """Return all keys of the config, or those of the section `under`."""
+    """Return all keys of the config, or all keys of the section `under`."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -253,7 +274,8 @@ def _explain_one(item: Any) -> str:
     if key in _NOT_YET and known:
         known = _usable(key)
         message = f"Input should be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}"
-    word = item["input"][:_KEY_CHARS_MAX] if isinstance(item["input"], str) else ""  # str() of a list may be gigabytes
+    # str() of a list could take gigabytes
+    word = item["input"][:_KEY_CHARS_MAX] if isinstance(item["input"], str) else ""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"; did you mean '{near[0]}'?" if near else ""
     given = quoted(item["input"])
@@ -267,8 +289,8 @@ def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> S
         source: path of a YAML or JSON file, a mapping with the same keys, a SwapConfig, or None for all defaults.
 
     Raises:
-        ConfigError: the file is unreadable, a key is unknown or a value is bad; names the key and the nearest known
-            one.
+        ConfigError: the file is unreadable, a key is unknown or a value is wrong; the message names the key, and for an
+            unknown key the nearest known key.
         NotAvailableError: the config asks for a feature that is not implemented yet.
     """
     if isinstance(source, SwapConfig):
@@ -289,7 +311,8 @@ def load_config(source: str | Path | Mapping[str, Any] | SwapConfig | None) -> S
 
 
 def _require_directories(paths: list[Path]) -> None:
-    """Raise ConfigError for a path that can never be made, because it or an existing parent is not a directory."""
+    """Raise ConfigError for a path that can never be created, because the path or its nearest existing parent is not a
+    directory."""
     for path in paths:
         try:
             above = nearest(path)

@@ -1,4 +1,4 @@
-"""Values of users and other libraries in messages: shortened, and without control characters that a terminal obeys."""
+"""Values of users and other libraries, formatted for messages: shortened, and with control characters escaped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class _Short(reprlib.Repr):
 
 
 def quoted(value: object) -> str:
-    """Return repr(value) with each text in it cut to about 80 characters, followed by its length if it was cut.
+    """Return repr(value), in which each text is cut to about 80 characters; a text that was cut is followed by its
+    length.
 
     Characters that are not printable are escaped, so that a value cannot move the cursor, colour the terminal or begin
     a new line.

@@ -31,7 +31,7 @@ def printable(text: object, *, lines: bool = False) -> str:
 class InfinityError(Exception):
     """Base class of every error that infinity raises on purpose.
 
-    A message may quote names from files and models, so it is made printable.
+    Because a message may quote names from files and models, the message is made printable.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -39,7 +39,8 @@ class InfinityError(Exception):
 
 
 def cause_of(error: BaseException | None) -> InfinityError | None:
-    """Return the nearest InfinityError in an exception's chain of causes, itself included; None if there is none."""
+    """Return the first InfinityError in an exception's chain of causes, starting with the exception; None if there is
+    none."""
     while error is not None and not isinstance(error, InfinityError):
         error = error.__cause__
     return error
@@ -54,7 +55,7 @@ class NotAvailableError(ConfigError):
 
 
 class PlanError(InfinityError):
-    """The plan does not fit a budget. Names the unit, the budget and the smallest change that would fit."""
+    """The plan does not fit a budget. The message names the unit, the budget and the smallest change that would fit."""
 
 
 class ModelError(InfinityError):
@@ -62,11 +63,12 @@ class ModelError(InfinityError):
 
 
 class DeviceRoomError(PlanError):
-    """memory.device has no room for the units that are needed at once. Either all ranks raise this error, or none.
+    """memory.device has no room for the units that are needed at once. Either all ranks raise this error, or no rank
+    does.
 
     Attributes:
         limit_bytes: memory.device of this process, in bytes.
-        peers: the other ranks, as the plan knew them (plan/plan_input.py: Peers).
+        peers: facts about the other ranks that the plan used (plan/plan_input.py: Peers); None: not set yet.
     """
 
     def __init__(self, message: str, limit_bytes: int) -> None:
@@ -75,13 +77,13 @@ class DeviceRoomError(PlanError):
         self.peers: Any = None
 
     def among(self, peers: Any) -> DeviceRoomError:
-        """Set the ranks of the process that raises the error, and return the error."""
+        """Set `peers`, and return the error."""
         self.peers = peers
         return self
 
 
 class TooLateError(ModelError):
-    """A model that was changed after it was offloaded cannot be offloaded again; nothing was done."""
+    """A model that was changed after it was offloaded cannot be offloaded again; nothing was changed."""
 
 
 class ReleasedParameterError(ModelError):
@@ -93,11 +95,14 @@ class StaleWeightsError(ModelError):
 
 
 class DeviceError(InfinityError, RuntimeError):
-    """The device's runtime failed, and the data in flight to or from the device are lost."""
+    """The device's runtime failed, and data in flight to or from the device is lost."""
 
 
 class NonFiniteGradientError(InfinityError):
-    """Gradients were NaN or infinite several steps in a row. The states are those of the last good step."""
+    """Gradients were NaN or infinite in several consecutive steps.
+
+    The states are the states after the last step with finite gradients.
+    """
 
 
 class ForkError(InfinityError):
@@ -113,15 +118,18 @@ class StoreLockedError(InfinityError):
 
 
 class StoreNotEmptyError(InfinityError):
-    """The swap directory holds the generations of an earlier run, which a new run would lose."""
+    """The swap directory contains the generations of an earlier run. A new run would lose these generations."""
 
 
 class ResumeError(InfinityError):
-    """There is nothing to resume, or it does not fit the model, the optimizer or the config. Says what differs."""
+    """There is nothing to resume, or the run to resume does not fit the model, the optimizer or the config.
+
+    The message says what differs.
+    """
 
 
 class NoStoreError(ResumeError):
-    """The directory holds no store."""
+    """The directory contains no store."""
 
 
 class DirtyStoreError(ResumeError):
@@ -147,10 +155,10 @@ class NewerVersionError(ManifestError):
 
 
 class PeerError(InfinityError):
-    """This rank cannot continue, because of another rank or of a common operation of the ranks.
+    """This rank cannot continue, because another rank or a common operation of the ranks failed.
 
     Attributes:
-        rank: the rank at fault; None if no single one is known to be.
+        rank: the rank at fault; None if not exactly one rank is known to be at fault.
         ranks: all ranks at fault, ascending.
         cause: description of what happened.
         advice: description of what to do.
@@ -170,7 +178,7 @@ class PeerError(InfinityError):
         return type(self), (self.cause, self.ranks, self.advice)
 
     def again(self) -> PeerError:
-        """Return an equal error to raise again, because an error that was raised keeps its first traceback."""
+        """Return an equal error that can be raised. An error that was raised before would keep its first traceback."""
         copy = PeerError(self.cause, self.ranks, self.advice)
         copy.__cause__ = self.__cause__
         return copy
@@ -195,11 +203,11 @@ class SwapIOError(InfinityError, OSError):
         offset: bytes from the start of the file.
         nbytes: length of the block that failed.
         cause: description of what went wrong.
-        unit, state: the unit and state that were being moved; "" if not known.
+        unit, state: the unit and state that the transfer moved; "" if not known.
         step: the optimizer step during which the transfer failed.
 
     Args:
-        begun: whether states were being moved; false while the store is made.
+        begun: whether states have been moved; false while the store is being created.
     """
 
     advice = ""
@@ -238,13 +246,13 @@ class SwapIOError(InfinityError, OSError):
 
 
 class SwapCorruptionError(SwapIOError):
-    """The store returned data that differ from those written: torn, stale, misdirected or with flipped bits."""
+    """The store returned other data than were written: torn, stale, misdirected or with flipped bits."""
 
     advice = "The device, its cable or its memory returned wrong data without an error: check its health (smartctl)."
 
 
 class SwapTimeoutError(SwapIOError):
-    """A device did not answer within nvme.deadline_s and was given up.
+    """A device did not complete a transfer within nvme.deadline_s, and infinity no longer waits for it.
 
     The device may still read or write the memory of the transfer, so the memory is never used or freed again.
     """
@@ -256,9 +264,9 @@ class SwapTimeoutError(SwapIOError):
 
 
 class DeviceCopyError(SwapIOError, DeviceError):
-    """Data read from the store, or to be written to it, did not get to or from the compute device.
+    """A copy to or from the compute device failed: of data read from the store, or of data to be written to the store.
 
-    `path` names the device, and `cause` has the number of the runtime's error; there is no position in a file.
+    `path` names the device, and `cause` has the number of the runtime's error; the error has no position in a file.
     """
 
     advice = (

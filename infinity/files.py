@@ -1,8 +1,8 @@
 """Safe access to files: reading small files of unknown origin, replacing files, and checking names that users give.
 
-Only regular files are read, and never more bytes than the reader asks for. A FIFO, a device or a socket in a file's
-place would block the reader, or supply data without end. The kind of a file is determined from the open descriptor,
-because the path may name another file a moment later.
+Only regular files are read, and never more bytes than the reader asks for. A FIFO, a device or a socket in place of a
+file would block the reader, or supply endless data. The kind of a file is determined from the open descriptor, because
+another file can be moved to the path at any time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import TextIO
 from infinity.echo import quoted
 from infinity.sizes import format_bytes
 
-_NAME_BYTES_MAX, _PATH_BYTES_MAX = 255, 4000  # leaves room for the names of files in the directory
+# a path of at most 4000 bytes leaves room for the names of files in the directory
+_NAME_BYTES_MAX, _PATH_BYTES_MAX = 255, 4000
 _READ_BYTES = 64 << 20
 _KINDS = (
     (stat.S_ISFIFO, "a FIFO"),
@@ -84,7 +85,10 @@ def read(descriptor: int, nbytes: int) -> bytes:
 
 
 def read_regular(path: Path, bytes_max: int, *, follow: bool = False) -> bytes:
-    """Return all bytes of a regular file. Raises the errors of opened(); UnusableFileError above `bytes_max`."""
+    """Return all bytes of a regular file.
+
+    Raises the errors of opened(), and UnusableFileError for a file above `bytes_max`.
+    """
     with opened(path, follow=follow) as (descriptor, nbytes):
         if nbytes > bytes_max:
             raise UnusableFileError(
@@ -102,7 +106,10 @@ def write(descriptor: int, data: bytes | memoryview, at: int = 0) -> None:
 
 
 def nearest(path: Path) -> Path:
-    """Return the absolute `path`, or its nearest existing parent. Raises OSError if existence cannot be checked."""
+    """Return `path` as an absolute path if it exists, else its nearest existing parent.
+
+    Raises OSError if existence cannot be checked.
+    """
     there = path.expanduser().absolute()
     return next(each for each in (there, *there.parents) if each.exists())
 
@@ -110,7 +117,8 @@ def nearest(path: Path) -> Path:
 def require_possible(name: str) -> None:
     """Raise ValueError for a text that can never name a file or directory.
 
-    Such a text is empty, too long or not UTF-8, has a NUL, or begins with the home (~) of a user who does not exist.
+    Such a text is empty, too long or not UTF-8, contains a NUL, or begins with ~ and the name of a user who does not
+    exist.
     """
     if not name.strip():
         raise ValueError(f"{quoted(name)} is not a valid name of a file or directory")
@@ -127,7 +135,7 @@ def require_possible(name: str) -> None:
 
 
 def require_different(paths: Iterable[Path]) -> None:
-    """Raise ValueError if two paths name the same directory, also by links or mounts.
+    """Raise ValueError if two paths name the same directory, directly or by links or mounts.
 
     Directories that do not exist yet are compared by name alone.
     """
@@ -147,7 +155,7 @@ def require_different(paths: Iterable[Path]) -> None:
 
 @contextmanager
 def renamed(aside: Path, path: Path, rename: Callable[[Path, Path], None] = os.replace) -> Iterator[None]:
-    """Rename `aside`, which the block writes, to `path`.
+    """Rename `aside` to `path` at the end of the `with` block, which writes `aside`.
 
     If the block or the rename fails, `aside` is removed and `path` is unchanged.
 
@@ -167,9 +175,10 @@ def renamed(aside: Path, path: Path, rename: Callable[[Path, Path], None] = os.r
 
 @contextmanager
 def replacing(path: Path) -> Iterator[TextIO]:
-    """Yield a new text file for the block to write. It replaces `path` when the block ends without an error.
+    """Yield a new text file, which the `with` block writes. The file replaces `path` when the block ends without an
+    error.
 
-    No existing file is written to, because it may be a link to another file.
+    An existing file is never overwritten in place, because the file may be a link to another file.
 
     Raises:
         OSError: the file cannot be written; `path` is unchanged.

@@ -1,6 +1,6 @@
 """Helpers for scripts that use the trainers of transformers and TRL. Importing this module imports transformers.
 
-infinity.InfinityConfig, for `from_pretrained`, is the third of these helpers.
+A further helper, for `from_pretrained`, is infinity.InfinityConfig.
 """
 
 from infinity.integrations.plug_points import Checkpoints, optimizer_factory

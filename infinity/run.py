@@ -1,4 +1,5 @@
-"""`python -m infinity.run CONFIG SCRIPT [ARGS…]`, for launchers that start modules. Does the same as `infinity run`."""
+"""The command `python -m infinity.run CONFIG SCRIPT [ARGS…]`, for launchers that start modules. It does the same as
+`infinity run`."""
 
 import sys
 

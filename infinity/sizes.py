@@ -23,8 +23,10 @@ _SIZE = re.compile(r"\s*((?:0|[1-9][0-9]{0,18})(?:\.[0-9]{1,18})?)\s*([A-Za-z]{0
 
 
 def parse_bytes(value: object) -> object:
-    """Convert "64MiB", "2.5GB" or an integer to bytes; None stays None. Raises ValueError for others, or above 1
-    EiB."""
+    """Convert "64MiB", "2.5GB" or an integer to bytes; None stays None.
+
+    Raises ValueError for any other value, and for sizes above 1 EiB.
+    """
     if value is None:
         return None
     if isinstance(value, int) and not isinstance(value, bool):

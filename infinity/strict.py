@@ -1,10 +1,10 @@
 """Strict parsers of YAML and JSON. A key that occurs twice is an error.
 
 [Note: which YAML]
-Plain scalars are those of YAML 1.2's core schema, decimal only: null, true and false, integers and fractions.
-Everything else is text: `off`, `12:30:00`, `0x10`, `010`, `1_000`, `.inf` and dates, which YAML 1.1 (and PyYAML) reads
-as other values. Where a number is expected, such a text is an error. Anchors, aliases, merge keys and tags are refused:
-a swap config needs none of them, and a few lines with them can expand to gigabytes.
+Plain scalars are the scalars of YAML 1.2's core schema, decimal only: null, true and false, integers and fractions.
+Everything else is text: `off`, `12:30:00`, `0x10`, `010`, `1_000`, `.inf` and dates (YAML 1.1 and PyYAML read these as
+other values). Where a number is expected, such a text is an error. Anchors, aliases, merge keys and tags are errors: a
+swap config needs none of these, and a few lines that use them can expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def parse_yaml(text: str) -> Any:
     """Return the value of one YAML document.
 
     Raises:
-        ValueError: the text is not valid. The message is one line, with line and column of the problem if known.
+        ValueError: the text is not valid. The message is one line; it names line and column of the problem if they are
+            known.
     """
     try:
         return yaml.load(text, _Loader)
@@ -84,7 +85,8 @@ class _Loader(yaml.SafeLoader):
 for _tag, _form, _begins in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(?:0|[1-9][0-9]{0,17})", list("-+0123456789")),  # longer ones stay text, which every schema refuses
+    # longer integers stay text, which every schema rejects
+    ("int", r"[-+]?(?:0|[1-9][0-9]{0,17})", list("-+0123456789")),
     ("float", r"[-+]?(?:[1-9][0-9]*|0)?(?:\.[0-9]+|(?<=[0-9])\.)(?:[eE][-+]?[0-9]+)?", list("-+.0123456789")),
     ("float", r"[-+]?(?:[1-9][0-9]*|0)[eE][-+]?[0-9]+", list("-+0123456789")),
 ):

@@ -67,7 +67,7 @@ class _Gradient:
         Raises ModelError if the piece that made the tensor has already run backward.
         """
         if self.closed:
-            raise ModelError(f"a gradient came after the backward of the piece that made its tensor, {_ADVICE}")
+            raise ModelError(f"a gradient arrived after the backward of the graph piece that made its tensor, {_ADVICE}")
         if self.total is None:
             self.total = gradient
         else:
@@ -150,7 +150,7 @@ class Piece:
         except RuntimeError as error:
             if "backward through the graph a second time" not in str(error):
                 raise
-            raise ModelError(f"a part of a graph was to be run backward twice, {_ADVICE}") from error
+            raise ModelError(f"a backward pass would run a part of a graph twice, {_ADVICE}") from error
 
 
 class Tape:

@@ -182,7 +182,7 @@ class MicroBatches:
             logger.warning(
                 "%d micro-batches go through the units in %d groups, and each group fetches the weights once per "
                 "direction: one micro-batch keeps %s between forward and backward, and memory has room for %s besides "
-                "the weights, which is enough for %d. Recompute activations, or raise memory.device by %s.",
+                "the weights, enough for %d micro-batches. Recompute activations, or raise memory.device by %s.",
                 count,
                 groups,
                 format_bytes(chain.kept_bytes),

@@ -127,7 +127,7 @@ def _warn_of_changed_layout(model: nn.Module) -> None:
     ]
     if turned:
         logger.warning(
-            "'%s'%s in channels_last order, and will be in torch's default order: convolutions may take longer",
+            "'%s'%s in channels_last order; offloaded weights have torch's default order: convolutions may take longer",
             printable(turned[0]),
             f" and {len(turned) - 1} other weights are" if len(turned) > 1 else " is",
         )
