@@ -67,7 +67,9 @@ class _Gradient:
         Raises ModelError if the piece that made the tensor has already run backward.
         """
         if self.closed:
-            raise ModelError(f"a gradient arrived after the backward of the graph piece that made its tensor, {_ADVICE}")
+            raise ModelError(
+                f"a gradient arrived after the backward of the graph piece that made its tensor, {_ADVICE}"
+            )
         if self.total is None:
             self.total = gradient
         else:
