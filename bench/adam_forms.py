@@ -1,7 +1,7 @@
 """Rate of the optimizer's pass in memory, for every form of the states: `python bench/adam_forms.py [--isa ISA ...]`.
 
 Each form is measured beside a bound: a pass that reads and writes the same streams in place with almost no arithmetic
-(infinity/cli/planning/adam.py). Ratios are taken within a round.
+(infinity/cli/planning/adam.py). Each ratio compares two rates of the same round.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Row:
-    """Result of one form. Attributes: of_bound: its rate as a share of the bound's rate for the same bytes."""
+    """Result of one form.
+
+    Attributes: of_bound: rate of this form, as a share of the bound's rate for the same bytes.
+    """
 
     format: str
     isa: str
@@ -44,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """All rows, and the bandwidth of the bound in bytes per second, by "isa x threads"."""
+    """Result: all rows, and the bandwidth of the bound in bytes per second, by "isa x threads"."""
 
     numel: int
     rounds: int

@@ -2,15 +2,15 @@
 
     bench/adam_vs_peers.py [--json FILE]
 
-Needs DeepSpeed in .venv-peers (bench/peers/setup.sh). Two workloads on flat states:
+The script needs DeepSpeed in .venv-peers (bench/peers/setup.sh). Two workloads on flat states:
 
   step   fp32 gradients, fp32 states: the optimizer's arithmetic alone
   pass   what a trainer does: bf16 gradients in, norm, unscale, clip, AdamW, bf16 weights out
 
 Every contender is a separate process with its memory in huge pages. Each round runs all contenders, in an order that
-rotates; ratios are taken within a round. A peer's pass is measured twice: as it is usually written (cast, norm,
-multiply, step, cast), and in the fastest known other way, which is probed first (norm of the bf16 gradients, or the
-clipping factor passed to the step).
+rotates; each ratio compares two rates of the same round. A peer's pass is measured in two ways: as the pass is usually
+written (cast, norm, multiply, step, cast), and in the fastest other way that is known (norm of the bf16 gradients, or
+the clipping factor passed to the step). A probe finds this fastest way first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ The gradient is read for the norm and again for the update; weight, residual and
 
 
 class Contender(JsonWorker):
-    """One worker, seen from the driver."""
+    """The driver's side of one worker."""
 
     def __init__(self, name: str, python: Path, module: str, log: Path, arguments: list[str], isa: str = "") -> None:
         environment = {"OMP_NUM_THREADS": arguments[1]} | ({"INFINITY_ISA": isa} if isa else {})
@@ -59,11 +59,11 @@ class Contender(JsonWorker):
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians of one thread count.
+    """Medians of the measurements with one number of threads.
 
     Attributes:
         parameters_per_s: by row; "peer: row" for peers.
-        ratios: ratios of rates, by the pair that is compared; medians of the ratios within a round.
+        ratios: ratios of rates, by the pair that is compared; each is the median of the rounds' ratios.
         bound_bytes_per_s: rate of reading and writing in place.
     """
 
@@ -79,7 +79,7 @@ _PLAIN = "pass, norm of fp32"
 
 
 def fastest_pass(peer: Contender) -> str:
-    """Return the peer's fastest pass, apart from the plain one."""
+    """Return the peer's fastest pass other than the plain pass."""
     passes = [row for row in peer.rows if row.startswith("pass") and row != _PLAIN]
     return min(passes, key=lambda row: statistics.median(peer.run(row) for _ in range(_PROBES)))
 
@@ -102,7 +102,7 @@ def measure(numel: int, threads: int, isa: str, rounds: int, logs: Path) -> Meas
         for number in range(rounds):
             for contender, row in rows if number % 2 == 0 else rows[::-1]:
                 if contender is ours and row != "bound":
-                    ours.run(row)  # the rows share memory: the first step of each fills its states
+                    ours.run(row)  # the rows share memory, so the first step of each row fills the row's states
                 label = row if contender is ours else f"{contender.name}: {_label(row)}"
                 seconds.setdefault(label, []).append(contender.run(row))
     finally:
@@ -117,7 +117,7 @@ def _label(row: str) -> str:
 
 def _conclude(numel: int, threads: int, isa: str, rounds: int, seconds: dict[str, list[float]]) -> Measured:
     def ratio(ours: str, *others: str) -> float:
-        """Return the median over rounds of our rate divided by the best of the others' rates in the same round."""
+        """Return the median over the rounds of infinity's rate divided by the best peer's rate in the same round."""
         return statistics.median(
             min(seconds[other][number] for other in others) / seconds[ours][number] for number in range(rounds)
         )

@@ -10,8 +10,8 @@
 | chunked | infinity.chunked_cross_entropy |
 
 Each turn is a forward and a backward in a separate process, so that the peak belongs to this turn alone. `above` is the
-peak minus the memory that the process had before. It includes the gradients of the hidden states and of the head for
-both contenders. Quote the ratios.
+peak minus the memory that the process had before. For both contenders this difference includes the gradients of the
+hidden states and of the head. Quote the ratios.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONTENDERS = ("whole", "chunked")
 
 
 def turn(contender: str, tokens: int, vocabulary: int, hidden: int, dtype: str) -> dict[str, float]:
-    """Run one loss, forward and backward. Called in a process of its own."""
+    """Run one loss, forward and backward. Must be called in a separate process."""
     import torch
     from torch.nn import functional
 
@@ -46,7 +46,7 @@ def turn(contender: str, tokens: int, vocabulary: int, hidden: int, dtype: str) 
     states = torch.randn(tokens, hidden, generator=generator).to(kind).requires_grad_()
     weight = (torch.randn(vocabulary, hidden, generator=generator) / hidden**0.5).to(kind).requires_grad_()
     labels = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    functional.linear(states[:64], weight[:64]).sum().backward()  # torch allocates its own workspaces first
+    functional.linear(states[:64], weight[:64]).sum().backward()  # this first run lets torch allocate its workspaces
     states.grad = weight.grad = None
     before, began = _peak_bytes(), time.perf_counter()
     if contender == "whole":

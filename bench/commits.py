@@ -3,10 +3,10 @@
 Contenders take turns, step by step, on the model of bench/peers/workload.py: commit_every 0 and 1, with and without
 checksums.
 
-A disk may be faster in one region than in another. So all stores are created again several times, in an order that
-rotates, and ratios are taken within a round. The report has medians of the seconds of a step (including its complete
-update and its commit) and of the ratios. It also has the bytes written per step, counted by the engine, and the parts
-of a commit.
+A disk may be faster in one region than in another. All stores are therefore created again several times, in an order
+that rotates, and each ratio compares steps of the same round. The report has medians of the seconds of a step
+(including its complete update and its commit) and of the ratios. The report also has the bytes written per step,
+counted by the engine, and the times of the parts of a commit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _WARM_UP = 2
 
 @dataclass
 class Contender:
-    """One model, its store, and the measurements of its steps."""
+    """A contender: one model, its store, and the measurements of its steps."""
 
     model: Any
     optim: Any

@@ -5,11 +5,11 @@
     python bench/cost_per_parameter.py --sizes 0.02e9 0.04e9 --limit 1.5GB --steps 3     # to try the script
 
 Each size is a run of bench/large_model.py: a model is loaded, trained and saved under a memory limit, with the same
-number of tokens per step for all sizes. --limit is the limit of the largest model. After the interpreter's memory is
-subtracted, a smaller model gets a limit in proportion to its parameters. With the same limit for all, a small model
-would keep its gradients and states in memory and move fewer bytes; a flat line would then say nothing about offloading.
-The minimum for a few blocks and the activations does not shrink in proportion, so the smallest models get a little
-more.
+number of tokens per step for all sizes. --limit is the limit of the largest model. The limit of a smaller model, less
+the interpreter's memory, is in proportion to the model's parameters. With the same limit for all, a small model would
+keep its gradients and states in memory and move fewer bytes; in that case, equal costs would say nothing about
+offloading. The minimum for a few blocks and the activations does not shrink in proportion, so the smallest models get a
+little more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peers.report import format_table
 
 
 def cost(result: dict[str, Any]) -> dict[str, float]:
-    """Return the cost of one size. Its seconds leave out the first step, which learns the order of units."""
+    """Return the cost of one size. The seconds do not include the first step, which learns the order of units."""
     parameters = result["input_bytes"] // 2
     seconds = statistics.median(step["seconds"] for step in result["steps"][1:] or result["steps"])
     tokens = result["training"]["batch"] * result["training"]["tokens"]
@@ -43,7 +43,7 @@ def cost(result: dict[str, Any]) -> dict[str, float]:
 
 
 def table(costs: Sequence[dict[str, float]]) -> str:
-    """Return a table with a row per size. Its last column is the cost relative to the smallest size."""
+    """Return a table with a row per size. The last column of the table is the cost relative to the smallest size."""
     header = ("parameters", "limit", "not reclaimable", "s/step", "ns/(param·token)", "B/param", "cost / smallest's")
     first = costs[0]["ns_per_parameter_and_token"]
     return format_table(

@@ -10,10 +10,11 @@
 | bitsandbytes | `quantize_4bit` and `dequantize_4bit`, NF4, blocks of 64; nested: `compress_statistics` |
 | torchao | `to_nf4` and `get_original_weight`, blocks of 64, always nested |
 
-Peers that are not installed are left out: `pip install bitsandbytes==0.50.2 torchao` in the environment that runs this,
-or `bench/peers/setup.sh` and then `.venv-peers/bin/python` with infinity in it. A peer allocates its result in each
-call, and this is included in its time, as in normal use. Every round runs all contenders, in an order that rotates.
-`/ copy` is the median of the ratios of rates within a round.
+Peers that are not installed are left out. To install them, run `pip install bitsandbytes==0.50.2 torchao` in the
+environment that runs this script; or run `bench/peers/setup.sh`, install infinity in .venv-peers and use
+`.venv-peers/bin/python`. A peer allocates the memory for its result in each call. As in normal use, the allocation is
+included in the peer's time. Every round runs all contenders, in an order that rotates. The column `/ copy` is the
+median over the rounds of a rate divided by the copy's rate in the same round.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def rows_of_torchao(values: Any) -> Rows:
 
 
 def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
-    """Time all rows. Called in a process of its own, whose OpenMP has `threads` threads.
+    """Time all rows. Must be called in a separate process, whose OpenMP has `threads` threads.
 
     Returns:
         `seconds` of each round, by row; and `missing`: by peer, the reason why it has no rows.
@@ -127,7 +128,7 @@ def measure(numel: int, threads: int, rounds: int) -> dict[str, Any]:
 
 
 def summarise(numel: int, seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return by row: parameters per second, and the rate as a share of the copy's rate."""
+    """Return for each row the parameters per second, and this rate as a share of the copy's rate."""
     return {
         row: {
             "parameters_per_s": numel / statistics.median(each),

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Rate of importing a frozen base from a bf16 checkpoint into the store in 4 or 8 bits, beside reading alone.
+"""Rate of importing a frozen base from a bf16 checkpoint into the store in 4 or 8 bits, compared with the rate of
+reading alone.
 
     python bench/frozen_ingest.py --json build/frozen-ingest.json
     python bench/frozen_ingest.py --layers 4 --hidden 512 --rounds 1        # the short one
 
-`read` opens each shard and copies every tensor once. `ahead` does the same with the read-ahead advice that infinity
-gives to the kernel. `bf16`, `int8` and `nf4` are `infinity.offload` of a model that was loaded with defer=True and
-frozen except for its norms: every weight is read, encoded, and written to the store. Before each turn the checkpoint is
-evicted from the page cache. Rates are bytes of the checkpoint per second. The model without values is created before
-the clock starts.
+`read` opens each shard and copies every tensor once. `ahead` reads in the same way, with the read-ahead advice that
+infinity gives to the kernel. `bf16`, `int8` and `nf4` are `infinity.offload` of a model that was loaded with defer=True
+and frozen except for its norms: every weight is read, encoded, and written to the store. Before each turn the
+checkpoint is evicted from the page cache. Rates are bytes of the checkpoint per second. The model without values is
+created before the clock starts.
 """
 
 from __future__ import annotations

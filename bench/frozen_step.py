@@ -11,10 +11,11 @@
 | processor | the base in RAM in bf16: the CPU's computing alone |
 | ...-decoding | the base in RAM in that form: computing, and decoding beside it |
 
-The bound of a system is the largest of three times. The first is `processor`. The second is the system's replay: its
-reading and decoding with nothing else. The third, for a form that is decoded, is the time of decoding alone: twice the
-parameters, at the rate that one thread reaches while nothing else runs. The embedding and the head are bf16 in every
-form. Quote the ratios, which are taken within rounds; single times on a shared machine mean nothing.
+The bound of a system is the largest of three times. The first is `processor`. The second time is the system's replay:
+its reading and decoding without any other work. The third time, for a form that is decoded, is the time of decoding
+alone: twice the parameters, at the rate that one thread reaches while nothing else runs. The embedding and the head are
+in bf16, whatever the form of the base. Quote the ratios, which compare times of the same round; single times on a
+shared machine mean nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def decode_seconds(form: str, numel: int, threads: int) -> float:
 
 
 def summarise(rounds: list[dict[str, dict[str, Any]]], numel: int, decoding: dict[str, float]) -> dict[str, Any]:
-    """Return by system: medians of the seconds, the bound, and the ratios of the seconds to the bound and to bf16."""
+    """Return for each system the median seconds, the bound, and the ratios of the seconds to the bound and to the
+    seconds in bf16."""
     summary = {}
     for name in rounds[0]:
         form, _, kind = name.partition("-")

@@ -1,7 +1,7 @@
-"""Rate of the update alone, and beside each thing that a training step does on the same machine.
+"""Rate of the update alone, and at the same time as other work that a training step does on the machine.
 
-The things are threads that keep a core busy, as those that feed the device do, and copies between the host and the
-device. The rates show which of them the update shares its cores or its memory with.
+The other work is threads that keep a core busy (like the threads that feed the device), and copies between the host and
+the device. The rates show which kind of work takes cores or memory bandwidth from the update.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def rates(numel: int, cores: int, copy: Callable[[], Any] | None) -> dict[str, d
 
     Args:
         numel: parameters of the update.
-        cores: threads of the update where the situation names none.
-        copy: copies in both directions for a moment; None without a device.
+        cores: number of threads of the update, unless the situation has its own number.
+        copy: function that copies in both directions for a moment; None without a device.
 
     Returns:
         For each situation, Gparam/s of the update and GB/s of a pass over memory with almost no arithmetic; and the
@@ -100,7 +100,7 @@ def rates(numel: int, cores: int, copy: Callable[[], Any] | None) -> dict[str, d
 
 
 def _sums(memory: Memory, pool: _native.ThreadPool, isa: str) -> float:
-    """Return the Gelem/s of the pass over gradients that have landed."""
+    """Return the rate, in Gelem/s, of the pass over gradients that have landed."""
     took = []
     for _ in range(_ROUNDS):
         began = time.perf_counter()

@@ -13,7 +13,7 @@ from gpu.environment import BUILD, IMPORT
 
 FOLDER = ".bundle"
 LIMIT_BYTES = 64 << 20
-"""Largest size of the bundle and the working tree together, which are sent to a machine without a network."""
+"""Largest size of the bundle plus the working tree; both are sent to a machine without a network."""
 
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in range(28, 4, -1)),
@@ -41,7 +41,7 @@ class BundleError(RuntimeError):
 
 
 def check(folder: Path, python: str, *, beside_bytes: int = 0) -> int:
-    """Check a bundle for one Python version.
+    """Check whether a bundle is complete for one Python version.
 
     Args:
         folder: the bundle's folder.
@@ -52,7 +52,8 @@ def check(folder: Path, python: str, *, beside_bytes: int = 0) -> int:
         Size of the folder in bytes.
 
     Raises:
-        BundleError: names every file that is missing, every wheel that does not fit, or the size.
+        BundleError: the bundle is incomplete or too large; the message names every missing file, every wheel that does
+            not fit, or the size.
     """
     wheels = sorted((folder / "wheels").glob("*"))
     faults = [f"{name} is missing" for name in NATIVE_FILES if not (folder / name).is_file()]
@@ -76,7 +77,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def tree_bytes(root: Path) -> int:
-    """Return the bytes of the files that are sent to the machine."""
+    """Return the total bytes of the files that are sent to the machine."""
     return sum((root / name).lstat().st_size for name in tree_files(root))
 
 

@@ -1,4 +1,4 @@
-"""Helpers on a GPU that several stages use: kernels that sleep, timed copies, pinned memory."""
+"""Helpers for GPUs that several stages use: kernels that sleep, timed copies, pinned memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Sleeper:
     _CYCLES = 20_000_000
 
     def __init__(self) -> None:
-        torch.cuda._sleep(self._CYCLES)  # raises the GPU's clock before the measurement
+        torch.cuda._sleep(self._CYCLES)  # this raises the GPU's clock frequency before the measurement
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         torch.cuda._sleep(self._CYCLES)
@@ -44,7 +44,7 @@ def accelerator() -> TorchAccelerator:
 
 
 def pinned_arena(nbytes: int) -> PinnedArena:
-    """Return a pinned arena. Raises RuntimeError when the memory cannot be registered."""
+    """Return a pinned arena. Raises RuntimeError if the memory cannot be registered."""
     arena = PinnedArena(nbytes)
     refused = arena.pin(accelerator())
     if refused:

@@ -1,8 +1,8 @@
 """Choice of a Python that runs infinity without a network: the given one, or a virtual environment on top of it.
 
-The machine's own installation is not changed. The virtual environment sees the packages of the given Python. It adds
-the missing packages, from the bundle, and infinity, built from this checkout. This module uses the standard library
-alone.
+The machine's own installation is not changed. The virtual environment sees the packages of the given Python. The
+virtual environment adds the missing packages from the bundle, and infinity built from this checkout. This module uses
+only the standard library.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ ENVIRONMENT = Path("build") / "gpu-venv"
 BUILD = ("scikit-build-core", "pybind11", "cmake", "ninja")
 """Distributions that the build of infinity needs. cmake and ninja may be system programs instead."""
 IMPORT = ("numpy", "pydantic", "pyyaml", "psutil")
-"""Distributions that `import infinity` needs, beside torch."""
+"""Distributions, other than torch, that `import infinity` needs."""
 TRAINER = ("trl", "datasets", "dill", "multiprocess", "xxhash")
-"""Distributions that `infinity finetune` needs beside transformers, and those of their needs that are small."""
+"""Distributions, other than transformers, that `infinity finetune` needs, and their small dependencies."""
 STAGES = (("pytest", "pytest-timeout", "hypothesis"), ("rich",), ("safetensors",), TRAINER, ("transformers",))
-"""Groups of distributions that single stages need. A stage whose group is missing reports it; the others run."""
+"""Groups of distributions that single stages need.
+
+If a group is missing, the stage that needs it reports this; the other stages run.
+"""
 
 _PROGRAMS = ("cmake", "ninja")
 _HAS_NATIVE = "from infinity import _native; import infinity; print(infinity.__file__)"
@@ -50,7 +53,7 @@ class TorchFacts:
     """Facts about torch under one Python.
 
     Attributes:
-        cuda: the CUDA version that torch was built for; None when there is none, or no torch.
+        cuda: the CUDA version that torch was built for; None if torch is missing or was built without CUDA.
         devices: number of GPUs that torch sees.
     """
 
@@ -80,10 +83,10 @@ def probe_torch(python: Path) -> TorchFacts:
 
 
 def choose_python(candidates: list[Path]) -> TorchFacts:
-    """Choose the best candidate; the first of equal ones.
+    """Choose the best candidate; of equal candidates the first.
 
-    The preferred one has a torch that sees a GPU. The next are one whose torch was built for CUDA, one that has
-    infinity, and one that has torch.
+    The best candidate is a Python whose torch sees a GPU. The next best are a Python whose torch was built for CUDA, a
+    Python that has infinity, and a Python that has torch.
     """
     probed = [probe_torch(python) for python in candidates]
     for good in (
@@ -99,7 +102,8 @@ def choose_python(candidates: list[Path]) -> TorchFacts:
 
 
 def has_infinity(python: Path, root: Path | None = None) -> bool:
-    """Return whether infinity and its native core can be imported; with `root`, whether they are that checkout's."""
+    """Return whether infinity and its native core can be imported; with `root`, whether both belong to this
+    checkout."""
     asked = _run([python, "-c", _HAS_NATIVE], check=False, cwd=Path("/"))
     if asked.returncode:
         return False
@@ -107,7 +111,7 @@ def has_infinity(python: Path, root: Path | None = None) -> bool:
 
 
 def prepared(root: Path, python: Path) -> Path | None:
-    """Return the Python that `prepare` would return if nothing has to be installed or built for it; else None."""
+    """Return the Python that `prepare` would return, if it needs no installation and no build; else None."""
     candidates = (python, _environment_python(root))
     return next((each for each in candidates if each.exists() and has_infinity(each, root)), None)
 
@@ -116,14 +120,14 @@ def prepare(root: Path, python: Path) -> tuple[Path, dict[str, Any]]:
     """Prepare a Python that imports infinity from this checkout.
 
     Args:
-        root: root of the checkout; its .bundle is used where it exists.
-        python: a Python that has torch; this torch is used and not changed.
+        root: root of the checkout; its .bundle is used if it exists.
+        python: a Python that has torch; the installed torch is used and not changed.
 
     Returns:
         The Python, and a record of the actions taken: installed distributions, and whether infinity was built.
 
     Raises:
-        PreparationError: something is missing that the bundle does not have, or the build failed.
+        PreparationError: a required package is missing, also in the bundle; or the build failed.
     """
     if has_infinity(python, root):
         return python, {"python": str(python), "installed": [], "built": False}
@@ -162,10 +166,10 @@ def _same_version(*pythons: Path) -> bool:
 
 
 def _install_missing(root: Path, inside: Path) -> list[str]:
-    """Install the missing distributions from the bundle alone; return the distributions that were added.
+    """Install the missing distributions, only from the bundle; return the distributions that were added.
 
     Raises:
-        PreparationError: a distribution that build or import needs is missing.
+        PreparationError: a distribution is missing that the build or the import needs.
     """
     before = _distributions(inside)
     needed = [*(name for name in BUILD if name not in _PROGRAMS or shutil.which(name) is None), *IMPORT]

@@ -1,4 +1,4 @@
-"""Facts about the machine that infinity's speed depends on: the second half of stage 0."""
+"""Facts about the machine on which infinity's speed depends: the second half of stage 0."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _SMI = (
 
 
 def stage(record: Record, options: Options) -> None:
-    """Run the stage. Settings: `touch_bytes`, the largest amount of RAM to touch."""
+    """Run the stage. Measure the facts. Settings: `touch_bytes`, the largest number of bytes of RAM to touch."""
     options.work.mkdir(parents=True, exist_ok=True)
     record.measure("versions", "torch 2.6 or newer; infinity of this checkout", _versions)
     record.measure("cores", "16", usable_cores)

@@ -1,4 +1,5 @@
-"""Proof of the bundle: with torch alone and no network, the folder builds infinity and two offloaded steps run."""
+"""Proof of the bundle: without a network and with torch as the only package, infinity is built from the bundle and
+trains two offloaded steps."""
 
 from __future__ import annotations
 
@@ -71,10 +72,10 @@ def prove(root: Path, python: Path) -> int:
 
     Args:
         root: root of the checkout, with its .bundle.
-        python: a Python of the bundle's version that has torch; nothing but torch is taken from it.
+        python: a Python of the bundle's version that has torch; no other package of this Python is used.
 
     Returns:
-        0: infinity was built and trained. 1: it was not, and stderr says why.
+        0: infinity was built and trained. 1: the build or the training failed, and stderr says why.
 
     Raises:
         BundleError: there is no bundle, or `python` has no torch.
@@ -104,7 +105,7 @@ def prove(root: Path, python: Path) -> int:
 
 
 def _copy_tree(root: Path, tree: Path) -> None:
-    """Copy the files that are sent to the machine: the bundle, and the files that git does not ignore."""
+    """Copy the files that would be sent to the machine: the bundle, and the files that git does not ignore."""
     tree.mkdir()
     subprocess.run(["cp", "-r", "--parents", "-t", str(tree), *tree_files(root), FOLDER], cwd=root, check=True)
 
@@ -131,7 +132,10 @@ def _offline(command: list[str], cwd: Path, programs: Path) -> int:
 
 
 def _require_bundled(tree: Path) -> None:
-    """Require that the build used the bundle. Raises BundleError when a header or a library is the system's."""
+    """Require that the build used the bundle.
+
+    Raises BundleError if the build used a header or a library of the system.
+    """
     cache = next((tree / "build").glob("*/CMakeCache.txt")).read_text()
     for line in cache.splitlines():
         if line.startswith(("XXHASH_INCLUDE:", "URING_INCLUDE:", "URING_LIBRARY:")):

@@ -13,7 +13,10 @@ _KEPT_CHARACTERS = 3000
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Write a line for the test's call phase. Set-up and clean-up get a line only when they did not pass."""
+    """Write a line for the test's call phase.
+
+    The set-up and clean-up of a test get a line only if they did not pass.
+    """
     if report.when != "call" and report.outcome == "passed":
         return
     line = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}

@@ -22,8 +22,8 @@ from typing import Any, Literal, TextIO, TypeVar
 Verdict = Literal["ok", "failed", "missed", "known", "noted", "skipped"]
 """Judgement of a measurement.
 
-`missed`: correct, but slower than expected. `known`: the expectation is not met because today's design cannot meet it.
-`noted`: a fact without an expectation.
+`missed`: correct, but slower than expected. `known`: the expectation is not met, because the present design cannot meet
+it. `noted`: there is no expectation; the value is a fact.
 """
 
 Value = TypeVar("Value")
@@ -31,11 +31,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Options:
-    """Argument that the runner passes to a stage.
+    """Options that the runner passes to a stage as its argument.
 
     Attributes:
         seconds: the stage's time limit, counted from its start.
-        out: folder whose files are kept.
+        out: folder for files that are kept.
         work: folder for swap files and logs, which is removed afterwards.
         found: measurements of the earlier stages, by stage and name.
         settings: settings of this stage, for tests and manual runs.
@@ -90,17 +90,17 @@ class Record:
         speed: bool = False,
         least_s: float = 0.0,
     ) -> Value | None:
-        """Take one measurement. Its exception, if any, is written and not raised.
+        """Take one measurement. If `take` raises, the exception is written and not raised.
 
         Args:
             name: name of the measurement.
             expected: the expectation in words, written to the line beside the value.
-            take: returns the value.
-            good: says whether the value is as expected; None: the value is only noted.
-            known: reason why today's design does not meet the expectation. With a reason a bad value is no failure; an
-                exception still is.
-            speed: the expectation is a speed, so a bad value is `missed` and not `failed`.
-            least_s: the measurement is skipped when fewer seconds are left of the stage's time.
+            take: function that returns the value.
+            good: function that returns whether the value is as expected; None: the value is only noted.
+            known: reason why the present design does not meet the expectation. With a reason, a wrong value is not a
+                failure, but an exception is.
+            speed: whether the expectation is a speed; if so, a wrong value is `missed` and not `failed`.
+            least_s: the measurement is skipped if fewer seconds of the stage's time are left.
 
         Returns:
             The value; None when there is none.
@@ -136,7 +136,7 @@ def _judge(value: Value, good: Callable[[Value], bool] | None, *, known: bool, s
 def run(stage: Callable[[Record, Options], None]) -> None:
     """Run a stage as the main program. Options are read from argv[1], and measurements are written to stdout.
 
-    Everything else that is printed goes to stderr.
+    All other output is written to stderr.
     """
     options = Options.from_json(sys.argv[1])
     channel = os.fdopen(os.dup(1), "w", buffering=1)
@@ -148,4 +148,4 @@ def run(stage: Callable[[Record, Options], None]) -> None:
     faulthandler.cancel_dump_traceback_later()
     channel.flush()
     sys.stderr.flush()
-    os._exit(0)  # a library's thread or a device that hangs must not block the exit
+    os._exit(0)  # a hanging device, or a library's thread that hangs, must not block the exit

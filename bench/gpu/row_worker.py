@@ -1,6 +1,6 @@
 """Worker process for one model of stage 8; each "step" on stdin measures the next row of the job.
 
-The model runs in torch with all states in device memory, in FSDP2 with its shards in host memory, or in infinity.
+The model is trained by torch with all states in device memory, by FSDP2 with its shards in host memory, or by infinity.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Rows(Contender):
     Attributes:
         rows: rows that are not measured yet: `name`, `micro_batches`, `max_grad_norm`, `overlap` (None: the plan's
             choice).
-        begin: applies the settings of a row.
-        pipeline: pipeline that runs the updates, whose tiles are traced.
-        phases: begin of each phase of the steps so far, with its name: forward, backward.
+        begin: function that applies the settings of a row.
+        pipeline: pipeline that runs the updates and whose tiles are traced.
+        phases: begin and name (forward, backward) of each phase of the steps so far.
     """
 
     rows: Iterator[dict[str, Any]] = dataclasses.field(default_factory=lambda: iter(()))
@@ -102,7 +102,7 @@ def _plain(
     model: Any, batches: list[torch.Tensor], update: Callable[[dict[str, Any]], None], device: torch.device
 ) -> Rows:
     now: dict[str, Any] = {}
-    for name, buffer in model.named_buffers():  # buffers of rotary embeddings, which FSDP does not shard
+    for name, buffer in model.named_buffers():  # moves the buffers of rotary embeddings, which FSDP does not shard
         module, _, last = name.rpartition(".")
         model.get_submodule(module)._buffers[last] = buffer.to(device)
 
@@ -187,7 +187,8 @@ def _counters(statistics: infinity.Statistics) -> dict[str, float]:
 
 
 def _of_tiles(events: Any, steps: int, phases: list[tuple[float, str]]) -> dict[str, Any]:
-    """Return the rate of the update while it computed, also by phase, and its idle seconds between its tiles."""
+    """Return the rate of the update while it computed, in total and by phase, and its idle seconds between its
+    tiles."""
     if not len(events):
         return {}
     times, names = zip(*phases, strict=True)
@@ -211,7 +212,8 @@ def _of_tiles(events: Any, steps: int, phases: list[tuple[float, str]]) -> dict[
 def _thread_seconds() -> tuple[Counter[str], Counter[str]]:
     """Return the CPU seconds, and the seconds spent waiting for a core, of each kind of thread, by thread name.
 
-    Threads of the same name are summed. Source: schedstat of the process's tasks; zero where the kernel counts none.
+    Threads of the same name are summed. Source: schedstat of the process's tasks; the numbers are zero if the kernel
+    does not count.
     """
     used, waited = Counter[str](), Counter[str]()
     for task in Path("/proc/self/task").iterdir():
@@ -238,7 +240,10 @@ def _synchronize(device: torch.device) -> None:
 
 
 def turn(contender: Contender) -> dict[str, Any]:
-    """Measure the next row: warm-up steps, then measured steps. The time includes the wait for all pending work."""
+    """Measure the next row: warm-up steps, then measured steps.
+
+    The measured time includes the wait for all pending work.
+    """
     assert isinstance(contender, Rows)
     assert contender.job is not None
     options, row = contender.job.options, next(contender.rows)

@@ -1,4 +1,5 @@
-"""Runner of the stages: a process per stage, its time limit, its measurements, its verdict. Standard library alone."""
+"""Runner of the stages: it runs each stage as a process with a time limit, and collects measurements and a verdict.
+Standard library alone."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ ROOT = BENCH_DIR.parent
 
 _ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # otherwise matrix products differ from run to run
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # without this setting, matrix products differ from run to run
     "OMP_WAIT_POLICY": "passive",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -33,11 +34,11 @@ _DUMP_BEGINS = "Timeout ("
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table in stages.py.
+    """A stage: one row of the table in stages.py.
 
     Attributes:
-        limit_s: seconds after which its processes are killed.
-        least_s: the stage is not started when fewer seconds are left.
+        limit_s: seconds after which the stage's processes are killed.
+        least_s: the stage is not started if fewer seconds are left.
         module: the module that runs, as `python -m MODULE OPTIONS`.
         needs_gpu: whether the stage is useless without a GPU.
         purpose: the question that the stage answers.
@@ -129,7 +130,7 @@ def run_stage(stage: Stage, python: Path, options: Options, log: Path) -> dict[s
 def environment(work: Path) -> dict[str, str]:
     """Return the environment of a stage, with importable bench modules, separate caches and deterministic results."""
     paths = [str(BENCH_DIR), *filter(None, [os.environ.get("PYTHONPATH")])]
-    cache = {"XDG_CACHE_HOME": str(work / "cache")}  # no profile from an earlier survey
+    cache = {"XDG_CACHE_HOME": str(work / "cache")}  # the stage must not use a profile of an earlier measurement
     return {**os.environ, **_ENVIRONMENT, **cache, "PYTHONPATH": os.pathsep.join(paths)}
 
 
@@ -247,12 +248,12 @@ class Budget:
         return self.seconds - self.reserve_s - (time.monotonic() - self._began)
 
     def limit_of(self, stage: Stage, *, gpu: bool) -> float:
-        """Return the seconds that a stage gets; 0 when the time left is too short for it."""
+        """Return the seconds that a stage gets; 0 if the time left is too short for the stage."""
         whole = stage.limit_s if gpu else min(stage.limit_s, stage.limit_without_gpu_s)
         limit = min(whole, self.left_s)
         return limit if limit >= min(stage.least_s, whole) else 0.0
 
 
 def facts_of(lines: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the measurements of the earlier stages by stage name, for a later stage."""
+    """Return the measurements of the earlier stages, by stage name; a later stage uses them."""
     return {name: line["measured"] for name, line in lines.items()}

@@ -59,7 +59,7 @@ class Seam:
         ring: bytes of device memory for gradients.
         host: bytes of pinned memory for `home`s, targets and the queues' own memory.
         piece: bytes per read from the store; four reads are in flight.
-        store: the store that weights are uploaded from.
+        store: the store from which weights are uploaded.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Seam:
     def upload_stored(self, nbytes: int) -> tuple[Transfer, SlabSlot]:
         """Return a transfer and its slot.
 
-        The weights are in the slot once the transfer is done and the slot was waited for.
+        The weights are in the slot when the transfer is done and the wait for the slot has ended.
         """
         if self.store is None:
             raise AssertionError("no store")

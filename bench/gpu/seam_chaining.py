@@ -1,7 +1,7 @@
 """Checks of native threads that call the device's runtime.
 
 The runtime's functions are found. Weights are uploaded from the store in pieces. Gradients land with their sums of
-squares. All of this keeps its order beside a kernel that sleeps.
+squares. All these operations keep their order while a kernel sleeps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from infinity.tiers.downloads import GradientQueue, Landing
 
 
 def runtime() -> dict[str, Any]:
-    """Return the entry points that native threads call."""
+    """Return the entry points of the device's runtime that native threads call."""
     table = accelerator().gate()
     return {name: hex(getattr(table, name)) for name in ("enter", "copy", "record", "wait", "synchronize")}
 
@@ -91,9 +91,10 @@ def _failure_of(transfer: Any) -> str:
 
 
 def landings(sleeper: Sleeper, *, numel: int = 4 * MIB, parts: int = 4) -> dict[str, bool]:
-    """Check that gradients which kernels write late land with the same bits and sums of squares as on the CPU.
+    """Check gradients that kernels write late: they must land with the same bits and sums of squares as on the CPU.
 
-    They land in their place directly, and are also added in fp32 to other gradients through the bounce buffer.
+    Some gradients land directly in their place; others are added in fp32 to earlier gradients, through the bounce
+    buffer.
     """
     seam = Seam(slots=MIB, ring=2 * numel, host=numel * 6, piece=numel)
     group = group_of("a", numel, parts)

@@ -1,6 +1,7 @@
 """Order and lifetimes at the device seam: a missing wait, or memory reused too soon, would give wrong bits.
 
-Each check enqueues a sleeping kernel where the host runs ahead in training, and compares the values afterwards.
+Each check enqueues a sleeping kernel at a point where the host is ahead of the device in training, and compares the
+values afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from infinity.tiers.slots import SlabSlot
 
 
 def upload_overlaps(sleeper: Sleeper, *, queued_before: bool) -> dict[str, Any]:
-    """Return whether an upload ends while a kernel sleeps that was enqueued before it, or after it."""
+    """Return whether an upload ends while a kernel sleeps; the kernel was enqueued before or after the upload."""
     seam = Seam(slots=64 * MIB, host=64 * MIB)
     home = seam.home(7, 64 * MIB)
     slept = torch.cuda.Event()
@@ -41,8 +42,8 @@ def upload_overlaps(sleeper: Sleeper, *, queued_before: bool) -> dict[str, Any]:
 def missing_wait_shows(sleeper: Sleeper) -> dict[str, bool]:
     """Return whether a missing wait is visible: the check that makes the other checks meaningful.
 
-    With a late copy, a read without a wait must see the old values, and a read with a wait the new ones. If the read
-    without a wait is correct too, none of the other checks proves anything.
+    If a copy is late, a read without a wait must return the old values, and a read with a wait must return the new
+    values. If the read without a wait returns the new values, too, the other checks prove nothing.
     """
     seam = Seam(slots=16 * MIB)
     home = seam.home(7, 16 * MIB)
@@ -58,10 +59,11 @@ def missing_wait_shows(sleeper: Sleeper) -> dict[str, bool]:
 
 
 def missing_last_use_shows(sleeper: Sleeper) -> dict[str, bool]:
-    """Return whether reuse of a slot without its last uses is visible. If not, the reuse checks prove nothing.
+    """Return whether it is visible if a slot is reused without waiting for its last uses. If the reuse is not visible,
+    the other checks of reuse prove nothing.
 
-    Weights are uploaded into a slot that an enqueued kernel has yet to read. With the slot's last uses the upload waits
-    for the kernel. Without them the kernel reads the newer weights.
+    Weights are uploaded into a slot that an enqueued kernel has not read yet. If the slot's last uses are given, the
+    upload waits for the kernel. If they are not given, the kernel reads the newer weights.
     """
     found = {}
     for kept in (True, False):
@@ -86,7 +88,8 @@ def missing_last_use_shows(sleeper: Sleeper) -> dict[str, bool]:
 
 
 def evict_under_sleep(sleeper: Sleeper, *, side_stream: bool, rounds: int = 20) -> dict[str, int]:
-    """Free a slot and upload others before the kernel that reads the slot begins; return the wrong values' count."""
+    """Free a slot and upload other weights before the kernel that reads the slot begins; return the number of wrong
+    values."""
     nbytes, count = 4 * MIB, 8
     seam = Seam(slots=2 * nbytes, host=count * nbytes)  # each upload reuses the bytes of the slot before the last one
     homes = [seam.home(10 + index, nbytes) for index in range(count)]
@@ -109,7 +112,7 @@ def evict_under_sleep(sleeper: Sleeper, *, side_stream: bool, rounds: int = 20) 
 
 @dataclass
 class _Schedule:
-    """One random order of uploads, uses, evictions, gradients and sleeps, and the state that it must reach."""
+    """One random sequence of uploads, uses, evictions, gradients and sleeps, and the expected state at its end."""
 
     seam: Seam
     homes: list[Lease]

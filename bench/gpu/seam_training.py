@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Equal blocks, each of which is a unit."""
+    """Model of equal blocks, each of which is a unit."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _in_thread(work: Any) -> None:
 
 
 def threads_and_tiers(steps: int = 4) -> dict[str, Any]:
-    """Return the losses with backward on this thread and on another one, and with weights in RAM and on NVMe.
+    """Return the losses with the backward in this thread and in another thread, each with weights in RAM and on NVMe.
 
     All four lists must be equal.
     """
@@ -191,7 +191,7 @@ def _exact_weights(
 
 
 def host_waits(steps: int = 3) -> dict[str, float]:
-    """Return how often the host waits for the GPU: in the seam, by counted calls; in torch, by its warnings."""
+    """Return how often the host waits for the GPU: in the seam (counted calls) and in torch (counted warnings)."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("GPU_WORK")) as swap:
         model, optim, batch = offloaded(Path(swap))
         train(model, optim, batch, 2, aside=False)
@@ -241,7 +241,7 @@ class _Waits:
         self._catching.__exit__(*raised)
 
     def take(self) -> int:
-        """Return the number of waits since it was entered."""
+        """Return the number of waits since the context was entered."""
         return self._count + sum("synchronizing" in str(each.message) for each in self._warned)
 
 
@@ -268,10 +268,10 @@ def bytes_per_parameter(steps: int = 4) -> dict[str, float]:
 
 
 def reserved_memory(steps: int = 6) -> dict[str, float]:
-    """Return the most bytes that torch reserved while training, beside memory.device.
+    """Return the largest number of bytes that torch reserved during training, and memory.device.
 
     The slots have room for four of twelve blocks of 64 MiB. torch reserves memory in segments of 20 MiB and cuBLAS has
-    a workspace; both are small beside the slots.
+    a workspace; both are small in comparison with the slots.
     """
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

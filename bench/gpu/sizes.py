@@ -1,4 +1,4 @@
-"""Choice of the size of the step's stage: a pure function of the disk, the memory and the seconds available."""
+"""Choice of the model's size for the step stage: a pure function of the disk, the memory and the available seconds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _PER_LAYER = 2 * 2048**2 + 2 * 2048 * 512 + 3 * 2048 * 8192
 _STORE_BYTES = 14
 """Stored bytes per parameter with weights on NVMe: weight, residual and two fp32 moments.
 
-One spare copy for speculative updates is not counted, because it is used only where there is room.
+The spare copy for speculative updates is not counted, because it is used only if there is room.
 """
 _STEP_BYTES = {"host-nvme": 20, "nvme-nvme": 28}
-"""Bytes moved per parameter and step; 28 as long as the update reads the weights once more."""
+"""Bytes moved per parameter and step; 28, because the update reads the weights once more."""
 _HOST_BYTES = 22
 """Bytes of RAM per parameter with all states in RAM: weights, residual, moments, and gradients in fp32 at most."""
 _START_S = 12.0
@@ -27,7 +27,7 @@ def numel(layers: int) -> int:
 
 
 def choose(disk_bytes_per_s: float, free_disk: int, free_ram: int, seconds: float) -> dict[str, Any]:
-    """Choose layers and steps with which all contenders fit the time: first fewer steps, then fewer layers.
+    """Choose the numbers of layers and steps with which all contenders fit the time: first reduce steps, then layers.
 
     Args:
         disk_bytes_per_s: rate of mixed reads and writes.

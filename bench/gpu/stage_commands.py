@@ -1,4 +1,4 @@
-"""Stage 7: every command as a user types it, each on a small model of its own.
+"""Stage 7: every command, called as a user calls it, each with a separate small model.
 
 Each command must end with success. A run that was killed and resumed must end with the same bits as an uninterrupted
 run. Several commands run at the same time, because starting takes most of their time.
@@ -21,7 +21,7 @@ from typing import Any
 from gpu.record import Options, Record, run
 from gpu.runner import ROOT
 
-_AT_ONCE = 16  # each of them starts Python and imports for most of its time
+_AT_ONCE = 16  # each command starts Python and spends most of its time on imports
 _TRAINED = ["--sequence-length", "128", "--batch-size", "2", "--lr", "1e-3"]
 _SCRIPT = """
 import sys
@@ -135,7 +135,7 @@ def _done(command: Sequence[str], record: Record) -> dict[str, Any]:
 
 
 def _killed(command: Sequence[str], work: Path, record: Record) -> dict[str, Any]:
-    """Kill the run once a step is durable, and resume it."""
+    """Kill the run as soon as a step is durable, and resume the run."""
     process = subprocess.Popen(
         [sys.executable, "-m", "infinity", *command], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -153,7 +153,7 @@ def _killed(command: Sequence[str], work: Path, record: Record) -> dict[str, Any
 
 
 def _same(*folders: Path) -> bool:
-    """Return whether all these folders have a model of the same bytes."""
+    """Return whether the models in all these folders have the same bytes."""
     files = [folder / "model.safetensors" for folder in folders]
     return all(path.exists() for path in files) and len({path.read_bytes() for path in files}) == 1
 

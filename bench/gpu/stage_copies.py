@@ -21,7 +21,7 @@ _SIZES = (8 * _KIB, 64 * _KIB, 512 * _KIB, 4 * _MIB, 16 * _MIB, 64 * _MIB, 256 *
 _LARGE = 256 * _MIB
 _COPIES_PER_RUN = 400
 _MOVED_PER_RUN = 8
-"""Amount moved per run, in multiples of the largest copy."""
+"""Number of bytes moved per run, in multiples of the largest copy."""
 _ADAM_NUMEL, _ADAM_S = 64 << 20, 1.0
 
 
@@ -98,7 +98,7 @@ def _by_size(copies: Copies, large: int, **ways: bool) -> dict[str, float]:
 
 
 def _while_copying(copies: Copies, large: int) -> dict[str, Any]:
-    """Return nvidia-smi's report while the link is busy, because an idle link may be in a power-saving state."""
+    """Return nvidia-smi's report of the busy link, because an idle link may be in a power-saving state."""
     busy = threading.Event()
     copier = threading.Thread(target=_repeat, args=(lambda: copies.rate(large, up=True), busy))
     copier.start()
@@ -133,7 +133,8 @@ def _pageable(large: int) -> dict[str, float]:
 
 
 def _beside_adam(copies: Copies, large: int) -> dict[str, Any]:
-    """Measure Adam's memory traffic (28 bytes per parameter) on all cores and copies: each alone, then together."""
+    """Measure Adam's memory traffic (28 bytes per parameter) on all cores, and copies: each alone, then both
+    together."""
     adam = AdamTraffic(_ADAM_NUMEL)
     found: dict[str, Any] = {"threads": usable_cores(), "adam_gb_per_s": {"alone": adam.rate(_ADAM_S)}}
     done = threading.Event()
@@ -177,7 +178,7 @@ class AdamTraffic:
         _native.read_modify_write(a, b, c, d, self._pool)
 
     def rate(self, seconds: float) -> float:
-        """Return GB/s, measured for this many seconds."""
+        """Return the traffic in GB/s, measured for this number of seconds."""
         count, began = 0, time.perf_counter()
         while time.perf_counter() - began < seconds:
             self.run()

@@ -1,4 +1,5 @@
-"""Stage 5: limits of the update: Adam in memory, and the disk. The disk's rate sets the size of the step stage."""
+"""Stage 5: limits of the update: Adam in memory, and the disk. The disk's rate determines the model's size in the step
+stage."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def stage(record: Record, options: Options) -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     cores = usable_cores()
     numel = int(options.settings.get("numel", (64 if cores >= 8 else 16) * _MIB))
-    # Formats of the states: the two that are trained here, and the cheapest.
+    # Formats of the states: the two formats that later stages train with, and the cheapest format.
     every = list(FORMATS)
     formats = (every[0], every[1], every[4])
     record.measure(
@@ -88,7 +89,7 @@ def _file_bytes(options: Options) -> int:
 def _disk(options: Options, nbytes: int, seconds: float) -> dict[str, Any]:
     """Return the rates of a step's mix of reads and writes, of its parts and of the engine.
 
-    The rates are stored for the planner of the step's stage.
+    The rates are stored, because the step stage chooses its sizes by them.
     """
     memory = min(256 * _MIB, nbytes)
     began = time.perf_counter()

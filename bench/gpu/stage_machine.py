@@ -1,6 +1,6 @@
-"""Stage 0: infinity is built, then the machine is measured.
+"""Stage 0: build of infinity, followed by measurements of the machine.
 
-The build needs the standard library alone. The measurements run as `gpu.machine_facts` in the Python that the build
+The build needs only the standard library. The measurements run as `gpu.machine_facts` in the Python that the build
 prepared.
 """
 
@@ -23,7 +23,7 @@ def stage(record: Record, options: Options) -> None:
     ready = record.measure("environment", "a Python that imports infinity of this checkout", lambda: _prepare(python))
     if ready is None:
         return
-    # The child writes its lines to our channel, and its time limit ends before ours.
+    # The child writes its lines to this stage's channel, and the child's time limit ends before this stage's limit.
     facts = Options(max(record.left_s - 2, 5), options.out, options.work, options.found, options.settings)
     record.measure(
         "machine facts",

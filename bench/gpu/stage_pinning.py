@@ -1,4 +1,5 @@
-"""Stage 1: pinning the arena as infinity does it: its speed, and the state of the GPU after a refused registration."""
+"""Stage 1: pinning of the arena as in infinity: the speed of pinning, and the state of the GPU after a refused
+registration."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ def _after_refusal() -> dict[str, Any]:
 
 
 def register(nbytes: int, *, threads: int) -> dict[str, Any]:
-    """Return the seconds to register and unregister an arena whose pages `threads` threads touch first (0: none)."""
+    """Return the seconds to register and unregister an arena.
+
+    Before, `threads` threads touch its pages (0: nobody does).
+    """
     arena = PinnedArena(nbytes)
     found: dict[str, Any] = {"huge_pages": arena.memory.huge_pages, "threads": threads}
     pool = _native.ThreadPool(threads) if threads else None

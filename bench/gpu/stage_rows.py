@@ -1,11 +1,12 @@
 """Stage 8: steps of Llama shapes that people fine-tune, with all states in RAM, and their share of the bound.
 
-They run beside torch in device memory and FSDP2 with its shards in host memory.
+For comparison, torch in device memory and FSDP2 with its shards in host memory are measured, too.
 
-The bound of a step is the longer of computing and the update. Computing is taken at the rate that torch reaches in
-device memory (row "3.2 B, torch"); with recomputation a forward runs twice. The update is the one by all cores alone
-(stage 5). A step that clips its gradients cannot update during its backward. Its bound is the longer of computing, and
-of the update plus three quarters of computing (recomputation and backward).
+The bound of a step is the longer of two times: computing or the update. The time of computing assumes the rate that
+torch reaches in device memory (row "3.2 B, torch"); with recomputation a forward counts twice. The time of the update
+assumes the rate that all cores reach while nothing else runs (stage 5). A step that clips its gradients cannot update
+during its backward. The bound of such a step is the longer of two times: computing, or the update plus three quarters
+of computing (recomputation and backward).
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ class Model:
     """A model whose rows are measured in one process.
 
     Attributes:
-        adam: stage 5's name for the format of its update; '': almost nothing is updated.
+        adam: stage 5's name for the format of the model's update; '': almost nothing is updated.
         work: workload with the shape of this model.
-        share: arithmetic of a step, as a share of a full step's.
+        share: arithmetic of a step, as a share of the arithmetic of full training.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Model:
 
 
 def row(name: str, micro_batches: int = 1, *, clipped: bool = True, **more: Any) -> dict[str, Any]:
-    """Return a row. Args: clipped: every step is clipped, by a norm that all gradients exceed."""
+    """Return a row. Args: clipped: whether every step is clipped, by a maximum norm that all gradients exceed."""
     return {"name": name, "micro_batches": micro_batches, "max_grad_norm": 1e-6 if clipped else None} | more
 
 
@@ -134,7 +135,7 @@ def stage(record: Record, options: Options) -> None:
 
 
 def _adam_rates(options: Options) -> dict[str, float]:
-    """Return the Gparam/s that stage 5 measured, by the name of the format in Model.adam."""
+    """Return the rates in Gparam/s that stage 5 measured, by the format's name in Model.adam."""
     rows = options.found.get("host", {}).get("adam", {}).get("rows", {})
     found = {name: each["gparam_per_s"] for name, each in rows.items()}
     kinds = {"split16": "split16, fp32 moments", "int8": "int8 moments"}
@@ -159,7 +160,7 @@ def _bound(model: Model, each: dict[str, Any], numel: int, compute_s: float, rat
 
 
 def _measure(model: Model, options: Options, seconds: float) -> Iterator[dict[str, Any]]:
-    """Yield the worker's answer when it is ready, and then its answer for each row."""
+    """Yield the worker's answer when the worker is ready, and after that its answer for each row."""
     ends = time.monotonic() + seconds
     job = Job(
         model.work,
@@ -184,7 +185,7 @@ def _measure(model: Model, options: Options, seconds: float) -> Iterator[dict[st
             worker.timeout_s = max(ends - time.monotonic(), 1.0)
             yield worker.step()
     except WorkerError as error:
-        worker.stop_s = 2.0  # the worker hangs, or is gone
+        worker.stop_s = 2.0  # the worker hangs or has died
         print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
         raise RuntimeError(f"{error}\n{error.cause[-3000:]}") from error
     finally:

@@ -1,4 +1,4 @@
-"""Stage 3: the device seam beside kernels that sleep: order, lifetimes, chaining by native threads, and training."""
+"""Stage 3: the device seam while kernels sleep: order, lifetimes, chaining by native threads, and training."""
 
 from __future__ import annotations
 

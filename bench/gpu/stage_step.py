@@ -1,4 +1,4 @@
-"""Stage 6: a training step in each placement, of the size that the disk allows (stage 5)."""
+"""Stage 6: a training step in each placement; the disk's rate (stage 5) limits the size of the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def stage(record: Record, options: Options) -> None:
     for name in CONTENDERS:
         row = record.measure(name, _EXPECTED[name], lambda: _next(rows))
         if row is not None and "skipped" in row:
-            record.skip(name, row["skipped"], expected=_EXPECTED[name])  # replaces the previous line of this name
+            record.skip(name, row["skipped"], expected=_EXPECTED[name])  # this replaces the previous line of this name
 
 
 def _sizes(options: Options, seconds: float) -> dict[str, Any]:

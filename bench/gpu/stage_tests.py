@@ -1,6 +1,7 @@
-"""Stage 4: the tests marked gpu. A failed test runs once more by itself with CUDA_LAUNCH_BLOCKING=1.
+"""Stage 4: the tests with the marker gpu. A failed test is run a second time, alone and with CUDA_LAUNCH_BLOCKING=1.
 
-The second run shows whether the test fails without the others, and whether the failure depends on asynchronous order.
+The second run shows whether the test fails without the other tests, and whether the failure depends on asynchronous
+order.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from gpu.record import Options, Record, run
 from gpu.runner import ROOT
 
 _AGAIN_S = 15.0
-"""Seconds that a test by itself needs, including the imports."""
+"""Seconds that a single test needs, including the imports."""
 _ONE_TEST_S = 60
 
 
 @dataclass(frozen=True)
 class Results:
-    """Results by test: outcome, seconds, a failed test's message. `rc`: pytest's; None: stopped by the time limit."""
+    """Results by test: outcome, seconds, a failed test's message.
+
+    `rc` is pytest's exit code; None: pytest was stopped by the time limit.
+    """
 
     tests: dict[str, dict[str, Any]]
     rc: int | None
@@ -38,7 +42,7 @@ class Results:
 def stage(record: Record, options: Options) -> None:
     """Run the stage.
 
-    Settings: `arguments` of pytest; `root`, its working directory; `again_s`, seconds that a test by itself needs.
+    Settings: `arguments` of pytest; `root`, its working directory; `again_s`, seconds that a single test needs.
     """
     options.work.mkdir(parents=True, exist_ok=True)
     arguments = options.settings.get("arguments", ["-m", "gpu", "tests/gpu"])
@@ -63,12 +67,12 @@ def stage(record: Record, options: Options) -> None:
 
 
 def run_tests(arguments: Sequence[str], root: Path, work: Path, limit_s: float, **environment: str) -> Results:
-    """Run pytest in a process of its own for at most `limit_s` seconds."""
+    """Run pytest in a separate process for at most `limit_s` seconds."""
     lines = work / f"tests-{time.monotonic_ns()}.jsonl"
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "gpu.pytest_lines", "-p", "no:cacheprovider"]
     command += [f"--timeout={_ONE_TEST_S}", f"--basetemp={work / 'pytest'}", *arguments]
     rc: int | None
-    output = lines.with_suffix(".log")  # a pipe could be held open by a process that a test left running
+    output = lines.with_suffix(".log")  # a process that a test left running could keep a pipe open
     with output.open("wb") as file:
         try:
             rc = subprocess.run(
@@ -92,7 +96,7 @@ def run_tests(arguments: Sequence[str], root: Path, work: Path, limit_s: float, 
 
 
 def _both(together: Results, test: str, alone: Results | None) -> dict[str, Any]:
-    """Return the test's outcome with the others and by itself."""
+    """Return the test's outcome in the run with all tests, and in the run alone."""
     found: dict[str, Any] = {"with the others": together.tests[test]}
     if alone is None:
         found["by itself"] = "no time left"

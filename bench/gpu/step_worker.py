@@ -1,4 +1,4 @@
-"""One contender of bench/gpu_step.py in a process of its own: torch with an fp32 master, or infinity as the job says.
+"""Worker process of one contender of bench/gpu_step.py: torch with an fp32 master, or infinity with the job's config.
 
 A turn has warm-up steps, then measured steps, then one step under torch.profiler. The measured time includes the wait
 for all pending work. Everything runs on the job's device.
@@ -52,13 +52,13 @@ class MasterAdamW:
 
 @dataclass
 class SlotWaits:
-    """GPU time spent waiting for slots' weights, measured by events around each wait, on its stream."""
+    """GPU time spent on waits for the weights of slots, measured by events on the stream before and after each wait."""
 
     pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]]
 
     @classmethod
     def install(cls) -> SlotWaits | None:
-        """Time every slot's wait from now on. Returns None when there is no GPU."""
+        """From now on, measure the time of every wait for a slot. Returns None if there is no GPU."""
         if not torch.cuda.is_available():
             return None
         waits, wait = cls([]), SlabSlot.wait
@@ -218,7 +218,7 @@ def _counters(statistics: infinity.Statistics) -> dict[str, float]:
 
 
 def _trace(contender: Contender, path: Path, *, on_gpu: bool) -> dict[str, Any]:
-    """Trace one step with torch.profiler to `path` (.json.gz); return the GPU's part, or why there is none."""
+    """Trace one step with torch.profiler to `path` (.json.gz); return the figures of the GPU, or why there are none."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -243,7 +243,8 @@ def _trace(contender: Contender, path: Path, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def _busy(path: Path) -> dict[str, float]:
-    """Return the seconds of a trace in which a kernel ran, and in which a copy ran; overlapping ones count once."""
+    """Return the seconds of a trace in which a kernel ran, and in which a copy ran; overlapping kernels (or copies)
+    count once."""
     with gzip.open(path, "rt") as file:
         events = json.load(file)["traceEvents"]
     kinds = {"kernel": "kernels_s", "gpu_memcpy": "copies_s"}

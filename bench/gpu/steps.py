@@ -31,8 +31,8 @@ LLAMA = Workload(
 CONTENDERS = ("torch", "host-host", "host-host-tight", "host-nvme", "nvme-nvme")
 """Names of the contenders.
 
-torch: all states on the device, with an fp32 master. The others: infinity's tiers of weights and optimizer. All weights
-have room on the device, except in `tight`, where memory.device is 3GiB at full size.
+torch: all states on the device, with an fp32 master. The other contenders: infinity, with the tiers of weights and
+optimizer states in the name. All weights fit the device, except with `tight`, where memory.device is 3GiB at full size.
 """
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12}
@@ -68,7 +68,7 @@ class Plan:
     Attributes:
         work_dir: directory for swap files and logs.
         traces: folder for the traces; None: no step is traced.
-        seconds: time for all contenders; one that does not answer in the remaining time is killed.
+        seconds: time for all contenders; a contender that does not answer in the remaining time is killed.
     """
 
     work: Workload
@@ -83,7 +83,10 @@ class Plan:
 
 
 def run_contenders(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield a row per contender when it is done; the row has `error` if it failed, `skipped` if it was not started."""
+    """Yield a row for each contender when the contender is done.
+
+    The row has `error` if the contender failed, and `skipped` if it was not started.
+    """
     ends = time.monotonic() + plan.seconds
     for name in plan.names:
         if name in plan.left_out:
@@ -122,7 +125,7 @@ def _measure(name: str, plan: Plan, seconds: float) -> dict[str, Any]:
         worker.timeout_s = max(seconds - ready_s, 1)
         measured = worker.step()
     except WorkerError as error:
-        worker.stop_s = 2.0  # the worker hangs, or is gone
+        worker.stop_s = 2.0  # the worker hangs or has died
         return {"error": str(error), "cause": error.cause[-3000:]}
     finally:
         worker.stop()
@@ -159,8 +162,8 @@ def figures(work: Workload, facts: dict[str, Any], measured: dict[str, Any]) -> 
 def model_flops(work: Workload, numel: int) -> float:
     """Return the FLOPs of a forward and a backward without recomputation.
 
-    They are 6 per token and parameter that multiplies, and 12 · layers · hidden · tokens per token for attention,
-    halved by the causal mask.
+    The number is the sum of 6 per token and multiplying parameter, and of 12 · layers · hidden · tokens per token for
+    attention, halved by the causal mask.
     """
     tokens = work.batch * work.tokens
     embedding = 0 if work.tied else work.vocabulary * work.hidden
