@@ -2,9 +2,9 @@
 
 [Note: whose values are brought]
 PEFT selects the tensors of an adapter from the state dict of the complete model, which may be larger than memory.
-Therefore it selects twice. The first time, all tensors are on the meta device, and only the names are used. The second
-time, when PEFT writes the files, the selected tensors in the state dict have their values. The base model's weights are
-not read.
+Therefore PEFT selects the tensors twice. In the first selection, all tensors are on the meta device, and only the names
+of the selected tensors are used. In the second selection, when PEFT writes the files, the selected tensors in the state
+dict have their values. The base model's weights are not read.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ def to_save(model: nn.Module) -> Coordinator:
 def save_adapters(model: Any, target: Path) -> None:
     """Write the adapters of a PEFT model: adapter_config.json, adapter_model.safetensors and the model card.
 
-    An adapter other than the default one is written to a subdirectory of its name.
+    The default adapter is written to `target` itself. Every other adapter is written to a subdirectory with the
+    adapter's name.
 
     Args:
-        model: the PEFT model. It, or the model that it adapts, is offloaded.
+        model: the PEFT model. The PEFT model, or the base model in it, is offloaded.
         target: the directory to write to.
 
     Raises:
@@ -79,7 +80,7 @@ def _write(model: Any, target: Path, state: Tensors) -> None:
     with written_aside(target, "saving to") as aside:
         if (target / "README.md").exists():  # PEFT updates an existing model card
             shutil.copy(target / "README.md", aside)
-        inspect.unwrap(type(model).save_pretrained)(model, str(aside), state_dict=state)  # infinity run wraps it
+        inspect.unwrap(type(model).save_pretrained)(model, str(aside), state_dict=state)  # `infinity run` wraps it
         for path in aside.rglob("*.safetensors"):  # safetensors lets only the owner read its files
             path.chmod(0o644)
         put(aside, target, last=CONFIG_NAME)
@@ -109,7 +110,9 @@ def _with_values(model: Any, roots: Sequence[nn.Module]) -> Iterator[Tensors]:
 
 
 def _saved(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the value to save: the master, if the script had the parameter in fp32; otherwise the weight."""
+    """Return the value of a parameter to save: the master if the script had the parameter in fp32, otherwise the
+    weight.
+    """
     found = registry.find(parameter)
     if found is None or found[1].spec.name not in found[0].saved_wide:
         return parameter.detach()
@@ -136,10 +139,7 @@ def _read_by_peft(model: Any) -> Iterator[nn.Module]:
 
 @contextmanager
 def _gathered(roots: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Gather these parameters for the duration of the block.
-
-    Parameters that are not offloaded have their values anyway.
-    """
+    """Gather the offloaded ones among `parameters` for the duration of the `with` block."""
     with ExitStack() as stack:
         for root in roots:
             coordinator = registry.coordinator_of(root)

@@ -17,7 +17,8 @@ from infinity.io import atomic_file
 
 @contextmanager
 def written_aside(target: Path, doing: str) -> Iterator[Path]:
-    """Create a temporary directory beside `target`. The block fills and renames it. If the block fails, it is removed.
+    """Create a temporary directory beside `target`. The `with` block fills and renames this directory. If the block
+    fails, the temporary directory is removed.
 
     Args:
         target: the directory that is to be written.
@@ -40,7 +41,7 @@ def written_aside(target: Path, doing: str) -> Iterator[Path]:
 
 @contextmanager
 def failing(target: Path, doing: str) -> Iterator[None]:
-    """Replace an OSError that leaves the block by an InfinityError that says what failed."""
+    """Convert an OSError of the `with` block to an InfinityError. The message names the failed action."""
     try:
         yield
     except SwapIOError:
@@ -53,7 +54,7 @@ def failing(target: Path, doing: str) -> Iterator[None]:
 
 
 def is_free(target: Path) -> bool:
-    """Return whether a directory can be renamed to `target`: nothing is there, or an empty directory."""
+    """Return whether a directory can be renamed to `target`, because `target` is missing or is an empty directory."""
     return not target.exists() or (target.is_dir() and not any(target.iterdir()))
 
 
@@ -83,8 +84,8 @@ def put_in_place(aside: Path, target: Path) -> None:
 def move_into(aside: Path, target: Path, *, last: str) -> set[str]:
     """Sync the directory `aside` with all its contents, and move its entries into the directory `target`.
 
-    An entry replaces an entry of the same name in `target`. Two directories of the same name are merged in the same
-    way.
+    An entry replaces an entry of the same name in `target`. If both entries are directories, the entries of the new
+    directory are moved into the existing directory in the same way.
 
     Args:
         aside: the directory whose entries are moved.
@@ -95,7 +96,7 @@ def move_into(aside: Path, target: Path, *, last: str) -> set[str]:
         The names of the entries.
 
     Raises:
-        OSError: an entry cannot be moved. The entries before it are already in `target`.
+        OSError: an entry cannot be moved. Entries that were moved before the error stay in `target`.
     """
     sync_tree(aside)
     entries = sorted(aside.iterdir(), key=lambda path: path.name == last)

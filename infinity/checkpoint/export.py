@@ -37,9 +37,13 @@ from infinity.state.unit import ELEMENT_ALIGNMENT
 logger = logging.getLogger(__name__)
 
 _DESCRIBED_BYTES = 512
-"""Upper bound of the bytes of a tensor's entries in its file and in the index, without its name, which is in both."""
+"""Upper bound of the bytes of a tensor's two entries: in the header of its file and in the index. The tensor's name,
+which is in both entries, is not included.
+"""
 _SMALL_FILES_BYTES = 1 << 20
-"""Upper bound of the bytes of the configs, the checksums and the unused ends of the files' last blocks."""
+"""Upper bound of the bytes of the configs and the checksum file, plus the unused part of the last block
+of each file.
+"""
 
 
 def export_checkpoint(
@@ -53,29 +57,30 @@ def export_checkpoint(
 ) -> int:
     """Write a generation of a run as a portable copy: model and optimizer states as safetensors.
 
-    The model loads with transformers' `from_pretrained`. infinity.load_pretrained(out, from_checkpoint=True) and
+    transformers' `from_pretrained` loads the model of the copy. infinity.load_pretrained(out, from_checkpoint=True) and
     infinity.offload_from_checkpoint continue the run, on any disks and with any swap config. examples/to_torch_adamw.py
-    continues it in plain PyTorch.
+    continues the run in plain PyTorch.
 
-    First, the complete generation is read and compared with its checksums. Then one unit's weights, or one chunk of a
-    state, are in memory at a time. The copy is written to another directory, which is renamed when it is complete and
-    on disk.
+    First, the complete generation is read and compared with its checksums. After this check, one unit's weights, or one
+    chunk of a state, are in memory at a time. The copy is written to a temporary directory. The temporary directory is
+    renamed to `out` when the copy is complete and on disk.
 
     Args:
-        store_directory: the swap directory of the run, or all of its swap directories in their order. Where several
-            ranks trained, the directory that contains the ranks' directories.
+        store_directory: the swap directory of the run, or all of its swap directories in their order. If several ranks
+            trained the model: the directory that contains the ranks' directories.
         out: a directory that is missing or empty.
-        step: of the generation; default: the newest complete one.
-        config: its `nvme` section says how the disks are accessed; its paths are ignored.
-        max_shard_size: such as "5GB".
-        also: called before the copy is renamed, to write more files into it. Its arguments are the copy's directory,
-            and the state_dicts that infinity.track kept, by name.
+        step: step of the generation; default: the newest complete generation.
+        config: a swap config. Its `nvme` section says how the disks are accessed; the paths in the section are ignored.
+        max_shard_size: maximum size of a safetensors file, such as "5GB".
+        also: function that writes more files into the copy's directory, before this directory is renamed. The arguments
+            of `also` are the copy's directory, and the state_dicts of the tracked objects, by name.
 
     Returns:
         The step of the generation.
 
     Raises:
-        ResumeError: there is no such generation, or it is damaged; names the unit and the state.
+        ResumeError: there is no such generation, or the generation is damaged; the message names the unit and the
+            state.
         StoreLockedError: a run is using the store.
         InfinityError: `out` is not empty, or the disk is full; nothing is left behind.
         SwapIOError: the store could not be read.
@@ -101,7 +106,8 @@ def write_copy(
     max_shard_size: str,
     also: Callable[[Path, dict[str, Any]], None] | None = None,
 ) -> None:
-    """Write a portable copy of a generation of an open store. All bytes of the generation have been read and checked.
+    """Write a portable copy of a generation of an open store. The caller has read all bytes of the generation and
+    compared them with their checksums.
 
     Arguments and errors are those of export_checkpoint.
     """
@@ -154,13 +160,14 @@ def _write_model(directory: Path, generation: StoredGeneration, max_shard_size: 
 
 
 class _States:
-    """The optimizer's tensors of a generation. The state of a tile is a part of the complete parameter's tensor.
+    """The tensors of optimizer states in the portable copy of a generation. The state of a tile is a part of the
+    complete parameter's tensor.
 
     Attributes:
         shapes: each tensor on the meta device, by name.
 
     Raises:
-        ManifestError: two states would be the same tensor.
+        ManifestError: two states would begin at the same element of the same tensor.
     """
 
     def __init__(self, generation: StoredGeneration) -> None:
@@ -169,8 +176,8 @@ class _States:
         self._named: list[tuple[StoredState, Rows, str, str]] = []
         self.shapes: Tensors = {}
         begins = list[tuple[str, int]]()
-        # A tile can begin in the middle of a block of the complete parameter. Then the scales are computed again from
-        # the values.
+        # If a tile begins in the middle of a block of the complete parameter, the copy has no scales for this
+        # parameter: a run that continues from the copy computes the scales again from the values.
         amid = {place.whole for place in places.values() if place.first % ELEMENT_ALIGNMENT}
         for state in generation.states():
             place = places[state.parameter.name]
@@ -203,7 +210,9 @@ def _write_states(directory: Path, generation: StoredGeneration, max_shard_size:
 
 
 def _describe(optimizer: OptimizerRecord, places: Mapping[str, Rows]) -> dict[str, Any]:
-    """Return the facts about an optimizer that a reader of the index needs to use its tensors."""
+    """Return the index entry of an optimizer: class name, parameter groups, and the number of steps of
+    each parameter.
+    """
     groups = [
         {**group, "params": list(dict.fromkeys(places[name].whole for name in group["params"]))}
         for group in optimizer.param_groups
@@ -216,7 +225,7 @@ def _describe(optimizer: OptimizerRecord, places: Mapping[str, Rows]) -> dict[st
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to a JSON value. Values of other types become text."""
+    """Convert a value to a JSON value. Values of types that JSON does not have become text."""
     if isinstance(value, torch.Tensor | np.generic | np.ndarray):
         return _plain(value.tolist())
     if isinstance(value, Mapping):

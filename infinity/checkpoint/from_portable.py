@@ -42,15 +42,16 @@ def offload_from_checkpoint(
 ) -> Model:
     """Offload a model and continue the run from the portable copy that `infinity checkpoint export` wrote.
 
-    Afterwards create the optimizer, schedulers and loaders as at the beginning of the run. Give schedulers and loaders
-    to infinity.track, which returns the number of steps that are done. If the config has the master and moments of the
-    run, the result is bit-identical to a run that never stopped, with any placement. First, the complete copy is read
-    and compared with its checksums.
+    After this call, create the optimizer, schedulers and loaders as at the beginning of the run. Give schedulers and
+    loaders to infinity.track, which returns the number of steps that are done. If `master` and `moments` in the config
+    are those of the run, the result is bit-identical to a run that never stopped, wherever the states are placed.
+    Before the model is offloaded, the complete copy is read and compared with its checksums.
 
     Args:
-        model: built as at the beginning of the run. The values of its parameters do not matter, and they may be on the
-            meta device. Its weights may have another dtype than in the run. Its persistent buffers are restored. Linear
-            layers that the run had in tiles are tiled (infinity.tile).
+        model: the model, built as at the beginning of the run. The values of the model's parameters do not matter, and
+            the parameters may be on the meta device. The model's weights may have another dtype than in the run. The
+            model's persistent buffers are restored. Linear layers that were tiled in the run are tiled again
+            (infinity.tile).
         directory: the portable copy.
         config: as for infinity.offload.
         device: as for infinity.offload.
@@ -62,7 +63,7 @@ def offload_from_checkpoint(
         The same model.
 
     Raises:
-        ResumeError: the directory is not a portable copy, is damaged or incomplete, or is of another model.
+        ResumeError: the directory is not a portable copy, is damaged or incomplete, or is a copy of another model.
         others: as for infinity.offload.
     """
     copy = Portable.verified(directory)
@@ -75,8 +76,8 @@ def offload_from_copy(model: Model, copy: Copy, terms: Terms, *, files: Source |
     Args:
         model: as for offload_from_checkpoint.
         copy: the source of weights, states and the loop's state.
-        terms: the terms of offloading.
-        files: returns complete weights by their names, in place of the copy's weights.
+        terms: the other arguments of offload_from_checkpoint, parsed.
+        files: function that returns the complete weight of a name; used instead of the copy's weights.
     """
     tile_as(model, copy.body.model.shapes())
     _require_same_model(model, copy)

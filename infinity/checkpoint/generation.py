@@ -37,30 +37,35 @@ from infinity.state.unit import ELEMENT_ALIGNMENT
 logger = logging.getLogger(__name__)
 
 CHUNK_NUMEL = 4 * _native.CHUNK_NUMEL
-"""Elements of a state in memory at a time. In every format, chunks of the native core begin at a multiple of 4 KiB."""
+"""Number of elements of a state that are in memory at a time. In every format, chunks of the native core begin at a
+multiple of 4 KiB.
+"""
 MASTER = "master"
 """Name of a state: the fp32 master of a weight, where the master is more precise than the weight."""
 
 _VERIFY_BYTES = 16 << 20
 _STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
-"""States that a generation has of a trainable group. A frozen group has only the first."""
+"""States that a generation contains for a trainable group. For a frozen group, a generation contains only
+the weight.
+"""
 
 
 @contextmanager
 def open_stores(
     directories: Sequence[Path], nvme: NvmeConfig | None = None, count: int | None = None, *, shared: bool = False
 ) -> Iterator[list[SwapStore]]:
-    """Open the store in these directories for reading; with several ranks, the stores of all ranks.
+    """Open the store in `directories` for reading; if several ranks trained the model, open the stores of all ranks.
 
     Nothing on disk is changed.
 
     Args:
-        directories: all directories of the store in its order, or one of them, at the path where the store was created.
-            With several ranks, the directories that contain the ranks' stores.
+        directories: all directories of the store, in the store's order; or one of these directories, at the path where
+            the store was created. If several ranks trained the model: the directories that contain the ranks' stores.
         nvme: how the disks are accessed.
-        count: the number of ranks of the run, where runs with different numbers of ranks left stores. Default: the
-            number of the run with the most steps.
-        shared: the ranks that hold the stores open wait meanwhile.
+        count: the number of ranks of the run to open, if runs with different numbers of ranks left stores. Default: the
+            number of ranks of the run with the most steps.
+        shared: whether the ranks of a run that is in progress have the stores open. These ranks wait until the caller
+            has finished reading.
 
     Raises:
         ResumeError: there is no store, or `directories` are not all of its directories.
@@ -76,7 +81,7 @@ def open_stores(
             held.append(SwapStore(paths, header.nbytes, engine, mode="share" if shared else "read"))
         yield held
     finally:
-        engine.close()  # no I/O is in flight before the stores close their files
+        engine.close()  # ends all I/O before the stores close their files
         for store in held:
             store.close()
 
@@ -84,18 +89,18 @@ def open_stores(
 def newest_stored_generation(
     stores: Sequence[SwapStore], step: int | None = None, digests: Sequence[str] = (), *, rank: int = 0
 ) -> StoredGeneration:
-    """Return the newest complete generation, the generation of `step`, or the pinned one of `digests`.
+    """Return the newest complete generation, the generation of `step`, or the pinned generation with these `digests`.
 
     Every byte of the generation is read and compared with its checksums.
 
     Args:
         stores: the store of one process, or of each rank of a run, in the order of the ranks.
-        step: step of the generation; None: the newest complete one.
+        step: step of the generation; None: the newest complete generation.
         digests: the digest of the pinned generation in each store.
         rank: as for StoredGeneration.
 
     Raises:
-        ResumeError: no generation is complete; names the problem of each.
+        ResumeError: no generation is complete; the message names the problem of each generation.
         SwapIOError: a part of a generation cannot be read.
     """
     memory = _native.Arena(_VERIFY_BYTES, huge_pages=False).view(0, _VERIFY_BYTES)
@@ -137,7 +142,7 @@ def newest_stored_generation(
 
 
 class StoredPart:
-    """The states of a generation in one store: all of them, or the slices of a rank.
+    """The states of a generation in one store: the complete states, or a rank's slices of the states.
 
     Args:
         store: the open store of the manifest's run.
@@ -183,9 +188,8 @@ class StoredPart:
         return max((end for _, end in encoded_in(self.body.model, group).values()), default=0)
 
     def _require_facts(self) -> None:
-        """Require that facts and groups name the same formats of the states.
-
-        In old manifests a fact is a single value, taken from the config. Such a fact is not compared.
+        """Require that the manifest's facts name the same state formats as its groups, and the same rank as the cut.
+        Old manifests have a single value from the config for a format; such a value is not compared.
         """
         facts = self.manifest.facts
         for name in ("master", "moments"):
@@ -219,7 +223,7 @@ class StoredPart:
 
 
 class StoredState(NamedTuple):
-    """A state of a parameter other than its weight: its master, or a moment that exists already.
+    """A state of a parameter that is not the weight: the master, or a moment that exists already.
 
     Attributes:
         state: MASTER, or the store's name of the moment.
@@ -238,13 +242,14 @@ class StoredState(NamedTuple):
 
 
 class StoredGeneration:
-    """The states of a generation, as named by its manifests. A run can continue from it (from_portable.py: Copy).
+    """The states of a generation, as named by its manifests. A run can continue from a stored generation
+    (from_portable.py: Copy).
 
     Args:
-        parts: the part of one process, or of each rank.
+        parts: the part of a single process, or one part for each rank.
         directory: the directory that contains the stores.
-        rank: the rank whose manifest gives the values beside the states. If there was no such rank, the first rank's
-            manifest is used.
+        rank: the rank whose manifest provides all values other than the states. If the run had no such rank, the first
+            rank's manifest is used.
 
     Attributes:
         directory: the directory that contains the stores.
@@ -311,8 +316,8 @@ class StoredGeneration:
     def values(self, of: StoredState) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield a state chunk by chunk.
 
-        Each chunk is the index of its first element, the fp32 values from that element on, and the scales of their
-        blocks (empty if the state has none).
+        A chunk is a tuple: the index of the chunk's first element in the state, the chunk's values in fp32, and the
+        scales of these values (an empty tensor if the state has no scales).
 
         Raises:
             SwapIOError: the device failed, or its data is damaged.
@@ -391,8 +396,8 @@ class StoredGeneration:
         return found[0] if len(found) == 1 else torch.cat([torch.empty(0, dtype=torch.uint8), *found])
 
     def _parts_of(self, group: GroupRecord, begin: int, numel: int) -> Iterator[tuple[StoredPart, int, int]]:
-        """Yield the parts that have some of the elements [begin, begin + numel) of a group, with their elements [first,
-        last).
+        """Yield each part that has some of the elements [begin, begin + numel) of a group, together with the range
+        [first, last) of the elements that it has.
         """
         for part in self._parts:
             first, last = part.slice_of(group)
@@ -402,7 +407,9 @@ class StoredGeneration:
 
 
 def encoded_in(model: ModelRecord, group: GroupRecord) -> dict[str, tuple[int, int]]:
-    """Return the byte range of each encoded parameter in a group's weights; empty without a codec."""
+    """Return the byte range of each encoded parameter in a group's weights. Without a codec, no parameter
+    is encoded.
+    """
     if group.codec is None:
         return {}
     shapes = {

@@ -57,7 +57,9 @@ from infinity.state.values import Source
 logger = logging.getLogger(__name__)
 
 _ALL_ON_DISK = {"": "disk", "no parameter": "cpu"}
-"""A device_map for transformers. accelerate before 1.15 refuses a device_map that names only the disk."""
+"""A device_map for transformers that leaves all parameters on disk. The second entry matches no parameter: accelerate
+before 1.15 refuses a device_map that names only the disk.
+"""
 
 
 def load_pretrained(
@@ -82,21 +84,21 @@ def load_pretrained(
     Args:
         path: a directory, or a hub id.
         config: as for infinity.offload.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         model_class: a class with `from_pretrained`; default AutoModelForCausalLM. If the checkpoint is of another class
-            and lacks parameters, such as those of a new head, transformers initializes them.
+            and lacks parameters, such as those of a new head, transformers initializes these parameters.
         device: as for infinity.offload.
         optimizer: as for infinity.offload.
         accumulation_steps: as for infinity.offload.
         resume: True: continue the run whose generations are in the swap directory. The model is built from `path`;
-            weights and states are the run's (infinity.resume). "auto": the same if there are generations; otherwise
-            start from `path`. A checkpoint folder that pins a generation or contains a portable copy: continue from
-            that.
+            weights and states are the run's (infinity.resume). "auto": like True if the swap directory has generations;
+            otherwise start from the weights of `path`. Path of a checkpoint folder: continue from the generation that
+            the folder pins, or from the folder's portable copy.
         from_checkpoint: `path` is a directory that `infinity checkpoint export` wrote: continue that run
             (infinity.offload_from_checkpoint), unless `resume` finds a later generation.
-        defer: do not offload the model yet. Attach adapters, freeze parameters, resize the embeddings; then call
-            infinity.offload(model, config), or infinity.resume. Until then weights are read from the files where they
-            are needed (runtime/deferred_parameters.py).
+        defer: whether to return the model before it is offloaded. The caller can then attach adapters, freeze
+            parameters or resize the embeddings, and must call infinity.offload(model, config) or infinity.resume.
+            Before this call, weights are read from the files when they are needed (runtime/deferred_parameters.py).
         kwargs: passed to `from_pretrained`.
 
     Returns:
@@ -149,7 +151,7 @@ class _Place:
     Attributes:
         path: directory or hub id of the model.
         resumes: whether the states are those of a run in the swap directory.
-        folder: the checkpoint folder that pins them, if one was named.
+        folder: the checkpoint folder that pins the states; None: no folder was named.
         is_copy: whether `path` is a portable copy whose states are used.
     """
 
@@ -177,8 +179,8 @@ class _Place:
 def _has_generations(config: SwapConfig) -> bool:
     """Return whether there are generations to resume.
 
-    There are if all ranks have one of the same step, or if a run with another number of ranks left some. All ranks call
-    this. Raises PeerError.
+    A run can be resumed if all ranks have a generation of the same step, or if a run with another number of ranks left
+    generations. All ranks call this. Raises PeerError.
     """
     path, (rank, world) = config.nvme.paths[0].expanduser(), rank_and_world()
     with meeting(config.nvme.deadline_s) as tell:
@@ -209,7 +211,7 @@ def _deferred(
 ) -> Any:
     """Return a model whose weights stay in their files.
 
-    Its scratch directory is removed with the object that reads the files, because a copy or a part of the model may
+    The scratch directory exists as long as the object that reads the files, because a copy or a part of the model may
     outlive the model.
     """
     scratch = ExitStack()
@@ -246,7 +248,9 @@ def require_directory_or_id(path: str) -> bool:
 
 
 def _cannot_load(path: str, error: Exception) -> ModelError:
-    """Return the ModelError for an exception of the libraries that read models. These raise exceptions of any type."""
+    """Return the ModelError for an exception of the libraries that read models. These libraries raise exceptions of any
+    type.
+    """
     directory = Path(path).expanduser()
     where = "" if directory.is_dir() else "there is no such directory, and from the Hugging Face hub: "
     damaged = next((f"{file}: " for file in sorted(directory.glob("*.safetensors")) if not is_readable(file)), "")
@@ -288,7 +292,7 @@ def scratch_directory(config: SwapConfig) -> Iterator[str]:
     The directory is on the swap disk, because that disk has room for the tensors.
 
     Raises:
-        ConfigError: the place of nvme.paths cannot be written.
+        ConfigError: no directory can be created where nvme.paths are.
     """
     parent = nearest(config.nvme.paths[0]) if config.nvme.paths else None
     if parent is not None and not os.access(parent, os.W_OK):
@@ -323,11 +327,11 @@ def on_meta(
     Args:
         model_class: a class with `from_pretrained`.
         path: a directory, or a hub id.
-        dtype: of the weights.
+        dtype: dtype of the weights.
         scratch: an empty directory; removed if it stays empty.
         kwargs: passed to `from_pretrained`.
-        as_plain: let transformers initialize parameters that the checkpoint lacks, even if its config.json names this
-            model class, which makes the checkpoint incomplete.
+        as_plain: whether transformers initializes parameters that the checkpoint lacks, even if the checkpoint's
+            config.json names this model class. Without `as_plain`, such a checkpoint is incomplete.
     """
     from accelerate.hooks import remove_hook_from_submodules
 
@@ -353,16 +357,16 @@ def on_meta(
             "complete, and does the config.json "
             "belong to it?"
         )
-    remove_hook_from_submodules(model)  # the hook would look for missing parameters in the files
+    remove_hook_from_submodules(model)  # accelerate's hook would look for missing parameters in the files
     for name in ("to", "cuda", "npu", "xpu", "hf_device_map"):
         model.__dict__.pop(name, None)  # attributes set by accelerate's dispatching
     model.tie_weights()
     if how is kwargs:
         found.report()
-    elif lacking:  # transformers' report has all tensors beside the quantized ones, which only infinity reads
+    elif lacking:  # transformers would report the tensors of quantized weights: only infinity reads them
         logger.warning("'%s' has no tensors for %s: they are initialized", path, ", ".join(same[0] for same in lacking))
-    with contextlib.suppress(OSError):  # not empty: tensors were converted
-        os.rmdir(scratch)  # removed now, because a killed process would leave it
+    with contextlib.suppress(OSError):  # an error: the directory has converted tensors
+        os.rmdir(scratch)  # removed now, because a killed process would leave the directory
     return model, Files(model, loader, path), found.info
 
 
@@ -371,7 +375,7 @@ class _Attempt:
     """The result of one call of transformers' from_pretrained.
 
     Attributes:
-        info: transformers' loading info, if it was asked for.
+        info: transformers' loading info; empty if the caller did not ask for loading info.
         loader: accelerate's index of the tensors' places.
         kept: the parameters in memory.
         report: function that logs which tensors were missing or unexpected.
@@ -396,17 +400,17 @@ def _attempt(model_class: Any, path: str, how: Mapping[str, Any], places: Mappin
 
 
 def _is_of_another(model: Any) -> bool:
-    """Return whether the checkpoint's config.json names another class than the model's, so that it has another head."""
+    """Return whether the checkpoint's config.json names another class than the model's. Such a checkpoint has another
+    head.
+    """
     named = getattr(getattr(model, "config", None), "architectures", None) or []
     return len(named) > 0 and type(model).__name__ not in named
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence expected messages in the block.
-
-    accelerate does not warn of parameters on the meta device, which are intended, nor of a device_map that names
-    parameters. Without a terminal there are no progress bars.
+    """Silence expected messages in the `with` block: accelerate's warnings of parameters on the meta device, which are
+    intended, and of a device_map that names parameters. Without a terminal, progress bars are off, too.
     """
     from transformers.utils import logging as hf_logging
 
@@ -443,7 +447,7 @@ class Files:
     Args:
         model: the model whose parameters are read.
         loader: accelerate's index of the tensors' places: safetensors files, and tensors that transformers converted.
-        path: of the checkpoint, for messages.
+        path: path of the checkpoint, for messages.
 
     Raises:
         ModelError: a tensor is quantized in a way that cannot be read.
@@ -457,7 +461,9 @@ class Files:
         self._encoded = self._find_encoded(model)
 
     def _find_encoded(self, model: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
-        """Return a function that reads the values of each quantized parameter, by each of its names."""
+        """Return for each quantized parameter a function that reads the parameter's values. The keys are all names of
+        the parameters.
+        """
         index: dict[str, dict[str, Any]] = self._loader.index
         quantized = QuantizedFiles({entry["safetensors_file"] for entry in index.values() if _is_in_file(entry)})
         found: dict[str, Callable[[], torch.Tensor]] = {}
@@ -477,7 +483,9 @@ class Files:
         return found
 
     def _is_converted(self, entry: Mapping[str, Any]) -> bool:
-        """Return whether transformers wrote a tensor that differs from the checkpoint's."""
+        """Return whether transformers converted a tensor of the checkpoint and wrote the result to the scratch
+        directory.
+        """
         if not _is_in_file(entry):
             return True
         return Path(entry["safetensors_file"]).parent == Path(self._loader.save_folder or "")
@@ -497,7 +505,8 @@ class Files:
     def unchanged(self) -> bool:
         """Return whether all files still exist and are unchanged since this object was created.
 
-        The files are those of the checkpoint and those of converted tensors, whose directory may be removed.
+        These are the files of the checkpoint and the files of converted tensors. The directory of converted tensors may
+        have been removed.
         """
         return self._facts is not None and self._facts == self._facts_now()
 

@@ -1,11 +1,12 @@
-"""save_merged: write the base of a PEFT model with its LoRA adapters merged in as one plain model, unit by unit.
+"""save_merged: merge the LoRA adapters of a PEFT model into the base model, and write the result as a plain model, unit
+by unit.
 
 [Note: the values that are merged]
 A merged weight is base + scaling * B @ A, computed as in PEFT's merge_and_unload, bit for bit. The base's values are
-those that the adapters were trained with: weights in 4 or 8 bits are decoded, and nothing is encoded again. The result
-is rounded to the dtype of the weights. So its logits are close to those of the base with separate adapters, but not
-equal. `computing_merged` makes the offloaded model compute with merged weights, so that the written model can be
-compared with it bit for bit.
+those that the adapters were trained with: weights in 4 or 8 bits are decoded, and merged weights are not encoded again.
+Merged weights are rounded to the dtype of the model's weights. Because of the rounding, the logits of the merged model
+are close to the logits of the base with separate adapters, but not equal. `computing_merged` makes the offloaded model
+compute with merged weights, so that the written model can be compared with the offloaded model bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PLAIN = {f"peft.tuners.lora.layer.{name}" for name in ("Linear", "Embedding", "
 
 
 def save_merged(model: Any, directory: str | Path, *, max_shard_size: str = "5GB") -> None:
-    """Write a PEFT model with its LoRA adapters merged into its base, in the form of save_pretrained.
+    """Write a PEFT model with its LoRA adapters merged into its base, in the format of save_pretrained.
 
     The model is not changed and can be trained further. One unit's weights and its merged weights are in memory at a
     time.
@@ -85,7 +86,9 @@ def require_mergeable(model: Any) -> None:
 
 
 def _require_plain(name: str, layer: Any, adapter: str) -> None:
-    """Raise NotAvailableError if a layer is not a plain LoRA, whose merged weight is base + scaling * B @ A."""
+    """Raise NotAvailableError if a layer is not a plain LoRA layer. Only for plain layers the merged weight is base +
+    scaling * B @ A.
+    """
     kind = f"{type(layer).__module__}.{type(layer).__name__}"
     if kind not in _PLAIN:
         raise _not_available(f"the adapter of '{name}', a {kind},")
@@ -108,7 +111,7 @@ def _not_available(what: str) -> NotAvailableError:
 
 @contextmanager
 def computing_merged(model: Any) -> Iterator[None]:
-    """Make the model compute in the block with the weights that save_merged writes."""
+    """During the `with` block, make the model compute with the weights that save_merged writes."""
 
     def compute(layer: Any, inputs: tuple[Any, ...], keywords: dict[str, Any], output: Any) -> Any:
         merged = {_parameter_name(each): _weight_of(each) for each in _chain(layer)}
@@ -125,7 +128,7 @@ def _weight_of(layer: Any) -> torch.Tensor:
     with torch.no_grad():
         (adapter,) = layer.scaling
         merged = _parameter_of(layer).detach().clone()
-        merged += layer.get_delta_weight(adapter)  # in place, as PEFT adds it: the delta may have another dtype
+        merged += layer.get_delta_weight(adapter)  # in place, like PEFT: the delta may have another dtype
         return merged
 
 
@@ -140,7 +143,7 @@ def _parameter_of(layer: Any) -> nn.Parameter:
 
 
 def _layers(base: nn.Module) -> dict[str, Any]:
-    """Return the modules by which PEFT replaced layers that have adapters, by name."""
+    """Return the LoRA layers that PEFT put in the places of the model's own layers, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found = {name: module for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)}
@@ -149,9 +152,8 @@ def _layers(base: nn.Module) -> dict[str, Any]:
 
 
 def _chain(layer: Any) -> list[Any]:
-    """Return a LoRA layer and the LoRA layers nested in it.
-
-    There is one for each parameter of the module that has an adapter.
+    """Return a LoRA layer and the LoRA layers nested in it: one LoRA layer for each parameter of the module for which
+    there is an adapter.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -189,7 +191,7 @@ class _Merged(Parts):
 
 
 class _Names:
-    """The names in the merged model of a PEFT model's parameters and buffers.
+    """Converts the names of a PEFT model's parameters and buffers to their names in the merged model.
 
     Args:
         base: the base model, with PEFT's layers in it.
@@ -206,7 +208,7 @@ class _Names:
         }
 
     def in_model(self, name: str) -> str | None:
-        """Return the new name of a parameter of the offloaded model.
+        """Return the name that a parameter of the offloaded model has in the merged model.
 
         The result is None for parameters of adapters, and for parameters that adapters replace.
         """

@@ -1,15 +1,15 @@
 """Parameters for which a checkpoint has no tensor, such as those of a new head: transformers initializes them.
 
 [Note: where their values are]
-transformers initializes these parameters while it loads, by the model's own rule and in the order of its modules. All
-others are on the meta device then and draw no random numbers. So the values, and the random numbers drawn afterwards,
-are those of a script without infinity. After that, accelerate puts every parameter on the meta device. The initialized
-values would be lost, because they are in no file. Therefore a parameter in memory is kept when it is assigned to a
-module.
+transformers initializes the missing parameters while it loads the model, by the model's own rule and in the order of
+the model's modules. All other parameters are on the meta device at that moment and draw no random numbers. Therefore
+the initialized values, and the random numbers that are drawn later, are the same as in a script without infinity. At
+the end of loading, accelerate moves every parameter to the meta device. The initialized values would be lost, because
+they are in no file. Therefore infinity keeps every parameter in memory that is assigned to a module.
 
-A tensor of another size is initialized if the script asks for it (`ignore_mismatched_sizes`). But transformers compares
-sizes only for tensors that it loads into memory. Such a model is loaded twice, the second time with these tensors in
-memory.
+With `ignore_mismatched_sizes`, transformers initializes a parameter whose tensor in the checkpoint has another size.
+But transformers compares sizes only for tensors that it loads into memory. Therefore a model with such tensors is
+loaded twice, the second time with these tensors in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Kept = Mapping[tuple[nn.Module, str], nn.Parameter]
 
 @contextmanager
 def keeping() -> Iterator[Kept]:
-    """Keep the in-memory parameters that are assigned to modules in the block, by the module and their name in it."""
+    """Inside the `with` block, record every in-memory parameter that is assigned to a module. The key is the module and
+    the parameter's name in this module.
+    """
     kept: dict[tuple[nn.Module, str], nn.Parameter] = {}
 
     def given(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -44,7 +46,7 @@ def keeping() -> Iterator[Kept]:
 
 
 def put_back(model: nn.Module, names: list[str], kept: Kept) -> bool:
-    """Assign to a parameter the values that it was initialized with. Return whether there were any.
+    """Assign to a parameter the values that transformers initialized it with. Return whether `kept` has such values.
 
     Args:
         model: the loaded model.
@@ -61,7 +63,7 @@ def put_back(model: nn.Module, names: list[str], kept: Kept) -> bool:
 
 
 def of_another_size(model: nn.Module, names: Iterable[list[str]], index: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the names of the parameters that the checkpoint has with another size.
+    """Return the names of the parameters whose tensors in the checkpoint have another size.
 
     Args:
         model: the loaded model.
@@ -74,7 +76,7 @@ def of_another_size(model: nn.Module, names: Iterable[list[str]], index: Mapping
         if name is None:
             continue
         dtype, shape = stored_as(index[name]["safetensors_file"], index[name].get("weight_name", name))
-        if "F" in dtype and shape != tuple(model.get_parameter(name).shape):  # codes have their own shapes
+        if "F" in dtype and shape != tuple(model.get_parameter(name).shape):  # quantized tensors have other shapes
             found += same
     return found
 
@@ -83,7 +85,7 @@ def of_another_size(model: nn.Module, names: Iterable[list[str]], index: Mapping
 def reporting_later() -> Iterator[Callable[[], None]]:
     """Delay transformers' report of missing, unexpected and mismatched tensors.
 
-    Yields a function that logs the delayed report. An exception in the block logs it, too.
+    Yields a function that logs the delayed report. If the `with` block raises an exception, the report is logged, too.
     """
     reporter = logging.getLogger("transformers.modeling_utils")
     held: list[logging.LogRecord] = []

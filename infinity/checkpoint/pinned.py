@@ -36,28 +36,29 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
     """Ensure that `folder` can pin a generation.
 
     If all of the config's `pins` are taken, the generation that was pinned first is written as a portable copy into its
-    folder (`checkpoint-4/portable`) and unpinned. Call this before anything of the new checkpoint is written. If
-    `folder` exists already, its marker is removed, so that it does not look resumable while its files are replaced. The
-    generation that it pinned is kept until it pins another one, or until the next resume.
+    folder (`checkpoint-4/portable`) and unpinned. Call this function before any file of the new checkpoint is written.
+    If `folder` exists already, its marker is removed, so that it does not look resumable while its files are replaced.
+    The generation that `folder` pinned before is kept until `folder` pins another generation, or until the next resume.
 
-    A run continues from this copy as from any other: infinity.offload_from_checkpoint, load_pretrained(resume=folder).
+    infinity.offload_from_checkpoint and load_pretrained(resume=folder) continue a run from such a portable copy.
 
-    Where several ranks train the model, all of them call this. Rank 0 writes, and must be able to read the stores of
-    all ranks.
+    If several ranks train the model, all ranks call this function. Rank 0 writes the copy, and must be able to read the
+    stores of all ranks.
 
     Args:
         model: the offloaded model.
         folder: the checkpoint folder that is about to be written.
-        max_shard_size: such as "5GB".
+        max_shard_size: maximum size of a safetensors file, such as "5GB".
 
     Returns:
         The folders that now contain a portable copy instead of a pin.
 
     Raises:
-        PlanError: the copy does not fit on its disk, the oldest folder is gone, or pins is 0; says what to do. Nothing
-            was written.
+        PlanError: the copy does not fit on its disk, the oldest folder is gone, or pins is 0; the message says what to
+            do. Nothing was written.
         ResumeError: the oldest generation is damaged; it stays pinned.
-        InfinityError: the disk became full nevertheless, or cannot be written; the generation stays pinned.
+        InfinityError: the disk became full while the copy was written, or the disk cannot be written; the generation
+            stays pinned.
     """
     coordinator, place, freed = registry.coordinator_of(model), folder_path(folder), list[Path]()
     kept = pinning.generations_of(coordinator)
@@ -69,7 +70,7 @@ def make_room_for_pin(model: nn.Module, folder: str | Path, *, max_shard_size: s
             raise AssertionError("no pin is free, and none is taken")
         oldest = kept.pin_of(Path(coordinator.world.tell("looking for the oldest pin", others)[0][0]))
         if any(coordinator.world.each(f"looking at {oldest.folder}", partial(kept.is_over, oldest))):
-            # the folder's contents belong to another generation now and must not be touched
+            # the folder's files belong to another generation now and must not be changed
             coordinator.world.each(f"unpinning {oldest.folder}", partial(kept.unpin, Path(oldest.folder)))
             continue
         _make_portable(coordinator, oldest, max_shard_size)
@@ -91,7 +92,7 @@ def _make_portable(coordinator: Coordinator, pin: Pin, max_shard_size: str) -> N
 
     coordinator.world.once_slow(what, copy)
     pinning.mark_portable(coordinator, folder, COPY_NAME)
-    # trainers remove the folder with the oldest modification time first
+    # keep the folder's modification time: trainers remove the folder with the oldest modification time first
     coordinator.world.once(f"ending {what}", lambda: os.utime(folder, ns=(was[0].st_atime_ns, was[0].st_mtime_ns)))
 
 

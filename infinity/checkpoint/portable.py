@@ -6,7 +6,7 @@ optimizer/optimizer*.safetensors      optimizer states in fp32 with the paramete
                                       "<parameter>.<moment>.scales" for moments that were int8 (state/int8.py)
 optimizer/optimizer.safetensors.index.json    the file of each tensor; optimizer classes, hyperparameters and steps
 training-state.infinity               all other data that a run needs: the manifest without extents (io/manifest.py).
-                                      It has tiles as parameters (state/tiles.py); the files above have complete ones
+                                      The manifest lists tiles (state/tiles.py); the files above have none
 SHA256SUMS                            checksums of these files for `sha256sum --check`; older copies have none
 """
 
@@ -44,13 +44,13 @@ from infinity.state.tiles import places_of
 logger = logging.getLogger(__name__)
 
 OPTIMIZER = "optimizer"
-"""The folder of the optimizer's tensors, and the stem of their file names."""
+"""Name of the folder that contains the optimizer's tensors, and the stem of the file names in this folder."""
 
 STATE_NAME = "training-state.infinity"
 SUMS_NAME = "SHA256SUMS"
 _KIND = "training state"
 _INDEX_BYTES_MAX = 64 << 20
-_INDEX_CONTAINERS_MAX, _INDEX_VALUES_MAX = 500_000, 4_000_000  # as Python objects these take many times as much memory
+_INDEX_CONTAINERS_MAX, _INDEX_VALUES_MAX = 500_000, 4_000_000  # parsed JSON takes many times the memory of its text
 _HASHED_BYTES = 4 << 20
 _THREADS_MAX = 4
 _SUM = re.compile(r"([0-9a-f]{64})  (\S.*)")
@@ -72,7 +72,7 @@ def training_state(manifest: Manifest) -> bytes:
     del placeless["store"], placeless["life"]
     try:
         return b"".join(document.write(_KIND, placeless))
-    except TypeError as error:  # a document can be readable and still be too large or too deep to be written
+    except TypeError as error:  # a manifest that was readable can be too large or too deep to write
         raise ManifestError(f"generation {manifest.step}", f"cannot be copied: {error}") from error
 
 
@@ -109,7 +109,7 @@ class Portable:
         manifest: the manifest of the generation, without extents.
 
     Raises:
-        ResumeError: the directory is not a portable copy, or is damaged; names the file.
+        ResumeError: the directory is not a portable copy, or is damaged; the message names the file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -131,10 +131,11 @@ class Portable:
     def verified(cls, directory: str | Path) -> Portable:
         """Open a portable copy after reading all of it and comparing it with its checksums.
 
-        A copy without checksums gives a warning.
+        If the copy has no checksums, a warning is logged.
 
         Raises:
-            ResumeError: as for the constructor; or a file is damaged or missing, or has no checksum; names the file.
+            ResumeError: as for the constructor; or a file is damaged or missing, or has no checksum; the message names
+                the file.
         """
         copy = cls(Path(directory).expanduser())
         copy._verify()
@@ -185,7 +186,7 @@ class Portable:
     def master(self, name: str) -> torch.Tensor | None:
         """Return the fp32 master of a parameter; None if the weight is the master.
 
-        The tensor is mapped from its file: a page is read when it is used.
+        The tensor is memory-mapped: a page of the file is read when the page is used.
 
         Raises:
             ResumeError: the tensor has another shape or dtype, or its file is damaged.
@@ -195,7 +196,7 @@ class Portable:
         return self._part(name, self._state(tensor, place.shape)) if tensor in self._files else None
 
     def moment(self, name: str, state: Moment) -> GivenMoment | None:
-        """Return a moment of a parameter, mapped like master(); None if it does not exist yet.
+        """Return a moment of a parameter, memory-mapped like master(); None if the moment does not exist yet.
 
         Raises:
             ResumeError: the tensor is missing, has another shape or dtype, or its file is damaged.
@@ -211,7 +212,9 @@ class Portable:
         return GivenMoment(self._part(name, self._state(tensor, place.shape)), scales)
 
     def _part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's part of a tensor in the files, which have complete parameters."""
+        """Return the part of a tensor in the files that belongs to a parameter: a complete parameter, or the rows of a
+        tile.
+        """
         first, shape = self._places[name].first, self._shapes[name]
         return whole.view(-1)[first : first + math.prod(shape)].view(shape)
 
@@ -229,7 +232,8 @@ class Portable:
         return value
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return the weight of a parameter whose form in files is that of the model; mapped like master().
+        """Return the weight of a parameter, memory-mapped like master(). The weight must have the same name and shape
+        in the files as in the model.
 
         Raises:
             ResumeError: the weight is missing, or its file is damaged.
@@ -253,7 +257,7 @@ def _tensor(path: Path, name: str) -> torch.Tensor:
 
 
 class _Index(BaseModel):
-    """The part of an index that is used."""
+    """The fields of an index file that infinity uses."""
 
     model_config = ConfigDict(strict=True)
 

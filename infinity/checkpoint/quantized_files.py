@@ -2,7 +2,7 @@
 
 [Note: what the files have]
 The model is built from plain linear layers, as if it were not quantized, and without bitsandbytes. A weight is encoded
-if the file has further tensors for it:
+if the file has additional tensors for this weight:
 
 | tensor | NF4 | LLM.int8 |
 |---|---|---|
@@ -14,8 +14,9 @@ if the file has further tensors for it:
 | `X.SCB` | | fp32 [rows], 127 times the scales |
 | `X.weight_format` | | 0: row by row |
 
-The codes are not changed. Neither are the scales, if their blocks are those of state/codec.py. Otherwise the scales are
-computed in fp32 as bitsandbytes computes them, and repeated for smaller blocks. The decoded weights are the same.
+The codes are not changed. The scales are not changed if their blocks have the sizes that state/codec.py uses. For other
+block sizes, the scales are computed in fp32 as bitsandbytes computes them, and repeated for smaller blocks. In both
+cases, the decoded weights are the same as with bitsandbytes.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def codec_text(path: str, config: Any) -> tuple[Codec, tuple[str, ...]] | None:
     skipped = tuple(found.get("llm_int8_skip_modules") or ())
     if not found.get("load_in_4bit"):
         return "int8_rows", skipped
-    if found.get("bnb_4bit_quant_type", "fp4") != "nf4":  # bitsandbytes' default is fp4, too
+    if found.get("bnb_4bit_quant_type", "fp4") != "nf4":  # fp4 is the default of bitsandbytes, too
         raise ModelError(f"'{path}' is quantized as fp4; {_ONLY_NF4} {_IN_16_BITS}")
     return "nf4" if found.get("bnb_4bit_use_double_quant") else "nf4_fp32", skipped
 
@@ -97,7 +98,7 @@ def _require_bitsandbytes(path: str, quantization: Mapping[str, Any]) -> None:
     """Raise ModelError if another method than bitsandbytes quantized the model."""
     method = quantization.get("quant_method")
     if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
-        return  # transformers takes it for bitsandbytes'
+        return  # transformers assumes bitsandbytes
     if (method := str(getattr(method, "value", method) or "a method without a name")) != "bitsandbytes":
         raise ModelError(
             f"'{path}' is quantized by {method} (quantization_config in its config.json); infinity reads only what "
@@ -106,7 +107,9 @@ def _require_bitsandbytes(path: str, quantization: Mapping[str, Any]) -> None:
 
 
 def _in_file(source: Any, hub: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return a model's quantization_config; None if it is not quantized. `source` is its config, or the path of it."""
+    """Return a model's quantization_config; None if the model is not quantized. `source` is the model's config, or the
+    path of the config.
+    """
     from transformers import PretrainedConfig
 
     values = source
@@ -148,7 +151,7 @@ def without_quantization(config: Any) -> Any:
 
 
 def floating(tensor: torch.Tensor, name: str, path: str) -> torch.Tensor:
-    """Return `tensor` if its dtype can be that of a parameter's values. Raises ModelError otherwise."""
+    """Return `tensor` if its dtype is a floating-point dtype of at least 16 bits. Raises ModelError otherwise."""
     if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
         raise ModelError(
             f"'{path}' has '{name}' as {tensor.dtype}, but none of the tensors that bitsandbytes writes with "
@@ -178,14 +181,15 @@ class QuantizedFiles:
         return sorted([*self._states, *rows])
 
     def given(self, weight: str, shape: torch.Size) -> EncodedForm | None:
-        """Return the encoded form of a weight; None if it is not quantized.
+        """Return the encoded form of a weight; None if the weight is not quantized.
 
         Args:
-            weight: its name in the files.
-            shape: its shape in the model.
+            weight: name of the weight in the files.
+            shape: shape of the weight in the model.
 
         Raises:
-            ModelError: it is quantized in a way that cannot be read, or its tensors do not fit each other or the model.
+            ModelError: the weight is quantized in a way that cannot be read, or the weight's tensors do not fit each
+                other or the model.
         """
         if weight in self._states:
             return self._nf4(weight, shape)
@@ -237,7 +241,7 @@ class QuantizedFiles:
         return scales
 
     def _unnested(self, weight: str, state: _State) -> torch.Tensor:
-        """Return the scales that are stored as nested scales, rounded as bitsandbytes rounds them."""
+        """Return the decoded nested scales of a weight, rounded as bitsandbytes rounds them."""
         codes = self._tensor(f"{weight}.absmax").reshape(-1)
         nested = self._tensor(f"{weight}.nested_absmax").float().reshape(-1)
         known = self._tensor(f"{weight}.nested_quant_map").float()
@@ -269,7 +273,9 @@ class QuantizedFiles:
     def _made(
         self, codec: Codec, weight: str, shape: torch.Size, parts: Mapping[str, Callable[[], torch.Tensor]]
     ) -> EncodedForm:
-        """Return the encoded form. Raises ModelError if a small part has another size than the codec requires."""
+        """Return the encoded form. Raises ModelError if a part other than the codes does not have the size that the
+        codec requires.
+        """
 
         def bytes_of(part: str, nbytes: int) -> torch.Tensor:
             found = parts[part]().contiguous().reshape(-1).view(torch.uint8)
@@ -352,16 +358,16 @@ def decoding(known: EncodedForm, shape: torch.Size, dtype: torch.dtype) -> Calla
 
 
 def require_unmerged(left: Sequence[str], converts: bool, path: str) -> None:
-    """Refuse a model for which transformers makes a single parameter of several quantized weights.
+    """Refuse a model for which transformers joins several quantized weights into a single parameter.
 
     Args:
         left: quantized weights for which the model has no parameter.
-        converts: whether transformers converted tensors of this checkpoint. If not, the checkpoint has weights that the
-            model does not use.
-        path: of the checkpoint, for messages.
+        converts: whether transformers converted tensors of this checkpoint. If not, the model simply does not use the
+            weights in `left`.
+        path: path of the checkpoint, for messages.
 
     Raises:
-        ModelError: names one of the weights.
+        ModelError: transformers would join such weights; the message names one of the weights.
     """
     if left and converts:
         raise ModelError(
@@ -371,7 +377,9 @@ def require_unmerged(left: Sequence[str], converts: bool, path: str) -> None:
 
 
 def _for_smaller_blocks(scales: torch.Tensor, blocksize: int, shape: torch.Size) -> torch.Tensor:
-    """Return the scales for blocks of BLOCK_NUMEL elements, given those of blocks of `blocksize`, a multiple of it."""
+    """Repeat the scales of blocks of `blocksize` elements for blocks of BLOCK_NUMEL elements. `blocksize` is a multiple
+    of BLOCK_NUMEL.
+    """
     blocks = -(-shape.numel() // BLOCK_NUMEL)
     return scales.reshape(-1).repeat_interleave(blocksize // BLOCK_NUMEL)[:blocks]
 

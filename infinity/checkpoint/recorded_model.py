@@ -1,6 +1,6 @@
 """The model of a generation, built on the meta device from the config in the manifest.
 
-It gives the names of the weights in files, and writes the model's configs.
+RecordedModel converts weights to their names and shapes in files, and writes the model's configs.
 
 [Note: what may go wrong]
 transformers checks a config only while it builds the model, and a wrong config raises exceptions of any type. Some
@@ -36,16 +36,15 @@ _BOUNDS = (
     (re.compile("label"), 1 << 20),
     (re.compile("^(num|n|d)_|_(size|dim)$"), 1 << 24),
 )
-"""The largest integer that a config may have under a key. The first pattern that matches the key counts.
-
-No model has larger values, and lists of such sizes would take all memory.
+"""Pairs of a pattern of config keys and the largest value that a config may have under such a key. The first pattern
+that matches the key applies. No model has larger values, and lists with more elements would take all memory.
 """
 _BUILT_PER_NAME = 64
 _BUILT_MIN = 4096
 
 
 class RecordedModel:
-    """The model of a generation, as far as its manifest describes it.
+    """The model of a generation, as far as the generation's manifest describes the model.
 
     Raises:
         ManifestError: the model is one of transformers', and transformers cannot build it from its config.
@@ -67,7 +66,7 @@ class RecordedModel:
 
         Raises:
             OSError: the disk is full, or cannot be written.
-            ManifestError: transformers refuses to write them.
+            ManifestError: transformers refuses to write the configs.
         """
         if self._model is not None:
             with self._blamed("a config that transformers cannot write", but=OSError):
@@ -88,7 +87,7 @@ class RecordedModel:
             raise ManifestError(self._source, problem) from error
 
     def _on_meta(self) -> nn.Module | None:
-        """Return the model on the meta device; None if it is not one of transformers' own."""
+        """Return the model on the meta device; None if its class is not one of transformers' own classes."""
         model_class = _class_of(self._record.class_name)
         if model_class is None or self._record.config is None:
             return None
@@ -145,7 +144,7 @@ def _class_of(name: str) -> Any:
 
 
 def _require_bounded(value: Any, key: str = "") -> None:
-    """Raise ValueError for a number so large that transformers would build for an unbounded time."""
+    """Raise ValueError if a number in a config exceeds its bound: building the model would take unbounded time."""
     if isinstance(value, dict):
         for name, item in value.items():
             _require_bounded(item, name)
@@ -160,7 +159,7 @@ def _require_bounded(value: Any, key: str = "") -> None:
 
 @contextmanager
 def _counted(most: int) -> Iterator[None]:
-    """Raise ValueError in the block as soon as more than `most` modules and parameters were created."""
+    """Raise ValueError inside the `with` block as soon as more than `most` modules and parameters were created."""
     made = 0
 
     def count(module: nn.Module, name: str, what: Any) -> None:

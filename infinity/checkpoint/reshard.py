@@ -1,14 +1,15 @@
 """infinity.resume for a run that was trained by another number of ranks.
 
-Each rank takes its slices of the generation that the other ranks left. The ranks make a generation of their own before
-the stores of the others are removed.
+Each new rank reads its slices of the generation that the old ranks left. The new ranks commit a generation of their own
+before the stores of the old ranks are removed.
 
 [Note: why no crash loses the generation]
-The stores of the other ranks are only read until all ranks have made the generation in their own stores
-(infinity.commit). After a crash before that, the next resume finds the others' generation and starts over. After the
-commit, the others' manifests are removed before any of their other files. After a crash between the commit and this
-removal, there are two generations of one step, and the next resume takes its own. If an older generation was asked for
-by its step, that resume must ask for it again.
+The new ranks do not change the stores of the old ranks until all new ranks have committed the generation to their own
+stores (infinity.commit). After a crash before the commit, the next resume finds the generation of the old ranks and
+starts over. After the commit, the manifests of the old ranks are removed before all other files of the old ranks. After
+a crash between the commit and this removal, there are two generations of the same step, and the next resume uses the
+generation of the new ranks. If the crashed resume was asked for an older generation by its step, the next resume must
+ask for the same step again.
 """
 
 from __future__ import annotations
@@ -65,39 +66,41 @@ def resume(
     folder: str | Path | None = None,
     faults: Sequence[_native.Fault] = (),
 ) -> Model:
-    """Offload a model and resume a run that ended, regularly or not: weights and states come from its swap directory.
+    """Offload a model and resume a run that ended, regularly or not: weights and states come from the run's swap
+    directory. After this call, create the optimizer, schedulers and loaders as at the beginning of the run. Give
+    schedulers and loaders to infinity.track, which returns the number of steps that are done. The result is
+    bit-identical to a run that never stopped.
 
-    Then create the optimizer, schedulers and loaders as at the beginning of the run and give schedulers and loaders to
-    infinity.track, which returns the number of steps that are done. The result is bit-identical to a run that never
-    stopped.
-
-    If the run had another number of ranks, each rank takes its slices of the generation that those ranks left. The
-    ranks make a generation of their own before the stores of the others are removed. All stores must be in the same
-    nvme.paths then, on disks that every rank can access. Random numbers and tracked objects are those of the rank with
-    the same number, or of rank 0 if there was none.
+    If the run had another number of ranks, each new rank reads its slices of the generation that the old ranks left.
+    The new ranks commit a generation of their own before the stores of the old ranks are removed. In this case, all
+    stores must be in the same nvme.paths, on disks that every rank can access. A new rank takes RNG states and tracked
+    objects from the old rank with the same number; if there was no such rank, from rank 0.
 
     The complete generation is read once and compared with its checksums before the run continues. If the newest
-    generation is damaged, the previous one is used with a warning, if the config keeps one.
+    generation is damaged and the config keeps a previous generation, the previous generation is used and a warning is
+    logged.
 
     Args:
-        model: built as at the beginning of the run. The values of its parameters do not matter, and they may be on the
-            meta device. Its persistent buffers are restored. Linear layers that the run had in tiles are tiled
-            (infinity.tile).
-        config: with the nvme.paths of the run, and its master, moments, keep and pins; everything else may have
-            changed.
+        model: the model, built as at the beginning of the run. The values of the model's parameters do not matter, and
+            the parameters may be on the meta device. The model's persistent buffers are restored. Linear layers that
+            were tiled in the run are tiled again (infinity.tile).
+        config: a swap config whose nvme.paths, master, moments, keep and pins are those of the run; everything else may
+            have changed.
         device: as for infinity.offload.
         optimizer: as for infinity.offload.
         accumulation_steps: as for infinity.offload.
         faults: as for infinity.offload.
-        step: the generation to take, see `infinity checkpoint list`; default: the newest complete one.
-        folder: a checkpoint folder that pins a generation: continue from that one. Newer generations that other folders
-            pin are kept.
+        step: step of the generation to resume from (see `infinity checkpoint list`); default: the newest complete
+            generation.
+        folder: a checkpoint folder: continue from the generation that this folder pins. Newer generations that other
+            folders pin are kept.
 
     Returns:
         The same model.
 
     Raises:
-        ResumeError: there is nothing to resume, it is damaged, or it does not fit the model or the config.
+        ResumeError: there is no generation to resume from, or the generation is damaged or does not fit the model or
+            the config.
         DirtyStoreError: the run was made with commit_every: 0.
         others: as for infinity.offload.
     """
@@ -105,7 +108,7 @@ def resume(
 
 
 def resume_on(model: Model, terms: Terms, *, step: int | None = None, folder: str | Path | None = None) -> Model:
-    """Resume a run on terms that are already parsed. See resume()."""
+    """Resume a run. The arguments are those of resume(), parsed into `terms`."""
     config = terms.config
     tile_as_run(model, config)
     if folder is not None or not config.nvme.paths or config.commit_every == 0:
@@ -130,7 +133,7 @@ class _Source:
 
     Attributes:
         count: the number of ranks of that run.
-        paths: the directories that contain their stores.
+        paths: the directories that contain the stores of these ranks.
         copy: the generation as this rank uses it, while the stores are open.
     """
 
@@ -144,10 +147,11 @@ class _Source:
 
 
 def tile_as_run(model: nn.Module, config: SwapConfig) -> None:
-    """Tile a model as the run in the swap directory is tiled, also if infinity.offload chose the tiles.
+    """Tile a model in the same way as the run in the swap directory, even if infinity.offload chose the tiles of the
+    run.
 
-    All generations of a run have the same tiles, so the first manifest that can be read is used. If none can be read,
-    resuming reports the problem.
+    All generations of a run have the same tiles, so the first manifest that can be read is used. If no manifest can be
+    read, the later resume reports the problem.
     """
     if not config.nvme.paths:
         return
@@ -159,7 +163,7 @@ def tile_as_run(model: nn.Module, config: SwapConfig) -> None:
 
 
 def _source(config: SwapConfig, step: int | None, tell: Tell, held: ExitStack) -> _Source | None:
-    """Return the generation to continue from, if it is of a run with another number of ranks; otherwise None.
+    """Return the generation to continue from if a run with another number of ranks made it; otherwise None.
 
     Args:
         config: the swap config.
@@ -206,7 +210,7 @@ def _others_in(path: Path, step: int | None, tell: Tell) -> int | None:
 
 
 def _make_generation(model: nn.Module, source: _Source) -> None:
-    """Make a generation of this run on all ranks; then remove the stores of the source."""
+    """Commit a generation of this run on all ranks, and then remove the stores of the source."""
     rank, _ = rank_and_world()
     if not registry.coordinator_of(model).plan.placement.commit_every:
         raise PlanError(
@@ -215,5 +219,6 @@ def _make_generation(model: nn.Module, source: _Source) -> None:
         )
     commit(model)
     if rank == 0:
-        # If this fails, the run must not continue: the old generation could be mistaken for its newest one.
+        # If removing the old stores fails, the run must not continue: a later resume could mistake the old generation
+        # for the newest generation of this run.
         remove_rank_stores(stores_in(source.paths, source.count))

@@ -19,11 +19,11 @@ def open_tensor_file(
 ) -> Iterator[Any]:
     """Open a file with safetensors.
 
-    The file is opened separately for each tensor, so that its pages leave RAM with the mapping.
+    Open the file again for each tensor: the tensor's pages leave RAM when the mapping of the file is closed.
 
     Args:
         file: a safetensors file.
-        name: of the tensor that is to be read, for the message.
+        name: name of the tensor to read, for the error message.
         failure: the class of the error.
         then: the end of the error message.
 
@@ -33,7 +33,7 @@ def open_tensor_file(
     from safetensors import SafetensorError, safe_open
 
     try:
-        # Opened by its descriptor, because only the descriptor is known to be of a regular file.
+        # The file is opened through its descriptor, because only the descriptor is known to refer to a regular file.
         with (
             files.opened(Path(file), follow=True) as (descriptor, _),
             safe_open(f"/proc/self/fd/{descriptor}", framework="pt", device="cpu") as tensors,
@@ -59,7 +59,7 @@ def names_in(file: str) -> list[str]:
 
 
 def stored_as(file: str, name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype (safetensors' name of it) and the shape of a tensor in a file. Raises ModelError."""
+    """Return the dtype (as safetensors names it) and the shape of a tensor in a file. Raises ModelError."""
     with open_tensor_file(file, name) as tensors:
         found = tensors.get_slice(name)
         return str(found.get_dtype()), tuple(found.get_shape())

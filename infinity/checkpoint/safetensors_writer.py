@@ -52,14 +52,14 @@ def write_shards(
 ) -> dict[str, str]:
     """Write tensors as `stem`-0000k-of-0000n.safetensors, or as `stem`.safetensors if one file is enough.
 
-    Disk space for all tensors is reserved first: a full disk is an error before any data is written.
+    Disk space for all tensors is reserved first, so that a full disk causes an error before any data is written.
 
     Args:
         directory: an existing directory.
         stem: the beginning of the file names.
-        shapes: for each tensor a tensor of its shape and dtype on the meta device.
-        pieces: every element of every tensor once, in any order.
-        max_shard_size: such as "5GB".
+        shapes: the name, shape and dtype of each tensor, as a tensor on the meta device.
+        pieces: pieces that contain every element of every tensor exactly once, in any order.
+        max_shard_size: maximum size of a file, such as "5GB".
 
     Returns:
         The file name of each tensor.
@@ -81,7 +81,7 @@ def write_shards(
         left = {name: place.nbytes for name, place in slices.items()}
         for name, first, values in pieces:
             left[name] -= _write_piece(slices[name], first, values)
-            del values  # the next piece may need its memory
+            del values  # frees memory that the next piece may need
         if left.keys() != shapes.keys() or any(left.values()):
             raise AssertionError(f"tensors of {stem} were not written as planned")
     finally:
@@ -106,7 +106,8 @@ def write_index(
 def _begin_shard(descriptor: int, tensors: dict[str, torch.Tensor]) -> dict[str, _Slice]:
     """Write a shard's header and reserve its disk space. Return the place of each tensor.
 
-    Format: 8 bytes little-endian length, JSON header, data (https://github.com/huggingface/safetensors#format).
+    Format: the header's length as 8 bytes in little-endian order, the header as JSON, the data
+    (https://github.com/huggingface/safetensors#format).
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -1,6 +1,7 @@
 """save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it.
 
-adapters.py saves the adapters of a PEFT model; merged_adapters.py saves one model of its base and its adapters.
+adapters.py saves the adapters of a PEFT model. merged_adapters.py merges the adapters into the base and saves one plain
+model.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     """Write an offloaded model in the format of `from_pretrained`: safetensors shards, their index, config and
     generation config.
 
-    One unit's weights are in memory at a time. Where several ranks train the model, all of them call this, and rank 0
-    writes. All files are written to another directory first, which is renamed when it is complete and on disk. An error
-    leaves the files of an earlier save unchanged.
+    One unit's weights are in memory at a time. If several ranks train the model, all ranks call this function, and rank
+    0 writes the files. All files are first written to a temporary directory, and moved to `directory` when they are
+    complete and on disk. An error while the files are written leaves the files of an earlier save unchanged.
 
-    For a PEFT model, its adapters are written as PEFT's own save_pretrained writes them (all of them are in memory at
-    once). PeftModel.from_pretrained and AutoPeftModelForCausalLM load them.
+    For a PEFT model, only the adapters are written, in the format of PEFT's own save_pretrained; all adapters are in
+    memory at once. PeftModel.from_pretrained and AutoPeftModelForCausalLM load these files.
 
-    Weights are saved in the dtype that the model has now. There is one exception: a script under `infinity run` may
-    have weights in fp32 that infinity trains in 16 bits, because the script computes in 16 bits. For these the fp32
-    masters are saved.
+    Weights are saved in the dtype that the model has now. There is one exception: if a script under `infinity run` has
+    fp32 weights and computes in 16 bits, infinity trains these weights in 16 bits. For such weights the fp32 masters
+    are saved.
 
     Args:
         model: an offloaded model, or a PEFT model whose base is offloaded.
-        directory: created if missing; files of the same names are replaced.
-        max_shard_size: such as "5GB".
+        directory: directory to write to; created if missing. Files of the same names are replaced.
+        max_shard_size: maximum size of a safetensors file, such as "5GB".
 
     Raises:
         ModelError: the model is not offloaded.
@@ -62,7 +63,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
 
 
 def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
-    """Write the tensors of `parts` as save_pretrained does, with its errors. All ranks call this."""
+    """Write the tensors of `parts` as save_pretrained does, with the same errors. All ranks call this function."""
     coordinator = parts.coordinator
     with ExitStack() as written:
         places: list[Path] = []
@@ -80,7 +81,7 @@ def save_parts(parts: Parts, target: Path, max_shard_size: str) -> None:
 
         def publish() -> None:
             with failing(target, "saving to"):
-                # The index is moved last: until then a reader finds the old set of files.
+                # The index is moved last: before the index is moved, a reader finds the old set of files.
                 if replaced := put(places[0], target, last=index_name("model")):
                     _remove_superseded(target, replaced)
 
@@ -102,7 +103,7 @@ def write_weights(
         meta: the tensors part by part on the meta device, with the names and shapes of the checkpoint format.
         values: all elements of these tensors part by part; one part is in memory at a time.
         numel: number of the model's parameters, for the index.
-        max_shard_size: such as "5GB".
+        max_shard_size: maximum size of a safetensors file, such as "5GB".
 
     Raises:
         ModelError: two tensors have the same name.
@@ -121,7 +122,7 @@ def write_weights(
 def _pieces(parts: Iterable[list[Piece]]) -> Iterator[Piece]:
     """Yield the pieces of all parts one by one.
 
-    A part is freed before the next one is made, which may need its memory.
+    A part is freed before the next part is made, because the next part may need the memory.
     """
     for part in parts:
         while part:
@@ -132,7 +133,7 @@ class Parts:
     """The tensors of an offloaded model: the weights unit by unit, then the buffers.
 
     Attributes:
-        model: the model whose tensors the files are to have.
+        model: the model whose tensors are written to the files.
     """
 
     def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
@@ -166,7 +167,7 @@ class Parts:
 
     def values(self) -> Iterator[list[Piece]]:
         if self._wide:
-            self.coordinator.finish_updates()  # updates write the masters: wait for them
+            self.coordinator.finish_updates()  # wait, because updates write the masters
         for unit in self.coordinator.units:
             with self.coordinator.taking([unit.index]):
                 yield self._tensor_names.pieces(
@@ -175,7 +176,7 @@ class Parts:
         yield self._tensor_names.pieces(self._buffers())
 
     def _parameters(self, unit: OffloadedUnit) -> Mapping[str, nn.Parameter]:
-        """Return the model's parameters of a unit, by their names in the model."""
+        """Return the parameters of a unit, by their names in the model."""
         return unit.parameters
 
     def _value(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -191,8 +192,8 @@ class Parts:
 def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
     """Return a function that converts the tensors of a unit to their names and shapes in files.
 
-    The function undoes the conversions of transformers on loading (fused experts, renamed keys). For other models, and
-    for None, it changes nothing.
+    The function undoes the conversions that transformers made while loading the model (fused experts, renamed keys). If
+    `model` is not a transformers model, or is None, the function changes nothing.
     """
     try:
         from transformers import PreTrainedModel
@@ -205,12 +206,13 @@ def revert_of(model: nn.Module | None) -> Callable[[Tensors], Tensors]:
 
 
 def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None = None) -> None:
-    """Write a model's config.json and generation_config.json, if it has them, and the Python files of a custom model.
+    """Write config.json and generation_config.json, if the model has such configs, and the Python files of a custom
+    model.
 
     Args:
         model: the model.
         directory: an existing directory.
-        dtype: of the files; None: the model's.
+        dtype: dtype of the weights in the files; None: dtype of the model.
 
     Raises:
         OSError: the disk is full, or cannot be written.
@@ -234,7 +236,9 @@ def write_configs(model: nn.Module, directory: Path, dtype: torch.dtype | None =
 
 
 def _remove_superseded(target: Path, written: set[str]) -> None:
-    """Remove weight files of an earlier save that are not in the new set: `from_pretrained` could read them instead."""
+    """Remove weight files of an earlier save that the new save did not replace: `from_pretrained` could read the old
+    files.
+    """
     for pattern in ("model.safetensors", "model-*-of-*.safetensors", index_name("model")):
         for path in target.glob(pattern):
             if path.name not in written:

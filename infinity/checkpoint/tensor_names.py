@@ -1,7 +1,7 @@
 """The names of a unit's tensors in checkpoint files, and the position of their elements in the files' tensors.
 
-transformers may have renamed or fused tensors on loading. This is undone for files. A tile's parameter (state/tiles.py)
-is a part of the tensor that the file has under the name of the complete parameter.
+transformers may have renamed or fused tensors on loading. For files, the renaming and fusing is undone. A tile's
+parameter (state/tiles.py) is a part of the tensor that the file has under the name of the complete parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class TensorNames:
 
     Args:
         shapes: shapes of all parameters, by their names in the model.
-        revert: converts the tensors of a unit to the names and shapes of files.
+        revert: function that converts the tensors of a unit to their names and shapes in files.
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], revert: Callable[[Tensors], Tensors]) -> None:
@@ -32,13 +32,14 @@ class TensorNames:
     def meta(self, part: Tensors) -> Tensors:
         """Return the tensors of a unit in the form of files, on the meta device.
 
-        A tensor in tiles appears completely in the part of its first tile, and not in the others.
+        A tiled tensor appears completely in the result for the unit that has its first tile, and not in the results for
+        units with other tiles.
 
         Args:
             part: the tensors of a unit, by their names in the model.
 
         Raises:
-            ModelError: a tensor in tiles has another shape in files.
+            ModelError: a tiled tensor has another shape in files.
         """
         found = self._reverted({name: value for name, value in part.items() if name not in self._rows})
         for name, value in part.items():
@@ -60,7 +61,7 @@ class TensorNames:
         return self._revert(part) if part else {}
 
     def _whole(self, place: Rows, dtype: torch.dtype) -> Tensors:
-        """Return the complete tensor that a tile is a part of, by its name in files, on the meta device."""
+        """Return the complete tensor of a tile, by the tensor's name in files, on the meta device."""
         found = self._revert({place.whole: torch.empty(place.shape, dtype=dtype, device="meta")})
         if [tuple(value.shape) for value in found.values()] != [place.shape]:
             raise ModelError(
