@@ -1,10 +1,10 @@
 """accelerate: models that are only evaluated, and saving and loading of checkpoint folders.
 
 [Note: where an Accelerate loop resumes]
-A loop makes its optimizer, which offloads the model, before `accelerator.load_state(folder)` names the folder to resume
-from. So the launcher must know the folder: `infinity run --resume FOLDER CONFIG SCRIPT` offloads the trained model from
-the generation that the folder pins. Then load_state of that folder reads everything except weights and states, which
-are restored already.
+Making an optimizer offloads the model, and a loop makes its optimizer before `accelerator.load_state(folder)` names the
+folder to resume from. Therefore the launcher must know the folder: `infinity run --resume FOLDER CONFIG SCRIPT`
+offloads the trained model from the generation that the folder pins. Later, load_state of the same folder reads
+everything except weights and states, which are restored already.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from infinity.runtime.memory_fit import fits_memory
 def replace_preparing(run: Run, patches: Patches, accelerator: ModuleType) -> None:
     """Patch accelerate's Accelerator.
 
-    A model prepared for evaluation becomes a reference. A model that autocast would convert is converted. Folders that
-    save_state writes pin generations.
+    A model that is prepared for evaluation becomes a reference model, without optimizer states. Weights that autocast
+    would convert are converted when the model is offloaded. Folders that save_state writes pin generations.
     """
     kind = accelerator.Accelerator
     patches.wrap(kind, "__init__", _init(run))
@@ -63,9 +63,8 @@ def _init(run: Run) -> Callable[..., None]:
 
 
 def _accumulation_steps(accelerator: Any, given: inspect.BoundArguments) -> int | None:
-    """Return the backward passes before a step; None if the script leaves accelerate's default of 1.
-
-    In that case the script may count passes itself.
+    """Return the number of backward passes before a step. Return None if the script leaves accelerate's default of 1,
+    because such a script may count backward passes itself.
     """
     said = "gradient_accumulation_steps" in given.arguments or "gradient_accumulation_plugin" in given.arguments
     steps: int = accelerator.gradient_accumulation_steps
@@ -73,9 +72,8 @@ def _accumulation_steps(accelerator: Any, given: inspect.BoundArguments) -> int 
 
 
 def _of_a_trainer(run: Run) -> Callable[..., None]:
-    """Return a replacement that keeps the Trainer's number of checkpoint folders and of passes before a step.
-
-    The Trainer's Accelerator would set other values.
+    """Return a replacement that keeps the Trainer's number of checkpoint folders and number of backward passes before a
+    step. Without the replacement, the Trainer's Accelerator would set other numbers.
     """
 
     def create(original: Callable[..., None], self: Any) -> None:
@@ -115,7 +113,7 @@ def _save_state(original: Callable[..., Any], self: Any, output_dir: Any = None,
 
 @contextmanager
 def _streamed(accelerator: Any, model: nn.Module) -> Iterator[None]:
-    """Make save_state stream the weights of a model that does not fit in RAM, as save_pretrained does."""
+    """Make save_state call save_pretrained for `model`, because the weights of `model` do not fit in RAM."""
 
     def state_dict(original: Callable[..., Any], which: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return {} if which is model else original(which, *args, **kwargs)
@@ -153,7 +151,7 @@ def _load_state(run: Run) -> Callable[..., None]:
 
 
 def _require_there(model: nn.Module, folder: Path, run: Run) -> None:
-    """Raise ResumeError if the model's states are not those that a folder names."""
+    """Raise ResumeError if the model's states are not those of the generation that a folder names."""
     marker = require_marker(folder_path(folder))
     if is_at(model, marker):
         return
@@ -169,7 +167,7 @@ def _require_there(model: nn.Module, folder: Path, run: Run) -> None:
 
 
 def _trained(accelerator: Any) -> nn.Module | None:
-    """Return the prepared model that is offloaded and has states; None if there is none."""
+    """Return the prepared model that is offloaded and has states; None if there is no such model."""
     for model in accelerator._models:
         if registry.is_offloaded(model) and any(parameter.requires_grad for parameter in model.parameters()):
             found: nn.Module = model

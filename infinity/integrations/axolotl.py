@@ -5,11 +5,11 @@ In its YAML file:
     plugins: [infinity.integrations.axolotl.InfinityPlugin]
     infinity: swap.yaml
 
-The plugin is written against the sources of axolotl 0.19 and was not run inside axolotl. These parts were read:
-`prepare_plugins`, which calls `register` before the file is validated; `ModelLoader`, which passes `model_kwargs` of
-the file to `from_pretrained`; `TrainerBuilderBase.get_callbacks`, which asks for callbacks before the trainer is made;
-and `OptimizerMixin`, whose `create_optimizer` uses an optimizer that the trainer already has. No library function is
-replaced.
+The plugin is written against the sources of axolotl 0.19 and was not run inside axolotl. These parts of axolotl were
+read: `prepare_plugins`, which calls `register` before the file is validated; `ModelLoader`, which passes `model_kwargs`
+of the file to `from_pretrained`; `TrainerBuilderBase.get_callbacks`, which asks for callbacks before the trainer is
+made; and `OptimizerMixin`, whose `create_optimizer` uses an optimizer that the trainer already has. The plugin replaces
+no function of axolotl.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
 
     Raises (from register; from post_trainer_create where noted):
         ConfigError: the swap config cannot be used, or cannot be combined with another option of the YAML file. From
-            post_trainer_create: infinity has no such optimizer.
+            post_trainer_create: infinity does not have the optimizer that the YAML file names.
         ResumeError: `resume_from_checkpoint` is a folder that pins no generation.
     """
 
@@ -97,7 +97,7 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
         trainer.optimizer = optimizer_factory(trainer.model, optimizer=ours, weight_decay=args.weight_decay, **options)
 
     def post_train_unload(self, cfg: Any) -> None:
-        """Close the model after it was saved."""
+        """Close the model. axolotl calls this method after it has saved the model."""
         self._config.close()
 
 
@@ -108,5 +108,5 @@ def _newest(cfg: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a swap config as ordinary dicts. axolotl's dicts return None for missing keys."""
+    """Return a swap config as ordinary dicts, because axolotl's dicts return None for missing keys."""
     return {key: _plain(each) for key, each in value.items()} if isinstance(value, dict) else value

@@ -32,14 +32,17 @@ from infinity.state.terms import Terms
 logger = logging.getLogger(__name__)
 
 _PINS_OF_ALL = 2
-"""Number of checkpoint folders with pins where a script keeps all folders. Older folders have a portable copy."""
+"""Number of checkpoint folders that pin a generation if a script keeps all folders. Older folders contain a portable
+copy instead.
+"""
 
 
 def pins_for(kept: int | None) -> int:
     """Return the number of checkpoint folders that pin a generation at a time.
 
     Args:
-        kept: the number of folders that the script keeps (one more exists before an old one is removed); None: all.
+        kept: the number of folders that the script keeps; None: all folders. The script writes a new folder before it
+            removes an old one, so that one more folder needs a pin.
     """
     return _PINS_OF_ALL if kept is None else kept + 1
 
@@ -55,15 +58,16 @@ def folders_of(model: nn.Module) -> dict[Path, int]:
 
 
 def _held_by(model: nn.Module) -> dict[Path, int]:
-    """Return the folders that can still be unpinned: those of folders_of, until the model is closed."""
+    """Return the folders that can still be unpinned: the result of folders_of; after the model was closed,
+    no folders.
+    """
     return {} if keeps_generations(model) and registry.coordinator_of(model).closed else folders_of(model)
 
 
 def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> None:
-    """Offload a model in the state in which the run wrote a checkpoint folder.
-
-    The store keeps its room for pins, even if the script now has another number of folders. If the script has more
-    folders than the store has pins, the older folders get a portable copy (`Saving`).
+    """Offload a model with the states that it had when the run wrote a checkpoint folder. The store keeps its number of
+    pins, even if the script now keeps another number of folders. If the script keeps more folders than the store has
+    pins, the older folders get a portable copy (`Saving`).
 
     Args:
         model: the model to offload.
@@ -72,7 +76,7 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
         how: other arguments of infinity.resume.
 
     Raises:
-        ResumeError: the folder is not one of infinity, or its generation is gone; says what to do.
+        ResumeError: infinity did not write the folder, or the folder's generation is gone; the message says what to do.
         others: as for infinity.resume and infinity.offload_from_checkpoint.
     """
     marker = generation_of(folder, config)
@@ -107,7 +111,8 @@ def _with_pins_of_store(model: nn.Module, config: SwapConfig, **how: Any) -> Swa
 
 
 class Saving:
-    """The writing of one checkpoint folder, as a context manager. `finish` pins the folder's generation once.
+    """A context manager around the writing of one checkpoint folder. The first call of `finish` pins the folder's
+    generation; later calls do nothing.
 
     Raises (from the constructor):
         PlanError: there is no room for one more pin; nothing was written.
@@ -141,10 +146,10 @@ class Saving:
         self.open_now.remove(self)
 
     def finish(self) -> None:
-        """Sync the folder and pin its generation. All other files of the folder are written."""
+        """Sync the folder and pin its generation. All other files of the folder must be written already."""
         if self._pins:
             coordinator = registry.coordinator_of(self._model)
-            coordinator.world.tell(f"writing {self._folder}", None)  # all ranks have written their files
+            coordinator.world.tell(f"writing {self._folder}", None)  # waits until all ranks have written
             coordinator.world.once_slow(f"syncing {self._folder}", self._sync)
             pin(self._model, self._folder)
             self._pins = False
@@ -155,7 +160,7 @@ class Saving:
 
 
 def require_pins(model: nn.Module) -> None:
-    """Raise PlanError if generations are kept but no checkpoint folder can pin one."""
+    """Raise PlanError if the store keeps generations but has no pins for checkpoint folders."""
     if keeps_generations(model) and not registry.coordinator_of(model).plan.placement.pins:
         raise PlanError(
             "this model was offloaded before infinity knew that checkpoint folders are saved, so its store has no room "
@@ -166,9 +171,8 @@ def require_pins(model: nn.Module) -> None:
 
 
 def name_vanished(model: nn.Module) -> None:
-    """Warn of folders that pin a generation and do not exist.
-
-    They stay pinned, because their disk may not be mounted.
+    """Warn of folders that pin a generation and do not exist. Their generations stay pinned, because the folders may be
+    on a disk that is not mounted.
     """
     vanished = [str(folder) for folder in folders_of(model) if not os.path.lexists(folder)]
     if vanished:
@@ -183,11 +187,9 @@ def name_vanished(model: nn.Module) -> None:
 
 @contextmanager
 def letting_go(model: nn.Module) -> Iterator[None]:
-    """Unpin each checkpoint folder before shutil.rmtree removes it in this context.
-
-    No crash leaves a pin of a removed folder.
-
-    Folders that were missing before stay pinned: they may be on a disk that is not mounted.
+    """During the `with` block, unpin each checkpoint folder before shutil.rmtree removes the folder. Because of this
+    order, no crash leaves a pin of a removed folder. Folders that were missing before the block stay pinned, because
+    they may be on a disk that is not mounted.
     """
     there = [folder for folder in folders_of(model) if folder.exists()]
     with patched(shutil, "rmtree", removing(lambda: [model])):
@@ -198,10 +200,10 @@ def letting_go(model: nn.Module) -> Iterator[None]:
 
 
 def removing(models: Callable[[], Iterable[nn.Module]]) -> Callable[..., None]:
-    """Return a replacement of shutil.rmtree that first unpins the checkpoint folders that it removes.
+    """Return a replacement of shutil.rmtree, which unpins checkpoint folders before it removes them.
 
     Args:
-        models: returns the models that are offloaded now.
+        models: function that returns the models that are offloaded now.
     """
     process = os.getpid()
 
@@ -235,10 +237,7 @@ def remove_left(paths: Sequence[Path], run: str) -> None:
 
 
 def remove_empty(paths: Iterable[Path]) -> None:
-    """Remove the swap directories of a script that are empty.
-
-    `paths` are the directories that did not exist when the script began.
-    """
+    """Remove the empty directories among `paths`: the swap directories that did not exist when the script began."""
     for path in paths:
         with suppress(OSError):  # not empty, or missing
             path.rmdir()

@@ -1,12 +1,14 @@
 """The loss of a transformers language model, computed without its logits.
 
 [Note: where the loss is computed]
-A causal model calls its head, may scale and cap the logits, and passes them to `loss_function` with the labels. At that
-point the complete logits are in memory. To avoid this, the loss is computed when the head is called, from the head's
-weights and the labels of the model's call (runtime/cross_entropy.py). The head returns `_Logits`, which have a shape
-and no values, and record the operations on them. `loss_function` returns the loss that was computed already.
+A causal model calls its head, may scale and cap the logits, and passes them to `loss_function` with the labels. When
+`loss_function` is called, the complete logits are in memory. To save this memory, infinity computes the loss when the
+head is called, from the head's weights and the labels of the model's call (runtime/cross_entropy.py). The head returns
+a `_Logits`: a tensor that has a shape and no values, and records the operations on the logits. Later, `loss_function`
+returns the loss that was computed in the call of the head.
 
-Whether a model supports this, and which operations it applies to its logits, is found out by one trial on a few tokens.
+One trial call on a few tokens shows whether a model supports this way of computing the loss, and which operations the
+model applies to its logits.
 """
 
 from __future__ import annotations
@@ -36,20 +38,24 @@ _IGNORED = -100
 _TOLERANCE = 1e-4
 
 Step = tuple[str, float]
-"""An operation on all logits: ("times", c), ("by", c) or ("tanh", 0)."""
+"""An operation on all logits: ("times", c) is a multiplication, ("by", c) a division, and ("tanh", 0) the hyperbolic
+tangent.
+"""
 
 
 def use_chunked_loss(model: nn.Module, use: bool = True) -> str:
-    """Make calls of the model with labels compute the loss without the complete logits, if the model supports it.
+    """When the model is called with labels, compute the loss without the complete logits, if the model supports this.
 
     The loss and the gradients are those of the ordinary computation (infinity.chunked_cross_entropy). The output's
-    `logits` have a shape and no values: reading them is an error. Without labels the model computes logits as before.
+    `logits` have a shape and no values: reading the values is an error. Without labels the model computes logits as
+    before.
 
-    The model is tried once, on a few tokens, without a graph.
+    One trial call on a few tokens, without an autograd graph, shows whether the model supports this.
 
     Args:
         model: a causal language model of transformers, or a module around one, such as PEFT's.
-        use: False: compute the loss from the complete logits again.
+        use: whether to compute the loss without the complete logits; False: compute the loss from the complete logits
+            again.
 
     Returns:
         "", or the reason why the model keeps the ordinary loss. The reason is also logged.
@@ -112,7 +118,7 @@ class _Call:
         targets: int64 [..., tokens], the token that each hidden state is to predict.
         divisor: divisor of the sum of the losses; None: the number of losses.
         labels: labels as they were passed to the model.
-        loss: the loss, once the head was called.
+        loss: the loss; None before the call of the head.
         raw: the head's output in the trial call.
     """
 
@@ -128,7 +134,8 @@ class _UnreadableError(ModelError):
 
 
 class _ChunkedLoss(Guard):
-    """The replacement of one model's `loss_function`. It observes the calls of the model and of its head.
+    """The replacement of one model's `loss_function`. The replacement observes the calls of the model and of the
+    model's head.
 
     Attributes:
         steps: operations of the model on its logits; None during the trial.
@@ -159,7 +166,7 @@ class _ChunkedLoss(Guard):
             del self._language._loss_function
 
     def attempt(self) -> str:
-        """Try the model. Return why it needs its logits; "" if it does not."""
+        """Run the trial call. Return why the model needs its complete logits; "" if the model does not need them."""
         device = next(self._language.parameters()).device
         vocabulary = self._head.out_features
         ids = torch.arange(_TRIED_TOKENS, device=device)[None] % vocabulary
@@ -215,7 +222,7 @@ class _ChunkedLoss(Guard):
         return logits
 
     def __call__(self, logits: Any, labels: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss that was computed already, in place of `loss_function`."""
+        """Replace `loss_function`: return the loss that was computed in the call of the head."""
         call: _Call | None = getattr(self._here, "call", None)
         if not isinstance(logits, _Logits):
             return ForCausalLMLoss(logits, labels, *args, **kwargs)
@@ -240,7 +247,7 @@ class _ChunkedLoss(Guard):
 def _loss_after(steps: tuple[Step, ...], divisor: Any = None) -> Loss:
     """Return the loss function for logits after the operations `steps`.
 
-    Raises _UnreadableError if the operations are more than scaling and capping.
+    Raises _UnreadableError if `steps` contains other operations than scaling and capping.
     """
     scale, cap, rest = 1.0, None, list(steps)
     if len(rest) >= 3 and [kind for kind, _ in rest[-3:]] == ["by", "tanh", "times"] and rest[-3][1] == rest[-1][1]:
@@ -256,8 +263,8 @@ class _Logits(torch.Tensor):
     """Logits without values.
 
     Attributes:
-        steps: operations applied to them so far.
-        whole: the actual logits, in the trial call.
+        steps: operations that were applied to the logits so far.
+        whole: the actual logits in the trial call; None in other calls.
     """
 
     steps: tuple[Step, ...]

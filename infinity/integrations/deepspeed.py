@@ -1,5 +1,5 @@
-"""Refusal of DeepSpeed and FSDP under `infinity run`: the error says what to remove from the script, before either is
-loaded.
+"""Refusal of DeepSpeed and FSDP under `infinity run`: before DeepSpeed or FSDP is loaded, an error says what to remove
+from the script.
 """
 
 from __future__ import annotations

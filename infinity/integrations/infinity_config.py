@@ -3,9 +3,9 @@ infinity as a quantizer in transformers' sense.
 
 [Note: loading through a quantizer]
 transformers asks a quantizer about each parameter of the checkpoint, one at a time, and assigns the quantizer's result
-to the model. infinity's quantizer returns a parameter on the meta device, and records the file of the values. Tensors
-that transformers converts on loading (such as fused experts) are written to a scratch directory on the swap disk. After
-loading, the quantizer is removed from the model and its config. The parameters are deferred
+to the model. infinity's quantizer returns a parameter on the meta device, and records which file has the parameter's
+values. Tensors that transformers converts on loading (such as fused experts) are written to a scratch directory on the
+swap disk. After loading, the quantizer is removed from the model and its config. The parameters are deferred
 (runtime/deferred_parameters.py), as under `infinity run`. The model is offloaded when an optimizer is made for it or
 when it is first used.
 """
@@ -49,7 +49,9 @@ logger = logging.getLogger(__name__)
 
 _NAME = "infinity"
 _runs: dict[str, Run] = {}
-"""Runs by swap config (as JSON). Models of the same swap config share its memory."""
+"""Runs by swap config; the key is the swap config as JSON. Models of the same swap config share the memory that the
+config names.
+"""
 
 
 @register_quantization_config(_NAME)
@@ -59,11 +61,11 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Args:
         swap: the swap config, as for infinity.offload.
         resume: a checkpoint folder for which infinity.hf.Checkpoints pinned a generation. The trained model continues
-            from it. `trainer.train(resume_from_checkpoint=...)` must name the same folder.
+            from this generation. `trainer.train(resume_from_checkpoint=...)` must name the same folder.
 
     Raises:
         ConfigError: the swap config cannot be used, or transformers is older than 5.
-        NotAvailableError: the swap config has vertical.
+        NotAvailableError: the swap config has `vertical: true`.
         ResumeError: the folder pins no generation.
     """
 
@@ -105,7 +107,9 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
     @property
     def run(self) -> Run:
-        """The run that the models of this swap config share. Some of them may be resumed from folders."""
+        """The run that the models of this swap config share. Some of these models may be resumed from checkpoint
+        folders.
+        """
         key = self.swap.model_dump_json()
         if key not in _runs:
             _runs[key] = Run(self.swap)
@@ -114,8 +118,8 @@ class InfinityConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def close(self) -> None:
         """Close the models of this swap config after the training.
 
-        Their stores are removed, unless checkpoint folders need them. Without this call the stores remain when the
-        process ends.
+        The stores of these models are removed, except stores that checkpoint folders need. Without this call the stores
+        remain when the process ends.
         """
         run = _runs.pop(self.swap.model_dump_json(), None)
         if run is not None:
@@ -208,15 +212,16 @@ class InfinityQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
-    """Make loading of weights by a Trainer into a resumed model change nothing.
-
-    The folder's generation has the same weights, with more precise masters.
+    """Make load_state_dict of a resumed model change nothing, because a Trainer loads the folder's weights into the
+    model. The folder's generation has the same weights, with more precise masters.
     """
 
-    marker = require_marker(folder)  # read now: a Trainer removes the folder when it has newer ones
+    marker = require_marker(folder)  # read now, because a Trainer removes the folder when newer folders exist
 
     def goes_on(model: nn.Module) -> bool:
-        """Return whether the model will be offloaded from the generation, or was and is still at it."""
+        """Return whether the model will be offloaded from the folder's generation, or is offloaded and has the states
+        of this generation.
+        """
         if is_deferred(model):
             return run.began_from(model) is not None
         whole = run.outermost(model)
@@ -236,10 +241,9 @@ def _take_weights_from(run: Run, folder: Path, model: Any) -> None:
 
 
 class _Keep(ConversionOps):  # type: ignore[misc]
-    """A conversion that replaces each parameter of a checkpoint by one on the meta device.
-
-    A tensor that no file has in the model's form is written to a scratch directory. The directory is removed with the
-    object that reads it.
+    """A conversion that replaces each parameter of a checkpoint by a parameter on the meta device. A tensor that no
+    file has in the model's form is written to a scratch directory. The scratch directory is removed when the object
+    that reads the tensors is garbage-collected.
 
     Args:
         files: the checkpoint's files.
@@ -247,8 +251,8 @@ class _Keep(ConversionOps):  # type: ignore[misc]
 
     Attributes:
         converted: name patterns of the tensors that transformers converts.
-        misfits: the model's shapes of parameters whose tensors have another shape. transformers initializes such a
-            parameter or refuses it.
+        misfits: shapes in the model of the parameters whose tensors in the checkpoint have another shape. transformers
+            initializes such a parameter or raises an error.
     """
 
     def __init__(self, files: list[str], config: SwapConfig) -> None:
@@ -256,7 +260,7 @@ class _Keep(ConversionOps):  # type: ignore[misc]
         held = ExitStack()
         self._scratch = Path(held.enter_context(scratch_directory(config)))
         self._remove = in_this_process(held.close)
-        self._unread = weakref.finalize(self, self._remove)  # for the case that loading fails
+        self._unread = weakref.finalize(self, self._remove)  # removes the directory if loading fails
         self._index: dict[str, dict[str, str]] = {}
         self.converted: set[str] = set()
         self.misfits: dict[str, torch.Size] = {}
@@ -264,7 +268,7 @@ class _Keep(ConversionOps):  # type: ignore[misc]
     def convert(
         self, input_dict: dict[str, Any], *, source_patterns: list[str], model: Any = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """Replace the tensors of one conversion. `input_dict` has them by the names of their parameters."""
+        """Replace the tensors of one conversion. The keys of `input_dict` are the names of the parameters."""
         kept = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         for name, tensor in kept.items():
             wanted = model.get_parameter(name).shape
@@ -280,7 +284,9 @@ class _Keep(ConversionOps):  # type: ignore[misc]
         return kept
 
     def require_fitting(self, model: nn.Module) -> None:
-        """Raise ModelError if a parameter does not have the model's shape, which older transformers does not check."""
+        """Raise ModelError if a tensor in the checkpoint does not have the shape of its parameter. Older versions of
+        transformers do not check the shapes.
+        """
         for name, wanted in self.misfits.items():
             found = model.get_parameter(name).shape
             if found != wanted:
@@ -291,11 +297,11 @@ class _Keep(ConversionOps):  # type: ignore[misc]
                 )
 
     def source(self, model: Any) -> Files:
-        """Return the reader of the model's parameters, after all were recorded."""
-        with suppress(OSError):  # not empty: tensors were converted
-            self._scratch.rmdir()  # removed now, because a killed process would leave it
+        """Return the reader of the model's parameters. All parameters must be recorded already."""
+        with suppress(OSError):  # an error: the directory has converted tensors
+            self._scratch.rmdir()  # removed now, because a killed process would leave the directory
         loader = OffloadedWeightsLoader(index=self._index, save_folder=str(self._scratch))
         source = Files(model, loader, str(model.config.name_or_path))
-        weakref.finalize(source, self._remove)  # a copy or a part of the model may outlive it
+        weakref.finalize(source, self._remove)  # a copy or a part of the model may outlive the model
         self._unread.detach()
         return source

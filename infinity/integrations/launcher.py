@@ -21,7 +21,7 @@ from infinity.integrations.script_run import Run
 
 
 def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: Path | None = None) -> None:
-    """Run a script as `python script arguments` does, with infinity beneath its libraries.
+    """Run a script as `python script arguments` does, and make the script's libraries use infinity.
 
     The models are closed after the script's threads have ended and its atexit functions have run.
 
@@ -29,7 +29,7 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
         config: the swap config.
         script: path of the script.
         arguments: arguments of the script.
-        resume: a checkpoint folder: the trained model is offloaded from the generation that it names.
+        resume: checkpoint folder; the trained model is offloaded from the generation that this folder names.
 
     Raises:
         all exceptions of the script.
@@ -42,10 +42,8 @@ def launch(config: SwapConfig, script: Path, arguments: Sequence[str], resume: P
 
 @contextmanager
 def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
-    """Offload the models that libraries load in this context when they are used, and use infinity's optimizers for
-    them.
-
-    The models are closed at the end. `resume` is that of launch.
+    """During the `with` block, offload the models that libraries load, each at its first use, and use infinity's
+    optimizers for these models. At the end of the block, the models are closed. `resume` is as for launch().
     """
     run = Run(config)
     run.wish(folder=None if resume is None else resume.expanduser().absolute())
@@ -76,8 +74,8 @@ def installed(config: SwapConfig, resume: Path | None = None) -> Iterator[Run]:
 
 
 def _patch_imports(run: Run, patches: Patches) -> None:
-    """Register patches that are applied when a library is imported, so that a script does not import unused
-    libraries.
+    """Register patches that are applied when the script imports a library, so that infinity imports no library that the
+    script does not use.
     """
 
     def replace_training(trainer: ModuleType) -> None:
@@ -109,7 +107,8 @@ def _require_transformers_5(transformers: ModuleType) -> None:
 def _one_device() -> None:
     """Make only one GPU visible, because Trainer would wrap the model in DataParallel for several GPUs.
 
-    Under torchrun nothing changes: Trainer does not do this, and the script uses the GPU of its LOCAL_RANK.
+    Under torchrun, a Trainer does not use DataParallel, and the script uses the GPU of its LOCAL_RANK: the visible GPUs
+    are not changed.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if "LOCAL_RANK" not in os.environ and (visible is None or "," in visible):

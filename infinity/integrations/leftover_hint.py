@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 
 def log_leftovers(places: Sequence[Path], *, stopped: bool) -> None:
-    """Log which states a script left, after its models were closed. Only rank 0 logs.
+    """Log which states a script left on disk. The script's models are closed already. Only rank 0 logs.
 
     Args:
         places: the first directory of each model's store.
-        stopped: the script was stopped by Ctrl-C; otherwise it failed, and has reported why.
+        stopped: whether Ctrl-C stopped the script; False: the script failed, and its error was reported.
     """
     rank, ranks = rank_and_world()
     found = {place: steps_of(place, ranks) for place in places if place.is_dir() and ranks in counts_in(place)}

@@ -2,9 +2,9 @@
 
 [Note: who gets how much]
 An offloaded model keeps the memory that its plan names. The remaining memory is divided among the model that is
-offloaded now and the loaded models that wait, in proportion to their weights. For memory.host a trained model counts
-more, because it has states. So models that are loaded before the first of them is used share the memory by their sizes.
-A model that is loaded later gets the remaining memory.
+offloaded now and the loaded models that are not offloaded yet, in proportion to their weights. In the division of
+memory.host, a trained model has a larger factor, because a trained model has states. Therefore models that are loaded
+before any model is used share the memory by their sizes. A model that is loaded later gets the memory that is left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from infinity.runtime.memory_fit import nbytes_of
 from infinity.sizes import format_bytes
 
 _TRAINED_WEIGHT = 4
-"""Weight of a byte of trained weights relative to a byte of frozen weights, for memory.host: it has states, too."""
+"""Factor for the bytes of a trained model in the division of memory.host, because a trained model has states, too. The
+factor of a model that is only evaluated is 1.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Claim:
     """A model that needs memory.
 
     Attributes:
-        trained: whether it has states.
+        trained: whether the model has states.
     """
 
     model: nn.Module
@@ -71,7 +73,7 @@ class MemoryShares:
             offloaded: models whose plans use memory.
             at: device on which models compute.
         """
-        if self._limits is None:  # measured once: a plan's memory is not all in use when the plan is made
+        if self._limits is None:  # measured once: a new plan does not use all of its memory yet
             self._limits = limits_of(self.config, at)
         if not waiting and not offloaded:
             return self.config.memory
@@ -85,7 +87,7 @@ class MemoryShares:
 
 @contextmanager
 def naming_the_shares(memory: MemoryConfig, waiting: Sequence[Claim], offloaded: Sequence[nn.Module]) -> Iterator[None]:
-    """Add to the error of a plan that does not fit the models with which the memory is shared."""
+    """If the plan of a model does not fit, add to the error which other models share the memory."""
     try:
         yield
     except PlanError as error:

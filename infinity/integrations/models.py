@@ -22,7 +22,9 @@ from infinity.runtime.offload import move_buffers
 logger = logging.getLogger(__name__)
 
 _NOT_OURS = ("state_dict", "tp_plan", "distributed_config", "gguf_file")
-"""Arguments of from_pretrained with which transformers loads the model without infinity."""
+"""Arguments of from_pretrained. If a script gives one of these arguments, transformers loads the model without
+infinity.
+"""
 _OF_PLACES = (
     "device_map",
     "max_memory",
@@ -31,7 +33,9 @@ _OF_PLACES = (
     "low_cpu_mem_usage",
     "quantization_config",
 )
-"""Arguments of from_pretrained about the place and the form of weights."""
+"""Arguments of from_pretrained that say where and in which form weights are stored. infinity removes
+these arguments.
+"""
 
 
 def replace_loading(run: Run, patches: Patches) -> None:
@@ -60,8 +64,8 @@ def _from_pretrained(run: Run) -> Callable[..., Any]:
         theirs = path is None or args or any(kwargs.get(name) is not None for name in _NOT_OURS)
         quantization = kwargs.get("quantization_config")
         if theirs or _is_to_disk(kwargs.get("device_map")) or is_left_to_transformers(quantization):
-            return original(cls, path, *args, **kwargs)  # called by infinity.checkpoint.load, or without infinity
-        form_of(quantization)  # raises before anything is loaded
+            return original(cls, path, *args, **kwargs)  # for infinity.checkpoint.load, or without infinity
+        form_of(quantization)  # raises its error before the model is loaded
         with_info = kwargs.pop("output_loading_info", False)
         for name in _OF_PLACES:
             kwargs.pop(name, None)
@@ -99,7 +103,7 @@ def _wrapping(run: Run) -> Callable[..., None]:
 def _replace_preparing(run: Run, patches: Patches, peft: ModuleType) -> None:
     """Replace PEFT's prepare_model_for_kbit_training.
 
-    The original casts all weights that are not bitsandbytes' to fp32, which reads them into memory.
+    The original function casts all weights except those of bitsandbytes to fp32, and so reads all weights into memory.
     """
     for module in (peft, peft.utils, peft.utils.other):
         patches.wrap(module, "prepare_model_for_kbit_training", _preparing(run))
@@ -122,7 +126,7 @@ def _preparing(run: Run) -> Callable[..., Any]:
                 model.enable_input_require_grads()
             if hasattr(model, "activation_checkpointing_enable"):
                 model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
-            else:  # the name in the first versions of transformers 5
+            else:  # the method's name in the first versions of transformers 5
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
         logger.warning("infinity: prepare_model_for_kbit_training: the weights are frozen, and keep their dtype")
         return model

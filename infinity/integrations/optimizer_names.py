@@ -16,15 +16,14 @@ logger = logging.getLogger(__name__)
 _RULES: dict[str, OptimizerName] = {"sgd": "sgd", "adagrad": "adagrad"}
 _ADAMW = ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw")
 _LION = ("lion_8bit", "lion", "lion_32bit", "paged_lion", "paged_lion_8bit", "paged_lion_32bit")
-"""Names of bitsandbytes' and torchao's optimizers, which keep states on the GPU and page them. infinity places the
-states by its plan.
+"""Names of optimizers of bitsandbytes and torchao. These libraries keep the states on the GPU and page the states;
+infinity places the states by its plan.
 """
 
 
 def wish_for(args: Any, run: Run) -> None:
-    """Record the optimizer, so that room is made for its states.
-
-    For an 8-bit optimizer infinity uses int8 moments; a log line says so.
+    """Record which optimizer the Trainer will make, so that the plan has room for the optimizer's states. For an 8-bit
+    optimizer, infinity uses int8 moments, and a log line says this.
     """
     name = _name(args)
     run.wish(optimizer="lion" if name in _LION else _RULES.get(name, "adamw"))
@@ -35,8 +34,8 @@ def wish_for(args: Any, run: Run) -> None:
 
 
 def class_and_options(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """Return the result of Trainer.get_optimizer_cls_and_kwargs for names that need another library; None for
-    others.
+    """Return the class and the options of an optimizer whose name in transformers needs another library; None for all
+    other names. The result replaces the result of Trainer.get_optimizer_cls_and_kwargs.
     """
     name, betas = _name(args), (args.adam_beta1, args.adam_beta2)
     if name in _ADAMW:

@@ -1,4 +1,4 @@
-"""Replacement of torch's optimizers by infinity's, for a model that is offloaded or is about to be."""
+"""Replacement of torch's optimizers by infinity's, for a model that is offloaded or will be offloaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OURS: dict[type[torch.optim.Optimizer], type[GroupedOptimizer]] = {
 
 
 def ours_for(theirs: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return infinity's optimizer class for one of torch's. Any other class is returned unchanged."""
+    """Return infinity's optimizer class for an optimizer class of torch. Any other class is returned unchanged."""
     return _OURS.get(theirs, theirs)
 
 
@@ -53,9 +53,8 @@ def replace_optimizers(run: Run, patches: Patches) -> None:
 
 
 def _warning_of_names() -> Callable[..., Any]:
-    """Return a replacement that warns once, when a script saves an optimizer's state_dict itself.
-
-    The warning says that the store is removed at the end of the script.
+    """Return a replacement of StateHandle.__reduce__, which warns once if the script itself saves an optimizer's
+    state_dict. The warning says that the store is removed at the end of the script.
     """
     runs: set[str] = set()
 
@@ -90,7 +89,9 @@ def _becoming(run: Run, theirs: type[Any], ours: type[Any]) -> Callable[..., Non
 
 
 def _bringing(run: Run) -> Callable[..., None]:
-    """Return a constructor for infinity's own optimizers that offloads the model first, if it is not offloaded yet."""
+    """Return a constructor for infinity's own optimizers. The constructor first offloads the model, if the model is not
+    offloaded.
+    """
 
     def init(original: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         params = _listed(params)
@@ -102,9 +103,8 @@ def _bringing(run: Run) -> Callable[..., None]:
 
 
 def optimizer_for(run: Run | None, kind: type[GroupedOptimizer], params: Any, **options: Any) -> GroupedOptimizer:
-    """Make one of infinity's optimizers for a model that is offloaded or is about to be.
-
-    `run` is the run that loaded the model; None if the model is offloaded already.
+    """Make one of infinity's optimizers for a model. If the model is not offloaded yet, offload the model first. `run`
+    is the run that loaded the model; None if the model is offloaded already.
     """
     params = _listed(params)
     if run is None:
@@ -150,9 +150,9 @@ def _as_list(params: Any) -> Any:
 
 
 def _in_tiles(params: Any) -> Any:
-    """Return the first argument of an optimizer with tiled parameters replaced by those of their tiles.
-
-    A layer is tiled to fit when the model is offloaded for the optimizer.
+    """Return the first argument of an optimizer. In the result, the parameters of a layer's tiles replace the
+    parameters of the tiled layer. When the optimizer is made, the model is offloaded, and a layer that is too large is
+    tiled.
     """
     if not isinstance(params, list | tuple):
         return params
@@ -170,9 +170,8 @@ def _in_tiles(params: Any) -> Any:
 
 
 def offload_for(run: Run, parameters: list[Any], optimizer: type[GroupedOptimizer] | None) -> bool:
-    """Return whether these parameters belong to an offloaded model.
-
-    A loaded model, or a module of the script that is large enough, is offloaded for this optimizer first.
+    """Offload the model of these parameters, and return whether the parameters belong to an offloaded model. The model
+    is a model that a library loaded, or a module of the script that is large enough.
     """
     model, home = run.owner_of(parameters), _home_of(parameters)
     if model is None and home is None and optimizer is not None:
@@ -203,7 +202,7 @@ def _home_of(parameters: list[Any]) -> nn.Module | None:
 
 
 def _outside(model: nn.Module, parameters: list[Any]) -> list[Any]:
-    """Return the parameters that the model does not have."""
+    """Return the elements of `parameters` that are not parameters of the model."""
     inside = set(map(id, model.parameters()))
     return [each for each in parameters if id(each) not in inside]
 
@@ -221,8 +220,8 @@ def _require_all_in(model: nn.Module, parameters: list[Any]) -> None:
 
 
 def _accumulation_steps() -> int | None:
-    """Return the backward passes before a step that accelerate is set to; None if there is one, or without
-    accelerate.
+    """Return the number of backward passes before a step in accelerate's state. Return None if the number is 1, or if
+    the script does not use accelerate.
     """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.GradientState._shared_state:

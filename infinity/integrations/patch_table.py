@@ -1,5 +1,5 @@
-"""The table of points: every library function that `infinity run` replaces, and every private method of a Trainer that
-`infinity finetune` uses, with the reason.
+"""The table of every library function that `infinity run` replaces, and of every private method of a Trainer that
+`infinity finetune` uses. Each row contains the reason.
 
 `Patches` (patches.py) refuses to replace a function that has no row in this table. A row is removed as soon as the
 library has a suitable official extension point. The extension points that infinity uses are in plug_points.py,
@@ -19,7 +19,9 @@ TESTED = {
     "transformers": "5.23.0",
     "trl": "1.16.0",
 }
-"""The versions of constraints.txt, recommended in the error for a version that lacks a function."""
+"""Versions of libraries in constraints.txt. If the installed version of a library lacks a function, the error
+recommends the version in this table.
+"""
 
 
 RUN, FINETUNE = "infinity run", "infinity finetune"
@@ -27,10 +29,10 @@ RUN, FINETUNE = "infinity run", "infinity finetune"
 
 @dataclass(frozen=True)
 class PatchRow:
-    """A function of a library that infinity replaces, or a private one that it uses.
+    """A library function that infinity replaces, or a private library function that infinity uses.
 
     Attributes:
-        where: dotted names of the function; several if libraries have it in several places.
+        where: dotted names of the function; several names if libraries have the function in several places.
         does: action of the function under infinity.
         why: reason why no official extension point suffices.
         breaks: first symptom when the function moves.

@@ -26,7 +26,7 @@ def active() -> list[str]:
 class Patches:
     """Replaced attributes of classes and modules, in the order of their replacement.
 
-    As a context manager it restores the originals at its end.
+    At the end of a `with` block, the originals are restored.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,8 @@ class Patches:
     def wrap(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
         """Make `owner.name(*args)` call `ours(theirs, *args)`, where `theirs` is the original.
 
-        Inherited methods, classmethods and staticmethods keep their kind for callers.
+        A classmethod remains a classmethod, and a staticmethod a staticmethod. An inherited method is replaced in
+        `owner` only.
 
         Raises:
             NotAvailableError: the library does not have the function any more.
@@ -63,18 +64,20 @@ class Patches:
         setattr(owner, name, call if kind is None else kind(call))
 
     def put(self, owner: Any, name: str, value: Any) -> None:
-        """Set the attribute `owner.name`. Raises NotAvailableError if the library does not have it any more."""
+        """Set the attribute `owner.name`. Raises NotAvailableError if the library lacks the attribute."""
         place = place_of(owner, name)
         self._before.append((owner, name, vars(owner)[name]))
         _active.append(place)
         setattr(owner, name, value)
 
     def add(self, undo: Callable[[], None]) -> None:
-        """Register another change. `undo` reverts it."""
+        """Register a function that reverts another change."""
         self._others.append(undo)
 
     def when_imported(self, name: str, act: Callable[[ModuleType], None]) -> None:
-        """Call `act(module)` once the module is imported: now, later or never. Some imports take seconds."""
+        """Call `act(module)` when the module is imported, or immediately if it is imported already. infinity does not
+        import the module itself, because some imports take seconds.
+        """
         if name in sys.modules:
             act(sys.modules[name])
             return
@@ -121,9 +124,9 @@ def place_of(owner: Any, name: str) -> str:
 def require_there(owner: Any, name: str, place: str, point: PatchRow) -> None:
     """Raise NotAvailableError if the owner lacks the attribute.
 
-    `place` and `point` give the name and effect for the error.
+    The error names the attribute (`place`) and the effect of the replacement (`point`).
     """
-    every = isinstance(owner, type) and name.startswith("__")  # a class without __init__ inherits its base's
+    every = isinstance(owner, type) and name.startswith("__")  # an inherited __init__ does not count
     if not (name in vars(owner) if every else hasattr(owner, name)):
         package = place.partition(".")[0]
         mend = f" Install {package}=={TESTED[package]}." if package in TESTED else ""
@@ -141,7 +144,7 @@ def _place(owner: Any, name: str) -> str:
 
 
 class _WhenImported(MetaPathFinder):
-    """A finder that acts after the import of one module."""
+    """An import finder that calls a function after one module was imported."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -149,10 +152,8 @@ class _WhenImported(MetaPathFinder):
         self._looking = False
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return a spec whose loader acts after the module's execution.
-
-        Callers that only check whether the module exists also call this. The wait continues until the module is
-        executed.
+        """Return a spec whose loader calls `act` after it has executed the module. Callers that only check whether the
+        module exists call find_spec, too. Therefore the finder stays in sys.meta_path until the module is executed.
         """
         if name != self._name or self._looking:
             return None
@@ -178,7 +179,7 @@ class _WhenImported(MetaPathFinder):
 
 @contextmanager
 def patched(owner: Any, name: str, ours: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function in a context. See Patches.wrap."""
+    """Replace a function during a `with` block. See Patches.wrap."""
     with Patches() as patches:
         patches.wrap(owner, name, ours)
         yield

@@ -41,25 +41,27 @@ def optimizer_factory(
     args: TrainingArguments | None = None,
     **options: Any,
 ) -> Any:
-    """Make one of infinity's optimizers for a model, and offload the model for it if it is not offloaded yet.
+    """Make one of infinity's optimizers for a model. If the model is not offloaded yet, offload the model first.
 
-    Give the factory to a Trainer as `optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {"lr": 1e-5})`. Trainers
-    without this argument, such as TRL's for DPO and GRPO, take the optimizer itself:
-    `optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)`. Wrap the model in adapters before
-    that. In a loop of your own call `infinity.hf.optimizer_factory(model, lr=1e-5)`.
+    Give the factory to a Trainer as `optimizer_cls_and_kwargs=(infinity.hf.optimizer_factory, {"lr": 1e-5})`. Give
+    Trainers without this argument, such as TRL's for DPO and GRPO, the optimizer itself:
+    `optimizers=(infinity.hf.optimizer_factory(model, lr=1e-5, args=args), None)`. Wrap the model in adapters before you
+    call the factory. In your own training loop, call `infinity.hf.optimizer_factory(model, lr=1e-5)`.
 
     Args:
         model: a model that from_pretrained loaded with an InfinityConfig, or an offloaded model, with the wrappers of
             libraries. transformers first calls the factory without a model.
         lr: the learning rate, which is required.
         optimizer: infinity.AdamW, or another of infinity's optimizer classes.
-        weight_decay: for the parameters that a Trainer decays: all except biases and the parameters of norms.
-        args: of the Trainer, if the optimizer is made before the Trainer. The model is offloaded for their precision,
-            backward passes before a step and number of checkpoint folders.
+        weight_decay: weight decay of the parameters that a Trainer decays: all except biases and the parameters of
+            norms.
+        args: arguments of the Trainer, if the optimizer is made before the Trainer. infinity offloads the model for the
+            precision, the number of backward passes before a step and the number of checkpoint folders in these
+            arguments.
         options: other options of the optimizer.
 
     Raises:
-        ConfigError: there is no learning rate.
+        ConfigError: the learning rate is missing.
         ModelError: the model was neither loaded with an InfinityConfig nor offloaded.
         others: as for infinity.offload.
     """
@@ -88,17 +90,17 @@ def optimizer_factory(
 class Checkpoints(TrainerCallback):  # type: ignore[misc]
     """A callback that pins the generation with the optimizer's states for each checkpoint folder of a Trainer.
 
-    A later process continues from a folder bit for bit: it loads the model with `InfinityConfig("swap.yaml",
+    To continue from a folder bit for bit, a later process loads the model with `InfinityConfig("swap.yaml",
     resume=folder)`, and calls `trainer.train(resume_from_checkpoint=folder)`.
 
-    A Trainer removes old folders before it tells callbacks of a new one. If the process is killed between the two, all
-    folders except the newest are pinned. Keep two or more folders (save_total_limit), so that one of them can be
-    resumed.
+    A Trainer removes old folders before it calls callbacks for a new folder. If the process is killed between these two
+    actions, all folders except the newest folder pin a generation. Keep two or more folders (save_total_limit), so that
+    training can be resumed from one of the older folders.
 
     Raises (when the Trainer is made):
         ConfigError: several GPUs are visible to one process; the model was not loaded with an InfinityConfig; or an
-            optimizer was made before, for another precision.
-        PlanError: the model was offloaded before, without room for pins.
+            optimizer was made earlier, for another precision.
+        PlanError: the model was offloaded earlier, and its store has no room for pins.
     """
 
     def on_init_end(
@@ -115,7 +117,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
                 "quantization_config=infinity.InfinityConfig(...), and its folders would pin nothing"
             )
         tell(args, run, _precision(args))
-        if registry.is_offloaded(model) and not run.is_evaluated(model):  # an optimizer was made first
+        if registry.is_offloaded(model) and not run.is_evaluated(model):  # an optimizer was made before the Trainer
             _require_precision(model, _precision(args))
             if saves_states(args):
                 require_pins(model)
@@ -144,7 +146,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]
 
 
 def _run_around(model: nn.Module) -> Run | None:
-    """Return the run of a loaded model, and tell it of the wrappers around the model, such as PEFT's."""
+    """Return the run of a loaded model. Register the wrappers around the model, such as PEFT's, in this run."""
     run = run_of(list(model.parameters()))
     if run is not None:
         for inner in run.models_in(model) if is_peft_model(model) else ():
@@ -162,7 +164,7 @@ def _unpin_removed(model: nn.Module, output: Path) -> None:
 
 def _require_precision(model: nn.Module, precision: str) -> None:
     """Raise ConfigError if weights were offloaded in fp32 but are computed in 16 bits."""
-    adapters = is_peft_model(model)  # PEFT has adapters in fp32
+    adapters = is_peft_model(model)  # PEFT keeps adapters in fp32
     wide = [
         place.spec.name
         for _, place in registry.coordinator_of(model).places()

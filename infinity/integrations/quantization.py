@@ -1,4 +1,6 @@
-"""Requests of a script for weights quantized by bitsandbytes: infinity's replacement, and the log line about it."""
+"""Scripts that ask for weights quantized by bitsandbytes: the form of weights that infinity uses instead, and the log
+line about this form.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from infinity.state.frozen_codecs import FrozenName, encoded_form
 logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head"
-"""A module that is not quantized in any case."""
+"""Name of the module that is never quantized."""
 
 
 def is_left_to_transformers(quantization: Any) -> bool:
@@ -24,16 +26,17 @@ def is_left_to_transformers(quantization: Any) -> bool:
 
 
 def form_of(quantization: Any) -> FrozenName | None:
-    """Return the form in which a model's frozen weights are stored, instead of the one that the script asks for.
+    """Return the form in which infinity stores a model's frozen weights, instead of the quantization that the script
+    asks for.
 
     Args:
         quantization: the quantization_config of from_pretrained: an object of transformers, or its dict.
 
     Returns:
-        None, if it asks for nothing.
+        The form; None if the script asks for no quantization.
 
     Raises:
-        NotAvailableError: it is not one of bitsandbytes.
+        NotAvailableError: the quantization_config is not one of bitsandbytes.
     """
     if quantization is None:
         return None
@@ -57,7 +60,7 @@ def form_of(quantization: Any) -> FrozenName | None:
 
 
 class Forms:
-    """The form of the frozen weights of each model for which the script asks for one."""
+    """Forms of frozen weights by model, for models whose quantization_config asks for quantized weights."""
 
     def __init__(self) -> None:
         self._of: weakref.WeakKeyDictionary[nn.Module, FrozenName] = weakref.WeakKeyDictionary()
@@ -65,7 +68,7 @@ class Forms:
     def loaded(self, model: nn.Module, quantization: Any, config: SwapConfig) -> None:
         """Register a loaded model for which the script gave this quantization_config.
 
-        A log line says what is done instead.
+        A log line says which form infinity uses instead.
         """
         form = form_of(quantization)
         if form is None:
@@ -81,12 +84,14 @@ class Forms:
         logger.warning("infinity: BitsAndBytesConfig(%s): %s. bitsandbytes is not used.", asked, done)
 
     def copied(self, model: nn.Module, another: nn.Module) -> None:
-        """Apply the facts about a model to its copy."""
+        """Use the form of a model for the model's copy, too."""
         if model in self._of:
             self._of[another] = self._of[model]
 
     def changes(self, model: nn.Module, config: SwapConfig) -> dict[str, Any]:
-        """Return the script's changes of a model's swap config. The model may be a wrapper around a loaded one."""
+        """Return the changes of a model's swap config that the script asks for. The model may be a wrapper around a
+        loaded model.
+        """
         found = [self._of[each] for each in model.modules() if each in self._of]
         return {"frozen": found[0]} if found and config.frozen == "auto" else {}
 
@@ -98,7 +103,7 @@ _RESTS: dict[str, str] = {
 
 
 def _others(quantization: Any) -> str:
-    """Return a text about other requests of the script that are not met."""
+    """Return a text about the settings in a quantization_config that infinity ignores."""
     said = ""
     if _value(quantization, "load_in_4bit") and _value(quantization, "bnb_4bit_quant_type") != "nf4":
         said += "; fp4 is not available, and NF4 takes the same space"

@@ -17,17 +17,16 @@ from infinity.runtime.deferred_parameters import is_deferred
 
 
 def replace_ddp(patches: Patches) -> None:
-    """Make DistributedDataParallel(model) return the model itself, if it is offloaded or is about to be.
-
-    The model's ranks share weights and states, and average gradients, without a wrapper. Its `module` is the model
-    itself. Other models are wrapped as usual.
+    """Make DistributedDataParallel(model) return the model itself, if the model is offloaded or will be offloaded. The
+    ranks of such a model share weights and states, and average gradients, without a wrapper. The model's attribute
+    `module` is the model itself. Other models are wrapped as usual.
     """
 
     class Bypassed(DistributedDataParallel):
         def __new__(cls, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not _is_ours(module):
                 return super().__new__(cls)
-            module.__dict__["module"] = module  # scripts save it; not registered as a submodule
+            module.__dict__["module"] = module  # scripts save model.module; __dict__: no submodule
             return module
 
     for place in (torch.nn.parallel, torch.nn.parallel.distributed):
@@ -35,9 +34,8 @@ def replace_ddp(patches: Patches) -> None:
 
 
 def replace_generating(patches: Patches, generation: ModuleType) -> None:
-    """Make ranks whose sequences have ended continue in `generate` until all ranks are done.
-
-    The forward of each rank needs the weights of all ranks.
+    """Make ranks whose sequences have ended continue in `generate` until all ranks are done, because the forward of
+    each rank needs the weights of all ranks.
     """
 
     def generate(original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -49,8 +47,8 @@ def replace_generating(patches: Patches, generation: ModuleType) -> None:
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Return whether a module is offloaded or will be at its first use, contains an offloaded module, or is a part of
-    one.
+    """Return whether a module is offloaded, will be offloaded at its first use, contains an offloaded module, or is a
+    part of an offloaded module.
     """
     offloaded = any(registry.is_offloaded(each) for each in module.modules())
     return offloaded or is_deferred(module) or any(registry.find(each) is not None for each in module.parameters())

@@ -21,13 +21,17 @@ _ONLY_THEIRS = (
     "save_embedding_layers",
     "path_initial_model_for_weight_conversion",
 )
-"""Arguments of save_pretrained with which the libraries save the model without infinity."""
+"""Arguments of save_pretrained. If a script gives one of these arguments, the libraries save the model without
+infinity.
+"""
 _OF_THE_HUB = ("token", "private", "commit_message", "commit_description", "create_pr", "revision", "tags")
 _METHOD = "save_pretrained"
 
 
 def give_saving(model: nn.Module) -> None:
-    """Make `model.save_pretrained` of an offloaded model write one shard at a time, if its class has that method."""
+    """Make `model.save_pretrained` of an offloaded model write one shard at a time, if the model's class has a
+    save_pretrained.
+    """
     if hasattr(type(model), _METHOD):
         object.__setattr__(model, _METHOD, _SavePretrained(model))
 
@@ -38,7 +42,7 @@ def take_saving(model: nn.Module) -> None:
 
 
 class _SavePretrained(Guard):
-    """The replacement of a model's save_pretrained. It does not keep the model alive."""
+    """The replacement of a model's save_pretrained. The replacement does not keep the model alive."""
 
     def __init__(self, model: nn.Module) -> None:
         self._of = weakref.ref(model)

@@ -21,14 +21,15 @@ from typing import Any
 from infinity.integrations.patches import Patches
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-"""Directories of code that does not belong to a script. atexit functions of libraries wait for Python's own end."""
+"""Directories of code that does not belong to a script. atexit functions that libraries register run when Python itself
+ends.
+"""
 
 
 @contextmanager
 def script_end() -> Iterator[None]:
-    """Run a script in this context.
-
-    However the script ends, its threads and atexit functions finish before the context exits.
+    """Run a script in the `with` block. Whether the script succeeds or fails, its threads and atexit functions finish
+    before the block ends.
     """
     there, functions = set(threading.enumerate()), _Functions()
     try:
@@ -49,7 +50,7 @@ def script_end() -> Iterator[None]:
 
 
 class _Functions:
-    """The atexit functions of a script, with the `__main__` module at their registration."""
+    """The atexit functions of a script. Each function is kept with the `__main__` module at its registration."""
 
     def __init__(self) -> None:
         self._found: list[tuple[Callable[..., Any], Callable[[], Any], ModuleType]] = []
@@ -65,7 +66,9 @@ class _Functions:
         theirs(function)
 
     def run(self) -> None:
-        """Run the functions, the last one first. If one raises, report the error and run the others."""
+        """Run the functions in the reverse order of their registration. If a function raises an error, report the error
+        and run the other functions.
+        """
         while self._found:
             function, call, main = self._found.pop()
             before, sys.modules["__main__"] = sys.modules["__main__"], main
@@ -84,7 +87,9 @@ def _is_of_a_script(frame: FrameType) -> bool:
 
 
 def _print_awaited_threads(error: BaseException, there: Collection[threading.Thread]) -> None:
-    """Print the script's error before its threads are joined. Threads may wait for an event that never happens."""
+    """Print the script's error before its threads are joined, because a thread may wait for an event that never
+    happens.
+    """
     names = [thread.name for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]
     if names:
         said = "".join(traceback.format_exception_only(error)).strip()
@@ -95,7 +100,7 @@ def _print_awaited_threads(error: BaseException, there: Collection[threading.Thr
 
 
 def _join(there: Collection[threading.Thread]) -> None:
-    """Join the threads of the script. `there` are threads that existed before it."""
+    """Join the threads of the script. `there` are the threads that existed before the script began."""
     while waited := [thread for thread in threading.enumerate() if _is_waited_for(thread) and thread not in there]:
         for thread in waited:
             pool = _pool_of(thread)
@@ -107,14 +112,16 @@ def _join(there: Collection[threading.Thread]) -> None:
 def _is_waited_for(thread: threading.Thread) -> bool:
     """Return whether the end of the script waits for a thread.
 
-    The thread of a process pool ends when Python itself ends; the pool's processes have no models.
+    The script's end does not wait for the thread of a process pool: this thread ends when Python itself ends, and the
+    pool's processes have no models.
     """
     of_processes = type(thread).__module__ == "concurrent.futures.process"
     return not (thread.daemon or of_processes or thread is threading.current_thread())
 
 
 def _pool_of(thread: threading.Thread) -> ThreadPoolExecutor | None:
-    """Return the pool of a worker thread, which waits for more work until the pool is shut down.
+    """Return the thread pool of a worker thread; None for other threads. A worker thread waits for work until its pool
+    is shut down.
 
     The thread's first argument is a weak reference to the pool.
     """

@@ -1,4 +1,4 @@
-"""Log lines about the models that are offloaded, or are not."""
+"""Log lines about models that are offloaded, and about models that are not offloaded."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ def say(model: nn.Module, *, trained: bool) -> None:
 
 
 def log_nothing_offloaded(*, failed: bool) -> None:
-    """Log that nothing was offloaded until the end of the script.
-
-    `failed` is whether the script failed by its own error.
+    """Log that the script has ended and no model was offloaded. `failed` is whether the script failed with its own
+    error.
     """
     if rank_and_world()[0] == 0:
         logger.warning(
@@ -58,7 +57,7 @@ def log_nothing_offloaded(*, failed: bool) -> None:
 def log_kept_optimizer(optimizer: object, model: nn.Module) -> None:
     """Log that a module of the script stays in memory.
 
-    It is large enough to be offloaded, but an optimizer other than infinity's was made for it.
+    The module is large enough to be offloaded, but an optimizer other than infinity's was made for it.
     """
     if rank_and_world()[0] == 0:
         logger.warning(

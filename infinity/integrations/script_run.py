@@ -57,7 +57,7 @@ class Wishes:
 
     Attributes:
         accumulation_steps: backward passes before a step.
-        optimizer: the optimizer for whose states room is made.
+        optimizer: name of the optimizer for whose states the plan has room.
         moments: form of the optimizer's moments ("int8" if the script asks for an 8-bit optimizer).
         folder: the checkpoint folder to resume from.
         begin: function that offloads the model when `folder` is None: infinity.offload or infinity.resume.
@@ -82,9 +82,9 @@ class Run:
 
     Attributes:
         config: the swap config for all models of the script together.
-        reads_random_states: whether the library that resumes from a folder restores the random numbers in it.
-            accelerate and a Trainer do this. The numbers that the script draws before that, for the seeds of its
-            loaders, must be those that it drew in the original run.
+        reads_random_states: whether a library restores the RNG states of the folder from which the script resumes;
+            accelerate and a Trainer do this. Random numbers that the script draws before the RNG states are restored,
+            such as the seeds of its loaders, must be the same numbers as in the original run.
         wishes: facts about the training of the trained model.
         references: models that are only evaluated.
         trained: models that will be trained, even if they are evaluated first.
@@ -134,7 +134,7 @@ class Run:
         return self._scratch.enter_context(scratch_directory(self.config))
 
     def wish(self, **known: Any) -> None:
-        """Add facts about the training. `known` has attributes of Wishes."""
+        """Add facts about the training. The keys of `known` are attributes of Wishes."""
         self.wishes = replace(self.wishes, **known)
 
     def computes_in(self, mixed_precision: Any) -> None:
@@ -144,7 +144,7 @@ class Run:
     # -- models -------------------------------------------------------------------------------------------------------
 
     def loaded(self, model: nn.Module) -> None:
-        """Register a loaded model whose parameters are deferred. It is offloaded when it is first used."""
+        """Register a loaded model whose parameters are deferred. The model is offloaded at its first use."""
         self._loaded.add(model)
         self._await_use(model)
 
@@ -152,9 +152,8 @@ class Run:
         model.register_forward_pre_hook(_FirstUse(self, model), prepend=True)
 
     def copied(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module | None:
-        """Register the copy of a loaded model, or of the wrapper that a library put around it. Return the copy.
-
-        The facts known about the original apply to the copy.
+        """Register the copy of a loaded model, or the copy of a wrapper that a library put around a loaded model.
+        Return the copy. The facts that are known about the original also apply to the copy.
 
         Args:
             model: the original.
@@ -170,13 +169,13 @@ class Run:
         return copied
 
     def placed(self, parent: nn.Module, child: nn.Module | None) -> None:
-        """Record that a module became a part of another one."""
+        """Record that a module became a part of another module."""
         if child is not None and (child in self._loaded or child in self._holders):
             self._holders.add(parent)
             self._parents.setdefault(child, weakref.WeakSet()).add(parent)
 
     def wrapped(self, inner: nn.Module, outer: nn.Module) -> None:
-        """Record that a library wrapped a model in a module. The wrapper is called from now on."""
+        """Record that a library wrapped a model in a module. From now on, the script calls the wrapper."""
         if inner in self._loaded or inner in self._outer:
             self._outer[inner] = weakref.ref(outer)
             self._await_use(outer)
@@ -187,7 +186,7 @@ class Run:
         return model if outer is None else self.outermost(outer)
 
     def models_in(self, module: nn.Module) -> list[nn.Module]:
-        """Return the loaded models in a module, with their wrappers."""
+        """Return the loaded models in a module. For a wrapped model, return the outermost wrapper."""
         inside = set(module.modules())
         found = [self.outermost(each) for each in list(self._loaded) if each in inside]
         return [each for each in dict.fromkeys(found) if each in inside]
@@ -195,9 +194,9 @@ class Run:
     def owner_of(self, parameters: Iterable[Any]) -> nn.Module | None:
         """Return the module that owns these parameters.
 
-        This is a loaded model with its wrappers, or the smallest module around one that has all of the parameters. An
-        example is a script's own model that contains a loaded one. If no module has all of the parameters, it is the
-        loaded model that has some.
+        The owner is a loaded model with its wrappers, or the smallest module that contains a loaded model and has all
+        of the parameters, such as the script's own model. If no module has all of the parameters, the owner is the
+        loaded model that has some of the parameters.
         """
         wanted = {id(each) for each in parameters}
         for model in list(self._loaded):
@@ -215,14 +214,14 @@ class Run:
     # -- offloading ---------------------------------------------------------------------------------------------------
 
     def ensure_offloaded(self, model: nn.Module, *, optimizer: OptimizerName | None = None) -> None:
-        """Offload a model, with states if it is trained, if it is not offloaded yet.
+        """Offload a model that is not offloaded yet. A model that is trained is offloaded with states.
 
         A model that has only been evaluated so far is offloaded again, with states.
 
         Args:
             model: the model to offload.
-            optimizer: the optimizer that is being made for it; it takes precedence over the earlier facts about the
-                model.
+            optimizer: name of the optimizer that is being made for the model; this optimizer takes precedence over the
+                earlier facts about the model. None: no optimizer is being made.
 
         Raises:
             InfinityError: as for infinity.offload and infinity.resume.
@@ -260,7 +259,9 @@ class Run:
             )
 
     def ensure_evaluated(self, model: nn.Module) -> None:
-        """Offload a model without states. It is used without a graph, before it is known whether it will be trained."""
+        """Offload a model without states. The model is used without an autograd graph, before it is known whether the
+        model will be trained.
+        """
         self._convert(model)
         wanted = {parameter: parameter.requires_grad for parameter in model.parameters()}
         try:
@@ -272,10 +273,12 @@ class Run:
         self._evaluated.add(model)
         if hasattr(type(model), "resize_token_embeddings"):
             object.__setattr__(model, "resize_token_embeddings", _ResizeEvaluated(self, model))
-        self._await_use(model)  # registered before the offloaded model's hooks run
+        self._await_use(model)  # this hook runs before the hooks of the offloaded model
 
     def take_back(self, model: nn.Module) -> None:
-        """Undo the offloading of models in this one that were only evaluated. They wait to be offloaded again."""
+        """Undo the offloading of all models inside `model` that were only evaluated. These models can be offloaded
+        again.
+        """
         for each in model.modules():
             if each in self._evaluated:
                 take_back(each)
@@ -286,16 +289,18 @@ class Run:
                 self._stores = [one for one in self._stores if one[0]() is not each]
 
     def goes_on(self, model: nn.Module, folder: Path) -> None:
-        """Record that this loaded model, and no other, is to be offloaded from a checkpoint folder."""
+        """Record that this loaded model, and no other model, is to be offloaded from a checkpoint folder."""
         self._folders[model] = folder
 
     def began_from(self, model: nn.Module) -> Path | None:
-        """Return the checkpoint folder from which this model was resumed, or will be when it is offloaded."""
+        """Return the checkpoint folder from which this model was resumed, or from which it will be resumed when it is
+        offloaded.
+        """
         found = next((self._folders[each] for each in model.modules() if each in self._folders), None)
         return self.wishes.folder if found is None and not registry.is_offloaded(model) else found
 
     def is_decided(self, model: nn.Module) -> bool:
-        """Return whether it is known that this model is trained, or that it is not."""
+        """Return True if it is known whether this model is trained or only evaluated."""
         return model in self.trained or model in self.references or self.began_from(model) is not None
 
     def is_evaluated(self, model: nn.Module) -> bool:
@@ -305,7 +310,7 @@ class Run:
     def _offload(self, model: nn.Module, optimizer: OptimizerName | None, *, trained: bool) -> None:
         require_ranks_met()
         if self._open():
-            gc.collect()  # a model that the script dropped may be kept by reference cycles, with its memory
+            gc.collect()  # reference cycles may keep models that the script dropped, and their memory
         mine, waiting, open_models = Claim(model, trained), self._claims(model), self._open()
         memory = self._shares.of(mine, waiting, open_models, self.device)
         name = self._directory_name(trained=trained)
@@ -339,8 +344,8 @@ class Run:
         say(model, trained=trained)
 
     def optimizer_made(self) -> None:
-        """Update the runs of the stores: a changed model is offloaded again before its optimizer is made, under a new
-        run.
+        """Update the recorded run of each store. A model that the script has changed is offloaded again before its
+        optimizer is made, and its store then belongs to a new run.
         """
         for index, (found, _, paths) in enumerate(self._stores):
             model = found()
@@ -363,7 +368,7 @@ class Run:
             named,
             named,
         )
-        # PEFT's adapters, which are in fp32, keep it. A new head and resized embeddings do not.
+        # PEFT's adapters, which are in fp32, stay in fp32. A new head and resized embeddings are converted.
         adapted = is_deferred(model) and any(map(is_peft_model, model.modules()))
         chosen = [
             parameter
@@ -383,9 +388,9 @@ class Run:
 
         Args:
             model: the model that is offloaded.
-            memory: its part of the memory.
-            name: of its directory below each of nvme.paths; "" for nvme.paths themselves.
-            trained: whether it has states.
+            memory: the model's part of the memory.
+            name: name of the model's directory below each of nvme.paths; "": the model uses nvme.paths themselves.
+            trained: whether the model has states.
         """
         changes: dict[str, Any] = {"memory": memory} | self.forms.changes(model, self.config)
         if trained and self.wishes.moments is not None and self.config.moments == "fp32":
@@ -403,13 +408,15 @@ class Run:
 
     def _directory_name(self, *, trained: bool) -> str:
         """Return the name of a model's directory: "" for the first trained model, which uses nvme.paths themselves."""
-        number = len(self._names) + 1  # a name is never used again
+        number = len(self._names) + 1  # each name is used only once
         if not trained:
             return f"reference-{number}"
         return f"model-{number}" if "" in self._names else ""
 
     def _claims(self, model: nn.Module) -> list[Claim]:
-        """Return the claims of the models that wait to be offloaded, except this one and those in it."""
+        """Return the claims of the loaded models that are not offloaded yet, except `model` and the models inside
+        `model`.
+        """
         waiting = [self.outermost(each) for each in self._loaded if is_deferred(each)]
         mine = set(model.modules())
         return [self._claim(each) for each in dict.fromkeys(waiting) if each not in mine]
@@ -433,13 +440,13 @@ class Run:
     def close(self, *, failed: bool, stopped: bool = False, refused: bool = False) -> None:
         """End the run, because the script is over.
 
-        After success all stores are removed, including those of models that were garbage-collected. Stores with
-        generations that checkpoint folders need are kept.
+        If the script succeeded, all stores are removed, including the stores of models that were garbage-collected.
+        Stores with generations that checkpoint folders need are kept.
 
         Args:
-            failed: the script failed.
-            stopped: it was stopped by Ctrl-C.
-            refused: it failed with an error of infinity.
+            failed: whether the script failed.
+            stopped: whether Ctrl-C stopped the script.
+            refused: whether the script failed with an error of infinity.
         """
         with ExitStack() as ending:
             ending.callback(remove_empty, self._absent)
@@ -457,7 +464,9 @@ class Run:
 
 
 class _ResizeEvaluated(Guard):
-    """`resize_token_embeddings` of a model that was only evaluated: its offloading is undone first."""
+    """The replacement of `resize_token_embeddings` for a model that was only evaluated: the replacement first undoes
+    the offloading of the model.
+    """
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         self._run = run
@@ -470,7 +479,7 @@ class _ResizeEvaluated(Guard):
 
 
 class _FirstUse:
-    """A hook that offloads a model before its first forward, if no optimizer was made for it before."""
+    """A hook that offloads a model before its first forward, if no optimizer was made for the model before."""
 
     def __init__(self, run: Run, model: nn.Module) -> None:
         self._run = run
@@ -533,8 +542,8 @@ def _frozen(model: nn.Module) -> bool:
 def parameters_in(params: Any) -> list[Any]:
     """Return the parameters in the first argument of an optimizer.
 
-    The argument is a list of parameters, of (name, parameter), or of param groups. For any other argument the result is
-    empty.
+    The argument is a list of parameters, of (name, parameter) pairs, or of param groups. For any other argument the
+    result is empty.
     """
     found: list[Any] = []
     for each in params if isinstance(params, list | tuple) else ():

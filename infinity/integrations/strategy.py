@@ -2,9 +2,9 @@
 
 [Note: a Lightning checkpoint]
 `name.ckpt` is the file that Lightning always writes: weights, loops, schedulers, and the names of the optimizer's
-states. The folder `name.ckpt.infinity` beside it pins the generation with the states. The folder is written after the
-file and removed before it. `fit(ckpt_path="name.ckpt")` offloads the model from that generation and reads everything
-else from the file.
+states. The folder `name.ckpt.infinity` beside this file pins the generation with the states. The folder is written
+after the file, and removed before the file. `fit(ckpt_path="name.ckpt")` offloads the model from the pinned generation
+and reads everything else from the file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _COMPUTED_IN = {
 def folder_beside(checkpoint: str | Path) -> Path:
     """Return the folder that pins the generation of a checkpoint file.
 
-    Links are followed, as made by `save_last="link"`.
+    Symbolic links are followed, because `save_last="link"` makes such links.
     """
     return Path(os.path.realpath(Path(checkpoint).expanduser()) + ".infinity")
 
@@ -73,18 +73,19 @@ def folder_beside(checkpoint: str | Path) -> Path:
 class Offloading:
     """A mixin that offloads the model of a LightningModule and trains it with infinity's optimizers.
 
-    In the bases of a class it comes before a SingleDeviceStrategy. The model that is offloaded is the child of the
-    LightningModule that has all of its parameters and a `save_pretrained` (transformers, PEFT); otherwise it is the
-    LightningModule itself. It stays offloaded after the Trainer has finished.
+    In the bases of a class, the mixin comes before a SingleDeviceStrategy. The offloaded model is the child of the
+    LightningModule that has all of the LightningModule's parameters and a `save_pretrained` (transformers, PEFT). If
+    there is no such child, the LightningModule itself is offloaded. The model stays offloaded after the Trainer has
+    finished.
 
     Args:
-        config: as for infinity.offload. Leave it out under `infinity run`, which has a config.
+        config: swap config, as for infinity.offload. Leave `config` out under `infinity run`, which has a swap config.
         options: as for SingleDeviceStrategy.
     """
 
     strategy_name: ClassVar[str] = "infinity"
     launched: ClassVar[Run | None] = None
-    """The run of `infinity run`; None without it."""
+    """The run of `infinity run`; None if the script was started without `infinity run`."""
 
     accelerator: Any
     checkpoint_io: Any
@@ -112,7 +113,7 @@ class Offloading:
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """An empty list. Lightning sets this to the devices of accelerator= and devices=."""
+        """An empty list. Lightning sets this property to the devices of accelerator= and devices=."""
         return []
 
     @parallel_devices.setter
@@ -144,7 +145,9 @@ class Offloading:
         self._roots, self._resumes_from = [], None
 
     def setup(self, trainer: Any) -> None:
-        """Offload the models that are not offloaded yet. If an optimizer is made, its constructor does this."""
+        """Offload the models that are not offloaded yet. If the Trainer makes an optimizer, the optimizer's constructor
+        offloads the model.
+        """
         module, fits = self.lightning_module, _fits(trainer)
         self.accelerator.setup(trainer)
         _require_possible(trainer, self.precision_plugin.precision)
@@ -171,7 +174,7 @@ class Offloading:
     def _offload_with_room(self, roots: list[nn.Module]) -> None:
         """Offload the models with room for all parameters that a callback may unfreeze during fit.
 
-        Frozen parameters are treated as trained from the start, except those that a checkpoint has in 4 or 8 bits.
+        Frozen parameters are treated as trained from the start, except parameters that a checkpoint has in 4 or 8 bits.
         """
         for root in roots:
             frozen = [name for name, parameter in root.named_parameters() if not parameter.requires_grad]
@@ -200,7 +203,7 @@ class Offloading:
     def _expect(self, trainer: Any) -> None:
         """Record the known facts about the training before the model is offloaded.
 
-        A module with manual optimization decides itself how many passes a step has.
+        A module with manual optimization chooses itself how many backward passes a step has.
         """
         automatic = self.lightning_module.automatic_optimization
         self._run.wish(
@@ -244,7 +247,7 @@ class Offloading:
 
     @property
     def _trained(self) -> nn.Module | None:
-        """The offloaded model that has optimizer states; None if there is none."""
+        """The offloaded model that has optimizer states; None if there is no such model."""
         for root in self._roots:
             if registry.is_offloaded(root) and any(parameter.requires_grad for parameter in root.parameters()):
                 return root
@@ -313,7 +316,9 @@ class Offloading:
             saving.finish()
 
     def _say_too_large(self, filepath: Any, *, resumable: bool) -> None:
-        """Warn that the file has no weights. Raise PlanError if nothing of the model would be saved."""
+        """Warn that a checkpoint file has no weights. Raise PlanError if no generation with the weights is pinned
+        either.
+        """
         model = next(root for root in self._roots if not fits_memory(root))
         nbytes, limit = format_bytes(nbytes_of(model)), format_bytes(host_bytes_of(model))
         why = f"{nbytes} of weights do not fit memory.host, {limit}"
@@ -341,11 +346,11 @@ class Offloading:
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint file.
 
-        To continue training, offload the model from the generation that the folder beside it pins.
+        If training continues, the model will be offloaded from the generation that the folder beside the file pins.
 
         Raises:
-            ResumeError: there is no such generation; says what to do.
-            ModelError: the model is offloaded already, and is not at that generation.
+            ResumeError: the folder's generation does not exist; the message says what to do.
+            ModelError: the model is offloaded already, and does not have the states of the folder's generation.
         """
         if _fits(self.lightning_module.trainer):
             folder = folder_beside(checkpoint_path)
@@ -376,7 +381,7 @@ class Offloading:
 
 
 def replace_strategies(run: Run, patches: Patches) -> None:
-    """Make Lightning Trainers that name no strategy use infinity's, and refuse other strategies."""
+    """Make Lightning Trainers that name no strategy use infinity's strategy, and refuse other strategies."""
     patches.put(Offloading, "launched", run)
 
     def of_lightning(connector: ModuleType) -> None:
@@ -454,17 +459,17 @@ def _fits(trainer: Any) -> bool:
 
 
 def _is_a(callback: Any, name: str) -> bool:
-    """Return whether a callback is of this class of lightning or of pytorch_lightning."""
+    """Return whether a callback is an instance of the class `name` of lightning or pytorch_lightning."""
     return any(each.__name__ == name and "lightning" in each.__module__ for each in type(callback).__mro__)
 
 
 def _pins_of(callback: Any) -> int:
-    """Return the number of a ModelCheckpoint's files that have states at a time."""
+    """Return how many files of a ModelCheckpoint have states at the same time."""
     kept = int(getattr(callback, "save_top_k", 1))
     if getattr(callback, "save_weights_only", False):
         return 0
     pins = pins_for(None if kept < 0 else kept) if kept else 0
-    last = getattr(callback, "save_last", None)  # "link" points to one of the files above, if there are any
+    last = getattr(callback, "save_last", None)  # a "link" points to a kept file, if there are kept files
     return pins + (last is True or (last == "link" and not kept))
 
 
@@ -475,7 +480,9 @@ def _holds_all(module: nn.Module, models: list[nn.Module]) -> list[bool]:
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state_dict, without extra state. Weights that are not in memory are placeholders."""
+    """Return the tensors that the state_dict of a module would have, without extra state. Weights that are not in
+    memory are placeholders.
+    """
     found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
     for prefix, each in module.named_modules(remove_duplicate=False):
         for name, buffer in each.named_buffers(recurse=False):

@@ -1,7 +1,7 @@
-"""Changes of transformers' Trainer, and of TRL's, for an offloaded model.
+"""Changes of the Trainers of transformers and TRL for offloaded models.
 
-`infinity run` replaces the affected methods in every Trainer. A script that uses infinity directly takes `Trainer` from
-this module, or puts the mixin before another Trainer:
+`infinity run` replaces the affected methods in every Trainer. A script that uses infinity directly imports `Trainer`
+from this module, or puts TrainerMixin before another Trainer in the bases of a class:
 
     from infinity.integrations.transformers import Trainer, TrainerMixin
 
@@ -38,7 +38,7 @@ from infinity.io.pins import require_marker
 
 
 def replace_training(run: Run, patches: Patches) -> None:
-    """Make every Trainer offload its model when it makes its optimizer, and pin generations in its checkpoint
+    """Make every Trainer offload its model when it makes its optimizer, and pin a generation for each of its checkpoint
     folders.
     """
     of, kind = _OfTrainer(run), transformers.Trainer
@@ -53,7 +53,7 @@ def replace_training(run: Run, patches: Patches) -> None:
 
 
 class _OfTrainer:
-    """The replacements of Trainer's methods. The first argument of each is the method that it replaces."""
+    """The replacements of Trainer's methods. The first argument of each replacement is the replaced method."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -127,7 +127,7 @@ class _OfTrainer:
         self._run.take_back(given)
         used = registry.is_offloaded(given)
         if used and self._run.began_from(given) == place and is_at(given, require_marker(place)):
-            self._resumes_from = place  # the model was evaluated, and was resumed for that
+            self._resumes_from = place  # the model was already resumed when it was evaluated
             return
         if used:
             raise ModelError(
@@ -146,7 +146,9 @@ class _OfTrainer:
         saving = Saving(trainer.model, folder)
 
         def rotate(rotate_checkpoints: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            """Pin the generation before older folders are removed. This is the last action of saving."""
+            """Pin the generation before older folders are removed. Removing older folders is the last
+            action of a save.
+            """
             saving.finish()
             with letting_go(trainer.model):
                 rotate_checkpoints(*args, **kwargs)
@@ -182,11 +184,11 @@ def tell(args: Any, run: Run, precision: str) -> None:
 
 
 def _agreed(told: Path, named: str | bool | None, output: str) -> str:
-    """Return the folder that the first train() resumes from: the one of `infinity run --resume`.
+    """Return the folder from which the first train() resumes: the folder of `infinity run --resume`.
 
     Args:
         told: the folder of `infinity run --resume`.
-        named: resume_from_checkpoint of the script.
+        named: the script's value of resume_from_checkpoint.
         output: the Trainer's output directory.
 
     Raises:
@@ -218,10 +220,11 @@ def _pins_of(args: Any, run: Run) -> int:
 
 
 class TrainerMixin:
-    """A mixin whose model is offloaded when its optimizer is made. In the bases of a class it comes before a Trainer.
+    """A mixin for Trainers: the model is offloaded when the optimizer is made. In the bases of a class, the mixin comes
+    before a Trainer.
 
     Args (of the constructor, in addition to those of the Trainer):
-        swap_config: as for infinity.offload. Not needed for a model of infinity.load_pretrained.
+        swap_config: swap config, as for infinity.offload. A model of infinity.load_pretrained needs no swap_config.
     """
 
     def __init__(self, *args: Any, swap_config: str | Path | dict[str, Any] | SwapConfig | None = None, **kwargs: Any):

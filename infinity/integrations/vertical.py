@@ -1,8 +1,10 @@
-"""`vertical: true` for a Trainer: all micro-batches of a step go through one unit of the model before the next unit.
+"""`vertical: true` for a Trainer: all micro-batches of a step go through one unit of the model before the next unit is
+computed.
 
-A Trainer calls `training_step` for each micro-batch, which runs its forward and backward. Under `vertical: true` every
-call of a step except the last keeps its inputs and returns zero. The last call runs all micro-batches with
-infinity.backward, and returns the sum of the losses. So the Trainer's total is the same.
+A Trainer calls `training_step` for each micro-batch. An ordinary `training_step` runs the forward and backward of its
+micro-batch. With `vertical: true`, every call in a step except the last call keeps its inputs and returns zero. The
+last call runs all micro-batches with infinity.backward, and returns the sum of the losses. Therefore the Trainer's
+total loss is the same.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingSteps:
-    """The training steps of all Trainers."""
+    """The training steps of all Trainers, with the micro-batches that wait for the end of their step."""
 
     def __init__(self) -> None:
         self._waiting: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
@@ -34,8 +36,8 @@ class TrainingSteps:
         self._waiting.pop(trainer, None)
 
     def warn_of(self, trainer: Any) -> None:
-        """Warn once that a Trainer's micro-batches run one after the other, because the time at which it prepares
-        inputs matters.
+        """Warn once that a Trainer's micro-batches run one after the other, because this Trainer's inputs depend on the
+        time of their preparation.
         """
         if trainer not in self._warned:
             self._warned.add(trainer)
@@ -49,9 +51,10 @@ class TrainingSteps:
     def __call__(
         self, original: Callable[..., torch.Tensor], trainer: Any, model: Any, *given: Any, **named: Any
     ) -> torch.Tensor:
-        """Keep a micro-batch. With the last micro-batch of a step, run all micro-batches of the step.
+        """Keep a micro-batch. If the micro-batch is the last of its step, run all micro-batches of the step.
 
-        `given` and `named` are its inputs and the other arguments of `training_step`.
+        `given` and `named` are the arguments of `training_step` after the model: the inputs of the micro-batch and
+        other arguments.
         """
         waiting = self._waiting.setdefault(trainer, [])
         waiting.append((given, named))
