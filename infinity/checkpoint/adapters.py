@@ -103,7 +103,7 @@ def _with_values(model: Any, roots: Sequence[nn.Module]) -> Iterator[Tensors]:
         for name, tensor in _picked(model, state):
             if tensor.is_meta:
                 raise ModelError(
-                    f"PEFT computes '{name}', which it saves, from weights that are in the store. Call "
+                    f"PEFT saves '{name}', and computes this tensor from weights that are in the store. Call "
                     "model.save_pretrained(directory) in `with infinity.gathered(model):`."
                 )
         yield state

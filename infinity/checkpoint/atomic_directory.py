@@ -48,7 +48,7 @@ def failing(target: Path, doing: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise InfinityError(
-            f"{doing} {target} failed: {error.strerror or error}. Nothing there was changed; free space or choose "
+            f"{doing} {target} failed: {error.strerror or error}. The directory was not changed; free space or choose "
             f"another directory."
         ) from error
 

@@ -118,5 +118,5 @@ def _require_trained(coordinator: Coordinator, copy: Copy) -> None:
         for name, progress in record.state.items():
             if progress.step and name not in trained:
                 raise ResumeError(
-                    f"the run trained '{name}', which is frozen here; set requires_grad before offloading"
+                    f"the run trained '{name}', which is frozen in this model; set requires_grad before offloading"
                 )

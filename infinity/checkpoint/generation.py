@@ -138,7 +138,7 @@ def newest_stored_generation(
             problems.append(str(error))
             logger.warning("%s", error)
     which = "" if step is None else f" of step {step}"
-    raise ResumeError("; ".join(problems) or f"{place} has no generation{which} that every rank has a part of")
+    raise ResumeError("; ".join(problems) or f"{place} has no generation{which} of which every rank has a part")
 
 
 class StoredPart:
@@ -170,7 +170,9 @@ class StoredPart:
                 raise ManifestError(self.source, f"places {state} of unit '{unit}' outside the store")
             group = groups.get((unit, index))
             if group is None or state not in (_STATES if group.trainable else _STATES[:1]):
-                raise ManifestError(self.source, f"has {state} of unit '{unit}' (group {index}), which has none")
+                raise ManifestError(
+                    self.source, f"has {state} of unit '{unit}' (group {index}), and the group has no such state"
+                )
         self._require_facts()
         for group in groups.values():
             weight = self._extents.get((group.unit, group.group, "weight"))
@@ -201,7 +203,7 @@ class StoredPart:
         if mine != [self._cut.index, self._cut.count, self._cut.numel]:
             raise ManifestError(
                 self.source,
-                f"belongs to rank {mine[0]} of {mine[1]}, but its place is that of rank "
+                f"belongs to rank {mine[0]} of {mine[1]}, but is in the directory of rank "
                 f"{self._cut.index} of {self._cut.count}",
             )
 

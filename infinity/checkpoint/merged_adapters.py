@@ -80,8 +80,8 @@ def require_mergeable(model: Any) -> None:
             continue
         if any(users[id(each)] > 1 for each in changed.parameters()):
             raise _not_available(
-                f"adapters of '{name}', whose weight is tied to that of another module, which merging "
-                "would change as well,"
+                f"adapters of '{name}', whose weight is tied to the weight of another module, so that merging "
+                "would change both modules,"
             )
 
 

@@ -156,7 +156,8 @@ class Portable:
         for name in self._used():
             if name not in sums:
                 raise ResumeError(
-                    f"{path} has no checksum of {name}: it was changed or truncated. Export the run again."
+                    f"{path} has no checksum of {name}: the list of checksums was changed or truncated. Export the "
+                    "run again."
                 )
         there = [self.directory / name for name in sums]
         try:

@@ -371,8 +371,8 @@ def require_unmerged(left: Sequence[str], converts: bool, path: str) -> None:
     """
     if left and converts:
         raise ModelError(
-            f"'{path}' has '{left[0]}' quantized, and transformers makes it a part of a larger parameter (such as "
-            f"the experts of a layer); infinity cannot join quantized weights. {_IN_16_BITS}"
+            f"in '{path}' the tensor '{left[0]}' is quantized, and transformers joins this tensor with others into a "
+            f"larger parameter (such as the experts of a layer); infinity cannot join quantized weights. {_IN_16_BITS}"
         )
 
 

@@ -91,8 +91,8 @@ class InfinityPlugin(BasePlugin):  # type: ignore[misc]
         ours: Any = ours_for(kind)
         if not (isinstance(ours, type) and issubclass(ours, GroupedOptimizer)):
             raise ConfigError(
-                f"InfinityPlugin: `optimizer: {cfg.get('optimizer')}` works on weights in memory, and those of this "
-                "model are offloaded: use adamw_torch, lion_32bit, sgd or adagrad"
+                f"InfinityPlugin: `optimizer: {cfg.get('optimizer')}` works on weights in memory, and the weights of "
+                "this model are offloaded: use adamw_torch, lion_32bit, sgd or adagrad"
             )
         trainer.optimizer = optimizer_factory(trainer.model, optimizer=ours, weight_decay=args.weight_decay, **options)
 

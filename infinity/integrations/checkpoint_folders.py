@@ -87,8 +87,8 @@ def go_on(model: nn.Module, folder: Path, config: SwapConfig, **how: Any) -> Non
         offload_from_checkpoint(model, folder / marker.portable, config, **how)
     except StoreNotEmptyError as error:
         raise ResumeError(
-            f"{folder} holds a copy of its optimizer states, because newer checkpoint folders use the pins of the "
-            f"store. The swap directory still has the newer states ({error}) To resume from "
+            f"{folder} contains a portable copy of its optimizer states, because newer checkpoint folders use the "
+            f"pins of the store. The swap directory still has the newer states ({error}) To resume from "
             f"{folder} and keep the newer states, "
             "name another directory in nvme.paths."
         ) from error
@@ -133,7 +133,7 @@ class Saving:
                     logger.warning("infinity: %s now contains a portable copy of its optimizer states", freed)
         else:
             logger.warning(
-                "infinity: %s will hold weights and no optimizer states: commit_every is 0, so there are no "
+                "infinity: %s will contain weights and no optimizer states: commit_every is 0, so there are no "
                 "generations. No run can resume from this folder",
                 folder,
             )

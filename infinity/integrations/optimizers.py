@@ -122,8 +122,9 @@ def _refusing(run: Run) -> Callable[..., None]:
         if not ours and offload_for(run, parameters_in(params), None):
             known = ", ".join(f"torch.optim.{theirs.__name__}" for theirs in _OURS)
             raise ConfigError(
-                f"{type(self).__module__}.{type(self).__name__} works on weights in memory, and those of this model "
-                f"are offloaded. Use one of {known} (optim='adamw_torch' of a TrainingArguments), or infinity.Lion."
+                f"{type(self).__module__}.{type(self).__name__} works on weights in memory, and the weights of this "
+                f"model are offloaded. Use one of {known} (optim='adamw_torch' of a TrainingArguments), or "
+                "infinity.Lion."
             )
         original(self, params, *args, **kwargs)
         if not ours and type(self) not in _OURS:  # optimizers in _OURS were handled already

@@ -61,7 +61,7 @@ def log_kept_optimizer(optimizer: object, model: nn.Module) -> None:
     """
     if rank_and_world()[0] == 0:
         logger.warning(
-            "infinity: %s.%s is not offloaded, nor is the %s that it was made for: both stay in memory. "
+            "infinity: %s.%s and the %s for which it was made are not offloaded: both stay in memory. "
             "infinity offloads the states of "
             "torch.optim's AdamW, Adam, SGD and Adagrad, and of infinity.Lion",
             type(optimizer).__module__,

@@ -324,8 +324,9 @@ class Offloading:
         why = f"{nbytes} of weights do not fit memory.host, {limit}"
         if not resumable:
             raise PlanError(
-                f"{filepath}: {why}, so the file cannot hold them. Use save_pretrained or infinity.save_pretrained, "
-                "which keep one unit in memory at a time, or set commit_every: 1 and save the states, too."
+                f"{filepath}: {why}, so the file cannot contain the weights. Use save_pretrained or "
+                "infinity.save_pretrained, which keep one unit in memory at a time, or set commit_every: 1 and save "
+                "the states, too."
             )
         logger.warning(
             "infinity: %s has no weights: %s. The weights are in the generation that %s pins",
@@ -434,8 +435,8 @@ def _require_possible(trainer: Any, precision: str) -> None:
             raise ConfigError(f"the weights of this model are offloaded, and {why}.")
     if precision not in _COMPUTED_IN:
         raise ConfigError(
-            f"precision={precision!r} works on weights in memory, and those of this model are offloaded. Use one of "
-            f"{', '.join(_COMPUTED_IN)}."
+            f"precision={precision!r} works on weights in memory, and the weights of this model are offloaded. Use "
+            f"one of {', '.join(_COMPUTED_IN)}."
         )
     clips, how = bool(trainer.gradient_clip_val), str(getattr(trainer.gradient_clip_algorithm, "value", "norm"))
     if clips and how == "value":

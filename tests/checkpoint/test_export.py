@@ -166,7 +166,7 @@ def test_a_full_disk_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(infinity.InfinityError, match="exporting to .*No space left on device.*Nothing there was"):
+    with pytest.raises(infinity.InfinityError, match="exporting to .*No space left on device.*The directory was not"):
         infinity.export_checkpoint(run, tmp_path / "out")
     assert os.listdir(tmp_path) == ["swap"]
 

@@ -310,7 +310,7 @@ def test_a_missing_tensor_is_named(missing: str, copy: Path, config: Config, tmp
 def test_a_parameter_that_was_trained_and_is_frozen_now_is_named(copy: Path, config: Config, tmp_path: Path) -> None:
     model = llama(layers=2)[0].bfloat16()
     model.lm_head.weight.requires_grad_(False)
-    with pytest.raises(infinity.ResumeError, match="trained 'lm_head.weight', which is frozen here"):
+    with pytest.raises(infinity.ResumeError, match="trained 'lm_head.weight', which is frozen in this model"):
         infinity.offload_from_checkpoint(model, copy, config("other"))
     assert not (tmp_path / "other").exists()
 

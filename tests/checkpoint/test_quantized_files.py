@@ -428,5 +428,5 @@ def test_experts_that_transformers_merges_are_refused(
     for name in [name for name in tensors if "experts" in name and tensors[name].dim() == 2]:
         quantized_as(tensors, name, tensors[name], compress_statistics=True)
     save_file(tensors, tmp_path / "quantized/model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="experts.*quantized, and transformers makes it a part of a larger"):
+    with pytest.raises(ModelError, match="experts.*quantized, and transformers joins this tensor"):
         deferred(tmp_path / "quantized")

@@ -87,7 +87,7 @@ def test_a_run_with_adapters_ends_merged_where_that_is_asked_later(
         (["--merge"], "--merge does nothing without --lora"),
         (
             [*MERGE, "--lora-targets", "embed_tokens"],
-            "--merge: merging adapters of 'model.embed_tokens', whose weight is tied to that of another module",
+            "--merge: merging adapters of 'model.embed_tokens', whose weight is tied to the weight of another module",
         ),
     ],
 )

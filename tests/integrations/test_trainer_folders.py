@@ -267,7 +267,7 @@ def test_without_generations_a_folder_holds_weights_only_and_says_so(
 ) -> None:
     with launch(commit_every=0):
         trainer(checkpoint, rows, tmp_path / "out", **SAVING).train()
-    assert "will hold weights and no optimizer states: commit_every is 0" in caplog.text
+    assert "will contain weights and no optimizer states: commit_every is 0" in caplog.text
     assert not (tmp_path / "out" / "checkpoint-6" / "infinity.json").exists()
     with launch(), pytest.raises(infinity.ResumeError):
         trainer(checkpoint, rows, tmp_path / "out", **SAVING).train(resume_from_checkpoint=True)
