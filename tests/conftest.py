@@ -17,7 +17,8 @@ import pytest
 from hypothesis import settings
 
 # Set before torch is imported, and inherited by every process that a test starts. torch's threads spin while they wait,
-# and with the small models of the tests they would do little else. The config of an update sets its number of threads.
+# and with the small models of the tests most of the CPU time would be spinning. The config of an update sets its number
+# of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -35,12 +36,12 @@ from infinity.units.weights import Residency
 logging.getLogger("infinity").setLevel(logging.ERROR)
 
 # torch.manual_seed records the stack of its caller for each kind of device, even for kinds that this torch was built
-# without. Tests call it often, and the stack of a test is deep.
+# without. Tests call manual_seed often, and the stack of a test is deep.
 for _kind in (torch.cuda, torch.xpu, torch.mtia):
-    if not _kind._is_compiled():  # `is_available` would initialise the device, in the fork server too
+    if not _kind._is_compiled():  # not is_available(), which would initialize the device, even in the fork server
         _kind.manual_seed_all = lambda seed: None
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # true for a shell's background jobs; tests send SIGINT
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # SIGINT is ignored in a shell's background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ["pytester", "tests.sampling", "tests.devices", "tests.costs"]
@@ -72,10 +73,10 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.fixture(scope="module")
 def bitsandbytes() -> Iterator[Any]:
-    """Return the library with torch.compile switched off.
+    """Return bitsandbytes with torch.compile switched off.
 
-    It has no C code for some weights, such as one with an odd number of values. For these it compiles torch code,
-    once for each of the first sizes and dtypes, which takes most of a minute.
+    bitsandbytes has no C code for some weights, such as a weight with an odd number of values. For such weights it
+    would compile torch code, for each of the first sizes and dtypes again, and compiling takes most of a minute.
     """
     library = pytest.importorskip("bitsandbytes", "0.50")
     operations = importlib.import_module("bitsandbytes.backends.default.ops")
@@ -96,11 +97,11 @@ _frozen_modules = 0
 
 
 def _collect() -> None:
-    """Collect garbage, and freeze the objects of new modules so that later calls, which are many, are fast."""
+    """Collect garbage. Freeze the objects of newly imported modules, so that the many later calls are fast."""
     global _frozen_modules
     grown = len(sys.modules) > _frozen_modules + 100
     if grown:
-        gc.unfreeze()  # objects that were in use before may be garbage now
+        gc.unfreeze()  # frozen objects may have become garbage
     gc.collect()
     if grown:
         gc.freeze()
@@ -115,7 +116,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Collect garbage every 50 tests.
 
-    Modules and their hooks form reference cycles, which the collector would free late, and each model has an arena.
+    Modules and their hooks form reference cycles, which Python's collector would free late. Each unfreed model keeps an
+    arena.
     """
     result = yield
     if next(_tests) % 50 == 0:
@@ -127,7 +129,9 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
 def _no_disk_profile(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Hide measurements of infinity-bench, made on this machine or in another test, which would change a test."""
+    """Hide the measurements that infinity-bench has made on this machine or in another test: they would change a test's
+    result.
+    """
     name = f"cache-{hash(request.node.nodeid):x}"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / name))
 
@@ -229,7 +233,9 @@ def residuals_of(model: torch.nn.Module) -> Iterator[tuple[str, bytes]]:
 
 
 def _bytes_of_slots(coordinator: Coordinator) -> int:
-    """Return the slot bytes of fetched units, and of slots that are freed when memory is needed."""
+    """Return the number of bytes in the slots of fetched units, and in the slots that are freed when
+    memory is needed.
+    """
     slots = coordinator.fetcher._slots
     fetched = [
         record.full.weight_bytes
@@ -243,13 +249,12 @@ def _bytes_of_slots(coordinator: Coordinator) -> int:
 
 
 def require_no_leaks(model: torch.nn.Module) -> None:
-    """Require that between steps only the expected memory is leased, and that no state has the same copy twice.
-
-    Expected are homes, gradients that wait in RAM, staging, and the slots of fetched units.
+    """Require that only the memory is leased that is expected between steps, and that no two copies of a state have the
+    same place. The expected leases are homes, gradients that wait in RAM, staging, and the slots of fetched units.
     """
     coordinator = registry.coordinator_of(model)
     coordinator.finish_updates()
-    gc.collect()  # objects kept by a raised exception may be in reference cycles with views of slots
+    gc.collect()  # a raised exception may keep objects in reference cycles with views of slots
     assert not coordinator.update_queue.speculative
     assert not coordinator.update_queue.decided
     resources, plan = coordinator.resources, coordinator.resources.plan
@@ -270,7 +275,7 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         assert free + _bytes_of_slots(coordinator) == nbytes
         copies, bounce = resources.device.weights._space, resources.device.gradients._bounce
         assert copies.free_bytes == copies.nbytes
-        landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)  # freed when memory is needed
+        landed = sum(lease.nbytes for _, lease in resources.device.gradients._bounced)  # freed on demand
         assert bounce.free_bytes + landed == bounce.nbytes
     lent = coordinator.update_queue.shadows.lent_bytes
     assert resources.resting.free_bytes + lent == plan.budgets.shadow_bytes

@@ -1,13 +1,13 @@
 """Costs of tests: CPU time, and started processes.
 
-`make test` writes them to build/costs.json, and `python -m tests.costs build/costs.json` reports which limits are
+`make test` writes the costs to build/costs.json, and `python -m tests.costs build/costs.json` reports which limits are
 exceeded (.ci/run).
 
 [Note: the processor time of a test]
-It is the CPU time of the test's process and of all processes that the test started and that have ended, since the
-kernel adds up the time of a process's children. The fork server (tests/processes.py) is a child with children of its
-own; its own imports count for no test. The time includes the test's fixtures. The first test that needs a library or a
-fixture of the module or session pays for it.
+A test's processor time is the CPU time of the test's process and of all ended processes that the test started: the
+kernel adds the time of ended children to their parent. The fork server (tests/processes.py) is a child that has
+children itself; the fork server's own imports count for no test. The processor time includes the test's fixtures. If a
+library or a fixture of a module or session is used by several tests, the first of these tests has its cost.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ SLOW_S = 2.0
 WHOLE_S = 400.0
 """CPU time of `make test` on a fast machine without other work.
 
-If it takes longer, the machine is slower, and `SLOW_S` is scaled in proportion.
+If `make test` takes longer, the machine is slower, and `SLOW_S` is scaled in proportion.
 """
 LONG = 60
-"""Most tests with the mark `long` that may be part of `make test`."""
+"""Maximum number of tests with the mark `long` in `make test`."""
 PROCESSES = 1200
-"""Most processes that the tests may start. Processes started by these, such as torchrun's ranks, do not count."""
+"""Maximum number of processes that the tests may start. Processes that these processes start, such as torchrun's ranks,
+do not count.
+"""
 
 
 @dataclass
@@ -48,8 +50,8 @@ class Cost:
     Attributes:
         call_s: CPU time of the test itself, without its fixtures.
         processor_s: CPU time with its fixtures.
-        processes: number of processes that it started, with its fixtures.
-        long: it has the mark `long`.
+        processes: number of processes that the test and its fixtures started.
+        long: whether the test has the mark `long`.
     """
 
     call_s: float = 0.0
@@ -65,7 +67,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def _counting(start: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `start`, a function that starts a process, with counting. An audit hook would also run on each `id`."""
+    """Return a function that counts the call and calls `start`, which starts a process. An audit hook would be slower:
+    it would also run for each call of `id`.
+    """
 
     @functools.wraps(start)
     def counted(*arguments: Any, **options: Any) -> Any:
@@ -87,7 +91,7 @@ def _processor_s(*, with_server: bool = False) -> float:
     """Return the CPU time of this process and of its children that have ended.
 
     Args:
-        with_server: include the CPU time of the fork server itself.
+        with_server: whether to include the CPU time of the fork server itself.
     """
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     total = sum(usage.ru_utime + usage.ru_stime for usage in usages)
@@ -126,7 +130,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 # ------------------------------------------------------------------------------------------------- of the whole run
 
 
-@dataclass(eq=False)  # pytest keeps plugins in sets
+@dataclass(eq=False)  # hashable, because pytest keeps plugins in sets
 class Costs:
     """Costs of a complete run of pytest, over all its workers."""
 
@@ -150,7 +154,8 @@ class Costs:
         self.processor_s += getattr(node, "workeroutput", {}).get(__name__, 0.0)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        # With workers, their own costs were received, and they are the children of this process.
+        # With xdist, the workers have sent their costs. The workers are children of this process, so children do not
+        # count.
         self.processor_s += time.process_time() if self.processor_s else _processor_s(with_server=True)
         terminalreporter.write_line(self.summary())
         path = Path(os.environ["INFINITY_COSTS"])

@@ -1,12 +1,12 @@
 """The devices that tests of offloaded models run on: the CPU, and a simulated device under each of its policies.
 
-A test takes part if it is in one of `FOLDERS` and requests a fixture of `OFFLOADING`. It needs no other code for that.
-Tests of host memory alone, and measurements, have the mark `cpu_only("why")`.
+A test takes part if it is in one of `FOLDERS` and requests a fixture of `OFFLOADING`. Such a test needs no other code
+to run on the simulated device. Tests of host memory alone, and measurements, have the mark `cpu_only("why")`.
 
 Cases on the simulated device have the mark `simulated`. `make test` creates the cases of one function per file, under
 one policy, and runs one of them; the policies are distributed evenly over the files. All cases are created when `-m
-simulated`, the name of a test or `-k` selects them. INFINITY_TESTS=0.1 then runs a tenth of the cases, and `make
-device-test` all.
+simulated`, the name of a test or `-k` selects them. With such a selection, INFINITY_TESTS=0.1 runs a tenth of the
+cases, and `make device-test` runs all cases.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PARAMETER = "computes_on"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not _takes_part(metafunc):
         return
-    is_first = _is_first(metafunc)  # recorded in any case, because the sample is found by it
+    is_first = _is_first(metafunc)  # recorded in any case, because _sample needs the first functions
     if _wants_all(metafunc.config):
         names = list(DEVICES)
     elif is_first:
@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 _FIRST = pytest.StashKey[dict[Path, object]]()
-"""First function of each file that takes part and is not `long`."""
+"""For each file: the first test function that takes part and does not have the mark `long`."""
 
 
 def _is_first(metafunc: pytest.Metafunc) -> bool:
@@ -95,13 +95,13 @@ def computes_on(request: pytest.FixtureRequest) -> Iterator[Policy | None]:
     if policy is None:
         yield None
         return
-    with pytest.MonkeyPatch.context() as patch:  # a patch of its own, because tests undo theirs
+    with pytest.MonkeyPatch.context() as patch:  # a separate MonkeyPatch, because tests undo the fixture's
         simulation = Simulation(patch, policy, gradients_apart=True)
         yield policy
         simulation.finish()
 
 
-@pytest.hookimpl(tryfirst=True)  # before the sample of other parameters is drawn
+@pytest.hookimpl(tryfirst=True)  # runs before the sample of other parameters is drawn
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the sample of the cases on the simulated device, and a share of the other cases."""
     simulated = [item for item in items if item.get_closest_marker("simulated")]
@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _sample(config: pytest.Config, simulated: list[pytest.Item]) -> set[pytest.Item]:
-    """Return one case of every file."""
+    """Return the sample: one case on the simulated device of every file."""
     of_files: dict[Path, list[pytest.Item]] = {}
     for item in (each for each in simulated if each.get_closest_marker("long") is None):
         policy = DEVICES[_policy_of(item.path)]

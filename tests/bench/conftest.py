@@ -1,4 +1,4 @@
-"""Path of the bench's modules, which are not in a package: their folder is added to sys.path."""
+"""Path of the bench's modules, which are not in a package: the modules' folder is added to sys.path."""
 
 from __future__ import annotations
 

@@ -28,13 +28,15 @@ def config_in(directory: Path) -> Config:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    """Return a function that makes a swap config with generations. `name` is its directory, `tiers` the tiers used."""
+    """Return a function that makes a swap config with generations. `name` is the name of the swap directory, and
+    `tiers` names the tiers that the config uses.
+    """
     return config_in(tmp_path)
 
 
 @pytest.fixture
 def opened() -> Iterator[list[Any]]:
-    """Provide a list; the models in it are closed at the end."""
+    """Provide a list. At the end of the test, the models in this list are closed."""
     models: list[Any] = []
     yield models
     for model in models:
@@ -42,7 +44,7 @@ def opened() -> Iterator[list[Any]]:
 
 
 def make_run(directory: Path) -> Path:
-    """Make a run in `swap`, and its export in `copy`."""
+    """Make a run in the directory `swap`, and the run's export in the directory `copy`."""
     torch.manual_seed(0)
     model, batch = llama(layers=2)
     run = stored(directory, batch, model.bfloat16(), config_in(directory)("swap", keep=2))
@@ -52,7 +54,7 @@ def make_run(directory: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def of_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run that was computed on the CPU, and its export. Tests use copies of both."""
+    """Return a run that was computed on the CPU, and its export. Tests use copies of the run and of the export."""
     return make_run(tmp_path_factory.mktemp("of_cpu"))
 
 

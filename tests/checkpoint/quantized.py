@@ -1,4 +1,4 @@
-"""Checkpoints quantized by bitsandbytes, and its decoding of their weights."""
+"""Checkpoints quantized by bitsandbytes, and bitsandbytes' decoding of the quantized weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
     "int8_rows": {"load_in_8bit": True},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
 }
-"""Settings by the codec that infinity reads such weights with."""
+"""Settings of bitsandbytes, by the codec with which infinity reads the weights."""
 
 
 def quantize(base: Path, out: Path, kind: str, **saved: Any) -> Path:

@@ -23,7 +23,7 @@ def _no_picture(request: pytest.FixtureRequest) -> Iterator[None]:
     if "picture" in request.fixturenames:
         yield
         return
-    with pytest.MonkeyPatch.context() as patch:  # a patch of its own, because tests undo theirs
+    with pytest.MonkeyPatch.context() as patch:  # a separate MonkeyPatch, because tests undo the fixture's
         patch.setattr("infinity.cli.run_report._plot", _leave_blank)
         yield
 

@@ -1,8 +1,8 @@
 """The training job that is killed: all state that a run can carry over, in a model of a few thousand parameters.
 
-It resumes from the state on its disk, or starts a new run. It appends its progress to a log outside the swap
-directories: how it began, each step's loss, and each generation whose final name appeared. A later life appends to the
-same log.
+The job resumes from the state on its disk, or starts a new run. The job appends its progress to a log outside the swap
+directories: how the process began, each step's loss, and each generation whose final name appeared. A later process
+(life) of the job appends to the same log.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ AWAITED: a sync that the run has waited for.
 RECORD = struct.Struct("<c7xQqQQQ")
 """Header of a journal record (csrc/aio/backend.hpp): letter, number, result, offset, bytes of data and of the path.
 
-The data and the path follow.
+The data and the path follow the header.
 """
 
 
@@ -56,8 +56,9 @@ class Setup:
     """Settings that differ between jobs.
 
     Attributes:
-        loader: batches are read beside two forked workers, which hang when the job is killed.
-        pins: number of checkpoint folders that the store has room for; the job saves them after the steps in SAVES.
+        loader: whether batches are read beside two forked workers, which hang when the job is killed.
+        pins: number of pins of the store, one for each checkpoint folder; the job saves a folder after each step in
+            SAVES.
     """
 
     weights: Literal["host", "nvme"] = "nvme"
@@ -100,7 +101,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class AtAct:
-    """Kill at the `nth` time (from 0) that `moment` ("begin rename", …) occurs for a file of this kind."""
+    """Kill the job when `moment` ("begin rename", …) occurs for the `nth` time (from 0) for a file of the
+    kind `file`.
+    """
 
     moment: str
     file: str
@@ -109,7 +112,7 @@ class AtAct:
 
 @dataclass(frozen=True)
 class AtOperation:
-    """Kill by the engine: see Fault."""
+    """Let the engine kill the job at an operation: see Fault."""
 
     kind: Literal["kill", "kill_after"]
     operation: Literal["read", "write", "sync"]
@@ -125,7 +128,7 @@ class AtOperation:
 
 @dataclass(frozen=True)
 class AtTime:
-    """Kill from outside, so many seconds after the process was started."""
+    """Kill the job from outside, `seconds` after its process was started."""
 
     seconds: float
 
@@ -209,7 +212,7 @@ def append(log: Path, line: str) -> None:
 
 
 def kind_of(path: Path) -> str:
-    """Return the kind of a small file, whatever its name.
+    """Return the kind of a small file, which may still have its temporary name.
 
     The kinds are "header", "manifest", "swap", "directory", "pins", "pinned" (the manifest of a pinned generation) and
     "marker".
@@ -222,7 +225,7 @@ def kind_of(path: Path) -> str:
 
 
 def live(setup: Setup, root: Path, kill: Kill | None = None, journal: Path | None = None) -> None:
-    """Run one life of the job in this process, to the end or to the kill. The result is in a file."""
+    """Run the job in this process, to its end or until it is killed. The result is written to a file."""
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.ERROR)
     try:
@@ -244,7 +247,9 @@ def _faults(kill: Kill | None) -> list[_native.Fault]:
 
 
 class Watch:
-    """Observer that logs each generation when it appears, and kills the process."""
+    """Observer of file operations that logs each generation when its manifest appears, and kills the process at the
+    requested moment.
+    """
 
     def __init__(self, log: Path, kill: Kill | None) -> None:
         self._log = log
@@ -266,10 +271,9 @@ def step_of(manifest: Path) -> int:
 
 
 class Journal:
-    """Recorder of operations on small files, and of generations considered durable, in the engine's journal.
-
-    All records, including the engine's writes and syncs, are in one order. Fsyncs are recorded at the system call, not
-    by the reports of `durable`.
+    """Recorder that adds operations on small files, and generations that the run considers durable, to the engine's
+    journal. The journal has one order for all records, including the engine's writes and syncs. Fsyncs are recorded at
+    the system call, not when `durable` reports them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -315,7 +319,9 @@ class Journal:
 
 
 def _open(model: nn.Module, setup: Setup, root: Path, faults: list[_native.Fault]) -> nn.Module:
-    """Resume, or start a new run if there is nothing to resume. infinity.offload refuses to start if there is."""
+    """Resume the run, or start a new run if there is nothing to resume. infinity.offload refuses to start a new run if
+    there is something to resume.
+    """
     (root / "disk").mkdir(exist_ok=True)
     config = setup.config(root)
     try:
@@ -328,7 +334,7 @@ def _open(model: nn.Module, setup: Setup, root: Path, faults: list[_native.Fault
 def _run(setup: Setup, root: Path, faults: list[_native.Fault]) -> None:
     log = root / "log"
     store._probe = lambda *_: 1e9  # saves the time of measuring disks
-    store.STRIPE_BYTES = 4096  # the states would not fill a stripe
+    store.STRIPE_BYTES = 4096  # smaller, because the states would not fill a stripe
     torch.manual_seed(0)
     random.seed(0)
     model = _open(Tiny(), setup, root, faults)
@@ -353,7 +359,7 @@ def _run(setup: Setup, root: Path, faults: list[_native.Fault]) -> None:
 
 
 def _save(model: nn.Module, setup: Setup, root: Path, step: int) -> None:
-    """Save a checkpoint folder, which replaces the oldest one when there is no room for one more."""
+    """Save a checkpoint folder. If all pins are in use, unpin the oldest folder first."""
     folder = root / "disk" / f"checkpoint-{step}"
     others = [each for each in pinned(model) if each != folder]
     for each in others[: len(others) + 1 - setup.pins]:
@@ -378,8 +384,8 @@ def step_in(folder: Path) -> int:
 
 
 def _rows_and_workers(rows: Rows, log: Path) -> Iterator[torch.Tensor]:
-    """Yield the same rows, beside two workers that are forked once the model is in use and soon hang."""
-    generator = torch.Generator()  # its own generator, so that torch's draws the same numbers as without a loader
+    """Yield the rows unchanged. Once the model is in use, fork two workers, which soon hang."""
+    generator = torch.Generator()  # separate, so that torch's generator draws the same numbers as without a loader
     hanging = torch.utils.data.DataLoader(Hanging(), num_workers=2, multiprocessing_context="fork", generator=generator)
     loader = None
     for batch in rows:

@@ -21,7 +21,9 @@ DEADLINE_S = 60.0
 
 @dataclass
 class Life:
-    """Log entries of one process. `began`: the step that it resumed from; None if it was killed before logging."""
+    """Log entries of one process. `began` is the step from which the process resumed; None: the process was killed
+    before it logged this step.
+    """
 
     began: int | None = None
     nothing: str = ""
@@ -36,12 +38,12 @@ def ended(process: ForkServerProcess, root: Path, what: str, within_s: float = D
 
     Args:
         process: the process to wait for.
-        root: directory in which it writes its exception to a file named error.
+        root: directory in which the process writes its exception, to a file named error.
         what: description of the process, for messages.
         within_s: seconds to wait.
 
     Raises:
-        AssertionError: it did not end, or ended neither with success nor by a SIGKILL.
+        AssertionError: the process did not end, or it failed without a SIGKILL.
     """
     process.join(within_s)
     if process.exitcode is None:
@@ -57,7 +59,7 @@ def run_life(setup: Setup, root: Path, kill: Kill | None = None, journal: Path |
     """Run one process to its end.
 
     Raises:
-        AssertionError: it ended neither with success nor by a SIGKILL; the message says how.
+        AssertionError: the process failed without a SIGKILL; the message says how it ended.
     """
     log = root / "log"
     before = log.stat().st_size if log.exists() else 0
@@ -112,7 +114,9 @@ def result_of(root: Path, lives: Sequence[Life]) -> Result:
 
 
 class Reference:
-    """The undisturbed run of a setup: its result, its duration, and its journal, which gives the points to kill at."""
+    """The undisturbed run of a setup: its result, its duration and its journal. The journal shows the points at which
+    other runs can be killed.
+    """
 
     def __init__(self, setup: Setup, root: Path) -> None:
         self.result = result_of(root, [run_life(setup, root, journal=root / "journal")])
@@ -128,12 +132,14 @@ class Reference:
         return time.monotonic() - began
 
     def extent(self, state: str, unit: int) -> tuple[int, int]:
-        """Return the byte range [begin, end) of all copies of the `unit`-th extent of a state; -1 is the last."""
+        """Return the byte range [begin, end) of all copies of the `unit`-th extent of a state; -1 is the
+        last extent.
+        """
         found = [extent for extent in self._extents if extent["state"] == state and extent["changes"]][unit]
         return found["begin"], found["end"]
 
     def writes_of(self, commit: int) -> tuple[int, int]:
-        """Return the numbers of the first and the last write between the commit number `commit` and the next one."""
+        """Return the numbers of the first and the last write between the commit number `commit` and the next commit."""
         written, begins = 0, []
         for record in self._records:
             written += record.letter == b"W"
@@ -147,8 +153,9 @@ class Campaign:
     """Many runs that are killed, and their outcomes.
 
     Attributes:
-        lost: failures in words: states that could not be recovered, or not to the same bits.
-        anew, resumed: number of lives after a killed one that started again, or resumed.
+        lost: descriptions of failures: states that could not be recovered, or were recovered with other bits.
+        anew, resumed: numbers of lives that began after a killed life: lives that started a new run, and lives that
+            resumed.
         unreached: number of lives that ended before the write at which they should have been killed.
     """
 
@@ -170,13 +177,15 @@ class Campaign:
     def run(
         self, setup: Setup, kills: Sequence[Kill], *, note: str = "", damage: Callable[[Path], int] | None = None
     ) -> None:
-        """Kill life after life, then let one end; each must resume at least from the newest certain generation.
+        """Kill one life after the other, and let the last life end. Each life must resume from the newest certain
+        generation, or from a later one.
 
         Args:
             setup: settings of the job.
             kills: a kill for each life but the last.
             note: instructions to repeat the run.
-            damage: applied to the first directory after the first life; returns the newest undamaged generation.
+            damage: function that damages the first directory after the first life, and returns the newest undamaged
+                generation.
         """
         root, lives = _made(self.root / f"run{self.runs}"), list[Life]()
         self.runs += 1
@@ -200,10 +209,9 @@ class Campaign:
             shutil.rmtree(root)
 
     def _require_killed(self, kill: Kill | None, life: Life) -> None:
-        """Require that the kill was reached, unless it is by time or by the number of writes.
-
-        The number of writes of a run depends on timing. A speculative update whose scale was wrong may or may not have
-        been written before it was withdrawn.
+        """Require that the life reached its kill, unless the kill is at a time or at a number of writes. The number of
+        writes of a run depends on timing. A speculative update whose scale was wrong may or may not have been written
+        before it was withdrawn.
         """
         if life.killed or kill is None or isinstance(kill, AtTime):
             return
@@ -239,7 +247,9 @@ def require_nothing_lost(setup: Setup, before: Sequence[Life], life: Life) -> No
 
 
 def require_same_end(root: Path, lives: Sequence[Life], expected: Result) -> None:
-    """Require the states of the undisturbed run, and its losses for the steps that these lives logged."""
+    """Require that the states are those of the undisturbed run, and that the losses in the logs of these lives are
+    those of the undisturbed run.
+    """
     found = result_of(root, lives)
     for step, value in found.losses.items():
         assert value == expected.losses[step], f"the loss of step {step} is not that of the undisturbed run: {lives}"
@@ -247,7 +257,7 @@ def require_same_end(root: Path, lives: Sequence[Life], expected: Result) -> Non
 
 
 def require_only_the_newest(setup: Setup, root: Path) -> None:
-    """Require that `keep` generations are left, and no partly written file."""
+    """Require that at most `keep` generations are left, and no partly written file."""
     names = sorted(path.name for path in setup.directories(root)[0].iterdir())
     manifests = [name for name in names if name.startswith("generation-")]
     assert not [name for name in names if name.endswith(".aside")], names

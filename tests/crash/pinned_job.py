@@ -1,7 +1,7 @@
 """A job that saves checkpoint folders, removes them, resumes from them, and is killed.
 
-It does the work of a trainer with save_total_limit, and of its user between two lives. Each life has a learning rate of
-its own, so that two lives reach different states at the same step.
+The job does the work of a trainer with save_total_limit, and of the trainer's user between two processes (lives). Each
+life has another learning rate, so that two lives reach different states at the same step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ EXPECTED = "expected"
 Act = tuple[str, Any]
 """Kind and argument of an act.
 
-train: the number of steps. save: the way to make room. remove: remove the oldest folder, in this order. vanish: remove
-the oldest folder without the run's knowledge.
+train: the number of steps. save: the way to make room. remove: unpin and remove the oldest folder; the argument says
+which comes first. vanish: remove the oldest folder without unpinning it.
 """
 
 
@@ -50,7 +50,7 @@ class Life:
         number: number of the life, which determines its learning rate.
         folder: folder to resume from; "" for the newest generation.
         killed_at: number of the act on a small file, or of the write to the store, before which the life is killed.
-        writes: `killed_at` counts writes to the store.
+        writes: whether `killed_at` counts writes to the store.
     """
 
     number: int
@@ -106,7 +106,9 @@ def digest_of(model: nn.Module) -> str:
 
 
 class Acts:
-    """Counter of acts on small files, which notes the kind of each file and kills before act number `killed_at`."""
+    """Counter of acts on small files. It records the kind of each file, and kills the process before act number
+    `killed_at`.
+    """
 
     def __init__(self, killed_at: int | None) -> None:
         self.kinds: list[str] = []
@@ -121,7 +123,7 @@ class Acts:
 
 
 def live(setup: Setup, root: Path, life: Life) -> None:
-    """Run one life in this process, to its end or to its kill."""
+    """Run one life of the job in this process, to its end or until it is killed."""
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.ERROR)
     faults: list[_native.Fault] = []
@@ -191,9 +193,8 @@ class _Job:
             pin(self._model, folder)
 
     def _make_room(self, folder: Path, how: str) -> None:
-        """Make room for a folder; unpin folders that vanished.
-
-        `rotate`: like save_total_limit; `portable`: like training without a limit.
+        """Make room for a folder, and unpin folders that vanished. `rotate` does this as a trainer with
+        save_total_limit, `portable` as a trainer without a limit.
         """
         for each in pinned(self._model):
             if not each.exists() and len(pinned(self._model)) >= self._setup.pins:
@@ -219,7 +220,9 @@ class _Job:
 
 
 def check(setup: Setup, root: Path) -> None:
-    """Check in this process that every folder with a marker leads to its bits, and that nothing else uses space."""
+    """Check in this process that a run can resume from every folder with a marker to the folder's bits, and that
+    nothing else in the store uses space.
+    """
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.ERROR)
     try:
@@ -252,8 +255,8 @@ def require_folders_lead_to_their_bits(setup: Setup, root: Path) -> None:
 def require_nothing_else_keeps_space(setup: Setup, root: Path) -> None:
     """Require that pins and manifests match the folders, after a life that resumed and was not killed.
 
-    The pins are those of the folders that need one, and of folders that vanished. Each pin has a manifest, and there is
-    no other manifest.
+    Folders that need a pin, and folders that vanished, have a pin. Each pin has a manifest, and there is no manifest
+    without a pin.
     """
     pins = read_pins(root / "swap")
     needed = {str(folder) for folder in resumable(root) if (read_marker(folder) or marker_missing()).digest}

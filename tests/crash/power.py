@@ -1,15 +1,14 @@
-"""States of the disk after a power cut: one of the possible states, from a run's journal and a moment in it.
+"""Possible states of the disk after a power cut, computed from a run's journal and a moment in this journal.
 
 [Note: what a power cut may leave]
-Only confirmed operations are certain:
-* a write to a swap file, if it had ended before an fdatasync of that file began. The fdatasync must have succeeded, and
-  the run must have waited for it before the cut (otherwise it might have taken longer on another disk);
-* the content of a small file, if an fsync of it ended before the cut;
-* a name in a directory, if it was made or removed before an fsync of that directory began, and the fsync ended before
-  the cut.
-Every other operation that had begun before the cut may be on the disk completely, in part, or not at all, independently
-and in any order. A write may have any subset of its sectors or pages. A small file may have any length up to its own,
-with zeros from any offset on. Each name may be as it was at any time since it was last certain.
+Only confirmed operations are certain: * a write to a swap file, if it had ended before an fdatasync of that file began.
+The fdatasync must have succeeded, and the run must have waited for the fdatasync before the cut (otherwise the
+fdatasync might have taken longer on another disk); * the content of a small file, if an fsync of the file ended before
+the cut; * a name in a directory, if the name was made or removed before an fsync of that directory began, and the fsync
+ended before the cut. Every other operation that had begun before the cut may be on the disk completely, in part, or not
+at all, independently and in any order. Of an uncertain write, any subset of its sectors or pages may be on the disk. An
+uncertain small file may have any length up to its full length, with zeros from any offset on. Each name may refer to
+any content that it had since it was last certain.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Record:
     """One record of the journal; `at` is its index.
 
     Attributes:
-        letter: see job.py and csrc/aio/backend.hpp.
+        letter: kind of the record; see job.py and csrc/aio/backend.hpp.
         path, target: paths of a small file.
         moment: "begin rename", …
     """
@@ -62,7 +61,7 @@ def read_journal(path: Path) -> list[Record]:
 
 @dataclass
 class Write:
-    """A write. `ended`: index of the record of its end."""
+    """A write. `ended` is the index of the record that says that the write has ended."""
 
     offset: int
     data: bytes
@@ -71,7 +70,7 @@ class Write:
 
 @dataclass
 class Content:
-    """Content of a small file. `certain`: an fsync of the file ended."""
+    """Content of a small file. `certain`: whether an fsync of the file has ended."""
 
     data: bytes = b""
     certain: bool = False
@@ -81,8 +80,8 @@ class Content:
 class Name:
     """Contents that a name referred to, oldest first: a file's content, or None for no file.
 
-    Each has the index of the record that ended it. The first content is certain. An fsync of the directory removes the
-    earlier part of `past`.
+    Each content has the index of the record that ended the operation by which the name got this content. The first
+    content is certain. An fsync of the directory removes older contents from `past`.
     """
 
     past: list[tuple[Content | None, int]] = field(default_factory=lambda: [(None, -1)])
@@ -104,7 +103,7 @@ class Name:
 
 
 class Moment:
-    """Certain and begun operations at the time when the first `cut` records had been written.
+    """The certain operations and the begun operations when the first `cut` records of the journal had been written.
 
     Attributes:
         promised: the newest generation that the run considered durable.
@@ -116,10 +115,10 @@ class Moment:
         self._sizes = sizes
         self._names: dict[Path, Name] = defaultdict(Name)
         self._writes: dict[Path, list[Write]] = defaultdict(list)
-        self._synced: dict[Path, int] = defaultdict(lambda: -1)  # by swap file: record of the last sync's begin
-        self._ended: dict[Path, int] = {}  # the same for a sync that ended and that the run has not waited for yet
+        self._synced: dict[Path, int] = defaultdict(lambda: -1)  # by swap file: record at which the last sync began
+        self._ended: dict[Path, int] = {}  # same, for a sync that has ended but was not awaited yet
         self._open: dict[tuple[bytes, int], Write | int] = {}
-        # Directories of the store and of checkpoint folders.
+        # The directories of the store, and the checkpoint folders.
         self._directories = {path.parent for path in sizes}
         self._directories |= {record.target.parent for record in records if kind_of(record.target) == "marker"}
         for path in self._directories:
@@ -227,7 +226,7 @@ class Moment:
 
 
 def small_file(content: Content, chance: random.Random) -> bytes:
-    """Return a possible content of the file."""
+    """Return a content that a small file may have after the power cut."""
     if content.certain:
         return content.data
     length = chance.choice([0, len(content.data), chance.randint(0, len(content.data))])
@@ -236,7 +235,9 @@ def small_file(content: Content, chance: random.Random) -> bytes:
 
 
 def pieces(nbytes: int, chance: random.Random) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a write that are on the disk: all, none, or any of its pages or sectors."""
+    """Yield the parts of a write that are on the disk after the power cut: all parts, no part, or any of the write's
+    pages or sectors.
+    """
     kind = chance.choice(["none", "all", "pages", "sectors"])
     if kind == "none":
         return

@@ -1,7 +1,8 @@
 """An unchanged Trainer that rotates its checkpoint folders under `infinity run`, and checks of folders and store.
 
-The checks hold after the job ended or was killed. All lives of a sequence are one run of `STEPS` steps: a state saved
-after step N must have the bits of an uninterrupted run at this step, which `undisturbed` writes.
+The checks apply after the job has ended and after it was killed. All processes (lives) of a sequence are one run of
+`STEPS` steps. A state saved after step N must have the bits of an uninterrupted run at the same step; `undisturbed`
+writes the digests of this run.
 """
 
 from __future__ import annotations
@@ -91,7 +92,9 @@ def make_checkpoint(directory: Path) -> None:
 
 
 class _Watch(hf.TrainerCallback):  # type: ignore[misc]
-    """Callback that compares the states with the undisturbed run's at the start and after some steps, or notes them."""
+    """Callback that compares the states with the states of the undisturbed run, at the start and after some steps. In
+    the undisturbed run, it records the states.
+    """
 
     def __init__(self, expected: Mapping[int, str] | None, chance: random.Random) -> None:
         self.seen: Digests = {}
@@ -148,7 +151,7 @@ def undisturbed(checkpoint: Path, root: Path) -> None:
 
 
 def live(checkpoint: Path, root: Path, life: Life, expected: Digests) -> None:
-    """Run one life to its end or to its kill."""
+    """Run one life of the job to its end, or until it is killed."""
     with _Contained(root):
         _kill_at(life, root)
         with installed(load_config(config_of(root))):
@@ -156,14 +159,16 @@ def live(checkpoint: Path, root: Path, life: Life, expected: Digests) -> None:
 
 
 def check(checkpoint: Path, root: Path, expected: Digests, pins: int, killed: bool) -> None:
-    """Check folders and store after a life. Args: pins: number of pins that the store has room for."""
+    """Check folders and store after a life. `pins` is the number of pins of the store."""
     with _Contained(root):
         require_folders_lead_to_their_bits(checkpoint, root, expected, pins)
         require_nothing_else_keeps_space(root, killed=killed)
 
 
 class _Contained:
-    """Context that ends its process; after an exception with exit code 1 and a file root/error."""
+    """Context that ends its process. After an exception, the exit code is 1, and the file root/error contains the
+    traceback.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -225,7 +230,9 @@ def marked(root: Path) -> dict[Path, Marker]:
 
 
 def require_folders_lead_to_their_bits(checkpoint: Path, root: Path, expected: Digests, pins: int) -> None:
-    """Require that each folder leads to its states, tried on a copy of the store, which itself stays unchanged."""
+    """Require that a run can resume from each folder to the folder's states. The check uses a copy of the store, so
+    that the store stays unchanged.
+    """
     for folder, marker in marked(root).items():
         assert marker.step == int(folder.name.split("-")[1]), f"{folder} holds step {marker.step}"
         model, aside = hf.AutoModelForCausalLM.from_pretrained(checkpoint), root / "tried"
@@ -243,9 +250,9 @@ def require_folders_lead_to_their_bits(checkpoint: Path, root: Path, expected: D
 
 
 def require_nothing_else_keeps_space(root: Path, *, killed: bool) -> None:
-    """Require that pins are those of the folders that need one, and that each has a manifest.
-
-    A killed process leaves at most one more of each, for the folder that it was working on.
+    """Require that every folder that needs a pin has one, that every pin has a manifest, and that there are no other
+    pins and manifests. A killed process may leave one more pin and one more manifest, for the folder that it was
+    writing or removing.
     """
     needed = {str(folder): marker.digest for folder, marker in marked(root).items() if marker.digest is not None}
     names = sorted(path.name for path in (root / "swap").glob("*"))

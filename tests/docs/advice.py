@@ -27,7 +27,8 @@ _HELP = (
 
 
 def advice_in(source: str) -> Iterator[str]:
-    """Yield the sentences of a file that name a command, an option or a call, with a HOLE for each value.
+    """Yield the messages in a file that name a command, an option or a call. Each value in a message is replaced by a
+    HOLE.
 
     An option at the beginning of a sentence is the subject of the sentence and does not count.
     """
@@ -37,7 +38,7 @@ def advice_in(source: str) -> Iterator[str]:
 
 
 def advice_below(root: Path) -> dict[str, list[str]]:
-    """Return the sentences of all files, by file."""
+    """Return the messages of all files below `root`, by file."""
     found = {str(path.relative_to(root)): list(advice_in(path.read_text())) for path in sorted(root.rglob("*.py"))}
     return {name: texts for name, texts in found.items() if texts and name not in _HELP}
 
@@ -583,4 +584,4 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_changing_a_weight_in_place_in_a_forward_is_noticed",
     },
 }
-"""Sentences by file: a part of each sentence, and the test that follows its advice, below tests/."""
+"""For each file: a part of each sentence, and the test below tests/ that follows the advice of the sentence."""

@@ -1,4 +1,4 @@
-"""Messages that the sources can print, and a check whether a message of the documentation is one of them."""
+"""Messages that the sources can print, and a check whether the sources can print a message of the documentation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _LOGGED = re.compile(r"%[-#0-9.]*[sdgfrx]")
 
 
 def template(node: ast.expr) -> str | None:
-    """Return the text of a string, an f-string or a sum of these, with a HOLE for each value; else None."""
+    """Return the text of a string, of an f-string, or of a sum of strings, with a HOLE for each value; None for any
+    other expression.
+    """
     if isinstance(node, ast.Constant):
         return _LOGGED.sub(HOLE, node.value) if isinstance(node.value, str) else None
     if isinstance(node, ast.JoinedStr):
@@ -52,10 +54,10 @@ def fixed_parts(message: str) -> list[str]:
 
 
 def can_print(chunks: set[str], part: str) -> bool:
-    """Return whether texts of one file can be joined to this text.
+    """Return whether chunks of one file can be joined so that they give the text `part`.
 
     The text may begin in the middle of a chunk and end in the middle of a chunk; each chunk in between is complete.
-    Most of it must be covered by chunks that are not short.
+    Most of the text must be covered by chunks that are not short.
     """
     return _covers(chunks, part, 0, 0, 0)
 
@@ -79,7 +81,9 @@ def _covers(chunks: set[str], part: str, begin: int, count: int, said: int) -> b
 
 
 def _ends(chunk: str, rest: str, *, anywhere: bool) -> Iterator[int]:
-    """Yield the lengths with which `rest` begins with the end of `chunk`: all of the chunk, unless `anywhere`."""
+    """Yield the length of each end of `chunk` with which `rest` begins. Without `anywhere`, only the complete chunk
+    counts as an end.
+    """
     at = chunk.find(rest[0])
     while at == 0 or (anywhere and at > 0):
         size = len(chunk) - at

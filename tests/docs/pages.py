@@ -1,4 +1,4 @@
-"""Pages of the documentation, and the blocks of code in them with their marks.
+"""Pages of the documentation, and the marked blocks of code in these pages.
 
 A mark is an HTML comment in the lines before a block:
 

@@ -1,7 +1,7 @@
 """Directory in which the commands of the documentation run as they are written.
 
-It has a small model, small data, swap configs and a script, under the names that the pages use. A disk that a page
-calls /mnt/… is a folder of the sandbox.
+The sandbox contains a small model, small data, swap configs and a script, under the names that the pages use. A disk
+that a page calls /mnt/… is a folder of the sandbox.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ code = main(["finetune", "--model", "{MODEL}", "--data", "notes.txt", "--config"
              "--steps", "8", "--sequence-length", "32"])
 sys.exit(0 if code == 130 else f"the run ended with {{code}}")
 """
-"""Code of a run that Ctrl-C stops after three of its eight steps."""
+"""Code that starts a run of eight steps and stops the run with Ctrl-C after three steps."""
 
 PRELUDE = """\
 import torch
@@ -96,7 +96,7 @@ def byte_level_tokenizer() -> Any:
 
 
 def make_files(place: Path, block: Block) -> None:
-    """Write swap configs and the script: those of the page before the block, or defaults."""
+    """Write the swap configs and the script that the page shows before the block, or default ones."""
     for name in ("nvme", "nvme0", "nvme1", "fast-disk", "a", "b"):
         (place / "mnt" / name).mkdir(parents=True, exist_ok=True)
     files = {"swap.yaml": _SWAP | {"nvme": {"paths": ["swap"]}}, "other.yaml": {"nvme": {"paths": ["elsewhere"]}}}
@@ -110,7 +110,7 @@ def make_files(place: Path, block: Block) -> None:
 
 
 def stop_a_run(directory: str, place: Path) -> None:
-    """Leave a run that can be resumed in a swap directory."""
+    """Make a run that stops early, so that its swap directory contains a run that can be resumed."""
     config = _SWAP | {"nvme": {"paths": [here(directory, place)]}}
     (place / "there.yaml").write_text(yaml.safe_dump(config))
     require_success([sys.executable, "-c", STOPPED], place)
@@ -149,7 +149,9 @@ def run_shell(block: Block, place: Path) -> None:
 
 
 def run_python(code: str, place: Path) -> None:
-    """Run code in a process of its own; in `make test` it is forked from one that has imported the libraries."""
+    """Run code in a separate process. In `make test`, this process is forked from a process that has imported the
+    libraries.
+    """
     if sampling.SHARE:
         require_success([sys.executable, "-c", code], place)
         return
@@ -163,5 +165,5 @@ def _execute(code: str, place: str, variables: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(place)
-    huggingface_hub.constants.HF_HUB_OFFLINE = True  # the libraries read the variable at import
+    huggingface_hub.constants.HF_HUB_OFFLINE = True  # the libraries read HF_HUB_OFFLINE when they are imported
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

@@ -1,7 +1,7 @@
-"""Small models of families of transformers with unusual modules, and a batch for each.
+"""Small models of those families of transformers that have unusual modules, and a batch for each model.
 
-Their modules hold lists of lists, are called by methods other than `forward`, or read each other's weights.
-tests/family_search.py finds such families.
+The modules of these families contain lists of lists, are called by methods other than `forward`, or read each other's
+weights. tests/family_search.py finds such families.
 """
 
 from __future__ import annotations

@@ -12,7 +12,9 @@ from tests.models import Batch
 
 
 def size(output: Any) -> torch.Tensor:
-    """Return a loss that is not tiny when the values are; of several tensors the last is used."""
+    """Return a loss that is not tiny even if the values are tiny. If the output has several tensors, the last tensor is
+    used.
+    """
     tensor = output if isinstance(output, torch.Tensor) else output[-1]
     return tensor.float().square().mean().log()
 
@@ -65,7 +67,9 @@ TRUNK: dict[str, Any] = {
 
 
 class Called(nn.Module):
-    """A model that is only called through `call`, which returns a loss; by default a loss of its output tensor."""
+    """A model that is only called through the function `call`, which returns a loss. By default, the loss is computed
+    from the model's output tensor.
+    """
 
     def __init__(self, inner: nn.Module, call: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> None:
         super().__init__()

@@ -127,7 +127,7 @@ def mask2former() -> tuple[nn.Module, Batch]:
 
 
 def zoedepth() -> tuple[nn.Module, Batch]:
-    """Return a model with two heads, which are lists in a dict."""
+    """Return a model with two heads; the heads are lists of modules in a dict."""
     backbone = hf.BeitConfig(
         image_size=32,
         patch_size=8,

@@ -19,7 +19,7 @@ CASE_S = 60
 
 
 def attempt(seed: int) -> str:
-    """Run a case. Return '' when it passes; else a description of the case and its problems."""
+    """Run a case. Return '' if the case passes; otherwise a description of the case and its problems."""
     case = make(seed)
     try:
         verdict = judge(case)

@@ -23,7 +23,7 @@ from tests.fuzz.loops import Log, Loop
 from tests.fuzz.models import Net
 from tests.fuzz.reference import USES, Reference
 
-_NORM_TOLERANCE = 1e-12  # norms are sums in double, in another order
+_NORM_TOLERANCE = 1e-12  # norms are fp64 sums, added in another order
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Plain:
         self._kept.setdefault(self.optimizer.steps, self._now())
 
     def restart(self, back: int, index: int) -> int:
-        self.top()  # commits the current state if it is not committed yet
+        self.top()  # close() commits the current state if needed
         step = self._restarts[index]
         if step == self.optimizer.steps:
             return step
@@ -155,7 +155,7 @@ class Offloaded:
 
     def close(self) -> None:
         infinity.close(self.model, discard=True)
-        for parameter in self.model.parameters():  # their hooks hide the run from the garbage collector
+        for parameter in self.model.parameters():  # hooks of parameters hide the run from the garbage collector
             parameter._backward_hooks = parameter._post_accumulate_grad_hooks = None
 
 
@@ -166,7 +166,7 @@ class Verdict:
     Attributes:
         problems: descriptions of the differences.
         configs: swap configs of the run, one for each process life (a run starts a new life when it is resumed).
-        moved: at least one weight changed.
+        moved: whether at least one weight changed.
     """
 
     seed: int
@@ -210,7 +210,9 @@ def _plain(case: Case, found: Log, distorted: tuple[int, float] | None) -> tuple
 
 
 def _where(seed: int) -> str | None:
-    """Return a directory in memory, where an fdatasync takes no time; None, which means a disk, for each 20th case."""
+    """Return a directory in memory, where an fdatasync takes no time. For every 20th case, return None: this case uses
+    a disk.
+    """
     return "/dev/shm" if seed % 20 and os.access("/dev/shm", os.W_OK) else None
 
 

@@ -69,7 +69,9 @@ def make(
 
 
 def budgeted(config: dict[str, Any], model: nn.Module, slack: list[float], *, accumulates: bool) -> dict[str, Any]:
-    """Return the config with memory.device and memory.host, each above its minimum by its part of `slack`."""
+    """Return the config with memory.device and memory.host. Each of these budgets is larger than its minimum by a
+    fraction from `slack`.
+    """
     found = discover(model, config["moments"])
 
     def fits(**memory: int) -> bool:
@@ -83,7 +85,7 @@ def budgeted(config: dict[str, Any], model: nn.Module, slack: list[float], *, ac
 
 
 def planned(found: Any, config: dict[str, Any]) -> Plan | None:
-    """Return the plan; None when the model does not fit."""
+    """Return the plan of a model; None if the model does not fit."""
     try:
         cpu = torch.device("cpu")
         return make_plan(found.units, Terms(load_config(config), cpu), can_recompute=False, sites=found.sites)
@@ -92,7 +94,7 @@ def planned(found: Any, config: dict[str, Any]) -> Plan | None:
 
 
 def least(fits: Callable[[int], bool]) -> int:
-    """Return the smallest size in bytes that fits, in whole pages."""
+    """Return the smallest memory size in bytes for which `fits` returns true, rounded to whole pages."""
     low, high = 0, _PLENTY // PAGE_BYTES
     while high - low > 1:
         middle = (low + high) // 2

@@ -22,7 +22,7 @@ class Change:
         kinds: kinds of change, used in turn for the chosen parameters.
         share: share of the parameters that are chosen.
         seed: seed of the choice and of the noise.
-        write: the context also allows weights to be written, although no weight is written.
+        write: whether the context also allows weights to be written; no weight is written.
     """
 
     kinds: tuple[str, ...]
@@ -34,7 +34,8 @@ class Change:
 def drawn(seed: int, index: int, passes: int) -> tuple[Change | None, ...]:
     """Return a change or None for each backward pass of an iteration.
 
-    The random numbers are separate from the loop's, so that a seed gives the same loop as without changes.
+    The random numbers are separate from the loop's random numbers, so that a seed gives the same loop with and without
+    changes.
     """
     rng = random.Random(f"gradients {seed} {index}")
     likely = rng.choice([0.0, 0.0, 0.3, 0.7])

@@ -24,10 +24,10 @@ Zero = Literal["optimizer", "filled", "model", "kept"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Exception of the user's code in the `nth` module with parameters, in one forward or backward.
+    """An exception of the user's code in the `nth` module that has parameters, in one forward or backward pass.
 
     Attributes:
-        repeats: part that is repeated afterwards: only the forward, or the complete iteration.
+        repeats: part of the loop that is repeated after the exception: only the forward, or the complete iteration.
     """
 
     where: Literal["forward", "backward"]
@@ -44,7 +44,8 @@ class Iteration:
             evaluation.
         lr: learning rate set by hand at the start of the iteration; None: it is not changed.
         gates: whether each visit of a block takes place.
-        restart: the run ends after this step and is resumed once, from the generation this many before the newest.
+        restart: the run ends after this step and is resumed; the value is the number of generations between the newest
+            generation and the resumed one. None: the run does not end.
         changes: changes of gradients after each micro-batch.
     """
 
@@ -98,7 +99,8 @@ class World(Protocol):
         """Prepare for the next training forward."""
 
     def restart(self, back: int, index: int) -> int:
-        """End the run after iteration `index` and resume it, `back` generations before the newest.
+        """End the run after iteration `index`, and resume it from the generation that is `back` generations older than
+        the newest.
 
         Returns:
             Number of optimizer steps that are done.
@@ -115,7 +117,7 @@ class Log:
     """Results of a run that the user can see.
 
     Attributes:
-        restarts: the step from which the run resumed, by the iteration after which it had ended.
+        restarts: the step from which the run was resumed; the key is the iteration after which the run had ended.
     """
 
     losses: list[float] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Random modules, made from a seed. A seed gives the same modules on every machine.
 
-A net is a stem, blocks and a head. Its unusual properties are listed in its `traits`.
+A net is a stem, blocks and a head. The unusual properties of a net are listed in its `traits`.
 """
 
 from __future__ import annotations
@@ -177,10 +177,10 @@ class Net(nn.Module):
     """A random model.
 
     Attributes:
-        traits: descriptions of its parts.
+        traits: descriptions of the net's parts.
         gates: whether each visit of a block takes place; set from outside.
         around: checkpoints around blocks.
-        trained: names of the parameters that are not frozen at first.
+        trained: names of the parameters that are not frozen at the beginning.
         in_pieces: whether one backward pass may deliver the gradient of a parameter in several pieces.
     """
 
@@ -221,13 +221,13 @@ class Net(nn.Module):
             return nn.ModuleList(blocks)
         if container == "sequential":
             return nn.Sequential(*blocks)
-        holder = nn.Module()  # only its children are called
+        holder = nn.Module()  # only the children of the holder are called
         for index, block in enumerate(blocks):
             holder.add_module(f"block{index}", block)
         return holder
 
     def _spans(self, rng: random.Random) -> list[tuple[int, int, bool]]:
-        """Return spans of visits [begin, end), and whether each is recomputed in the backward."""
+        """Return spans [begin, end) of visits, and for each span whether it is recomputed in the backward."""
         spans, begin, recomputed = [], 0, rng.random() < 0.4
         while begin < len(self.visits):
             end = min(begin + rng.choice([1, 1, 2]), len(self.visits))
@@ -314,7 +314,7 @@ def _call(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def make(seed: int, *, values: int = 0) -> Net:
-    """Return a net. `values` is a seed: another one gives the same net other weights."""
+    """Return a net. `values` is a seed of the weights: with another seed, the same net has other weights."""
     rng = random.Random(f"model {seed}")
     torch.manual_seed(seed * 1000 + values)
     return Net(rng, rng.choice([torch.float32, torch.float32, torch.bfloat16])).train()

@@ -1,10 +1,10 @@
-"""Loops with their operations in random order, killed at a random place and resumed.
+"""Training loops that have their operations in random order, are killed at a random place and are resumed.
 
 `python -m tests.fuzz.orders SEED [COUNT]` runs cases, one after the other. Each case has an undisturbed run, a run that
 is killed (SIGKILL), and a run that resumes from its store, each in its own process. The resumed run must have:
 
-* if each iteration first takes one item of a tracked loader and makes one step, or calls `infinity.commit` at its end:
-  the losses, weights and states of the undisturbed run, and no warning;
+* if each iteration first takes one item of a tracked loader and makes one step, or calls `infinity.commit` at the end
+of the iteration: the losses, weights and states of the undisturbed run, and no warning;
 * in any other order: the same results, or a warning at the resume that the loop may have been elsewhere.
 """
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # the first optimizer of a process imports it
+import torch._dynamo  # the first optimizer of a process imports _dynamo
 from torch import nn
 
 import infinity
@@ -60,8 +60,8 @@ class Case:
     Attributes:
         body: names of the operations of the loop body.
         tracked: whether infinity tracks the loader.
-        exact: a resumed run must end in the bits of the undisturbed one.
-        killed: iteration, and the index in its body, at which the run is killed.
+        exact: whether a resumed run must end in the bits of the undisturbed run.
+        killed: iteration in which the run is killed, and index of the operation in the loop body.
     """
 
     seed: int
@@ -93,15 +93,15 @@ def make(seed: int) -> Case:
     if kind == "two steps" or (kind == "commit" and draw.random() < 0.5):
         body = ["next", *some(share), *a_pass, "step", *some(share), *a_pass, "step", *after]
     if kind == "ahead":  # this iteration takes the item of the next iteration
-        seen = ("schedule", "evaluate", "draw")  # no forwards and writes, which would count for the new item
+        seen = ("schedule", "evaluate", "draw")  # no forward or write: they would count for the new item
         body = [*a_pass, "step", *(part for part in after if part in seen)]
         body.insert(draw.randrange(1, len(body)), "next")
-    if kind == "left":  # leaves gradients that the next step adds to its own
+    if kind == "left":  # leaves gradients, which the next step includes
         body += a_pass
     if kind == "commit":
         body.append("commit")
     states = draw.choice(["nvme", "host"])
-    every = draw.choice([1, 1, 2, 3]) if kind != "commit" else 1000  # commits come from `commit` instead of steps
+    every = draw.choice([1, 1, 2, 3]) if kind != "commit" else 1000  # `commit` commits instead of steps
     config = {"weights": draw.choice(["nvme", "host"]), "optimizer": states, "commit_every": every}
     if draw.random() < 0.3:
         config["overlap"] = draw.choice(["off", "before_forward", "during_backward"])
@@ -116,7 +116,9 @@ def make(seed: int) -> Case:
 
 
 class Net(nn.Module):
-    """A bf16 model, so that it has a master; with a buffer, and random numbers in its forward."""
+    """A model that is in bf16, so that it has a master, and that has a buffer and draws random numbers in
+    its forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
 
 
 class Count:
-    """Number of completed iterations. Without a tracked loader it selects the next item."""
+    """Number of completed iterations. Without a tracked loader, this number selects the next item."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -188,7 +190,7 @@ class Loop:
         if not self.case.tracked:
             self.item = torch.stack([Rows()[(self.count.value * 3 + index) % len(Rows())] for index in range(3)])
             return
-        for _ in range(3):  # the first pass of a resumed loader may be at its end
+        for _ in range(3):  # a resumed loader may be at the end of its first pass
             if self.items is not None:
                 try:
                     self.item = next(self.items)
@@ -282,7 +284,9 @@ def live(case: Case, swap: dict[str, Any], *, resumed: bool, killed: tuple[int, 
 
 
 def apart(act: Callable[[], Life], into: Path) -> Life | str:
-    """Return the result of `act` in a forked process; on failure its traceback, or "" if the process was killed."""
+    """Run `act` in a forked process and return its result. If `act` fails, return the traceback; if the process was
+    killed, return "".
+    """
     pid = os.fork()
     if pid == 0:
         try:
@@ -298,7 +302,7 @@ def apart(act: Callable[[], Life], into: Path) -> Life | str:
 
 
 def judge(case: Case) -> str:
-    """Run a case; return "" when it passes, else its problem."""
+    """Run a case. Return "" if the case passes; otherwise return its problem."""
     place = Path(tempfile.mkdtemp(prefix="order-"))
     try:
         return _judge(case, place)

@@ -1,7 +1,7 @@
 """Fake of the parts of `torch.cuda` that TorchAccelerator and the stages of `make gpu-check` call, without a GPU.
 
 Every copy and kernel is done when it is queued, so tests with this fake prove nothing about order, lifetimes or speed.
-They run the stages' code and TorchAccelerator's own. tests/sim proves the order.
+Tests with this fake only run the code of the stages and of TorchAccelerator. tests/sim proves the order of operations.
 """
 
 from __future__ import annotations

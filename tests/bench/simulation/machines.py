@@ -1,4 +1,4 @@
-"""A small model and machines for it."""
+"""A small model, and simulated machines that train this model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Settings of DeepSpeed configs that public projects ship, restated; each names the project and the file."""
+"""Settings of DeepSpeed configs that public projects ship. The settings are restated, not copied. Each entry names the
+project and the file.
+"""
 
 from __future__ import annotations
 
