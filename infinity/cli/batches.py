@@ -37,17 +37,17 @@ class Batch:
     def inputs_of(self, model: Any) -> dict[str, Any]:
         """Return the arguments for a call of a transformers model that computes logits, on the model's device.
 
-        There is no attention mask: without a mask and without a cache, the model separates the examples of a sequence
-        by their positions.
+        The arguments have no attention mask: without a mask and without a cache, the model separates the examples of a
+        sequence by their positions.
         """
         given = {"input_ids": self.ids} | ({} if self.positions is None else {"position_ids": self.positions})
         return {name: accelerator.bring(tensor, model.device) for name, tensor in given.items()}
 
     def of_trainer(self) -> dict[str, torch.Tensor]:
-        """Return the batch in the form of a Trainer, in host memory.
+        """Return the batch as the arguments that a Trainer expects, in host memory.
 
-        There is no attention mask: with a mask of ones, the host would wait for the device to learn that nothing is
-        masked. If the batch has no positions, the model counts them.
+        The result has no attention mask: with a mask of ones, transformers would make the host wait for the device,
+        only to find that nothing is masked. If the batch has no positions, the model computes the positions.
         """
         apart = {} if self.positions is None else {"position_ids": self.positions}
         return {"input_ids": self.ids, "labels": self.ids if self.labels is None else self.labels, **apart}

@@ -128,8 +128,8 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
     none of them. The fields are removed from the messages.
 
     Raises:
-        ConfigError: a weight is not 0 or 1, a message of another role than the assistant's is to be learned, or a field
-            asks for a part of a message.
+        ConfigError: a weight is not 0 or 1, a field asks to learn a message of another role than the assistant, or a
+            field asks to learn only a part of a message.
     """
     asked: list[bool | None] = []
     for index, message in enumerate(messages):
@@ -153,10 +153,10 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
 
 
 def unicode(text: str, where: str) -> str:
-    """Return `text`, after a check that it has only characters.
+    """Return `text`, after a check that every code point is a character.
 
     Raises:
-        ConfigError: it has half of a surrogate pair, which JSON can express and which is not a character.
+        ConfigError: the text has half of a surrogate pair, which JSON can express but which is not a character.
     """
     if re.search("[\ud800-\udfff]", text):
         raise ConfigError(f"{where}: the text has half of a surrogate pair (\\ud800 to \\udfff)")

@@ -39,7 +39,9 @@ _BUFFER_BYTES = 32 << 20
 
 
 def checkpoint(options: argparse.Namespace) -> int:
-    """Run one of list, verify, export, unpin and remove. Return the exit code, which is 1 if something is damaged.
+    """Run one of list, verify, export, unpin and remove.
+
+    Return the exit code, which is 1 if a file or a generation is damaged.
 
     Raises:
         ResumeError: a directory has no store.
@@ -64,7 +66,7 @@ def checkpoint(options: argparse.Namespace) -> int:
 
 
 def _list_all(path: Path) -> int:
-    """List the stores of all ranks in a directory, or the store of a single process. Return 1 if one is damaged."""
+    """List the stores of all ranks in a directory, or the store of a single process. Return 1 if a store is damaged."""
     counts = counts_in(path)
     damaged = [_list(path)] if not counts or 1 in counts else []
     for count in (each for each in counts if each > 1):
@@ -207,7 +209,7 @@ def _remove(paths: list[Path], *, pinned: bool) -> None:
 
     Args:
         paths: all directories of the store.
-        pinned: whether to remove it although existing checkpoint folders pin its generations.
+        pinned: whether to remove the store even if existing checkpoint folders pin its generations.
     """
     counts = counts_in(paths[0])
     for count in (count for count in counts if count > 1):
@@ -230,7 +232,7 @@ def _remove(paths: list[Path], *, pinned: bool) -> None:
 
 
 def _remove_references(paths: Sequence[Path]) -> None:
-    """Remove the weights of references, which a run that was killed has left below its own store."""
+    """Remove the weights of reference models that a killed run has left below its own store."""
     left = sorted(each.parent for path in paths for each in path.glob(f"reference-*/**/{HEADER_NAME}"))
     if left:
         _say(f"references that a killed run left: {format_bytes(remove_rank_stores([each] for each in left))} freed")
@@ -238,10 +240,11 @@ def _remove_references(paths: Sequence[Path]) -> None:
 
 
 def _require_one_store(paths: Sequence[Path]) -> None:
-    """Check that these are all directories of one store. Some of its parts may already be removed.
+    """Check that the paths are all directories of one store. Some parts of the store may already be removed.
 
     Raises:
-        NoStoreError: a directory has no store, and the store never had a part in it.
+        NoStoreError: a directory has no store, and the store of the other directories never had a part in this
+            directory.
         ConfigError: directories of the store may be missing, or the store of a directory cannot be determined.
         ManifestError: a header cannot be understood.
     """
@@ -301,7 +304,7 @@ def _require_own(path: Path, header: Header) -> None:
     """Check that the header of a store without generations was not copied from another store.
 
     Raises:
-        ConfigError: it may have been copied.
+        ConfigError: the header may have been copied.
     """
     swap = path / SWAP_NAME
     if not swap.exists() or (is_there(header, path) and swap.stat().st_size >= header.nbytes):

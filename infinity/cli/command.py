@@ -16,8 +16,8 @@ would fail."""
 def command(*arguments: object) -> str:
     """Return a command line that starts this program again.
 
-    The program is `infinity` if the shell finds this program by that name, else it is named as it was called. On one of
-    several ranks, commands that run on all ranks begin with the launcher.
+    The command line begins with `infinity` if the shell finds this program by that name, otherwise with the name by
+    which this program was called. On one of several ranks, commands that run on all ranks begin with the launcher.
 
     Args:
         arguments: the command and its arguments, which are quoted for the shell.

@@ -12,8 +12,8 @@ def require_ready(config: SwapConfig) -> None:
     """Check the directories and the engine of a swap config. Nothing is written.
 
     Raises:
-        ConfigError: nvme.paths is missing, or has a path that is not a directory and cannot become one, or that cannot
-            be written; or the kernel refuses `nvme.engine`.
+        ConfigError: nvme.paths is missing; a path in nvme.paths is not a directory and cannot be created, or is not
+            writable; or the kernel refuses `nvme.engine`.
     """
     require_paths(config)
     for path in config.nvme.paths:

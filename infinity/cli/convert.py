@@ -21,8 +21,8 @@ def convert(options: argparse.Namespace) -> None:
     report.
 
     Raises:
-        ConfigError: the input is not a DeepSpeed config, or has an invalid value that a key of the swap config depends
-            on; or the output exists already, or cannot be written.
+        ConfigError: the input is not a DeepSpeed config; a key of the swap config depends on an invalid value of the
+            input; or the output exists already or cannot be written.
     """
     output: Path | None = options.output
     if options.force and output is None:
@@ -32,7 +32,7 @@ def convert(options: argparse.Namespace) -> None:
     source = read(options.input)
     conversion = converted(source)
     text = swap_text(conversion, source)
-    load_config(values_of(conversion.lines))  # checked as values, so that an error is about them and not about a file
+    load_config(values_of(conversion.lines))  # checked as values, so that an error names the values and not a file
     if load_config(parse_yaml(text)) != load_config(values_of(conversion.lines)):
         raise AssertionError(f"the written swap config does not have the converted values:\n{text}")
     said = report(conversion, source, output)
@@ -54,7 +54,7 @@ def _write(path: Path, text: str, *, replace: bool) -> None:
         replace: whether an existing file is replaced.
 
     Raises:
-        ConfigError: the file exists and is not to be replaced, or cannot be written.
+        ConfigError: the file exists and `replace` is False, or the file cannot be written.
     """
     try:
         if replace:

@@ -1,12 +1,13 @@
 """Conversion of documents to sequences of tokens. Memory is bounded, because the tokens are written to a file.
 
 [Note: rows and packed examples]
-If all documents are text, their tokens form one row, with the end-of-text token between documents. The row is cut into
-sequences, so there is no padding, and a sequence may contain the end of one document and the beginning of the next.
+If all documents are text, their tokens form one row, with the end-of-text token between documents. This row is cut into
+sequences. The sequences therefore need no padding, and may contain the end of one document and the beginning of the
+next.
 
-If any document has a prompt or messages, every document is an example. An example is one part of a sequence, its
-positions count from 0, and it does not attend to the other parts (batches.py). An example that is longer than a
-sequence is cut; the rest of a longer text is a further example.
+If any document has a prompt or messages, every document is an example. An example is one part of a sequence: the
+positions of its tokens count from 0, and its tokens do not attend to the other parts (batches.py). An example that is
+longer than a sequence is cut. If the long example is a text, the remaining tokens become a further example.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _LEFT_OUT = {
     ),
     "cut": ("examples cut, because they are longer than --sequence-length {length}", ""),
 }
-"""Reasons why rows are left out or cut; and the advice if no other rows exist."""
+"""Reasons why rows are left out or cut, each with the advice for data in which all rows have this reason."""
 NOT_LEARNED = np.uint32(1 << 31)
 """Bit that marks a token that is not learned."""
 
@@ -100,7 +101,7 @@ class Part:
 
 
 def split(data: Sequences, share: float, seed: int) -> tuple[Part, Part]:
-    """Split sequences at random, and return the sequences to train on and the held-out ones.
+    """Split sequences at random, and return the sequences to train on and the held-out sequences.
 
     Args:
         data: the sequences.
@@ -124,8 +125,8 @@ class PackedData:
         paths: files and directories of the data.
         tokenizer: tokenizer of the model.
         sequence_length: tokens of a sequence.
-        directory: directory for the file with the tokens. The file has no name, and disappears with the process.
-        loss_on: tokens of rows with prompts or messages that are learned.
+        directory: directory for the file with the tokens. The file is unnamed, and is removed when the process ends.
+        loss_on: the tokens that are learned in rows with prompts or messages: "answers" or "all".
         columns: values of --columns, by name.
         packing: whether a sequence may have several examples; otherwise each example has its own sequence and padding.
         option: option that named the paths, for messages.
@@ -141,8 +142,8 @@ class PackedData:
         left_out: files that are not text, each with the reason.
 
     Raises:
-        ConfigError: see documents.find_files and documents.documents; or no file is text, the tokenizer knows none of
-            the text, there are fewer tokens than one sequence, or no example has a learned token.
+        ConfigError: no file is text, the tokenizer knows none of the text, there are fewer tokens than one sequence, no
+            example has a learned token, or an error of documents.find_files or documents.documents.
         OSError: `directory` cannot be written.
     """
 
@@ -287,7 +288,7 @@ class PackedData:
         self._unread.update(each for each in fields if each in self._unread or len(self._unread) < _COUNTED)
 
     def _add_text(self, document: Text) -> None:
-        """Add a document. Nothing is added if the document is blank or turns out not to be text."""
+        """Add a document. A document that is blank or not text adds nothing."""
         begin, blank = self.tokens, True
         try:
             self._write(self._before)

@@ -1,8 +1,9 @@
 """The default of `--dtype`, and a line that explains it.
 
-On a GPU the default is bf16. On a CPU torch multiplies matrices of a 16-bit dtype fast if the processor has
-instructions for the dtype that torch uses; otherwise it multiplies them slower than fp32 matrices. The processor's
-flags decide, not a timing, so that a machine always has the same default.
+On a GPU the default is bf16. On a CPU, torch multiplies 16-bit matrices fast only if the processor has instructions for
+their dtype and torch uses these instructions. Otherwise products of 16-bit matrices are slower than products of fp32
+matrices. The default depends on the processor's flags and not on a timing, so that a machine always has the same
+default.
 """
 
 from __future__ import annotations

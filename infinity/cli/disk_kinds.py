@@ -1,4 +1,4 @@
-"""Kinds of disks (NVMe, SATA, network…), told by the names and attributes of a disk in /sys."""
+"""Kinds of disks (NVMe, SATA, network…), derived from the names and attributes of a disk in /sys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _VIRTUAL_MODELS = ("QEMU", "VMware", "Virtual", "VBOX")
 
 
 def kind_of(filesystem: str, disk: Path | None) -> DiskKind:
-    """Return the kind of a disk; '' if the system does not tell it.
+    """Return the kind of a disk; '' if the system does not report the kind.
 
     Args:
         filesystem: type of the file system on the disk, such as "ext4".

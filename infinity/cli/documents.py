@@ -30,7 +30,8 @@ _LINE_BYTES_MAX = 16 << 20
 _BOM = b"\xef\xbb\xbf"
 _LINES = (".jsonl", ".ndjson")
 _LIST = ".json"
-"""Ending of a list of rows. Such a file is read if it is named itself; in a directory it could be anything."""
+"""Ending of files that are a list of rows. A file with this ending is read only if the user names the file itself;
+inside a directory such a file could be anything."""
 _LIST_BYTES_MAX = 1 << 30
 _PIECE_BYTES = 1 << 20
 _OTHER_FORMATS = {
@@ -40,7 +41,8 @@ _OTHER_FORMATS = {
 }
 """Endings of files whose format is not read, and what the user can do instead."""
 _PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""Endings of files that are unpacked while they are read, if the ending before names text or rows."""
+"""Endings of compressed files. A compressed file is unpacked while it is read, if the ending before this one names text
+or rows."""
 _UNPACKED = (*_LINES, _LIST, ".txt")
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 
@@ -55,7 +57,7 @@ def of_option(option: str) -> Iterator[None]:
 
 
 class NotTextError(Exception):
-    """The file is not UTF-8 text. The message is the reason."""
+    """The file is not UTF-8 text. The message of the exception is the reason."""
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
@@ -81,7 +83,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]
                 raise ConfigError(f"{printable(path)}: the directory has no files")
             why = {file: _kind(file) or _other_format(file, in_directory=True) for file in found}
             readable = [file for file in found if not why[file]]
-            if not readable:  # then the directory is probably a dataset in another format
+            if not readable:  # the directory is probably a dataset in another format
                 for file in found:
                     _require_format(file)
                 raise ConfigError(f"{printable(found[0])}: {why[found[0]]}")
@@ -118,8 +120,8 @@ def documents(
 
     Raises:
         NotTextError: the file is not UTF-8 text; some of its documents may already have been yielded.
-        ConfigError: the file cannot be read, or has no rows although the method learns pairs; a row has another shape
-            (names file:line).
+        ConfigError: the file cannot be read; the method learns pairs and the file has no rows; or a row has another
+            shape (the error names file:line).
     """
 
     if _ending(path) not in (_LIST, *_LINES, *TABLES) and not path.is_dir():
@@ -155,8 +157,8 @@ def pieces(read: Callable[[int], str]) -> Text:
     """Yield a text in pieces of at most PIECE_CHARS.
 
     Args:
-        read: function that returns the next characters: as many as asked for, fewer at the end of the text, and then
-            ''.
+        read: function that returns the next characters of the text: the number asked for, or fewer at the end of the
+            text; after the end ''.
     """
     text = ""
     while more := read(PIECE_CHARS):
@@ -173,7 +175,7 @@ def _cut(text: str) -> int:
     """Return the length of the first piece of a text.
 
     The piece ends where tokenizers separate words: after a single line break, or before a single space; else at any
-    white space. In a text without white space the piece ends where it is full.
+    white space. In a text without white space, the piece has the maximum length.
     """
     first = max(PIECE_CHARS - _CUT_WINDOW, 1)
     window = text[first - 1 : PIECE_CHARS + 1]
@@ -198,12 +200,13 @@ def _kind(path: Path) -> str:
 
 
 def _walk(directory: Path, above: set[tuple[int, int]]) -> Iterator[Path]:
-    """Yield all entries below a directory, except directories and hidden entries. A link to a directory above is
-    skipped.
+    """Yield all entries below a directory, except directories and hidden entries.
+
+    A link to a parent directory is skipped, because it would be a cycle.
 
     Args:
         directory: the directory.
-        above: device and inode of each directory above.
+        above: device and inode of each parent directory.
     """
     try:
         at = directory.stat()
@@ -227,13 +230,16 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
 
 
 def _ending(path: Path) -> str:
-    """Return the ending that names the format of a file, in lower case; of `.jsonl.gz` the first ending."""
+    """Return the ending that names the format of a file, in lower case; for `.jsonl.gz` this is `.jsonl`."""
     inside, last = Path(path.stem).suffix.lower(), path.suffix.lower()
     return inside if last in _PACKED and inside in _UNPACKED else last
 
 
 def _opened(path: Path) -> IO[bytes]:
-    """Open a file, unpacked if `_ending` returns the ending inside. Opening and reading raise one of _DAMAGED."""
+    """Open a file for reading; a compressed file is unpacked if `_ending` returns the ending before the compression's.
+
+    Opening and reading a damaged file raise one of the exceptions in _DAMAGED.
+    """
     if not path.stat().st_size:  # a file of /proc, which may block its reader for ever
         return io.BytesIO()
     last = path.suffix.lower()
@@ -269,8 +275,10 @@ def _text_pieces(path: Path) -> Text:
 
 
 def _at_most(nbytes: int, file: IO[bytes]) -> bytes | None:
-    """Return the content of a file; None if it is larger. The file is read in pieces, because read(nbytes) allocates
-    nbytes first."""
+    """Return the content of a file; None if the file is larger than `nbytes`.
+
+    The file is read in pieces, because read(nbytes) allocates nbytes first.
+    """
     pieces: list[bytes] = []
     while piece := file.read(_PIECE_BYTES):
         nbytes -= len(piece)
@@ -314,7 +322,10 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file. Of a line that is too long, the result is a part that is also too long."""
+    """Yield the lines of a file.
+
+    For a line above the maximum length, yield only its beginning, which is also above the maximum.
+    """
     try:
         with _opened(path) as file:
             while line := file.readline(_LINE_BYTES_MAX + 1):

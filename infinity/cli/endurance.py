@@ -1,4 +1,4 @@
-"""The wear of an NVMe drive, which the drive reports to smartctl. /sys does not have it."""
+"""The wear of an NVMe drive, which the drive reports to smartctl. /sys does not have the wear."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.base.small_files import number_in
 _NVME_UNIT_BYTES = 512_000  # size of one of NVMe's "data units"
 _ENDURANCE_READABLE_PERCENT = 5  # below, the estimate is too coarse
 _SYSTEM_PROGRAMS = ("/usr/local/sbin", "/usr/sbin", "/sbin")
-"""Directories that often have the program, and that the PATH of a user other than root may lack."""
+"""Directories in which smartctl is often installed, and which are often missing from the PATH of ordinary users."""
 _ASK_S = 5
 
 
@@ -23,10 +23,10 @@ class Endurance:
     """The wear of a drive, as the drive reports it.
 
     Attributes:
-        written_bytes: bytes that hosts have written over the drive's life.
+        written_bytes: bytes that have been written to the drive over its life.
         percentage_used: used share of the rated endurance, 0 to 255 percent.
-        rated_bytes: estimated rated endurance: written bytes / used share. None below 5 %, where the percentage is too
-            coarse.
+        rated_bytes: estimated rated endurance: written bytes / used share. It is None if less than 5 % are used,
+            because the percentage is too coarse.
     """
 
     written_bytes: int

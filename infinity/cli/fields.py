@@ -10,8 +10,9 @@
 | a question, an answer and `history` (LLaMA-Factory)   | language modeling: `messages`                              |
 | `text`                                                | language modeling: `text`                                  |
 
-A field that changes what should be learned is obeyed, or refused by name. Other fields are not read, and the run says
-which. With --columns only the named columns are read.
+If a field changes which tokens should be learned, infinity obeys the field or refuses the row with an error that names
+the field. Fields without a meaning in the table are not read, and the run names them. With --columns only the named
+columns are read.
 """
 
 from __future__ import annotations
@@ -87,11 +88,11 @@ def in_trl_format(record: Any, where: str, columns: Mapping[str, str], *, chat: 
         record: the row, which may have other fields.
         where: place of the row, for messages.
         columns: values of --columns, by name; empty: all columns of the table are read.
-        chat: whether the model has a chat template. If so, questions and answers become messages.
+        chat: whether the model has a chat template. With a chat template, questions and answers become messages.
 
     Raises:
-        ConfigError: the row has another shape, two columns that could be meant, or a field that asks for something that
-            infinity does not do.
+        ConfigError: the row has another shape, has two columns with the same meaning, or has a field that asks for
+            something that infinity does not do.
     """
     if not isinstance(record, dict):
         raise ConfigError(f"{where}: a row needs {_SHAPES}")
@@ -204,7 +205,7 @@ def _mapped(
 
 
 def _repeats(value: Any, name: str, trl: Mapping[str, Any]) -> bool:
-    """Return whether a column repeats other columns of the row, as in published chats."""
+    """Return whether a column repeats the contents of other columns of the row, as in published chats."""
     said = [trl[each] for each in ("messages", "prompt", "completion") if each in trl]
     turns: list[Any] = [turn for part in said for turn in (part if isinstance(part, list) else [part])]
     texts = [turn if isinstance(turn, str) else turn.get("content", "") for turn in turns]

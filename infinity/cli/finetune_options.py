@@ -290,7 +290,7 @@ class _WhatIsSaid:
 
 @dataclass(frozen=True)
 class FinetuneOptions(_WhatIsSaid, _WhileItTrains, _PartOfTheModel, _Training, _WhatAndWhere):
-    """All options of a run, with their defaults where none are given.
+    """All options of a run; an option that is not given has its default.
 
     Attributes:
         trainer: fields of TRL's config that have no option of their own.
@@ -330,7 +330,7 @@ def build_finetune_parser() -> Parser:
 
 
 def defaults(*roles: Role) -> dict[str, Any]:
-    """Return the options of these roles, with their defaults. The machine decides the default of `dtype`."""
+    """Return the options of these roles, with their defaults. The default of `dtype` depends on the machine."""
     return {each.name: each.default for each in fields(FinetuneOptions) if _role_of(each) in roles}
 
 

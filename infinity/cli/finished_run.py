@@ -1,10 +1,12 @@
-"""The end of a run whose output is complete: its store is removed, and a note replaces it, from which `--resume` learns
-where the output is.
+"""The end of a run whose output is complete: the run's store is removed.
+
+A note replaces the store, and tells a later `--resume` where the output is.
 
 [Note: the order]
 The output is written to a directory beside its final place, fsynced and renamed, and the parent directory is fsynced
-(checkpoint/atomic_directory.py). Then the note is written and fsynced. Only then is the store removed. A crash before
-the removal leaves both the output and the store. If the note was written, the next --resume removes the store.
+(checkpoint/atomic_directory.py). After that the note is written and fsynced. The store is removed last. A crash before
+the removal leaves both the output and the store. If the note was already written before the crash, the next --resume
+removes the store.
 """
 
 from __future__ import annotations
@@ -88,14 +90,15 @@ def _remove(run: str, paths: Sequence[Path]) -> int:
 def nothing_to_go_on_with(options: argparse.Namespace, directory: Path) -> bool:
     """Return whether --resume names a finished run with nothing left to do.
 
-    If so, print where its output is, and remove the parts of its store that a crash has left.
+    For a finished run, print where the output is, and remove the parts of the run's store that a crash has left.
 
     Args:
         options: options of the command line.
         directory: the first of the run's nvme.paths.
 
     Raises:
-        ResumeError: the store is removed, and the options ask for more steps or another output, or the output is gone.
+        ResumeError: the store is already removed, and either the options ask for more steps or another output, or the
+            output is missing.
         StoreLockedError, SwapIOError: the remaining parts of the store cannot be removed.
     """
     note = _note_in(directory)

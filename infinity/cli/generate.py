@@ -33,19 +33,20 @@ from infinity.runtime.statistics import statistics
 from infinity.sizes import format_bytes
 
 _DIRECTORY = "generate"
-"""Directory for the model's store in each of nvme.paths. The store of a run in these paths is not touched."""
+"""Directory for the model's store in each of nvme.paths. If a run has its store in nvme.paths, this store is not
+touched."""
 _PROMPT_BYTES_MAX = 16 << 20
 
 
 def generate(options: argparse.Namespace, out: Outlet) -> int:
-    """Print the model's text to stdout, and everything else to stderr. Return the exit code.
+    """Print the model's text to stdout and all other lines to stderr. Return the exit code.
 
     Args:
         options: options of the command line.
         out: stdout.
 
     Raises:
-        InfinityError: the options cannot be used, or the model failed. The model's store is removed.
+        InfinityError: the options cannot be used, or the model failed. The model's store is removed at the end.
     """
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("infinity generate runs in one process: start it without torchrun")
@@ -94,7 +95,7 @@ def _generate(options: argparse.Namespace, config: SwapConfig, out: Outlet) -> i
 
 
 def _choose_dtype(options: argparse.Namespace) -> None:
-    """Set the dtype if none is given, and print the reason."""
+    """If no dtype is given, set the default dtype; print a line about the dtype."""
     device, given = current_device().type, options.dtype is not None
     options.dtype = options.dtype or default_dtype(device).name
     line = dtype_line(options.dtype, "option" if given else "default", device)
@@ -103,7 +104,7 @@ def _choose_dtype(options: argparse.Namespace) -> None:
 
 
 def _lost(out: Outlet) -> bool:
-    """Return whether stdout failed, so that the text can no longer be read."""
+    """Return whether writing to stdout has failed, so that nobody can read further text."""
     return out.failure is not None
 
 
@@ -168,7 +169,7 @@ def _streamer(tokenizer: Any) -> Any:
 
 
 def _form_of_adapters(base: str, name: str, config: SwapConfig) -> str | None:
-    """Return the form of the frozen weights that adapters were trained with, and print that this form is used.
+    """Return the form that the frozen weights had when the adapters were trained, and print that this form is used.
 
     Args:
         base: the model.
@@ -191,8 +192,10 @@ def _form_of_adapters(base: str, name: str, config: SwapConfig) -> str | None:
 
 @contextlib.contextmanager
 def _offloaded(base: str, options: argparse.Namespace, config: SwapConfig, how: dict[str, Any]) -> Iterator[Any]:
-    """Offload the model for the block. The model is not trained, so it has no optimizer states. Its store is removed
-    at the end of the block."""
+    """Offload the model for the block.
+
+    The model is not trained, so it has no optimizer states. At the end of the block the model's store is removed.
+    """
     below = [path.expanduser() / _DIRECTORY for path in config.nvme.paths]
     made = [path.parent for path in below if not path.parent.exists()]
     nvme = config.nvme.model_copy(update={"paths": below})

@@ -1,7 +1,9 @@
-"""The scratch files of infinity-bench. Each is newly created, never an existing file, and is gone after any exit.
+"""The scratch files of infinity-bench.
 
-A scratch file is unlinked as soon as it is open. So the system frees its space whenever the process ends, also by
-Ctrl-C, an exception or a kill.
+Each scratch file is newly created, never an existing file, and is removed at every exit.
+
+A scratch file is unlinked as soon as it is open. The system therefore frees the file's space when the process ends,
+even by Ctrl-C, an exception or a kill.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from infinity.errors import BenchError
 from infinity.sizes import format_bytes
 
 _KEPT_SHARE = 0.05
-"""Fraction of a disk that is never filled: full file systems are slow, and other users need space, too."""
+"""Fraction of a disk that always stays free: full file systems are slow, and other users need space, too."""
 
 
 class Scratch:

@@ -24,7 +24,7 @@ from infinity.sizes import format_bytes
 _MEMORY_BYTES = 256 << 20
 _SAMPLE_BYTES = 1 << 30
 _SAMPLE_S = 0.6
-"""Duration of a run. It limits the bytes per run on slow disks, so that a survey stays short."""
+"""Duration of a run. This duration limits the bytes per run on slow disks, so that a survey stays short."""
 _SUSTAINED = (1 << 20, 32)
 """Block size and queue depth of --sustained."""
 _LIMIT_S = 3600.0
@@ -91,7 +91,7 @@ def _measure(path: Path, options: BenchOptions, engine: str) -> PathReport:
 
 
 def _announce(path: Path, options: BenchOptions, file_bytes: int) -> None:
-    """Print how many bytes will be written, before anything is written."""
+    """Print, before anything is written, how many bytes the survey will write."""
     if file_bytes != options.size:
         _say(f"--size {format_bytes(options.size)}: {format_bytes(file_bytes)} are used")
     filled = 2 * file_bytes
@@ -112,7 +112,7 @@ def _say_minute(rate: float, written_bytes: int) -> None:
 
 
 def _sample_bytes(rig: Rig, engine: str) -> int:
-    """Return the bytes of a run that takes about 0.6 s, at most 1 GiB or the file.
+    """Return the bytes of a run that takes about 0.6 s, at most 1 GiB and at most the size of the file.
 
     The result is a multiple of the rig's memory.
     """
@@ -122,10 +122,10 @@ def _sample_bytes(rig: Rig, engine: str) -> int:
 
 
 def _memory_bytes(size: int) -> int:
-    """Return the bytes of memory for the source and for the target, each.
+    """Return the bytes of memory that the source and the target get, each.
 
-    The result is a power of two. It is at most 256 MiB, the file and an eighth of the available memory; and at least
-    16 MiB, which is the largest block.
+    The result is a power of two. Its maximum is the smallest of 256 MiB, the size of the file, and an eighth of the
+    available memory. Its minimum is 16 MiB, which is the largest block.
     """
     most = min(psutil.virtual_memory().available // 8, size)
     memory = _MEMORY_BYTES

@@ -26,12 +26,12 @@ SCHEMA, VERSION = "infinity-bench", 3
 
 @dataclass(frozen=True)
 class PathReport:
-    """The results for one directory's disk: from a sweep, or from writing until the rate settled.
+    """The results for one directory's disk. They come from a sweep, or from writing until the rate settled.
 
     Attributes:
         written_bytes: bytes that the survey wrote.
         points: all measured settings of the sweep.
-        choice: the recommended settings, and their rates; None without a sweep.
+        choice: the recommended settings and the rates with these settings; None without a sweep.
         sustained: the result of --sustained; None without it.
     """
 

@@ -1,7 +1,7 @@
 """`--sustained`: writing until the rate settles.
 
 Drives first write fast into a cache of fast cells, and more slowly once the cache is full. A training run gets the
-second rate.
+slower rate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Sustained:
 def settled(rates: Sequence[float]) -> bool:
     """Return whether the rates of the last three minutes differ by less than 5 % from minute to minute.
 
-    A single small difference may be chance.
+    One small difference between two minutes may be chance.
     """
     last = rates[-3:]
     return len(last) == 3 and all(abs(after - before) < _SETTLED * before for before, after in itertools.pairwise(last))
@@ -41,8 +41,8 @@ def sustain(rig: Rig, workload: Workload, limit_s: float, say: Callable[[float, 
     Args:
         rig: the file and its memory.
         workload: the workload of each run.
-        limit_s: stop after this time in any case.
-        say: called with the rate of each minute, and the bytes written in it.
+        limit_s: seconds after which the writing stops, whether or not the rate has settled.
+        say: function that is called after each minute, with the rate and the bytes of that minute.
 
     Raises:
         BenchError: the disk failed.

@@ -16,7 +16,7 @@ BLOCKS = (128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20)
 _MIDDLE_BLOCK = 1 << 20
 _IN_FLIGHT_BYTES_MIN, _IN_FLIGHT_BYTES_MAX = 8 << 20, 128 << 20
 _GAIN = 1.05
-"""Factor by which a deeper queue, or another block size, must be faster to be worth its memory and latency."""
+"""Minimum speed-up that justifies the memory and latency of a deeper queue or another block size."""
 _REPEATS = 3
 _DEPTH_MIN = 8
 """Minimum depth for block sizes other than 1 MiB: a training step also moves pieces smaller than a block."""
@@ -44,7 +44,8 @@ class Point:
 def most_written(sample_bytes: int) -> int:
     """Return an upper bound of the bytes that a sweep with samples of at most `sample_bytes` writes.
 
-    These are all depths, all blocks, half of the finalists' bytes, and the probe for the sample size.
+    The bound is the sum of the writes at all depths, the writes with all block sizes, half of the finalists' bytes, and
+    the probe for the sample size.
     """
     runs = len(DEPTHS) + len(BLOCKS) + _FINALISTS / 2
     return int((runs * _REPEATS + 1) * sample_bytes)
@@ -53,8 +54,9 @@ def most_written(sample_bytes: int) -> int:
 class Sweep:
     """A sweep of one disk.
 
-    It first finds the depth at 1 MiB, until a deeper queue gains nothing. Then it finds the block size at the same
-    bytes in flight. Then it measures the best few with mixed reads and writes, which is the pattern of training.
+    The sweep first raises the queue depth at blocks of 1 MiB until a deeper queue gains nothing. It then finds the
+    block size with the same number of bytes in flight. Finally it measures the best few settings with mixed reads and
+    writes, which is the pattern of training.
 
     Args:
         directory: the directory on the disk.
@@ -99,7 +101,10 @@ class Sweep:
         return int(sum(WRITTEN_SHARE[point.kind] for point in self.points) * _REPEATS * self._sample_bytes)
 
     def _best_depth(self, kind: Kind) -> int:
-        """Return the best depth at 1 MiB. The depth is raised until two steps in a row gain less than 5 %."""
+        """Return the best queue depth with blocks of 1 MiB.
+
+        The depth is raised until two steps in a row gain less than 5 %.
+        """
         best, idle, tried = 0.0, 0, list[tuple[int, int]]()
         for depth in DEPTHS:
             rate = self._point(kind, _MIDDLE_BLOCK, depth).rate
@@ -111,7 +116,7 @@ class Sweep:
         return self._economical(kind, tried)[1]
 
     def _economical(self, kind: Kind, settings: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Return the setting with the fewest bytes in flight among those within 5 % of the fastest."""
+        """Return the setting with the fewest bytes in flight among the settings within 5 % of the fastest."""
         best = max(self._rate(kind, setting) for setting in settings)
         good = [setting for setting in settings if self._rate(kind, setting) * _GAIN >= best]
         return min(good, key=lambda setting: (setting[0] * setting[1], setting[1]))
@@ -125,7 +130,10 @@ class Sweep:
             self._point("overwrite", block, depth)
 
     def _ranked(self) -> list[tuple[int, int]]:
-        """Return the settings measured for reads and writes, the fastest for half reads and half writes first."""
+        """Return the settings that were measured for reads and for writes, sorted by speed.
+
+        The speed is that of half reads and half writes; the fastest setting comes first.
+        """
         reads, writes = ({key[1:] for key in self._points if key[0] == kind} for kind in ("read", "overwrite"))
 
         def both(setting: tuple[int, int]) -> float:

@@ -25,8 +25,8 @@ class Workload:
 
     Attributes:
         kind: read, overwrite or mixed.
-        block_bytes, queue_depth: of every transfer; the depth is kept until the end.
-        nbytes: bytes moved in total; for mixed, in both directions together.
+        block_bytes, queue_depth: size and number in flight of the transfers; the depth stays the same until the end.
+        nbytes: bytes moved in total; for mixed, the sum of both directions.
         engine: io_uring, threads or auto.
     """
 
@@ -69,7 +69,7 @@ class Rig:
         memory_bytes: bytes of the source and of the target; a divisor of the file's size.
 
     Raises:
-        BenchError: see Scratch; the memory cannot be allocated.
+        BenchError: the memory cannot be allocated, or an error of Scratch.
     """
 
     def __init__(self, scratch: Scratch, memory_bytes: int) -> None:
@@ -86,7 +86,7 @@ class Rig:
         pages[:, 0] = np.arange(len(pages), dtype=np.uint64)
 
     def fill(self) -> None:
-        """Write the pattern to the complete file. Every later write is an overwrite.
+        """Write the pattern to the complete file. After this call, every write overwrites existing data.
 
         Raises:
             BenchError: the device failed.
@@ -100,7 +100,7 @@ class Rig:
 
         Args:
             workload: the workload.
-            check: compare the data read with the pattern; not if another process wrote to the file.
+            check: whether to compare the data read with the pattern; False if another process wrote to the file.
 
         Raises:
             BenchError: the device failed, or the data read differs from the data written.
@@ -167,7 +167,7 @@ def verify(scratch: Scratch, faults: Sequence[_native.Fault] = ()) -> None:
         faults: injected faults, for tests.
 
     Raises:
-        BenchError: the device failed, or a page differs; names the page.
+        BenchError: the device failed, or a page differs (the error names the page).
     """
     piece = min(64 << 20, scratch.nbytes)
     memory = _native.Arena(piece).view(0, piece)

@@ -3,10 +3,11 @@
 Accelerate's names of the keys are replaced by DeepSpeed's.
 
 [Note: which files]
-DeepSpeed reads JSON with comments (hjson). This reader refuses comments with an error that says how to remove them,
-because a reader that guesses the meaning of a damaged file is worse than none. Accelerate's file is YAML, or JSON with
-the same keys. It names a DeepSpeed config in `deepspeed_config_file`, or has some of its keys itself. Accelerate uses
-these keys only if the DeepSpeed config says "auto", and so does this reader.
+DeepSpeed reads JSON with comments (hjson). This reader refuses a file with comments, and the error says how to remove
+the comments: a reader that tolerates them would also guess the meaning of damaged files. Accelerate's file is YAML, or
+JSON with the same keys. Accelerate's file names a DeepSpeed config in `deepspeed_config_file`, or itself contains some
+keys of a DeepSpeed config. Accelerate uses these keys only if the DeepSpeed config says "auto", and so does this
+reader.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def read(path: Path) -> Source:
     """Read a config of DeepSpeed or FSDP, or Accelerate's config file.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a DeepSpeed config; names its actual kind if that is known.
+        ConfigError: the file cannot be read, or is not a DeepSpeed config. If the actual kind of the file is known, the
+            error names this kind.
     """
     name, values = printable(path), _values(path)
     if values.get("distributed_type") == "FSDP":
@@ -92,7 +94,7 @@ def read(path: Path) -> Source:
 
 
 def nearest_key(key: str) -> str:
-    """Return the known key or section that is most similar to an unknown one; "" if none is."""
+    """Return the known key or section that is most similar to an unknown key; "" if none is similar."""
     known = [each for each in KEYS if each.startswith("fsdp.")] if key.startswith("fsdp.") else [*DEEPSPEED, *SECTIONS]
     section, _, last = key.rpartition(".")
     inside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
@@ -126,7 +128,7 @@ def _values(path: Path) -> dict[str, Any]:
 
 
 def _section(name: str, shown: str, value: Any) -> dict[Any, Any]:
-    """Return a section. Raises ConfigError if it is not a mapping."""
+    """Return a section. Raises ConfigError if the value is not a mapping."""
     if not isinstance(value, dict):
         raise ConfigError(f"{name}: {shown} is {quoted(value)}; it must have keys and values")
     return value
@@ -136,7 +138,10 @@ def _section(name: str, shown: str, value: Any) -> dict[Any, Any]:
 
 
 def _of_deepspeed(name: str, values: dict[str, Any]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Return the items with unique keys, and the duplicates. A key in its own place precedes one in another place."""
+    """Return the items with unique keys, and the duplicates.
+
+    A key in its own section overrules the same key in another section.
+    """
     _require_deepspeed(name, values)
     if isinstance(values.get("zero_optimization"), bool):  # DeepSpeed before 0.2
         old = [Item("zero_optimization.stage", int(values.pop("zero_optimization")), "zero_optimization")]
@@ -195,8 +200,9 @@ def _of_accelerate(values: Mapping[str, Any]) -> tuple[Item, ...]:
 
 
 def _with_accelerate(path: Path, inner: dict[Any, Any], values: dict[str, Any]) -> Source:
-    """Combine DeepSpeed's keys in Accelerate's file (`inner`), its other keys (`values`) and the DeepSpeed config it
-    names.
+    """Combine the keys of Accelerate's file with the DeepSpeed config that the file names.
+
+    `inner` has the file's keys for DeepSpeed, `values` its other keys.
     """
     names = {key.accelerate: key.name for key in ROWS if key.accelerate}
     given, others = [], []

@@ -2,9 +2,9 @@
 
 [Note: what is not offloaded]
 Weights and states that DeepSpeed keeps on the GPUs become `auto`, not `device`. With ZeRO-3 each of N GPUs has a part
-of the weights, and one device may have no room for all of them. `weights: device` would be an error in that case, and
-always with several ranks. `auto` keeps the weights on the device if they take at most half of its memory, otherwise in
-RAM. The optimizer's states cannot be placed on the device yet.
+of the weights, and a single device may have no room for all weights. `weights: device` would be an error if the device
+has no room for all weights, and is always an error with several ranks. `auto` keeps the weights on the device if they
+take at most half of its memory, otherwise in RAM. The optimizer's states cannot be placed on the device yet.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Line:
 
     Attributes:
         key: name of the key, with its section.
-        why: its origin, as text.
-        sources: the keys of the DeepSpeed config from which it is made.
+        why: the origin of the key, as text.
+        sources: the keys of the DeepSpeed config from which this key is made.
     """
 
     key: str
@@ -62,11 +62,11 @@ class Finding:
 
     Attributes:
         shown: the key, as written in the file.
-        value: of the key, shortened.
+        value: value of the key, shortened.
         fate: the kind of treatment.
         says: the reason, or an instruction for the user; without a full stop.
         to: keys of the swap config, or options of `infinity finetune`.
-        trainer: the argument of TrainingArguments, with its value if that differs.
+        trainer: the argument of TrainingArguments, with the argument's value if this value differs.
     """
 
     shown: str
@@ -182,7 +182,7 @@ def _add_disks(conversion: Conversion, active: Mapping[str, Item]) -> None:
 
 
 def _path(active: Mapping[str, Item], device: str) -> Item:
-    """Return the item of the directory beside a device that is nvme. Raises ConfigError."""
+    """Return the item `nvme_path` of the section whose device is nvme. Raises ConfigError."""
     item = active.get(f"{device.rpartition('.')[0]}.nvme_path")
     if item is None:
         raise ConfigError(
@@ -200,7 +200,7 @@ def _path(active: Mapping[str, Item], device: str) -> Item:
 def _meant(active: Mapping[str, Item], ours: str) -> list[Item]:
     """Return the items whose values determine a key of the swap config, in the table's order.
 
-    If two keys say where states are offloaded to, the newer name comes first.
+    If two keys name the target of the offloaded states, the key with the newer name comes first.
     """
     found = [active[key.name] for key in KEYS.values() if key.name in active and ours in key.to.split(", ")]
     return [item for item in found if _meaning(item)]
@@ -240,7 +240,7 @@ def _finding(item: Item, items: Mapping[str, Item], lines: list[Line], *, hinted
 def words_of(key: Key, items: Mapping[str, Item]) -> list[str] | str:
     """Return the option of `infinity finetune` and the argument of Trainer for a value, from the table's words.
 
-    If the value has no counterpart, the result is the reason; "" if there is neither.
+    For a value without a counterpart the result is the reason as a string, or "" if the table has no reason.
     """
     word = said(items[key.name].value).lower()
     plain = items.get("optimizer.params.adam_w_mode")
@@ -256,7 +256,7 @@ def _is_unknown(item: Item) -> bool:
 
 
 def _why_nothing(key: Key, item: Item, items: Mapping[str, Item]) -> str:
-    """Return why the key has no effect in this config; "" if it has one."""
+    """Return why the key has no effect in this config; "" if the key has an effect."""
     value, (section, _, name) = item.value, item.key.rpartition(".")
     switch = value.get(key.switch, False) if key.switch and isinstance(value, Mapping) else value
     if value in (None, {}, "none") or (key.switch and switch is False):
@@ -293,7 +293,10 @@ def _whole(item: Item, low: int, high: int) -> Any:
 
 
 def _meaning(item: Item) -> str:
-    """Return the value of the swap config's key for a value in the table; "" if there is none. Raises ConfigError."""
+    """Return the swap config's value for the value of an item, by the table; "" if the table has none.
+
+    Raises ConfigError.
+    """
     key, value = KEYS[item.key], item.value
     if not key.values:
         return ""

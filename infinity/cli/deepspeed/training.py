@@ -26,11 +26,12 @@ class Training:
     """The training settings of a config.
 
     Attributes:
-        options: options of `infinity finetune`, except values that are open ("auto") or that the option does not
-            accept.
-        arguments: arguments of TrainingArguments. Trainer has no Adam, and makes its own schedule if DeepSpeed has
-            none.
-        optimizer_call: the optimizer in a user's own script; "" if the config has none that infinity has.
+        options: options of `infinity finetune` with their values. Options whose value is open ("auto") or is not
+            accepted are missing.
+        arguments: arguments of TrainingArguments. Trainer has no plain Adam, and uses its own default schedule if the
+            DeepSpeed config has no schedule.
+        optimizer_call: the call that makes the optimizer in a user's own script; "" if the config names no optimizer
+            that infinity has.
     """
 
     options: dict[str, str] = field(default_factory=dict)
@@ -92,8 +93,8 @@ def _call(options: dict[str, str], items: dict[str, Item]) -> str:
 def _told(source: Source) -> dict[str, Item]:
     """Return the keys that have a value, and the keys that follow from them.
 
-    These are the same batch of a step in one process, and a weight decay of 0 if none is set for DeepSpeed's own Adam.
-    The default of torch's Adam is not 0.
+    Keys that follow: the batch sizes that give one process the same batch per step, and a weight decay of 0 if the
+    config sets no weight decay for DeepSpeed's own Adam. The default of torch's Adam is not 0.
     """
     named = {item.key for item in source.items}
     items = {item.key: item for item in source.items if item.value is not None and item.value != AUTO}
@@ -114,7 +115,7 @@ def _told(source: Source) -> dict[str, Item]:
 
 
 def _values(takes: str, value: Any) -> list[Any]:
-    """Return the values of the options; none if the value is of another kind."""
+    """Return the values for an option as a list, which is empty if the type of `value` does not match."""
     if takes == "whole":
         number = whole_number(value)
         return [] if number is None else [number]

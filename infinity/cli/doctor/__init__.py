@@ -1,1 +1,1 @@
-"""`infinity doctor`: checks of this machine, with a command that repairs each problem where there is one."""
+"""`infinity doctor`: checks of this machine, each problem with the command that repairs it, if there is one."""

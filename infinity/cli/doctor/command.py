@@ -30,7 +30,7 @@ _LIMIT_S = 20
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print the report. Return the exit code: 1 if something is missing.
+    """Print the report. Return the exit code: 1 if something that a run needs is missing.
 
     Raises:
         ConfigError: the swap config cannot be used, or a directory is named twice.
@@ -72,7 +72,8 @@ def groups(config: SwapConfig, paths: Sequence[Path], *, given: bool) -> list[Pr
     Args:
         config: the swap config.
         paths: the swap directories.
-        given: whether the user gave a swap config. Without one, and without paths, the current directory is checked.
+        given: whether the user gave a swap config. With neither a swap config nor paths, the current directory is
+            checked.
     """
     if not paths and not given:
         paths = [Path(".")]

@@ -59,7 +59,7 @@ def engine(wanted: str, root: Path = _ROOT) -> Row:
 
 
 def _mend(reason: str, root: Path) -> str:
-    """Return the command that makes the kernel accept io_uring; '' if none is known."""
+    """Return the command that makes the kernel accept io_uring; '' if no such command is known."""
     if "liburing" in reason:
         build = pip_install("infinity-offload", how="--force-reinstall --no-deps --no-binary infinity-offload")
         return f"sudo apt-get install liburing-dev && {build}"

@@ -47,7 +47,7 @@ _KINDS: dict[DiskKind, tuple[State, str]] = {
 def disk(directory: Path, root: Path = _ROOT) -> Probes:
     """Return the probes of a directory of nvme.paths.
 
-    A run creates the directory if only its last component is missing.
+    The directory may be missing if its parent exists: the run then creates the directory.
     """
     section, name = f"disk {directory}", directory.expanduser().absolute()
     looks = Disk(name, root)
@@ -88,7 +88,7 @@ class Disk:
         except ConfigError as error:
             name, quoted = self.path, shlex.quote(str(self.path))
             mend = ""
-            if not os.path.lexists(name):  # if the parent is missing, too, its disk may not be mounted
+            if not os.path.lexists(name):  # if the parent is missing, too, the disk may not be mounted
                 refused = name.parent.is_dir() and not os.access(name.parent, os.W_OK) and not self._is_read_only
                 mend = f"sudo install -d -o $USER {quoted}" if refused else ""
             elif name.is_dir() and not os.access(name, os.W_OK) and not self._is_read_only:
@@ -129,7 +129,7 @@ class Disk:
         return Row("ok", said)
 
     def direct(self) -> Row:
-        """Try whether a swap file bypasses the page cache, on an empty file that is removed immediately."""
+        """Check with an empty file, which is removed immediately, whether a swap file bypasses the page cache."""
         try:
             file = _native.File(str(self.scratch), create=True)
         except OSError as error:
@@ -156,7 +156,7 @@ class Disk:
     def _measuring(self) -> str:
         """Return the command that measures the disk.
 
-        It is "" if the directory cannot be created, because the disk may then be another one.
+        The result is "" if the directory cannot be created, because the run may then use another disk.
         """
         if self.there not in (self.path, self.path.parent) or not os.access(self.there, os.W_OK):
             return ""
@@ -171,7 +171,7 @@ class Disk:
         return Row("ok", found or "the device has none, or the system does not report it")
 
     def wear(self) -> Row:
-        """Return a row with the wear that the drive reports. Its serial number is not shown."""
+        """Return a row with the wear that the drive reports. The drive's serial number is not shown."""
         if self._kind != "NVMe":
             return Row("ok", f"not checked for {self._kind or 'such'} disks")
         if smartctl() is None:

@@ -32,7 +32,8 @@ _NOT_PRIVATE = {"", ".", "/", "~", "root", "localhost"}
 _SYSTEM = frozenset(("dev", "proc", "sys", "etc"))
 _NAME = r"[\w.@+~-]+"
 _PATHS = re.compile(rf"(?:(?<![\w/])/(?!(?:{'|'.join(_SYSTEM)})/)|\bPATH/)(?:{_NAME}(?: {_NAME})*/)*{_NAME}")
-"""Paths of files and directories, except those of the system. All components except the last may have spaces."""
+"""Paths of files and directories, except those of the system. All components of a path except the last may contain
+spaces."""
 
 
 def is_ready(rows: Sequence[Row]) -> bool:

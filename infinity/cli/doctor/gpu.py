@@ -116,7 +116,7 @@ class Gpus:
     @cached_property
     def _devices(self) -> list[torch.device]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the reason comes from why_no_device
+            warnings.simplefilter("ignore")  # why_no_device reports the reason
             return accelerator.devices()
 
     def _open(self, device: torch.device) -> Accelerator:
@@ -192,7 +192,10 @@ class Gpus:
 
 
 def measure(device: Accelerator, address: str, root: Path = _ROOT) -> Copies:
-    """Pin 64 MiB and copy it to and from the device a few times. This takes 128 MiB, and much less than a second."""
+    """Pin 64 MiB and copy it to and from the device a few times.
+
+    The measurement needs 128 MiB of memory, and much less than a second.
+    """
     arena = PinnedArena(_COPIED_BYTES)
     host = torch.frombuffer(arena.memory.view(0, _COPIED_BYTES), dtype=torch.uint8)
     host.fill_(1)

@@ -1,4 +1,4 @@
-"""The container of this process, its limits, and NUMA nodes."""
+"""Probes of the container of this process, of the container's limits, and of NUMA nodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from infinity.sizes import format_bytes
 
 _ROOT = Path("/")
 _SHARED_BYTES = 1 << 30
-"""Minimum size of /dev/shm. Docker's default is 64 MiB, which DataLoader workers and NCCL exhaust."""
+"""Minimum size of /dev/shm. Docker's default for shared memory is 64 MiB, which DataLoader workers and NCCL exhaust."""
 _SHM = Path("/dev/shm")
 
 
@@ -63,8 +63,8 @@ def io_limit(root: Path = _ROOT) -> Row:
 def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
     """Return a row about the NUMA nodes.
 
-    Disks and GPUs should be at the same node. This process should be able to run at the node of the GPU; without a GPU,
-    at the node of the disks.
+    Disks and GPUs should be attached to the same NUMA node. This process should be able to run on the GPU's NUMA node,
+    or without a GPU on the disks' NUMA node.
 
     Args:
         paths: existing directories on the disks of the run.
@@ -93,7 +93,7 @@ def numa(paths: Sequence[Path], root: Path = _ROOT) -> Row:
 
 
 def node_processors(root: Path = _ROOT) -> dict[int, set[int]]:
-    """Return the processors of each node."""
+    """Return the processors of each NUMA node."""
 
     def numbers(place: Path, name: str) -> dict[int, Path]:
         found = {each.name.removeprefix(name): each for each in place.glob(f"{name}[0-9]*")}

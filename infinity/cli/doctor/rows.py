@@ -16,10 +16,10 @@ class Row(NamedTuple):
     """One line of the report: the finding of a probe.
 
     Attributes:
-        state: missing: a run cannot work without it, or not as configured; slower: it works, but costs speed now or
-            soon; unknown: it could not be determined, and `finding` says why.
+        state: "missing": a run needs it and cannot work, or not as configured; "slower": a run works, but is slower now
+            or soon; "unknown": the state could not be determined, and `finding` says why.
         mend: a shell command that repairs the problem; '' if there is no command or no problem.
-        what, section: '' for those of the probe.
+        what, section: names of the row; '': the names of its probe.
     """
 
     state: State
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """A check. `look` may raise any exception, hang, or end its process."""
+    """A check. The function `look` may raise any exception, hang, or end its process."""
 
     section: str
     what: str
@@ -48,8 +48,9 @@ class Probes:
     """Probes that one process runs in sequence.
 
     Attributes:
-        limit_s: time limit for all of them.
-        leaves: a file that a probe creates and removes. The parent removes it if the process dies in between.
+        limit_s: time limit for all probes together.
+        leaves: a file that a probe creates and removes. The parent process removes the file if the process of the probe
+            dies before it does so.
     """
 
     probes: Sequence[Probe]

@@ -4,9 +4,10 @@ If a driver hangs, a disk does not answer, or a library ends its process, the do
 
 [Note: probes apart]
 Each group of probes has a forked process, and all processes run at the same time. A process sends the rows of each
-probe. If the process dies or exceeds its time limit, the rows of its remaining probes are unknown. Output of libraries
-in these processes is not shown. Only the parent handles Ctrl-C, and ends the processes. The multiprocessing module is
-not used, because at its end it would wait for a process that a dead disk blocks.
+probe to the parent. If the process dies or exceeds its time limit, the rows of its remaining probes are unknown. Output
+of libraries in these processes is not shown. Only the parent handles Ctrl-C; the parent then ends the processes. The
+multiprocessing module is not used, because at exit it would wait for every process, even for one that a dead disk
+blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from infinity.echo import one_line, raised
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 5
-"""Seconds after the time limit until a process ends itself. This is for the case that the parent died before."""
+"""Seconds after the time limit until a process ends itself, in case the parent has died."""
 _DEATH_S = 1.0
 """Seconds that a killed process may take to end. A process that waits for a dead disk never ends."""
 
@@ -81,12 +82,12 @@ class _Child:
 
     def __init__(self, group: Probes) -> None:
         self.group, self.deadline, self.ended, self.late = group, time.monotonic() + group.limit_s, False, False
-        self._found: list[list[Row]] = []  # of the finished probes, in their order
+        self._found: list[list[Row]] = []  # rows of the finished probes, in order
         self._status: int | None = None
         self.pipe, writer = Pipe(duplex=False)
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # no KeyboardInterrupt in the child
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # the child must not raise KeyboardInterrupt
         try:
             self._pid = os.fork()
             if self._pid == 0:
@@ -103,7 +104,7 @@ class _Child:
             self.ended = True
 
     def rows(self) -> list[Row]:
-        """End the process. Return its rows, and an unknown row for each probe that did not finish."""
+        """End the process. Return the rows of the process, and an unknown row for each probe that did not finish."""
         self._end()
         why, rows = "", list(itertools.chain.from_iterable(self._found))
         for probe in self.group.probes[len(self._found) :]:
@@ -112,7 +113,7 @@ class _Child:
         return rows
 
     def close(self) -> None:
-        """End the process, and remove its file. Idempotent."""
+        """End the process, and remove the file that its probe may have left. Idempotent."""
         self._end()
         self.pipe.close()
         if self._status not in (None, 0) and self.group.leaves is not None:
@@ -158,7 +159,7 @@ def _work(group: Probes, writer: Connection) -> NoReturn:
         for probe in group.probes:
             writer.send(rows_of(probe))
     finally:
-        os._exit(0)  # silently: the parent sees which probes did not finish
+        os._exit(0)  # without a message, because the parent sees which probes did not finish
 
 
 def rows_of(probe: Probe) -> list[Row]:

@@ -39,7 +39,7 @@ def infinity_version() -> Row:
 def imported() -> Row:
     """Return a row about the module that a script in this directory imports as infinity.
 
-    PyPI has another package with this module name: infinity.py.
+    PyPI has another package with the module name "infinity": infinity.py.
     """
     asked = "import importlib.util as u; found = u.find_spec('infinity'); print(found.origin if found else '')"
     line = [sys.executable, "-c", asked]
@@ -76,7 +76,10 @@ def optional() -> Row:
 
 
 def _judged(asked: Iterable[Requirement], otherwise: State) -> Row:
-    """Return a row about these requirements. `otherwise` is the state if one is not installed or too old."""
+    """Return a row about these requirements.
+
+    `otherwise` is the state of the row if a required library is not installed or too old.
+    """
     said, wrong = [], []
     for each in asked:
         version = _version(each.name)

@@ -1,4 +1,4 @@
-"""The probes that import torch. They share one process, because the import takes seconds.
+"""The probes that import torch. These probes share one process, because importing torch takes seconds.
 
 If torch cannot be imported, the first probe says why.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path("/")
 _LIMIT_S = 90
-"""A time limit that is enough to read torch from a slow disk, and for drivers to open many GPUs."""
+"""Time limit: enough for reading torch from a slow disk and for drivers that open many GPUs."""
 
 
 def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
@@ -50,9 +50,9 @@ def with_torch(config: SwapConfig, root: Path = _ROOT) -> Probes:
 
 
 def processor(root: Path = _ROOT) -> Row:
-    """Return a row about the processor and, if it computes, the default of --dtype.
+    """Return a row about the processor and, if the model computes on the processor, about the default of --dtype.
 
-    A default of fp32 is a warning: it is slow.
+    If the default is fp32, the row is a warning, because training in fp32 is slow.
     """
     from infinity.base.accelerator import current_device
     from infinity.cli import machine_facts
