@@ -124,8 +124,9 @@ def _text_of(parts: list[Any], where: str) -> str:
 
 
 def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool | None]:
-    """Return for each message whether its fields `weight`, `train` and `loss` ask that it is learned; None if it has
-    none of them. The fields are removed from the messages.
+    """Return for each message whether its fields ask that the message is learned; None if no field asks.
+
+    The fields are `weight`, `train` and `loss`; they are removed from the messages.
 
     Raises:
         ConfigError: a weight is not 0 or 1, a field asks to learn a message of another role than the assistant, or a

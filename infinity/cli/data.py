@@ -223,8 +223,7 @@ class PackedData:
         )
 
     def notes(self) -> list[str]:
-        """Return sentences about files and documents that were left out or cut, about fields that are not read, and
-        about missing separators."""
+        """Return sentences about left-out or cut files and documents, unread fields and missing separators."""
         noted = list[str]()
         if self.left_out:
             more = f" and {len(self.left_out) - _NAMED} more" if len(self.left_out) > _NAMED else ""

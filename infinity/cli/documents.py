@@ -324,7 +324,7 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file.
 
-    For a line above the maximum length, yield only its beginning, which is also above the maximum.
+    For a line above the maximum length, the first result is a part that is also above the maximum.
     """
     try:
         with _opened(path) as file:

@@ -151,7 +151,7 @@ def _require_learned_as_it_asks(
                     f"{where}: has {quoted(field)}, which is not learned as it asks: {refused['instead']}. To learn "
                     f"the row without it, name the columns to read: --columns {_chosen(found)}"
                 )
-    said_no = () if form == ["text"] else (0, "0", "false", "False", "no")  # beside text alone a 0 may be a class
+    said_no = () if form == ["text"] else (0, "0", "false", "False", "no")  # a 0 in a row of text may be a class
     for field in TABLE["say_no"]:
         asked = row.get(field, True)
         if asked is False or asked in said_no or ("weight" in field and asked != 1):

@@ -138,7 +138,7 @@ def _result(output: Path) -> str:
 
 
 def _note_in(directory: Path) -> FinishedNote | None:
-    """Return the note in a directory; None if there is none, or if it is not about the store in this directory."""
+    """Return the note in a directory; None if the directory has no note, or a note about another store."""
     path = directory / FINISHED_NAME
     try:
         note = FinishedNote.model_validate_json(files.read_regular(path, _NOTE_BYTES_MAX))

@@ -1,4 +1,7 @@
-"""The complete options of a run of `infinity finetune`, from the command line and from the run that is resumed."""
+"""The complete options of a run of `infinity finetune`.
+
+The options come from the command line and from the run that is resumed.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,12 @@ _LR = {"sft": (1e-5, 1e-4), "dpo": (1e-6, 1e-5), "reward": (1e-5, 1e-4)}
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts about a run's beginning. They stay the same however often the run is resumed.
+    """Facts about a run's beginning. The facts do not change when the run is resumed.
 
     Attributes:
         run: id of the run.
-        model: model that the run was begun with; its files may have moved.
-        extended: whether the run was begun for another number of steps.
+        model: name of the model at the run's beginning; the model's files may have moved since.
+        extended: whether the run's number of steps has changed since its beginning.
     """
 
     run: str
@@ -73,11 +76,11 @@ class Job:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: resolve() has compared and taken over the options before the model was made."""
+        """Do nothing, because resolve() has already compared and taken over the options, before the model was made."""
 
 
 def values_of(options: FinetuneOptions) -> dict[str, Any]:
-    """Return the options that a run keeps, as values of JSON."""
+    """Return the options that a run keeps in its generations, as values of JSON."""
     return {name: _plain(getattr(options, name)) for name in _KEPT}
 
 
@@ -99,11 +102,11 @@ class Resolved:
 
 
 def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved:
-    """Return a job's options and swap config, and the run that it resumes. Rank 0 looks for this run.
+    """Return a job's options and swap config, and the run that it resumes. Rank 0 looks for the run to resume.
 
-    Options that are not given come from the run: with --resume from the generations in its directory, or in the first
-    of nvme.paths; with --from-checkpoint from the copy. Of the options that decide the result, only --steps and
-    --epochs may differ from the run's.
+    Options that are not given come from the run that is resumed. With --resume they come from the generations in its
+    directory, or in the first of nvme.paths. With --from-checkpoint they come from the copy. --steps and --epochs may
+    differ from the run's options; all other options that affect the result must be the same.
 
     Args:
         options: options of the command line.
@@ -111,8 +114,8 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
         tell: function that sends a value to all ranks and returns the values of all.
 
     Raises:
-        ConfigError: an option is missing, or differs from the run's; names the option.
-        ResumeError: --resume names a directory without generations, or one that is a copy.
+        ConfigError: an option is missing, or differs from the run's option; the error names the option.
+        ResumeError: --resume names a directory without generations, or a directory that is a copy.
     """
     config = load_config(options.config) if options.config is not None else None
     new = uuid.uuid4().hex
@@ -166,7 +169,7 @@ def _fill(options: argparse.Namespace, defaults: dict[str, Any]) -> None:
 
 
 def _shared(saved: dict[str, Any], world: RunRank) -> dict[str, Any]:
-    """Return the run's options for the current number of ranks, which share the batches of a step.
+    """Return the run's options, changed so that the current number of ranks shares the batches of a step.
 
     Raises:
         ConfigError: the ranks cannot share the batches evenly.
@@ -183,21 +186,26 @@ def _shared(saved: dict[str, Any], world: RunRank) -> dict[str, Any]:
 
 
 def _with_form(values: dict[str, Any], saved: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the run's options. If --frozen is given now and was not given then, the form comes from the run's swap
-    config."""
+    """Return the run's options.
+
+    If --frozen is given for this resume, but was not given when the run began, the form of the run's swap config
+    becomes the run's --frozen.
+    """
     if options.frozen is None or values["frozen"] is not None:
         return values
     return values | {"frozen": saved["config"].get("frozen", "auto")}
 
 
 def _take_over(values: dict[str, Any], options: argparse.Namespace, done: int, shared: str) -> bool:
-    """Take over the run's options where none are given, and return whether the run now ends after another step.
+    """Complete the given options with the run's options.
+
+    Return whether the run now ends after another step than before.
 
     Args:
         values: options of the run.
         options: options of the command line, which are completed.
         done: number of steps that the run has done.
-        shared: how the run shared the batches of a step, for the message.
+        shared: text about how the run shared the batches of a step, for the message.
 
     Raises:
         ConfigError: a given option would change the run.
@@ -244,10 +252,10 @@ def _said(value: Any) -> str:
 
 
 def _extend(values: dict[str, Any], length: dict[str, Any], done: int) -> None:
-    """Announce that the run ends after another step than it was begun for.
+    """Announce that the run now ends after another step than planned at its beginning.
 
     Raises:
-        ConfigError: the run is already past that step.
+        ConfigError: the run has already done more steps.
     """
     steps = length["steps"]
     if steps is not None and steps < done:
@@ -301,8 +309,10 @@ def _plain(value: Any) -> Any:
 
 
 def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[str, Any], int] | None:
-    """Return the record of the run (Job.state_dict) in the newest readable generation, and its step; None if there is
-    nothing to resume."""
+    """Return the run's record (Job.state_dict) from the newest readable generation, and the generation's step.
+
+    The result is None if there is nothing to resume.
+    """
     if options.from_checkpoint is not None:
         copy = Portable(options.from_checkpoint.expanduser())
         return checked(copy.body.tracked, copy.directory)[NAME], copy.manifest.step
@@ -320,22 +330,22 @@ def _past(options: argparse.Namespace, config: SwapConfig | None) -> tuple[dict[
             problem = str(error)
             continue
         return checked(tracked, path)[NAME], manifest.step
-    if options.resume or (store / STATE_NAME).is_file():  # a new run would not leave the files of a copy
+    if options.resume or (store / STATE_NAME).is_file():  # a new run would remove the files of a copy
         raise ResumeError(f"nothing to resume in {directory}: {problem}")
     print(f"nothing to resume in {directory}: {problem}; beginning anew", flush=True)
     return None
 
 
 def store_in(directory: Path) -> Path:
-    """Return the place of rank 0's store in a run's directory."""
+    """Return the path of rank 0's store in a run's directory."""
     return rank_path(directory, 0, furthest_in(directory))
 
 
 def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path | None:
-    """Return the directory that --resume means; None without --resume.
+    """Return the directory of the run to resume; None without --resume.
 
     Raises:
-        ConfigError: the directory is not known.
+        ConfigError: the options do not name the directory, or name two different directories.
     """
     if options.resume is None:
         return None
@@ -395,10 +405,12 @@ def model_of(tracked: dict[str, Any]) -> tuple[str, str | None] | None:
 
 
 def _saved_config(saved: dict[str, Any], options: argparse.Namespace) -> SwapConfig:
-    """Return the run's swap config. If --resume names another directory than the run had, the store was moved.
+    """Return the run's swap config.
+
+    If --resume names another directory than the run's, the store was moved, and nvme.paths is changed accordingly.
 
     Raises:
-        ResumeError: the store has several directories, and the places of the others are not known.
+        ResumeError: the store has several directories, and the new paths of the other directories are not known.
     """
     values = dict(saved["config"])
     if options.resume:

@@ -19,7 +19,7 @@ def require_fit(model: str, sequence_length: int, largest_token: int, **options:
 
     Raises:
         ConfigError: the sequences are longer than the model's maximum.
-        ModelError: the model's vocabulary does not have the data's tokens.
+        ModelError: the data has tokens that the model's vocabulary does not have.
     """
     config = load_config_of(model, **options)
     text, positions = config.get_text_config(), positions_of(config)
@@ -35,7 +35,7 @@ def require_fit(model: str, sequence_length: int, largest_token: int, **options:
 
 
 def positions_of(config: Any) -> int | None:
-    """Return the maximum length of a sequence in tokens; None if the config does not have it."""
+    """Return the maximum length of a sequence in tokens; None if the config does not have a maximum."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) else None
 

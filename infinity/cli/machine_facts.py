@@ -53,7 +53,7 @@ def last_cache_bytes(root: Path = _ROOT) -> int:
             try:
                 level, shared, size = ((cache / name).read_text().strip() for name in _CACHE_FILES)
                 found[int(level), shared] = int(size.removesuffix("K")) << 10
-            except (OSError, ValueError):  # a kernel, or a virtual machine, that does not tell
+            except (OSError, ValueError):  # this kernel or virtual machine does not report the caches
                 continue
     last = max((level for level, _ in found), default=0)
     return sum(nbytes for (level, _), nbytes in found.items() if level == last)

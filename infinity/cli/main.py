@@ -133,10 +133,10 @@ def _require_possible(options: argparse.Namespace) -> None:
 
 
 def _require_libraries() -> None:
-    """Check that the libraries for training are installed, and new enough for the extra `hf`.
+    """Check that the libraries for training are installed, in versions that the extra `hf` accepts.
 
     Raises:
-        ConfigError: one is missing or too old; names it.
+        ConfigError: a library is missing or too old; the error names the library.
     """
     install = 'pip install "infinity-offload[hf]"'
     missing = [name for name in _OF_FINETUNE if importlib.util.find_spec(name) is None]
@@ -153,8 +153,11 @@ def _require_libraries() -> None:
 
 
 def _quiet_libraries() -> None:
-    """Switch off progress bars if stderr is not a terminal, because libraries draw them with carriage returns. Switch
-    off the hub's telemetry unless the user asks for it, so that TRL does not report the training to its authors."""
+    """Switch off progress bars if stderr is not a terminal, because libraries draw them with carriage returns.
+
+    Switch off the hub's telemetry, unless the user asks for telemetry, so that TRL does not report the training to
+    TRL's authors.
+    """
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not sys.stderr.isatty():
         for variable in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):

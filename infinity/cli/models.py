@@ -1,5 +1,7 @@
-"""The model of `infinity finetune`. All parameters are trained, or all but those of --freeze, or only adapters
-(--lora)."""
+"""The model of `infinity finetune`.
+
+The trained parameters are all parameters, or all except the parameters of --freeze, or only adapters (--lora).
+"""
 
 from __future__ import annotations
 
@@ -62,15 +64,15 @@ def check(options: FinetuneOptions) -> None:
 def named(options: Any) -> dict[str, Any]:
     """Return the arguments of transformers' from_pretrained, apart from the model's name."""
     revision = {} if options.revision is None else {"revision": options.revision}
-    return revision | {"trust_remote_code": bool(options.trust_remote_code)}  # None would ask at a terminal
+    return revision | {"trust_remote_code": bool(options.trust_remote_code)}  # for None transformers asks the user
 
 
 @contextmanager
 def naming_the_option() -> Iterator[None]:
-    """Make errors of transformers about untrusted code in the block name the option of the command line.
+    """Turn errors about untrusted code in the block into errors that name the option of the command line.
 
     Raises:
-        ModelError: the block raised it.
+        ModelError: the block raised a ModelError.
     """
     try:
         yield
@@ -86,11 +88,11 @@ def require(name: str, say: Callable[[str], None], *, adapters: bool) -> None:
 
     Args:
         name: directory or hub id.
-        say: function that is called before the hub is asked, which may take long.
-        adapters: whether the directory may hold adapters in place of a model.
+        say: function that is called before a request to the hub, because the request may take long.
+        adapters: whether the directory may contain adapters instead of a model.
 
     Raises:
-        ModelError: the name is neither that of a directory with a model nor a hub id.
+        ModelError: the name is neither a directory with a model nor a hub id.
     """
     directory = Path(name).expanduser()
     if not require_directory_or_id(name):
@@ -122,7 +124,7 @@ def _directories(directory: Path) -> list[str]:
 def class_of(options: FinetuneOptions) -> tuple[Any, dict[str, Any]]:
     """Return the class of the model, and further arguments for its from_pretrained.
 
-    A reward model has a head with one output. If the checkpoint has no such head, a new one is drawn.
+    A reward model has a head with one output. If the checkpoint has no such head, a new head is initialized at random.
     """
     if options.method != "reward":
         return transformers.AutoModelForCausalLM, {}
@@ -138,7 +140,7 @@ def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tup
 
     Raises:
         ConfigError: a pattern of --freeze or a name of --lora-targets matches nothing in the model.
-        InfinityError: the model cannot be loaded or offloaded, as for load_pretrained.
+        InfinityError: the model cannot be loaded or offloaded; the errors are those of load_pretrained.
     """
     passes = 1 if config.vertical else options.gradient_accumulation
     made: dict[str, Any] = {"optimizer": options.optimizer, "accumulation_steps": passes}
@@ -171,7 +173,7 @@ def load(options: FinetuneOptions, config: SwapConfig, *, resuming: bool) -> tup
     model = begin(model, config, **made)
     if options.merge:
         try:
-            _require_mergeable(model)  # checked again, because layers may be in tiles now
+            _require_mergeable(model)  # checked again, because layers may now be cut into tiles
         except NotAvailableError:
             close(model, discard=not resuming)
             raise
@@ -269,7 +271,7 @@ def save_model(
         config: values of the model's config to write; None: the current values.
 
     Raises:
-        InfinityError: the model cannot be saved, as for infinity.save_pretrained.
+        InfinityError: the model cannot be saved; the errors are those of infinity.save_pretrained.
     """
     with nullcontext() if config is None else _configured(model, config):
         (save_merged if options.merge else save_pretrained)(model, directory)
@@ -277,7 +279,7 @@ def save_model(
 
 @contextmanager
 def _configured(model: Any, values: dict[str, Any]) -> Iterator[None]:
-    """Give the model's config these values in the block."""
+    """Set these values in the model's config until the end of the block."""
     held = vars(model.config)
     now = dict(held)
     held.clear()
@@ -290,7 +292,7 @@ def _configured(model: Any, values: dict[str, Any]) -> Iterator[None]:
 
 
 def output_bytes(model: nn.Module, options: FinetuneOptions) -> int:
-    """Return the bytes of the output's weights; with several ranks, of this rank's slices."""
+    """Return the bytes of the output's weights; with several ranks, the bytes of this rank's slices."""
     layout = statistics(model).plan.layout
     if options.merge or not is_peft_model(model):
         return layout.weight_bytes
@@ -298,7 +300,7 @@ def output_bytes(model: nn.Module, options: FinetuneOptions) -> int:
 
 
 def with_saved_adapters(base: Any, directory: str | Path) -> Any:
-    """Return the model with the adapters of a directory. The adapters get the dtype of its weights."""
+    """Return the model with the adapters of a directory. The adapters get the dtype of the model's weights."""
     from peft import PeftModel
 
     with warnings.catch_warnings():

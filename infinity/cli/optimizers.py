@@ -72,8 +72,10 @@ def make_optimizer(name: OptimizerName, params: Iterable[Any], **options: Any) -
 
 
 def make_scaler(model: nn.Module) -> torch.amp.GradScaler:
-    """Make a scaler for the model's loss. Unless the model has trainable fp16 weights, it is disabled and does
-    nothing."""
+    """Make a scaler for the model's loss.
+
+    The scaler is enabled only if the model has trainable fp16 weights; otherwise the scaler does nothing.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     enabled = any(parameter.dtype == torch.float16 for parameter in trained)
     if enabled:

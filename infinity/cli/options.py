@@ -40,7 +40,7 @@ STEPS_MAX = 10**12 - 1
 SEED_MAX = 2**64 - 1
 LORA_MAX = 1 << 16
 TOKENS_MAX = 1 << 24
-"""Maximum number of tokens in the sequences of one backward pass. More would not fit into any memory."""
+"""Maximum number of tokens in the sequences of one backward pass. More tokens would not fit into any memory."""
 
 OTHERS_NAMES = OURS | {
     "num_epochs": "epochs",
@@ -58,7 +58,7 @@ OTHERS_NAMES = OURS | {
     "max_new_tokens": "max_tokens",
     "resume_from_checkpoint": "resume",
 }
-"""Names of options in Trainer and axolotl, with the names here, for hints in messages."""
+"""Names of options in Trainer and axolotl, with infinity's names for the same options, for hints in messages."""
 _FOR_US = ("excludes", "needs", "methods", "role")
 """Metadata of options that argparse does not know."""
 _MESSAGE_MAX = 400
@@ -69,9 +69,9 @@ class Parser(argparse.ArgumentParser):
     """A parser without abbreviations, because a new option could change the meaning of an abbreviation in a script.
 
     Args:
-        take: function that separates the arguments that it knows from the others. Its argument are the arguments that
-            this parser does not know; the namespace has its result as `trainer`.
-        renamed: other names of options, with underscores, and the names here.
+        take: function that separates TRL's arguments from unknown arguments. The function gets the arguments that this
+            parser does not know; its result becomes `trainer` in the namespace.
+        renamed: other names of options, with underscores, and infinity's names for these options.
         options: arguments of ArgumentParser.
     """
 
@@ -95,11 +95,11 @@ class Parser(argparse.ArgumentParser):
         """Parse arguments. A sub-parser parses the arguments of its command.
 
         Raises:
-            ConfigError: an argument is unknown; names the nearest known one.
+            ConfigError: an argument is unknown; the error names the most similar known argument.
         """
         given = sys.argv[1:] if args is None else list(args)
         for text in given:
-            if re.fullmatch(r"--[^=]+=--", text):  # argparse would read an empty list
+            if re.fullmatch(r"--[^=]+=--", text):  # argparse would read '--' as an empty list
                 self.error(f"argument {text.removesuffix('=--')}: '--' is no value")
         known, unknown = super().parse_known_args(list(map(self._by_our_name, given)), namespace)
         if self._take is not None:
@@ -116,7 +116,7 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _by_our_name(self, text: str) -> str:
-        """Return an argument with this parser's name of the option."""
+        """Return the argument with the option's name replaced by this parser's name for the option."""
         if self._renamed is None or not text.startswith("--"):
             return text
         flag, sign, value = text.partition("=")
@@ -142,7 +142,10 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def unless(unset: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return the type of the values that `read` accepts. The value `unset` means that the option is not given."""
+    """Return the argparse type for the values that `read` accepts.
+
+    The value `unset` means that the option is not given.
+    """
     return lambda text: None if text == unset else read(text)
 
 
@@ -246,7 +249,7 @@ def add_arguments(parser: argparse._ActionsContainer, options: type, *, given_on
     Args:
         parser: the parser or group.
         options: the dataclass.
-        given_only: whether an option that is not given is None, in place of the default of its field.
+        given_only: whether an option that is not given gets None instead of the default of its field.
     """
     exclusive: dict[str, argparse._ActionsContainer] = {}
     for each in dataclasses.fields(options):
@@ -260,7 +263,7 @@ def add_arguments(parser: argparse._ActionsContainer, options: type, *, given_on
 
 
 def options_of(kind: type[Options], found: argparse.Namespace) -> Options:
-    """Return the result of a parser as a dataclass of options.
+    """Return the options of a parser's namespace as a dataclass.
 
     Raises:
         ConfigError: an option would do nothing.
@@ -270,7 +273,7 @@ def options_of(kind: type[Options], found: argparse.Namespace) -> Options:
 
 
 def require_file_place(option: str, place: Path | None) -> None:
-    """Check before the work that a file can be written. Devices and FIFOs with a reader are accepted.
+    """Check, before the work begins, that a file can be written. Devices and FIFOs with a reader are accepted.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -289,12 +292,12 @@ def require_file_place(option: str, place: Path | None) -> None:
 
 
 def option(name: str) -> str:
-    """Return the option of the command line that a namespace calls `name`."""
+    """Return the option of the command line whose name in a namespace is `name`."""
     return f"--{name.replace('_', '-')}"
 
 
 def require_needed(options: Any, kind: type) -> None:
-    """Check that no option is given without another option that it needs, or with a --method that does not use it.
+    """Check that each given option has the option that it requires, and is used by the --method.
 
     Args:
         options: object with the values.

@@ -23,16 +23,17 @@ _FILE_BYTES_MAX = 1 << 20
 _TEXTS = (types.name, types.path, types.text, types.word)
 _ON_THE_COMMAND_LINE = ("options", "resume", "from_checkpoint")
 _KNOWN: dict[str, Mapping[str, Any]] = {each.name: each.metadata for each in fields(FinetuneOptions) if each.metadata}
-"""Options, with their arguments of options.argument."""
+"""Options, each with the arguments for its call of options.argument."""
 
 
 def with_file(options: argparse.Namespace) -> argparse.Namespace:
     """Return the options of the command line, completed by the file that --options names.
 
-    If an option of the command line and an option of the file exclude each other, the one of the command line counts.
+    If an option of the command line and an option of the file exclude each other, the option of the command line
+    applies.
 
     Raises:
-        ConfigError: the file cannot be read, or has an unknown option or a wrong value; names the option.
+        ConfigError: the file cannot be read, or has an unknown option or a wrong value; the error names the option.
     """
     if options.options is None:
         return options
@@ -81,7 +82,7 @@ def _checked(values: dict[str, Any], file: str) -> dict[str, Any]:
         if name in _ON_THE_COMMAND_LINE:
             raise ConfigError(f"{file}: {types.option(name)} belongs on the command line")
         if value is None or value == []:
-            continue  # as if the option was missing
+            continue  # null has the same effect as a missing option
         if name in given:
             raise ConfigError(f"{file}: {given[name]} and {key} are one option; leave one of them")
         given[name] = str(key)

@@ -39,9 +39,12 @@ class Order(Sampler[int]):
 
 
 class DataIdentity:
-    """Identity of the data and the batches of a run. It is part of each generation, so that a run can only be resumed
-    with the same data and batches. It is an iterator that the run advances before the batches of each step, so that a
-    generation contains its state from before the step."""
+    """Identity of the data and the batches of a run.
+
+    The identity is part of each generation, so that a run can only be resumed with the same data and batches. This
+    object is an iterator. The run advances the iterator before the batches of each step, so that a generation contains
+    the iterator's state from before the step.
+    """
 
     def __init__(self, digest: str, batch_size: int, seed: int) -> None:
         self._values = {"batch_size": batch_size, "seed": seed, "tokens": digest}
@@ -56,7 +59,7 @@ class DataIdentity:
         return self._values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the state is of the same data and batches.
+        """Check that the state belongs to the same data and batches.
 
         Raises:
             ConfigError: it is not.

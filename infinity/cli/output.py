@@ -1,7 +1,9 @@
-"""The output directory of `infinity finetune`. It is checked before the run begins, and a complete model is never lost.
+"""The output directory of `infinity finetune`.
 
-The result is written to a directory beside the output, and this directory is then renamed. Once the model is complete
-in it, no later error removes the model: the error says where the model is.
+The directory is checked before the run begins, and a complete model is never lost.
+
+The result is written to a directory beside the output, and this directory is then renamed. Once this directory contains
+the complete model, no later error removes the model; the error says where the model is.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Saved:
 
     Attributes:
         directory: where the model is now.
-        problem: why the model is not beside the output; '' when it is.
+        problem: reason why the model is not beside the output; '' if the model is there.
     """
 
     directory: Path
@@ -54,7 +56,8 @@ class Output:
 
     Args:
         directory: the output.
-        apart: directories that the output must not equal, contain or be inside of, by the option that names them.
+        apart: directories, by the option that names them. The output must be different from these directories, and
+            neither may be inside the other.
 
     Raises:
         ConfigError: the result cannot be written to the output. No files are left.
@@ -81,8 +84,10 @@ class Output:
 
     @property
     def disk(self) -> Path:
-        """The directory that the result is first written to: the parent of the output. If the parent cannot be written
-        or is on another disk, it is the output itself."""
+        """The directory to which the result is first written: the parent of the output.
+
+        If the parent is not writable or is on another disk, the result is written directly to the output.
+        """
         above = self._target.parent
         if not self._target.is_dir():
             return above
@@ -106,10 +111,12 @@ class Output:
             )
 
     def save(self, write: Callable[[Path], None], elsewhere: Sequence[Path] = ()) -> Saved:
-        """Write the model to a new directory beside the output. If that fails, write it to one of `elsewhere`.
+        """Write the model to a new directory beside the output.
+
+        If writing fails, write the model to one of the directories in `elsewhere`.
 
         Args:
-            write: function that makes the directory it is given, and writes the model to it.
+            write: function that makes the directory at a given path, and writes the model to this directory.
             elsewhere: directories on other disks, which are tried in order.
 
         Raises:

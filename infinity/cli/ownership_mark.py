@@ -1,5 +1,8 @@
-"""Directories beside an output that belong to one run. A file in each, the mark, names the run. Files in a directory
-without this run's mark are never replaced or removed."""
+"""Directories beside an output that belong to one run.
+
+A file in each of these directories, the mark, names the run. Files in a directory without this run's mark are never
+replaced or removed.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class _Mark(Record):
     """The mark.
 
     Attributes:
-        run: run that the directory belongs to.
+        run: id of the run that the directory belongs to.
         swap: the first of the run's nvme.paths; '-' if the run has none.
     """
 
@@ -39,8 +42,8 @@ class Owner:
     Attributes:
         run: job.Origin.run.
         swap: the first of the run's nvme.paths; '-' if the run has none.
-        begins_anew: whether the run was asked to resume, but begins at step 0 because no generation was durable yet.
-            Directories that an earlier run with the same `swap` left then count as this run's.
+        begins_anew: whether the user asked to resume the run, but the run begins at step 0 because no generation was
+            durable yet. Such a run also owns the directories that an earlier run with the same `swap` has left.
     """
 
     run: str

@@ -26,7 +26,7 @@ class Pairs:
     rows: list[dict[str, Any]]
 
     def inputs_of(self, model: Any) -> dict[str, Any]:
-        """Return the arguments for a call of the model on the better answer of the first pair."""
+        """Return the arguments for a call of the model with the better answer of the first pair."""
         first = self.rows[0]
         return Batch(torch.tensor([[*first.get("prompt_ids", []), *first["chosen_ids"]]])).inputs_of(model)
 

@@ -75,7 +75,7 @@ def _goes(pin: Pin, folders: Collection[str], *, all_gone: bool) -> bool:
 
 
 def generations_with(pins: Sequence[Pin], path: Path) -> Iterator[tuple[int, Path, str]]:
-    """Yield the generations in a directory: first the kept ones, then those that are only pinned.
+    """Yield the generations in a directory: first the kept generations, then the generations that are only pinned.
 
     Args:
         pins: the pins of the store.
@@ -102,7 +102,7 @@ def _said_of(pins: Sequence[Pin], digest: str) -> str:
 
 
 def _digest_in(manifest: Path) -> str:
-    """Return the digest of the generation of a manifest; "" if the manifest is damaged, as no pin has this digest."""
+    """Return the digest of a manifest's generation; for a damaged manifest "", a digest that no pin has."""
     try:
         return digest_of(manifest_bytes(manifest))
     except ManifestError:
@@ -110,14 +110,14 @@ def _digest_in(manifest: Path) -> str:
 
 
 def let_go(path: Path, *, pinned: bool) -> None:
-    """Prepare the removal of a store: after it, no checkpoint folder may look resumable.
+    """Prepare the removal of a store, so that after the removal no checkpoint folder looks resumable.
 
     Args:
         path: a directory of the store, which is locked.
         pinned: whether to remove the store although existing folders need it.
 
     Raises:
-        ResumeError: existing folders need the store, and are named; or the pins cannot be read.
+        ResumeError: existing folders need the store (the error names the folders), or the pins cannot be read.
     """
     try:
         pins = read_pins(path)

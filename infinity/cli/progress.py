@@ -46,7 +46,7 @@ class StepFacts:
 
 
 class PlainProgress:
-    """Progress in plain lines: one at the first step, one at the last step, and others in between.
+    """Progress in plain lines: a line at the first step, a line at the last step, and further lines in between.
 
     Args:
         total: number of steps of the run.
@@ -83,8 +83,8 @@ class PlainProgress:
     def say(self, text: str) -> None:
         """Print a line.
 
-        A signal handler may call this method while another line is being written. The stream cannot be written to at
-        that moment, so the handler's line is printed after the other line.
+        A signal handler may call this method while another line is being written. The handler cannot write to the
+        stream at that moment, so the handler's line is printed after the other line.
         """
         self._lines.append(text)
         while self._lines and not self._writing:

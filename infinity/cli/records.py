@@ -1,4 +1,4 @@
-"""Conversion of a row in one of TRL's formats (fields.py) to text, or to an example of which only answers are learned.
+"""Conversion of a row in one of TRL's formats (fields.py) to text, or to an example in which only answers are learned.
 
 | TRL's format             | what is learned                                                                      |
 |---|---|
@@ -10,8 +10,8 @@
 
 [Note: what the assistant said]
 Only a chat template knows which tokens of a conversation are the assistant's: it puts them between `{% generation %}`
-and `{% endgeneration %}`. For a template without these marks transformers returns an empty mask and one line of log, so
-that nothing would be learned. Here such a template is an error.
+and `{% endgeneration %}`. For a template without these marks, transformers returns an empty mask and logs one line, so
+that nothing would be learned. In infinity a template without these marks is an error.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from infinity.echo import quoted, raised
 from infinity.errors import ConfigError
 
 LossOn = Literal["answers", "all"]
-"""Tokens of rows with prompts or messages that are learned."""
+"""The tokens that are learned in rows with prompts or messages: only answers, or all tokens."""
 
 Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A document of which only some tokens are learned.
+    """A document in which only some tokens are learned.
 
     Attributes:
         ids: tokens, including those that begin and end the document.
@@ -54,7 +54,7 @@ class Example:
 
 
 class Pair(NamedTuple):
-    """Two answers, of which the first is the better one. The learned tokens of both begin at the same position."""
+    """Two answers; the first is the better answer. In both answers the learned tokens begin at the same position."""
 
     chosen: Example
     rejected: Example
@@ -70,8 +70,8 @@ def text_or_example(row: Row, where: str, tokenizer: Any, loss_on: LossOn) -> st
         loss_on: tokens that are learned.
 
     Raises:
-        ConfigError: the row has two answers of which one is preferred; or the tokenizer's chat template refuses the
-            row, leaves a part of it out, or does not mark the assistant's tokens.
+        ConfigError: the row has a preferred and a rejected answer; or the tokenizer's chat template refuses the row,
+            leaves out a part of the row, or does not mark the assistant's tokens.
     """
     trl = row.trl
     if "chosen" in trl:
@@ -133,7 +133,8 @@ def _require_answer(trl: dict[str, Any], name: str, where: str, method: str) -> 
     """Check that an answer can be learned.
 
     Raises:
-        ConfigError: the answer is empty, does not end with the assistant, or asks for something that is not read.
+        ConfigError: the answer is empty, does not end with a message of the assistant, or has a field that is not
+            supported.
     """
     said = trl[name]
     if not said or (isinstance(said, str) and not said.strip()):
@@ -189,7 +190,10 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _behind(asked: list[int], ids: list[int], loss_on: LossOn) -> list[bool]:
-    """Mark the tokens after the common beginning of prompt and whole. A token may span the end of the prompt."""
+    """Return which tokens of `ids` come after the common beginning of `asked` (the prompt) and `ids`.
+
+    The beginning may be shorter than the prompt, because a token may span the end of the prompt.
+    """
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(asked, ids, strict=False))
     common = sum(1 for _ in same)
     return [loss_on == "all" or index >= common for index in range(len(ids))]
@@ -232,12 +236,12 @@ def _without_some_answers(
 
     Args:
         learned: whether each token is one of the assistant's.
-        answers: whether each message of the assistant should be learned; None if the row does not say.
+        answers: whether each message of the assistant should be learned; None if the row does not say whether.
         where: place of the row, for messages.
         marked: whether the chat template has marked the assistant's tokens.
 
     Raises:
-        ConfigError: the tokens of each message are not known.
+        ConfigError: the tokens cannot be assigned to messages.
     """
     begun = itertools.accumulate(here > before for here, before in zip(learned, [False, *learned], strict=False))
     numbers = list(begun)
@@ -256,9 +260,9 @@ class _Template:
     Attributes:
         tokenizer: tokenizer of the model.
         text: source of the template.
-        told: arguments of the template in addition to the messages: tools, and variables of its own.
+        told: arguments of the template in addition to the messages: tools, and the template's own variables.
         where: place of the row, for messages.
-        unread: list to which the names of message fields are added that the template leaves out.
+        unread: list that receives the names of the message fields that the template leaves out.
     """
 
     tokenizer: Any
@@ -288,7 +292,8 @@ class _Template:
         """Return the template's name of a role.
 
         Raises:
-            ConfigError: the role is unknown, so its messages would be learned as messages of another role.
+            ConfigError: the template does not know the role, so the role's messages would be learned as messages of
+                another role.
         """
         meant = ROLES.get(role.lower(), role)
         if self.names(role) and not self.names(meant):
@@ -304,7 +309,7 @@ class _Template:
         """Check that the template marks the assistant's tokens.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: the template has no marks.
         """
         if not re.search(r"\{%-?\s*generation\s*-?%\}", self.text):
             raise ConfigError(
@@ -329,10 +334,10 @@ class _Template:
             raise ConfigError(f"{self.where}: the model's chat template refuses it: {raised(error)}") from error
 
     def whole(self, messages: Messages, *, marked: bool) -> tuple[Any, Messages]:
-        """Return the template's result for the first form of the messages that it writes completely, and this form.
+        """Return the template's result for the first form of the messages that is written completely, and this form.
 
         Raises:
-            ConfigError: the template refuses all forms, or leaves something out of each.
+            ConfigError: the template refuses all forms, or leaves out a part of each form.
         """
         refused: ConfigError | None = None
         for form in _forms(messages):
@@ -348,10 +353,10 @@ class _Template:
         raise refused or AssertionError
 
     def _require_calls(self, form: Messages, ids: list[int]) -> None:
-        """Check that the template writes the calls of each message.
+        """Check that the template writes the tool calls of each message.
 
         Raises:
-            ConfigError: the result is the same without the calls of a message.
+            ConfigError: the result is the same without the tool calls of a message.
         """
         for index, message in enumerate(form):
             if not message.get("tool_calls"):
@@ -363,14 +368,17 @@ class _Template:
                 )
 
     def _note_thoughts(self, form: Messages, ids: list[int]) -> None:
-        """Note the fields for thoughts that the template leaves out. Many templates write only the last thoughts."""
+        """Add to `unread` the fields for thoughts that the template leaves out.
+
+        Many templates write only the thoughts of the last message.
+        """
         for name in TABLE["thoughts"]:
             there = any(message.get(name) for message in form)
             if there and self._is_without(ids, [_bare(message, name) for message in form]):
                 self.unread.append(f"{name} of messages, which the chat template leaves out")
 
     def _is_without(self, ids: list[int], bare: Messages) -> bool:
-        """Return whether the template makes the same tokens of messages that have a field less."""
+        """Return whether the template makes the same tokens from messages without one of their fields."""
         try:
             return list(self.rendered(bare)["input_ids"]) == list(ids)
         except ConfigError:
@@ -380,7 +388,7 @@ class _Template:
         """Check that the template writes something that the user said, and something that the assistant said.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: everything that one of them said is missing.
         """
         for role in ("user", "assistant"):
             said = " ".join(each.get("content", "").strip() for each in messages if each["role"] == role)
@@ -394,8 +402,10 @@ def _bare(message: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def _forms(messages: Messages) -> Iterator[Messages]:
-    """Yield the forms of messages that templates accept: unchanged; with an empty content beside calls; with contents
-    that are lists."""
+    """Yield forms of messages that templates accept.
+
+    The forms are: unchanged; with an empty content beside tool calls; with lists as contents.
+    """
     yield messages
     messages = [{"content": ""} | each for each in messages]
     yield messages

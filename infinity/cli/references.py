@@ -1,5 +1,7 @@
-"""The reference model of --method dpo if all parameters are trained: the model before the training, offloaded without
-optimizer states."""
+"""The reference model of --method dpo for a run that trains all parameters.
+
+The reference is the model before the training, and is offloaded without optimizer states.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class Reference:
     """A reference model. Generations keep its digest, because a run can only be resumed with the same reference.
 
     Attributes:
-        model: the model; deferred until offload_beside.
+        model: the model, which offload_beside offloads.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,10 +38,10 @@ class Reference:
         return {"digest": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that the state is of the same reference.
+        """Check that the state belongs to the same reference.
 
         Raises:
-            ConfigError: it is not.
+            ConfigError: the state belongs to another reference.
         """
         if state != self.state_dict():
             raise ConfigError(
@@ -50,13 +52,14 @@ class Reference:
     def offload_beside(
         self, trained: nn.Module, config: SwapConfig, begin: Callable[..., Any], made: dict[str, Any]
     ) -> None:
-        """Offload the trained model and the reference, as `infinity run` does: they share the memory, and the reference
-        has its own directories.
+        """Offload the trained model and the reference, as `infinity run` does.
+
+        The two models share the memory, and the reference has its own directories.
 
         Args:
             trained: the trained model.
             config: swap config of the run.
-            begin: function that offloads the trained model: infinity.offload, or one that resumes a run.
+            begin: function that offloads the trained model: infinity.offload, or a function that resumes a run.
             made: wishes of the optimizer, for Run.wish.
         """
         run = Run(config)
@@ -80,8 +83,11 @@ class Reference:
 
 
 def _digest_of(model: nn.Module) -> str:
-    """Return the digest of the small parameters and of the smallest matrix. A training changes them, and reading all
-    parameters of a large model takes long."""
+    """Return the digest of the small parameters and of the smallest matrix.
+
+    These parameters suffice, because a training changes them, and reading all parameters of a large model would take
+    long.
+    """
     named = sorted(model.named_parameters(), key=lambda each: (each[1].ndim < 2, each[1].numel()))
     matrix = next((name for name, value in named if value.ndim > 1), "")
     digest = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,7 @@
-"""The files in an output that repeat its run: the options and the swap config; and the command that uses them."""
+"""The files in an output that repeat its run, and the command that uses these files.
+
+The files are the options and the swap config.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +43,11 @@ def write_rerun_command(options: FinetuneOptions, config: SwapConfig, origin: Or
 
 
 def rerun_command(options: FinetuneOptions, *, extended: bool) -> str:
-    """Return the command that repeats the run. It works once the output is complete.
+    """Return the command that repeats the run. The command works once the output is complete.
 
     Args:
         options: options of the run.
-        extended: whether the run was begun for another number of steps, which the text then mentions.
+        extended: whether the run's number of steps has changed since its beginning; the text then mentions the change.
     """
     options_file, config_file = options.output / OPTIONS_NAME, options.output / CONFIG_NAME
     line = command("finetune", "--options", options_file, "--config", config_file, "--output", "DIRECTORY")

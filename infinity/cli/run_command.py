@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
 def _speaking(level: int, line: str) -> Iterator[None]:
     """Print infinity's log records to stderr in the block.
 
-    The handler belongs to infinity's own logger, because the root logger belongs to the script.
+    The handler is added to infinity's own logger, because the root logger belongs to the script.
 
     Args:
         level: lowest level of the records that are printed.
@@ -90,8 +90,11 @@ def _refuse(error: InfinityError, who: str) -> int:
 
 
 def _say_it_last(error: BaseException, who: str) -> None:
-    """Install a hook that prints the message of infinity's error after the traceback of the exception that it caused.
-    The message names the fix."""
+    """Install an exception hook.
+
+    If an error of infinity caused the exception, the hook prints infinity's message after the traceback. The message of
+    infinity's error names the fix.
+    """
     cause = cause_of(error)
     if cause is None:
         return

@@ -47,10 +47,10 @@ def _is_needed(options: FinetuneOptions) -> bool:
 
 
 def prepare(options: FinetuneOptions, owner: Owner) -> None:
-    """Check that the directory can be made, or is this run's.
+    """Check that the directory can be made, or already belongs to this run.
 
     Raises:
-        ConfigError: the directory cannot be made, or is not this run's.
+        ConfigError: the directory cannot be made, or does not belong to this run.
     """
     if not _is_needed(options):
         return
@@ -71,7 +71,10 @@ def folder_of(directory: Path, step: int) -> Path:
 
 
 def is_whole(folder: Path) -> bool:
-    """Return whether a folder has a complete model. A trainer writes the file of its state last."""
+    """Return whether a folder has a complete model.
+
+    The folder is complete if it has the file of the trainer's state, which a trainer writes last.
+    """
     return Path(folder, TRAINER_STATE_NAME).is_file()
 
 
@@ -112,7 +115,7 @@ def tidy(options: FinetuneOptions, done: int) -> None:
 
 def rotate(options: FinetuneOptions, evaluations: Sequence[Evaluated]) -> None:
     """Remove the models of --save-every except the newest --save-limit, models that are no longer the best, and
-    incomplete models. With --save-best, the best model in the directory stays.
+    incomplete models. With --save-best, the best model in the directory is kept.
 
     Raises:
         OSError: a model cannot be removed.
@@ -131,7 +134,7 @@ def rotate(options: FinetuneOptions, evaluations: Sequence[Evaluated]) -> None:
 
 
 def _is_of_every(step: int, folder: Path, options: FinetuneOptions) -> bool:
-    """Return whether --save-every saved a model. Otherwise it was saved because it was the best."""
+    """Return whether --save-every saved a model. Otherwise the model was saved because it was the best."""
     if options.save_every is not None and step % options.save_every == 0:
         return True
     try:
@@ -142,7 +145,7 @@ def _is_of_every(step: int, folder: Path, options: FinetuneOptions) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # first: after a kill the folder counts as incomplete
+    (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # first, so that a folder left by a kill is incomplete
     shutil.rmtree(folder)
 
 
@@ -181,8 +184,9 @@ def made(options: FinetuneOptions, owner: Owner | None, held: ExitStack) -> Path
 
     Args:
         options: options of the run.
-        owner: owner of the directory, who makes it; None on ranks other than the first.
-        held: removes the directory at its end if the options need none; then it is a temporary directory.
+        owner: owner of the directory, whose `make` makes the directory; None on all ranks except the first.
+        held: exit stack. If the options need no directory, the result is a temporary directory, which this stack
+            removes.
 
     Raises:
         OSError, InfinityError: the directory cannot be made.
@@ -196,7 +200,7 @@ def made(options: FinetuneOptions, owner: Owner | None, held: ExitStack) -> Path
 
 
 def said(options: FinetuneOptions, evaluations: Sequence[Evaluated], failed: Sequence[str]) -> list[str]:
-    """Return lines that name the saved models of steps. The output is complete when this is called.
+    """Return lines that name the saved models of steps. The output must be complete before this call.
 
     Args:
         options: options of the run.

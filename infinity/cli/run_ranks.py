@@ -20,8 +20,8 @@ from infinity.sharded.rank_agreement import Tell
 from infinity.sharded.stores import ranks_text
 
 _WAIT_S = 24 * 3600.0
-"""Seconds that ranks wait for a rank that is alive and reads the text or writes the result. A rank that died is noticed
-earlier."""
+"""Seconds that ranks wait for another rank, which is alive and reads the text or writes the result. If a rank has died,
+the other ranks notice earlier."""
 
 _LEADING = "the next action of rank 0"
 
@@ -67,12 +67,14 @@ def gather_values(model: nn.Module, what: str, value: Any) -> list[Any]:
 
 
 def lead(model: nn.Module, act: str, *arguments: str) -> None:
-    """Tell the other ranks, which run `follow`, which collective act comes next. Rank 0 calls this before the act.
+    """Tell the other ranks which collective operation comes next.
+
+    The other ranks run `follow`. Rank 0 calls this before the operation.
 
     Args:
         model: the offloaded model.
-        act: key of the act in `follow`, or "end".
-        arguments: arguments of the act.
+        act: key of the operation in `follow`, or "end".
+        arguments: arguments of the operation.
 
     Raises:
         PeerError: another rank failed.
@@ -81,11 +83,11 @@ def lead(model: nn.Module, act: str, *arguments: str) -> None:
 
 
 def follow(model: nn.Module, acts: dict[str, Callable[..., object]]) -> None:
-    """Do the acts that rank 0 names by `lead`, until it names "end". All ranks but rank 0 call this.
+    """Do the operations that rank 0 names by `lead`, until rank 0 names "end". All ranks but rank 0 call this.
 
     Args:
         model: the offloaded model.
-        acts: functions by the names of the acts.
+        acts: functions by the names of the operations.
 
     Raises:
         PeerError: another rank failed.
@@ -115,7 +117,7 @@ def joined() -> Iterator[RunRank]:
     If this call connects the ranks, only rank 0 prints to stdout in the block.
 
     Raises:
-        ConfigError: the environment does not name the rank of this process.
+        ConfigError: the environment says that there are several ranks, but not which rank this process is.
         InfinityError: the ranks do not find each other.
     """
     rank, world_size = rank_and_world()

@@ -20,8 +20,8 @@ from infinity.sizes import format_bytes
 from infinity.units.speculation_choice import Counts
 
 _LAST = 10
-"""Number of steps whose mean is the last loss, because the loss of one step says little. The first step is not one of
-them."""
+"""Number of steps over which the last loss is averaged, because the loss of one step varies much. The mean does not
+include the first step."""
 
 _SMOOTH = 0.9
 """Weight of the earlier steps in the smoothed loss."""
@@ -47,23 +47,24 @@ class Report:
     Attributes:
         first_loss: the first finite loss; nan if there is none.
         last_loss: mean of the last `last_steps` finite losses; nan if there is none.
-        warm_up: whether there was only one step, so that the figures include the warm-up of the first step.
+        warm_up: whether the figures include the warm-up of the first step, because there was only one step.
         step_s: seconds per step.
         stall_s: seconds of stalls per step, by cause (base/timeline.py: Cause), by the host's clock.
-        compute_s: seconds per step without stalls. A GPU computes while the host waits, so with a GPU only
-            `device_idle_s` is subtracted from the step.
+        compute_s: seconds per step without stalls. With a GPU only `device_idle_s` is subtracted from the step, because
+            a GPU also computes while the host waits.
         device_idle_s: seconds per step in which the GPU waited for weights or for optimizer.step, by the GPU's clock.
         adam_s: seconds per step of the update's arithmetic, whether or not compute ran at the same time.
-        bytes_per_parameter: bytes that the engine moved, per step and parameter, trained or not, counted.
-        planned_bytes_per_parameter: planned bytes_per_parameter for this placement, if no weights are cached between
-            passes and no update is undone.
-        io_bound_s: bound by I/O: seconds per step in which the engine was busy.
-        compute_bound_s: bound by the processors, see processors_alone.
+        bytes_per_parameter: bytes that the engine moved per step, divided by the number of all parameters, trained or
+            not. The bytes are counted.
+        planned_bytes_per_parameter: planned value of bytes_per_parameter for this placement, without weights cached
+            between passes and without undone updates.
+        io_bound_s: lower bound of a step by I/O: seconds per step in which the I/O engine was busy.
+        compute_bound_s: lower bound of a step by the processors, see processors_alone.
         efficiency: the larger bound / step_s.
         peak_rss_bytes: peak resident memory of the process.
         state_bytes: bytes of the model's weights, master and moments.
         cached_bytes: part of `state_bytes` that is kept in RAM.
-        parameters, trained_parameters: numbers of all parameters and of trained ones; of this rank's slices.
+        parameters, trained_parameters: number of all parameters and number of trained parameters in this rank's slices.
         data: summary of the training data.
         notes: parts of the data that were left out, and why.
         evaluations: losses on held-out data.
@@ -103,8 +104,10 @@ class Report:
     again: str
 
     def _idle_row(self) -> list[tuple[str, str]]:
-        """Return the row of the GPU's idle time; without a GPU, no row. Idle time and compute add up to the step; the
-        stalls in the other rows are the host's."""
+        """Return the row of the GPU's idle time; without a GPU the list is empty.
+
+        Idle time and compute time add up to the time of the step. The stalls in the other rows are times of the host.
+        """
         if self.device == "cpu":
             return []
         idle = "waiting for weights and for optimizer.step; the lines below are times of the host"
@@ -241,8 +244,10 @@ def make_report(
 
 
 def without(earlier: Statistics, before: Statistics, after: Statistics) -> Statistics:
-    """Return `earlier` with the counts between `before` and `after` added. The difference of later counters and the
-    result then excludes these counts."""
+    """Return `earlier` with the counts between `before` and `after` added.
+
+    If the result is later subtracted from newer counters, the difference excludes these counts.
+    """
     summed = ("read_bytes", "written_bytes", "weight_bytes_read", "io_busy_s", "device_idle_s", "adam_s")
     moved = {name: getattr(earlier, name) + getattr(after, name) - getattr(before, name) for name in summed}
     stalls = {cause: earlier.stall_s[cause] + after.stall_s[cause] - before.stall_s[cause] for cause in earlier.stall_s}
@@ -252,9 +257,9 @@ def without(earlier: Statistics, before: Statistics, after: Statistics) -> Stati
 def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: str) -> float:
     """Return the seconds that a step would take if nothing waited for I/O.
 
-    Without a GPU, compute and Adam use the same cores. The result is their sum, but at most the step itself, because
-    they slow each other down when they run at the same time. With a GPU, compute and Adam run on different processors,
-    and the result is the longer of the two.
+    Without a GPU, compute and Adam use the same cores. The result is the sum of compute and Adam, but at most the time
+    of the step: compute and Adam slow each other down when they run at the same time. With a GPU, compute and Adam run
+    on different processors, and the result is the longer of the two.
 
     Args:
         step_s: seconds per step.
@@ -266,8 +271,9 @@ def processors_alone(step_s: float, compute_s: float, adam_s: float, *, device: 
 
 
 def write_report(report: Report, facts: Sequence[StepFacts], samples: Sequence[Sample], directory: Path) -> None:
-    """Write report.json, report.txt, loss.csv and loss.png; and samples.jsonl if there were samples. JSON has null in
-    place of nan.
+    """Write report.json, report.txt, loss.csv and loss.png, and if there were samples, samples.jsonl.
+
+    JSON has null in place of nan.
 
     Args:
         report: the report.
@@ -320,8 +326,10 @@ def _plot(facts: Sequence[StepFacts], evaluations: Sequence[Evaluated], path: Pa
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """Return the exponential means of losses, corrected for the bias of the first steps. Losses that are not finite are
-    ignored."""
+    """Return the exponential means of losses, corrected for the bias of the first steps.
+
+    Losses that are infinite or nan are ignored.
+    """
     mean, weight, smoothed = 0.0, 0.0, []
     for loss in losses:
         if math.isfinite(loss):

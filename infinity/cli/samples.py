@@ -50,8 +50,8 @@ class Samples(TrainerCallback):  # type: ignore[misc]
     Args:
         prompts: result of prompts_of.
         most: maximum number of tokens of a sample; None: the default.
-        history: history that evaluations and samples are added to.
-        progress: progress that shows them.
+        history: history to which evaluations and samples are added.
+        progress: progress that shows the evaluations and samples.
         log: function that gives texts to trackers; None: no tracker takes texts.
         speaks: whether this process prints warnings.
     """
@@ -88,8 +88,11 @@ class Samples(TrainerCallback):  # type: ignore[misc]
             self._log(written)
 
     def _written(self, model: Any, ids: torch.Tensor, tokenizer: Any) -> str:
-        """Return the model's text for a prompt. It consists of the likeliest tokens, so that all ranks write the same
-        text, and no random number is drawn."""
+        """Return the model's text for a prompt.
+
+        The text consists of the likeliest tokens. All ranks therefore write the same text, and no random number is
+        drawn.
+        """
         training = model.training
         model.eval()
         try:

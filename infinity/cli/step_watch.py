@@ -31,7 +31,7 @@ _STAY = "the step is skipped and the weights do not change"
 
 
 class StepWatch(TrainerCallback):  # type: ignore[misc]
-    """The callback for each step. It is the last of a Trainer's callbacks.
+    """The callback for each step. A Trainer calls its other callbacks before this callback.
 
     Args:
         scaler: scaler of the loss, enabled or not.
@@ -39,8 +39,8 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         options: options of the run.
 
     Attributes:
-        began: counters before the first step of this process. Counts of evaluations and of saving are excluded, as in
-            `first` and `now`.
+        began: counters before the first step of this process. `began`, `first` and `now` exclude what was counted
+            during evaluations and saving.
         first: counters after the first step of this process.
         now: counters after the last step.
         stopped: exit code if a signal ended the run early, else 0.
@@ -96,7 +96,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
         self._end_trace(step)
         if self.stopped:
             control.should_training_stop = True
-            control.should_evaluate = control.should_save = False  # both are done when the run is resumed
+            control.should_evaluate = control.should_save = False  # the resumed run will evaluate and save
         if step == state.max_steps:
             control.should_log = True
             control.should_save = False  # the model of the last step is the output
@@ -154,7 +154,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             )
 
     def figures(self) -> dict[str, float]:
-        """Return figures of the steps since the last entry in a tracker, in addition to a Trainer's own figures."""
+        """Return figures of the steps since the last entry in a tracker. A Trainer adds its own figures to these."""
         since, self._unlogged = self._unlogged, []
         if not since:
             return {}
@@ -169,7 +169,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
     def _end_trace(self, step: int) -> None:
         if self._traced.after(step, stopping=bool(self.stopped)):
             self._progress.say(f"trace of the steps until {step}: {self._traced.path} (open it in ui.perfetto.dev)")
-            self._measured = time.perf_counter()  # the time of writing the trace is not counted as a step's
+            self._measured = time.perf_counter()  # the time of writing the trace does not count for a step
 
     def _say_if_skipped(self, step: int) -> None:
         lower = self._scaler.get_scale()
@@ -179,7 +179,7 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
             self._progress.say(f"step {step}: a gradient is not finite; {_STAY}")
 
     def _pause(self) -> None:
-        """Exclude the time and the counts from now to the next step from the measurements."""
+        """Exclude from the measurements the time and the counts between this call and the next step."""
         self._paused = statistics(self._model), time.perf_counter()
 
     def _go_on(self) -> None:
@@ -192,8 +192,9 @@ class StepWatch(TrainerCallback):  # type: ignore[misc]
 
 
 def _mean(parts: Sequence[Sequence[float]]) -> float:
-    """Return the loss of a step from the losses of all ranks. The sum is formed in the order of a single process that
-    has the batches of all ranks.
+    """Return the loss of a step from the losses of all ranks.
+
+    The order of the additions is the same as in a single process with the batches of all ranks.
 
     Args:
         parts: losses of the micro-batches, by rank.

@@ -12,8 +12,8 @@ from types import FrameType
 from infinity.ranks.ranks import rank_and_world
 
 _REPEATED_S = 2.0
-"""Seconds in which a second signal counts as a repetition. torchrun sends a signal to its ranks several times at
-once."""
+"""Seconds after a signal in which a second signal counts as a repetition of the first. torchrun sends a signal to its
+ranks several times at once."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Stop:
     """A request to stop the run.
 
     Attributes:
-        asked: 0, or the exit code once Ctrl-C or SIGTERM came. A second signal interrupts at once.
+        asked: exit code after Ctrl-C or SIGTERM; 0 before. A second signal interrupts at once.
         at: time of the signal, by time.monotonic().
     """
 

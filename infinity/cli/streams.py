@@ -1,4 +1,4 @@
-"""The standard streams of both programs: failing writes do not end the work, and Ctrl-C ends it with one line.
+"""The standard streams of both programs. Failed writes do not end the work; Ctrl-C ends the work with one line.
 
 [Note: when the reader of the output is gone]
 `infinity finetune … | head` closes the pipe while the run has days to go, and the run must not end. So the first write
@@ -26,7 +26,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 class ReaderGoneError(Exception):
-    """The output was closed by its reader, and printing was the only purpose of the command."""
+    """The reader has closed the output of a command whose only purpose is to print."""
 
 
 class Outlet:
@@ -34,7 +34,7 @@ class Outlet:
 
     Args:
         stream: stream that is written to.
-        go_on: whether a closed pipe is only recorded. If not, it raises ReaderGoneError once.
+        go_on: whether a closed pipe is only recorded. If `go_on` is False, a closed pipe raises ReaderGoneError once.
 
     Attributes:
         failure: the first failure; None if there was none.
@@ -47,7 +47,7 @@ class Outlet:
         self.failure: OSError | None = None
 
     def begin_run(self) -> None:
-        """Report a closed pipe in a line on stderr from now on; other failures are always reported."""
+        """From now on, report a closed pipe in a line on stderr. Other failures are always reported."""
         self._of_a_run = True
 
     def write(self, text: str) -> int:

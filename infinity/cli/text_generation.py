@@ -26,8 +26,8 @@ class SamplingSettings:
 
     Attributes:
         temperature: divisor of the logits, positive.
-        top_p: total probability of the likeliest tokens that a token is drawn from.
-        top_k: number of the likeliest tokens that a token is drawn from.
+        top_p: a token is drawn from the likeliest tokens with this total probability.
+        top_k: a token is drawn from this number of the likeliest tokens.
         seed: seed of torch's generator.
     """
 
@@ -43,8 +43,8 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = 
     Args:
         tokenizer: tokenizer of the model.
         prompt: text of the prompt.
-        chat: whether the prompt is a user's message in the tokenizer's chat template. The tokens then end where the
-            assistant's answer begins.
+        chat: whether the prompt is a user's message in the tokenizer's chat template. With a chat template the tokens
+            end where the assistant's answer begins.
         system: system message before the prompt; only with `chat`.
 
     Raises:
@@ -52,7 +52,7 @@ def prompt_ids(tokenizer: Any, prompt: str, *, chat: bool, system: str | None = 
     """
     if not chat:
         ids = list(tokenizer(prompt, verbose=False)["input_ids"])
-        end = tokenizer.eos_token_id  # some tokenizers append it to every text
+        end = tokenizer.eos_token_id  # some tokenizers append an end token to every text
         ids = ids[:-1] if end is not None and len(ids) > 1 and ids[-1] == end else ids
     else:
         said = [] if system is None else [{"role": "system", "content": system}]
@@ -91,8 +91,8 @@ def write(
         The tokens after the prompt.
 
     Raises:
-        WritingError: transformers cannot generate with the model or its settings. This is raised before the first
-            token, and on all ranks.
+        WritingError: transformers cannot generate with the model or its settings. All ranks raise the error, before the
+            first token.
     """
     settings = copy.deepcopy(model.generation_config)
     settings.update(max_new_tokens=most, max_length=None, do_sample=drawing is not None, use_cache=True)
@@ -131,7 +131,7 @@ def write(
 
 
 class _Stop:
-    """A stopping criterion of transformers that asks a function."""
+    """A stopping criterion of transformers that calls a function."""
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self._stop = stop

@@ -12,19 +12,19 @@ from infinity.errors import ConfigError, printable
 from infinity.runtime.trace import require_writable, trace
 
 _STEPS = 5
-"""Number of steps that are traced by default: enough to see how a step overlaps with the next, and few enough for a
-viewer in a browser."""
+"""Default number of traced steps: enough to see how a step overlaps with the next step, and few enough for a viewer in
+a browser."""
 
 
 def check(options: FinetuneOptions) -> None:
     """Check that the file of --trace can be written.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the file cannot be written.
     """
     if options.trace is None:
         return
-    if options.trace.exists() and not options.trace.is_file():  # the file is replaced, and a device file must not be
+    if options.trace.exists() and not options.trace.is_file():  # a device file must not be replaced
         raise ConfigError(f"--trace {printable(options.trace)}: it is not a regular file")
     require_writable(options.trace)
     if options.output in options.trace.parents:
@@ -32,7 +32,7 @@ def check(options: FinetuneOptions) -> None:
 
 
 class TracedSteps(ExitStack):
-    """A trace of some steps of a run. A run that ends early leaves a trace of the steps that it did.
+    """A trace of some steps of a run. If the run ends early, the trace has the steps until then.
 
     Args:
         model: the offloaded model.
@@ -46,7 +46,7 @@ class TracedSteps(ExitStack):
         path: file for the trace; None if nothing is traced.
 
     Raises:
-        ConfigError: this process will do none of the steps.
+        ConfigError: this process will do none of the steps to be traced.
     """
 
     def __init__(

@@ -1,5 +1,7 @@
-"""The trackers of --logger, which show the figures of a run. If the run is resumed, TensorBoard and wandb continue its
-records. A tracker that fails does not end the run."""
+"""The trackers of --logger, which show the figures of a run.
+
+If a run is resumed, TensorBoard and wandb continue the run's records. A tracker that fails does not end the run.
+"""
 
 from __future__ import annotations
 
@@ -69,12 +71,14 @@ def _callback(
 
 
 class _Guarded:
-    """A callback of a Trainer whose errors are warnings, such as that of a server that does not answer. The first error
-    is printed.
+    """A callback of a Trainer that turns its errors into warnings, for example if a server does not answer.
+
+    The first error is printed.
 
     Args:
         name: name of the tracker.
-        make: opens the tracker and returns its callback; its argument closes the tracker.
+        make: function that opens the tracker and returns the tracker's callback; its argument is an exit stack that
+            closes the tracker.
     """
 
     def __init__(self, name: str, make: Callable[[ExitStack], TrainerCallback]) -> None:

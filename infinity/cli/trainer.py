@@ -38,16 +38,16 @@ _TRACKED = (
 """Fields of a TrainerState that a resumed run takes over. The other fields follow from the arguments, or belong to one
 process."""
 _TRAINED, _HELD_OUT = "trained", "held_out"
-"""Columns of the two datasets. A row holds the index of a sequence."""
+"""Columns of the two datasets. A row contains the index of a sequence."""
 _TheirTrainer: Any = object
-"""Stands for the trainer of TRL, which follows these classes in the order of method resolution."""
+"""Placeholder for the trainer of TRL, which comes after these classes in the method resolution order."""
 
 
 class _Recording(_TheirTrainer):  # type: ignore[misc]
-    """Recorder of each batch's share of a step's loss.
+    """Recorder of the share that each batch has in a step's loss.
 
-    TrainerMixin comes before this class, because it may collect the batches of a step and run a batch twice. The last
-    run of a batch counts.
+    TrainerMixin comes before this class, because it may collect the batches of a step and run a batch twice. If a batch
+    runs twice, the loss of the second run is recorded.
     """
 
     def __init__(self, *given: Any, **named: Any) -> None:
@@ -69,7 +69,7 @@ class Running(TrainerMixin, _Recording):
     """The base of a trainer, listed before a trainer of TRL among the bases of a class.
 
     The batches come in the order of the run. A resumed run continues from the state that a generation has tracked, and
-    its model already has its weights and optimizer states. Models are saved in infinity's way.
+    its model already has its weights and optimizer states. Models are saved by infinity's functions.
 
     Args:
         trained: sequences to train on.
@@ -77,7 +77,8 @@ class Running(TrainerMixin, _Recording):
         order: order of the sequences to train on.
         identity: identity of the data, which is advanced before each step.
         save: function that writes the model to a directory; all ranks call it.
-        figures: function that returns figures for trackers, in addition to the loss, of the steps since its last call.
+        figures: function that returns figures of the steps since its last call, which trackers show in addition to the
+            loss.
         scaler: scaler of the loss, enabled or not.
         swap_config: swap config of the run.
         others: arguments of TRL's trainer.
@@ -128,7 +129,7 @@ class Running(TrainerMixin, _Recording):
             swap_config=swap_config,
             **others,
         )
-        rng.restore(drawn)  # a Trainer seeds all ranks alike, but each needs its own random numbers
+        rng.restore(drawn)  # a Trainer seeds all ranks alike, but each rank needs its own random numbers
         self.remove_callback(PrinterCallback)
         self.processing_class = None  # else train() writes its special tokens into the model's configs
         if scaler.is_enabled():
@@ -150,7 +151,7 @@ class Running(TrainerMixin, _Recording):
         raise NotImplementedError
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Return the loader of the run's batches. It does not draw from the random numbers of the training."""
+        """Return the loader of the run's batches. The loader does not use the random numbers of the training."""
         loader = DataLoader(
             self.train_dataset,
             batch_size=self._train_batch_size,
@@ -170,7 +171,10 @@ class Running(TrainerMixin, _Recording):
         return batches, self._items_in(batches)
 
     def _items_in(self, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor | None:
-        """Return the number of items that all ranks learn in a step; None if its loss is the mean over the batches."""
+        """Return the number of items that all ranks learn in a step.
+
+        The result is None if the loss of a step is the mean over the batches.
+        """
         return None
 
     @peer_errors()
@@ -192,10 +196,13 @@ class Running(TrainerMixin, _Recording):
         return loss
 
     def _get_grad_norm(self, *given: Any, **named: Any) -> None:
-        """Return None: the optimizer's update computes the norm. transformers would read all gradients for it."""
+        """Return None: the optimizer's update computes the norm. transformers' own method would read all gradients."""
 
     def log(self, logs: dict[str, Any], *given: Any, **named: Any) -> None:
-        """Give the figures to the trackers, and discard them. A Trainer would keep those of all steps in memory."""
+        """Give the figures to the trackers, and discard them.
+
+        A Trainer would keep the figures of all steps in memory.
+        """
         figures = self._figures() if "loss" in logs else {}
         # After a step whose loss was not finite, a Trainer's own sum stays nan.
         finite = {name: value for name, value in logs.items() if name != "train_loss" or math.isfinite(value)}
@@ -207,7 +214,11 @@ class Running(TrainerMixin, _Recording):
         self.callback_handler.on_train_end(self.args, self.state, self.control)
 
     def evaluate(self, *given: Any, **named: Any) -> dict[str, float]:
-        """Evaluate. A loader draws random numbers, and trackers may; those of the training are restored afterwards."""
+        """Evaluate.
+
+        A loader draws random numbers, and trackers may draw some, too. The RNG state of the training is restored
+        afterwards.
+        """
         drawn = rng.snapshot()
         try:
             metrics: dict[str, float] = super().evaluate(*given, **named)
@@ -216,7 +227,8 @@ class Running(TrainerMixin, _Recording):
             rng.restore(drawn)
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
-        """Return the loss of a batch, scaled so that a Trainer's mean over the batches weighs them by their content.
+        """Return the loss of a batch, scaled so that a Trainer's mean over the batches is weighted by their content.
+
         A batch that has only filler rows counts as 0.
 
         The result is in fp64, so that the sum does not depend on the number of ranks, which changes the batches.
@@ -241,12 +253,12 @@ class Running(TrainerMixin, _Recording):
 
     @peer_errors()
     def go_on(self, directory: Path, *, evaluate: bool, save: bool) -> None:
-        """Write the folder for `train(resume_from_checkpoint=directory)`: the current random numbers and the state.
+        """Write the RNG state and the trainer's state to the folder for `train(resume_from_checkpoint=directory)`.
 
         Args:
             directory: the folder.
             evaluate: whether to evaluate first, because an interruption has prevented the evaluation of the last step.
-            save: whether to save the model first, because an interruption has prevented it.
+            save: whether to save the model first, because an interruption has prevented the saving.
         """
         self._save_rng_state(str(directory))
         self.control.should_evaluate, self.control.should_save = evaluate, save
@@ -254,7 +266,7 @@ class Running(TrainerMixin, _Recording):
         self.state.save_to_json(str(directory / TRAINER_STATE_NAME))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Do nothing: the model was offloaded from its generation."""
+        """Do nothing, because the model was already loaded from its generation when it was offloaded."""
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -265,7 +277,7 @@ class Running(TrainerMixin, _Recording):
         """Save the model and the tokenizer. The ranks agree on the result.
 
         Raises:
-            InfinityError: the model could not be saved; all ranks raise it.
+            InfinityError: the model could not be saved; all ranks raise this error.
         """
         directory, problem = output_dir or self.args.output_dir, None
         try:
@@ -282,7 +294,7 @@ class Running(TrainerMixin, _Recording):
             raise InfinityError(said[0])
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save the model of a step. If that fails, the reason is noted, and the run goes on."""
+        """Save the model of a step. If the saving fails, the reason is added to `failed`, and the run goes on."""
         try:
             super()._save_checkpoint(model, trial)
         except (PeerError, SwapIOError):
@@ -292,14 +304,14 @@ class Running(TrainerMixin, _Recording):
             self.failed[step] = f"step {step}: the model is not saved in {self.folder_of(step)}: {raised(error)}"
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Do nothing: TRL's card names pages of trackers and no data, and would be written before the model."""
+        """Do nothing: TRL's model card names pages of trackers but no data, and would be written before the model."""
 
 
 def require_points() -> None:
     """Check that the libraries have all private methods that a trainer uses.
 
     Raises:
-        NotAvailableError: a method is missing; names it.
+        NotAvailableError: a method is missing; the error names the method.
     """
     for point in (each for each in POINTS if each.who == FINETUNE):
         for place in point.where:
@@ -308,7 +320,7 @@ def require_points() -> None:
 
 
 class _Collator:
-    """Collator of rows that hold indices of sequences.
+    """Collator for rows that contain indices of sequences.
 
     Args:
         trained: sequences to train on.
@@ -337,8 +349,11 @@ def _dataset(column: str, sequences: int) -> Dataset:
 
 
 def _refusal(shape: torch.Size, error: Exception) -> ModelError:
-    """Return the error for an exception in a model's forward. If the exception's kind tells the cause, the error says
-    what can be done: an index or a size that does not fit means that a sequence is too long."""
+    """Return the error for an exception in a model's forward.
+
+    If the type of the exception indicates the cause, the error says what the user can do; an index or size that does
+    not fit indicates that a sequence is too long.
+    """
     asked = f"sequences of {shape[1]} tokens, {shape[0]} at a time"
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
         return ModelError(

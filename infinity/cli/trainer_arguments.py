@@ -24,7 +24,7 @@ _OF_SCHEDULE = "lr_scheduler_kwargs"
 
 
 def check(options: FinetuneOptions) -> None:
-    """Check the options before anything slow.
+    """Check the options before any slow work.
 
     Raises:
         ConfigError: TRL or transformers refuses options, or an option does nothing.
@@ -55,7 +55,10 @@ def schedule_of(arguments: TrainingArguments, optimizer: torch.optim.Optimizer, 
 
 
 def take_up_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
-    """Set the learning rates of the next step. --steps may have changed since the generation recorded the rates."""
+    """Set the learning rates of the next step.
+
+    The rates in the generation may be wrong, because --steps may have changed since.
+    """
     if not isinstance(schedule, LambdaLR):
         return
     factors = (factor(schedule.last_epoch) for factor in schedule.lr_lambdas)
@@ -115,7 +118,7 @@ def arguments_of(options: FinetuneOptions, steps: int, directory: Path, *, evalu
         "disable_tqdm": True,
     }
     if options.method == "sft":
-        given["dataset_kwargs"] = {"skip_prepare_dataset": True}  # the tokens exist already: data.py
+        given["dataset_kwargs"] = {"skip_prepare_dataset": True}  # data.py has already made the tokens
     if options.method != "reward":
         given["router_aux_loss_coef"] = None if balances else 0.0
     given |= _schedule(options, steps) | _evaluation(options, steps, evaluates=evaluates) | _saving(options, steps)
@@ -148,7 +151,9 @@ def _evaluation(options: FinetuneOptions, steps: int, *, evaluates: bool) -> dic
 
 
 def _saving(options: FinetuneOptions, steps: int) -> dict[str, Any]:
-    """Return the arguments for saving models for use. A run is resumed from its store, so these models have no states.
+    """Return the arguments for saving models for use.
+
+    These models have no optimizer states, because a run is resumed from its store.
 
     The best model is saved after its evaluation (step_watch.py). run_directory.py decides which models stay.
     """

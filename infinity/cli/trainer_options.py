@@ -13,7 +13,7 @@ from typing import Any
 from infinity.errors import ConfigError
 
 Given = dict[str, list[str]]
-"""Values of such options in the form of the command line, by name."""
+"""Values of options of TRL's configs in the form of the command line, by name."""
 
 CONFIGS = {"sft": "SFTConfig", "dpo": "DPOConfig", "reward": "RewardConfig"}
 """Names of TRL's classes of options, by --method."""
@@ -88,7 +88,7 @@ _REFUSED = {
         *("log_on_each_node", "ddp_timeout", "skip_memory_metrics"),
     ),
 }
-"""Fields that infinity decides, or that would do nothing, by the advice for the error."""
+"""Fields whose values infinity chooses, and fields that would do nothing, by the advice for the error."""
 
 _DO_NOTHING_WITHOUT = {
     "label_smoothing": ("loss_type", {"robust", "exo_pair", "aot", "aot_unpaired"}),
@@ -104,13 +104,15 @@ VALUES = {
     },
     "f_divergence_type": {"reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"},
 }
-"""Values that DPOTrainer knows. It would refuse other values only in the first step."""
+"""Values that DPOTrainer knows. DPOTrainer would refuse other values only in the first step."""
 
 
 @cache
 def names(method: str | None = None) -> frozenset[str]:
-    """Return the names of all fields of a method; None: of all methods. Fields of a library that is not installed are
-    missing."""
+    """Return the names of all fields of a method; for None, of all methods.
+
+    The result lacks fields of libraries that are not installed.
+    """
     own = [("trl", f"trainer/{each}_config.py", CONFIGS[each]) for each in CONFIGS if method in (None, each)]
     return frozenset(name for package, file, kind in (*_OF_ALL, *own) for name in _fields_in(package, file, kind))
 
@@ -140,7 +142,7 @@ def require_passed_on(name: str, where: str = "") -> None:
         where: place where the field is given, for the message.
 
     Raises:
-        ConfigError: it is not; the message says what to do instead.
+        ConfigError: the field is not passed on; the message says what to do instead.
     """
     for instead, refused in _REFUSED.items():
         if name in refused:
@@ -148,7 +150,7 @@ def require_passed_on(name: str, where: str = "") -> None:
 
 
 def require_of_method(given: Given, method: str) -> None:
-    """Check that the given fields do something with this --method, and beside each other.
+    """Check that each given field has an effect with this --method and with the other given fields.
 
     Raises:
         ConfigError: a field does nothing, or has a value that TRL does not know.

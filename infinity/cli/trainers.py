@@ -1,4 +1,7 @@
-"""The trainers of `infinity finetune`, by --method: each is a trainer of TRL with Running before it."""
+"""The trainers of `infinity finetune`, by --method.
+
+Each inherits from Running first, and then from a trainer of TRL.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from infinity.errors import ModelError
 
 
 class Sft(Running, SFTTrainer):  # type: ignore[misc]
-    """SFTTrainer with the model's own loss. Every learned token has the same weight, also in an evaluation."""
+    """SFTTrainer with the model's own loss. Every learned token has the same weight, in training and in evaluations."""
 
     loss_is_scaled_for_ga = True  # compute_loss divides by the tokens of the whole step
 
@@ -72,8 +75,10 @@ class _OfPairs(Running):
         return held_out.sequences
 
     def _collated(self, data: Sequences, indices: list[int]) -> dict[str, torch.Tensor]:
-        """Return the batch, without filler pairs. For held-out pairs `pairs` says which pairs are real, for the size of
-        the batch."""
+        """Return the batch, without filler pairs.
+
+        A batch of held-out pairs also has `pairs`, which says for each place in the batch whether the pair is real.
+        """
         if self.tokenizer.pad_token_id is None:
             raise ModelError("the tokenizer has no token for padding and none that ends a text: give it a pad_token")
         there = [index for index in indices if index < data.sequences] or [0]

@@ -252,10 +252,10 @@ class Training:
         return list(self._trainer.failed.values())
 
     def report(self) -> Report:
-        """Return the report on the steps of this process without the first step.
+        """Return the report on the steps of this process, except the first step.
 
-        If there is only one step, the report is about this step, and waits for its update first. Other updates may run
-        during the next step, and count there.
+        If this process did only one step, the report is about that step, and waits for the step's update first.
+        Otherwise an update may run during the next step, and counts for that step.
         """
         assert self._watch is not None
         mine, now = self.history.facts[self._before :], self._watch.now
@@ -282,7 +282,7 @@ class Training:
 
 
 def _padding_of(tokenizer: Any) -> int | None:
-    """Return the token with which TRL's trainers pad."""
+    """Return the token that TRL's trainers use for padding."""
     return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id  # type: ignore[no-any-return]
 
 

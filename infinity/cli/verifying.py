@@ -26,7 +26,7 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Expected:
-    """Results of the trained model that the saved model must give.
+    """Results of the trained model that the saved model must reproduce.
 
     Attributes:
         logits: logits of a batch.
@@ -38,10 +38,10 @@ class Expected:
 
 
 def require_possible(options: FinetuneOptions) -> None:
-    """Check that the output will be loadable without infinity, if --verify-output is given.
+    """If --verify-output is given, check that the output will be loadable without infinity.
 
     Raises:
-        NotAvailableError: it will not.
+        NotAvailableError: the output will not be loadable.
     """
     if not (options.verify_output and _has_adapters(options)):
         return
@@ -99,7 +99,10 @@ def verify(directory: Path, options: FinetuneOptions, batch: Any, expected: Expe
 
 
 def _moved(model: Any, device: torch.device) -> Any:
-    """Move a plain model to the device of the trained model. On another device the bits of its results may differ."""
+    """Move a plain model to the device of the trained model.
+
+    On another device the model's results may differ in some bits.
+    """
     try:
         return model.to(device)
     except torch.OutOfMemoryError as error:
@@ -111,7 +114,10 @@ def _moved(model: Any, device: torch.device) -> Any:
 
 
 def _align(model: nn.Module) -> None:
-    """Copy weights that are not aligned in the file: with them, a head with one output adds in another order."""
+    """Copy weights that are not aligned in the file.
+
+    With unaligned weights, a head with one output adds in another order.
+    """
     for parameter in model.parameters():
         if parameter.data_ptr() % _ALIGNMENT:
             parameter.data = parameter.data.clone()
@@ -134,7 +140,7 @@ def _load_plainly(directory: Path, options: FinetuneOptions, encoded: dict[str, 
     Args:
         directory: the output, a model or adapters.
         options: options of the run.
-        encoded: codecs of the weights that were kept encoded, by name; used if the output consists of adapters.
+        encoded: codecs of the weights that were kept encoded, by name; only used if the output consists of adapters.
     """
     kind, more = class_of(options)
     if not _has_adapters(options):

@@ -1,8 +1,8 @@
 """The results of a survey, as JSON for programs and as a swap config for infinity.
 
 [Note: the JSON]
-`schema` and `version` identify the format; within a version keys are only added. The other keys are the fields of
-Survey. Sizes are in bytes, rates in bytes per second.
+`schema` and `version` identify the format; within a version keys are only added. All keys except `schema`, `version`,
+`infinity` and `time` are the fields of Survey. Sizes are in bytes, rates in bytes per second.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The conversion of a DeepSpeed config to a swap config and to a list of findings, one for each of its keys.
+"""The conversion of a DeepSpeed config to a swap config and a list of findings.
+
+The list has one finding for each key of the DeepSpeed config.
 
 [Note: what is not offloaded]
 Weights and states that DeepSpeed keeps on the GPUs become `auto`, not `device`. With ZeRO-3 each of N GPUs has a part

@@ -63,8 +63,10 @@ def _scalar(value: str | int | list[str]) -> str:
 
 
 def report(conversion: Conversion, source: Source, output: Path | None) -> str:
-    """Return the report: lost settings first, settings that need no action last, then the command that starts the
-    training.
+    """Return the report.
+
+    The report begins with the lost settings. The settings that need no action and the command that starts the training
+    are at the end.
     """
     out: list[str] = []
     for fate in Fate:

@@ -80,8 +80,9 @@ class Gpus:
         return self._each(self._memory, "") if self._devices else [self._none(), *self._in_ram()]
 
     def _in_ram(self) -> list[Row]:
-        """Return a row about the budgets, if the CPU computes and memory.device does not fit into RAM beside
-        memory.host.
+        """Return a row about the budgets if the CPU computes and the budgets together are larger than RAM.
+
+        The budgets are memory.device and memory.host.
         """
         memory, left = self._config.memory, available_host_bytes(self._root)
         host, device = memory.host or 0, memory.device or 0

@@ -16,8 +16,8 @@ class Row(NamedTuple):
     """One line of the report: the finding of a probe.
 
     Attributes:
-        state: "missing": a run needs it and cannot work, or not as configured; "slower": a run works, but is slower now
-            or soon; "unknown": the state could not be determined, and `finding` says why.
+        state: "missing": a run cannot work, or not as configured; "slower": a run works, but is slower now or soon;
+            "unknown": the state could not be determined, and `finding` says why.
         mend: a shell command that repairs the problem; '' if there is no command or no problem.
         what, section: names of the row; '': the names of its probe.
     """

@@ -1,7 +1,8 @@
-"""The rate of the optimizer's update in memory, compared with a bound that the memory allows.
+"""The rate of the optimizer's update in memory, compared with the maximum rate that the memory allows.
 
-The bound is a pass that reads and writes the same streams in place with almost no arithmetic. It is measured in the
-same rounds, with the same instruction set and number of threads. Bytes are those that the update must move.
+The bound is a pass that reads and writes the same streams in place with almost no arithmetic. The bound is measured in
+the same rounds as the update, with the same instruction set and number of threads. The bytes in the results are the
+bytes that the update must move.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Format:
     """A storage format of the states.
 
     Attributes:
-        grad_size: magnitude of the gradients. The squares of 1e-22 are denormal numbers.
+        grad_size: magnitude of the gradients. The squares of gradients of magnitude 1e-22 are denormal numbers.
     """
 
     weight: _native.DTypeName
@@ -37,7 +38,7 @@ class Format:
 
     @property
     def state_bytes(self) -> float:
-        """Bytes per parameter that are read and written back when master and moments are on NVMe and weights in RAM."""
+        """Bytes per parameter that are read and written back if master and moments are on NVMe and weights in RAM."""
         moment = _native.moment_bytes(self.moments, _native.CHUNK_NUMEL) / _native.CHUNK_NUMEL
         return 2 * (residual_itemsize(self.master) + 2 * moment)
 
@@ -45,7 +46,7 @@ class Format:
     def memory_bytes(self) -> float:
         """Bytes per parameter that are transferred to and from memory.
 
-        With an fp32 master the weight is only written.
+        With an fp32 master the weight is written but not read.
         """
         weight = _ITEMSIZE[self.weight] * (1 if self.master == "fp32" else 2)
         return weight + self.state_bytes + _ITEMSIZE[self.grad]
@@ -96,7 +97,7 @@ class Memory:
 
 
 def measure(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool, rounds: int) -> Pass:
-    """Measure the update of a format, and in each round the bound."""
+    """Measure the update of a format; each round also measures the bound."""
     update = _updater(memory, form, isa, pool)
     limits, ours = [], []
     for _ in range(rounds):
@@ -116,7 +117,10 @@ def _bound(memory: Memory, isa: str, pool: _native.ThreadPool) -> None:
 
 
 def _updater(memory: Memory, form: Format, isa: str, pool: _native.ThreadPool) -> Callable[[], None]:
-    """Return a function that makes one update. It has been called once, so that the moments have their form."""
+    """Return a function that makes one update.
+
+    This function has already been called once, so that the moments are in the format's form.
+    """
     numel = memory.numel
     memory.fill_gradients(form.grad, form.grad_size)
     moment = _native.moment_bytes(form.moments, numel)

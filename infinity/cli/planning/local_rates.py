@@ -1,6 +1,6 @@
 """The rates of this machine.
 
-Each is measured in a fraction of a second, or read from infinity-bench's profiles of the disks.
+Each rate is measured in a fraction of a second, or read from infinity-bench's profiles of the disks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from infinity.state.frozen_codecs import FrozenName
 _DISK_READ, _DISK_WRITE = 2.0e9, 1.5e9
 _UPDATE_NUMEL, _UPDATE_NUMEL_MAX = 4 << 20, 64 << 20
 _PROBED_BYTES = 24
-"""Bytes per parameter that measuring needs: all forms of the states at once."""
+"""Bytes of memory per parameter that the measurement needs: all forms of the states at once."""
 _UPDATE_BYTES = 14
 """Bytes of memory per parameter with fp32 moments: weight, residual, moments, gradient."""
 _MOMENTS: tuple[_native.MomentsName, ...] = ("fp32", "bf16", "int8")
@@ -44,7 +44,10 @@ _LOOK_S, _BUSY_PERCENT = 0.1, 25
 
 
 def _busy() -> str:
-    """Return a note for rates that are measured while other processes compute. This process must not compute now."""
+    """Return a note for rates that are measured while other processes compute.
+
+    This process must not compute during the call.
+    """
     busy = psutil.cpu_percent(interval=_LOOK_S)
     return (
         f", while other work used {busy:.0f} % of the processors: the rates may be too low"
@@ -133,8 +136,9 @@ def _disks(paths: Sequence[Path], sources: dict[str, str]) -> tuple[float, float
 
 
 def _endurance_bytes(paths: Sequence[Path]) -> float:
-    """Return the bytes for which all drives together are rated, by their own counters; 0 if a drive does not report
-    it.
+    """Return the rated endurance of all drives together in bytes, from the drives' own counters.
+
+    The result is 0 if a drive does not report its endurance.
     """
     disks = [disk_under(nearest(path)).members for path in paths]
     told = [endurance_of(members[0].name) if members else None for members in disks]
@@ -143,8 +147,9 @@ def _endurance_bytes(paths: Sequence[Path]) -> float:
 
 
 def _adam(cores: int) -> tuple[dict[str, float], float]:
-    """Return the parameters per second of an update in memory for each form of the moments, and the bytes per second of
-    memory.
+    """Return the rate of an update in memory for each form of the moments, and the rate of the memory.
+
+    The rates are in parameters per second and in bytes per second.
     """
     memory, isa, pool = adam.Memory(_update_numel()), _native.select_isa(), _native.ThreadPool(cores)
     forms = {moments: adam.Format("bf16", "split16", moments, "bf16") for moments in _MOMENTS}
@@ -154,16 +159,19 @@ def _adam(cores: int) -> tuple[dict[str, float], float]:
 
 
 def _update_numel() -> int:
-    """Return a number of parameters of which the processor's caches have at most a quarter.
+    """Return a number of parameters whose states are four times as large as the processor's caches.
 
-    The number is limited, so that the states take at most an eighth of the RAM.
+    The number is limited, so that the states take at most an eighth of the available RAM.
     """
     wanted = min(4 * last_cache_bytes() // _UPDATE_BYTES, _UPDATE_NUMEL_MAX)
     return max(min(wanted, available_host_bytes() // 8 // _PROBED_BYTES) >> 20 << 20, _UPDATE_NUMEL)
 
 
 def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
-    """Return the median duration after one warm-up call. There are up to five calls within the time budget."""
+    """Return the median duration after one warm-up call.
+
+    The function is called up to five times within the time budget.
+    """
     call()
     taken: list[float] = []
     while len(taken) < 5 and (not taken or sum(taken) < budget_s):
@@ -213,7 +221,7 @@ def _flops(device: torch.device, dtype: torch.dtype, width: int, inner: int, tok
 
 
 def _decode(codec: Codec, cores: int) -> float:
-    """Return the encoded parameters decoded per second."""
+    """Return the number of encoded parameters that are decoded per second."""
     shape, pool = torch.Size([256, 16384]), _native.ThreadPool(cores)
     data: Any = torch.zeros(encoded_bytes(codec, shape), dtype=torch.uint8).numpy()
     encode("", torch.randn(shape.numel()), codec, memoryview(data), pool)

@@ -1,6 +1,6 @@
 """Other machines than this one, for `infinity plan --machine` and bench/simulation.
 
-Every rate has its source beside it. The project has measured only the rates whose source says so.
+The table names the source of every rate. A rate was measured by this project only if its source says that.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def _machine(
 ) -> Machine:
     """Return a machine.
 
-    `adam` is for one core, `disk_tb` for each disk; `overwrites` is the number that a disk endures.
+    `adam` has the rates of one core. `disk_tb` is the size of each disk in TB, and `overwrites` is how often a disk can
+    be overwritten completely.
     """
     return Machine(
         name=name,

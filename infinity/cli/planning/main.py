@@ -31,7 +31,7 @@ DOES_NOT_FIT = 1
 
 
 def plan(found: argparse.Namespace) -> int:
-    """Print the plan. Return the exit code: 1 if it does not fit.
+    """Print the plan. Return the exit code: 1 if the model does not fit.
 
     Args:
         found: the parser's result.

@@ -23,7 +23,7 @@ from infinity.state.frozen_codecs import remember
 _LOGITS_BYTES = 1 << 30
 """Upper bound of the bytes of a chunked loss: some rows of the vocabulary in fp32, and their gradients."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Names of the number of experts in configurations of mixtures."""
+"""Names of the field with the number of experts in configurations of mixtures."""
 _BLOCK_WIDTHS = 8
 """Number of activations of hidden width in a block while it is recomputed: norms, queries, outputs of attention and
 residuals.
@@ -54,14 +54,14 @@ def build(name: str, dtype: torch.dtype, *, trust_remote_code: bool = False, rev
     """Build the model without values, on the meta device.
 
     Args:
-        name: a preset; or, as for `infinity finetune --model`, a directory with at least a config.json, or a hub id,
-            from which only the configuration is downloaded.
+        name: a preset, a directory with at least a config.json, or a hub id (as for `infinity finetune --model`); from
+            the hub only the configuration is downloaded.
         dtype: dtype of the weights.
         trust_remote_code: run the Python files that come with the model.
         revision: revision of the hub's model.
 
     Raises:
-        ConfigError, ModelError: there is no such model, or it cannot be planned for.
+        ConfigError, ModelError: there is no such model, or a plan for the model is not possible.
     """
     from infinity.checkpoint.load import load_config_of
     from infinity.checkpoint.quantized_files import codec_text, without_quantization
@@ -119,7 +119,8 @@ def on_meta(name: str, config: Any, dtype: torch.dtype, *, trust_remote_code: bo
 def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> None:
     """Mark the linear layers of the model's blocks as encoded in the checkpoint.
 
-    Layers with one of the `skipped` parts in their names are left out, as transformers leaves them out.
+    Layers whose names contain one of the `skipped` parts are not encoded; transformers does not encode these layers,
+    either.
     """
     left_out = {module for name, module in model.named_modules() if any(f".{part}." in f".{name}." for part in skipped)}
 
@@ -135,7 +136,7 @@ def _rest_encoded(model: nn.Module, codec: Codec, skipped: tuple[str, ...]) -> N
 def adapt(model: nn.Module, rank: int) -> None:
     """Freeze a model and add PEFT's adapters as --lora does.
 
-    PEFT adds them to linear layers, and to stacks of experts that it treats as linear layers.
+    PEFT adds adapters to linear layers, and to stacks of experts, which PEFT treats as linear layers.
 
     Raises:
         ConfigError: PEFT is not installed, or the model has no such layers.
@@ -179,7 +180,8 @@ class Shape:
         attention: width of a block's queries, as attention computes with them (`_attention_width`).
         words: size of the vocabulary.
         itemsize: bytes of a weight.
-        stacks: elements of a block's stacks of experts with adapters. PEFT adds the adapters to a copy of the stacks.
+        stacks: elements of a block's stacks of experts with adapters. In the forward, PEFT adds the adapters to a copy
+            of the stacks.
     """
 
     products: float
@@ -194,7 +196,10 @@ class Shape:
 
 
 def shape_of(model: Any) -> Shape:
-    """Return the shape of a model. Matrix products and attention are counted; embedding lookups cost nothing."""
+    """Return the shape of a model.
+
+    The shape counts matrix products and attention; embedding lookups count as no work.
+    """
     looked_up = {each.weight for each in model.modules() if isinstance(each, nn.Embedding)}
     linears = (each for each in model.modules() if isinstance(each, nn.Linear))
     heads = {each._parameters.get("weight") for each in linears} & looked_up  # tied
@@ -221,7 +226,7 @@ def shape_of(model: Any) -> Shape:
 
 
 def _stacks(model: nn.Module) -> int:
-    """Return Shape.stacks of the block that has the most."""
+    """Return the maximum of Shape.stacks over the blocks."""
     found: Counter[nn.Module] = Counter()
     layer: Any
     for layer in model.modules():
@@ -239,7 +244,7 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
     backward = again + (2 * shape.products + 2 * shape.trained + 2 * attention) * batch.tokens * batch.count
     kept = shape.itemsize * shape.blocks * batch.tokens * shape.width * (batch.micro_batches if vertical else 1)
     block = shape.itemsize * batch.tokens * (_BLOCK_WIDTHS * shape.width + 3 * shape.inner)
-    stacks = shape.itemsize * shape.stacks  # and the same again for their gradient
+    stacks = shape.itemsize * shape.stacks  # the gradients of the stacks take as many bytes
     if not recompute:
         kept += shape.blocks * (block + stacks) * (batch.micro_batches if vertical else 1)
     logits = min(_LOGITS_BYTES, 8 * batch.tokens * shape.words)
@@ -252,7 +257,9 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
 
 
 def _attention_width(model: Any, width: int) -> float:
-    """Return the width of a block's queries, for two products per token of which half is masked.
+    """Return the width of a block's queries.
+
+    It is used for the two products of attention per token; half of each product is masked.
 
     Args:
         model: the model.
@@ -270,7 +277,7 @@ def _attention_width(model: Any, width: int) -> float:
 
 
 def _blocks(model: nn.Module) -> int:
-    """Return the length of the longest list of blocks. A list inside a block does not count."""
+    """Return the length of the longest list of blocks. A list inside a block is not a list of blocks."""
     lists: list[int] = []
 
     def walk(module: nn.Module) -> None:

@@ -34,7 +34,7 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlannedMachine:
-    """The machine; by default this one."""
+    """The machine to plan for; by default this machine."""
 
     machine: str | None = argument("another machine, with rates from data sheets", types.word, choices=MACHINES)
     cpu: bool = argument("plan for the CPU even if there is a GPU")

@@ -24,7 +24,7 @@ _DAYS_SHOWN = 10 * 365
 
 
 def report(scenario: Scenario, outcome: Outcome, alternatives: list[Alternative]) -> str:
-    """Return the report. Its lines are in the order in which a user decides."""
+    """Return the report. The lines of the report are in the order in which a user decides."""
     return "\n".join(_lines(scenario, outcome, alternatives))
 
 

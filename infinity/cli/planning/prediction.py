@@ -4,8 +4,8 @@
 Each resource has an amount of work in a step: the disks, the links to and from the device, the processor, memory, and
 the device. The processor's work is Adam, landing of gradients and checksums; without a device it is also forward,
 backward and decoding. If updates run beside the passes, a step takes slightly longer than its busiest resource, because
-nothing overlaps completely (`OVERLAPPED`). With `overlap: off` the updates follow the passes, and the times of the
-busiest resource of each are added.
+nothing overlaps completely (`OVERLAPPED`). With `overlap: off` the updates follow the passes; the step takes the time
+of the busiest resource in the passes plus the time of the busiest resource in the updates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from infinity.plan.link_traffic import LinkBytes
 from infinity.plan.plan import Plan
 
 OVERLAPPED = 1.08
-"""Ratio of the time of a step to that of its busiest resource, measured on the CPU: 1.05 to 1.15 (bench/results)."""
+"""Ratio of a step's time to the time of its busiest resource; measurements on the CPU gave 1.05 to 1.15
+(bench/results)."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class Work:
     Attributes:
         flops: FLOPs of forward and backward of all micro-batches.
         tokens: tokens of all micro-batches of this process.
-        landings: the number of times that each gradient lands, including those added to earlier gradients.
-        peak_bytes: maximum of device memory in addition to slots. It includes the activations of all micro-batches that
-            pass a unit together, which are kept between forward and backward.
+        landings: number of times that each gradient lands; landings that are added to earlier gradients count, too.
+        peak_bytes: maximum of device memory in addition to slots. The maximum includes the activations that are kept
+            between forward and backward, for all micro-batches that pass a unit together.
     """
 
     flops: float
@@ -45,9 +46,9 @@ class Prediction:
     """The predicted time of one step.
 
     Attributes:
-        seconds: of the step.
-        busy: seconds of each resource alone, by name: compute, disk, processor, memory, up, down, between. Resources
-            without work are left out.
+        seconds: seconds of the step.
+        busy: seconds that each resource needs on its own, by name: compute, disk, processor, memory, up, down, between.
+            Resources without work are left out.
         compute_s: seconds of forward and backward, on the device or on the processor.
         moved: the bytes on which the prediction is based.
     """
@@ -70,7 +71,7 @@ def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, ch
         plan: the plan.
         work: the computation of a step.
         machine: rates of the machine.
-        clips: gradients are clipped in most steps.
+        clips: whether gradients are clipped in most steps.
         checksums: whether data to and from the store has checksums, as in the swap config.
     """
     moved = plan.forecast.moved_clipping if clips else plan.forecast.moved
@@ -88,16 +89,16 @@ def predict(plan: Plan, work: Work, machine: Machine, *, clips: bool = False, ch
 
 
 class _Share:
-    """The part of a machine that one of `ranks` processes gets, and the time for which a step occupies it."""
+    """The share of a machine that one of `ranks` processes gets, and the time for which a step occupies this share."""
 
     def __init__(self, plan: Plan, machine: Machine, ranks: int) -> None:
         self._plan, self._machine, self._ranks = plan, machine, ranks
 
     def disk(self, read: float, written: float) -> float:
-        """Return the seconds in which the disks read and write these numbers of bytes.
+        """Return the seconds that the disks need to read and write these numbers of bytes.
 
-        Reads and writes are mixed as far as there are equal bytes of both, at the mixed rate. The other bytes have
-        their own rate.
+        Equal numbers of bytes are read and written at the same time, at the mixed rate. The remaining bytes are only
+        read, or only written, at the rate of reads or writes.
         """
         machine, mixed = self._machine, min(read, written)
         by_turns = read / machine.disk_read + written / machine.disk_write
@@ -105,9 +106,10 @@ class _Share:
         return self._ranks * (by_turns + (1 / machine.disk_mixed - 1) * of_mix)
 
     def passes(self, moved: LinkBytes, work: Work) -> dict[str, float]:
-        """Return the seconds of each resource for forward and backward."""
+        """Return the seconds that forward and backward occupy each resource."""
         machine, cores = self._machine, self._of_cores
-        # Each of the micro-batches that pass a layer together has its own gradients, unless they are added up before.
+        # If several micro-batches pass a layer together, each has its own gradients, unless the gradients are added up
+        # first.
         passes = max(self._plan.forecast.passes, 1)
         landings = 1.0 if self._plan.budgets.ring.adds_up else work.landings / passes
         landed = self._plan.layout.trainable_numel * landings * passes
@@ -139,5 +141,8 @@ class _Share:
         }
 
     def _of_cores(self, seconds: float) -> float:
-        """Return the seconds with all cores, which the ranks share."""
+        """Return how long a rank's work takes.
+
+        All cores together would take `seconds`, but the ranks share the cores.
+        """
         return self._ranks * seconds

@@ -57,8 +57,8 @@ class Machine:
 
 
 ADAM_BYTES = {"fp32": 26, "bf16": 18, "int8": 14.1}
-"""Bytes of DRAM per parameter: weight, residual and moments read and written, and 2 bytes of gradient read
-(bench/results/README.md, "The optimizer's pass in memory").
+"""Bytes of DRAM traffic per parameter: reads and writes of weight, residual and moments, and a read of 2 bytes of
+gradient (bench/results/README.md, "The optimizer's pass in memory").
 
-In int8 a moment has 1.03 bytes.
+An int8 moment takes 1.03 bytes, including its scale.
 """

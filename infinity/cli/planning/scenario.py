@@ -42,7 +42,7 @@ class Outcome:
 
     Attributes:
         prediction: the predicted time of a step.
-        activation_room: device memory in addition to slots and gradients.
+        activation_room: memory that is left for activations, beside slots and gradients.
     """
 
     config: SwapConfig
@@ -70,7 +70,8 @@ class Scenario:
     Attributes:
         model: the model, on the meta device. Layers for which memory.device has no room are cut into tiles, as
             infinity.offload does.
-        machine: source of the rates. Memory and disks are those of the config and of `disks`.
+        machine: rates and memory sizes of the machine. The budgets come from the config, and the free space on the
+            disks from `disks`.
         disks: free space on the disks of one rank.
         ranks: processes on this machine that train together.
         clips: whether gradients are clipped in most steps.
@@ -87,7 +88,7 @@ class Scenario:
     clips: bool = False
 
     def outcome(self, config: SwapConfig | None = None) -> Outcome:
-        """Return the result for a config, by default the scenario's.
+        """Return the result for a config; the default is the scenario's config.
 
         Raises:
             PlanError: the model does not fit.
@@ -97,7 +98,7 @@ class Scenario:
         try:
             plan = self._plan(config, self._found(config))
         except DeviceRoomError as error:
-            if config is not self.config:  # another config is only tried: the model must not change
+            if config is not self.config:  # another config is only tried, so the model must not change
                 return replace(self, model=copy.deepcopy(self.model), config=config).outcome()
             if not self._tile(error, config):
                 raise
@@ -136,7 +137,7 @@ class Scenario:
     def _require_disks(self, plan: Plan, config: SwapConfig) -> None:
         """Raise PlanError if the disks have no room for the swap file."""
         if not self.config.nvme.paths:
-            return  # these paths are only a proposal
+            return  # a proposal's paths, which do not exist
         free = self.disks.room_bytes if self.disks.free_bytes is None else self.disks.free_bytes
         if (needed := plan.layout.swap.nbytes) > free:
             each = f" of each of the {self.ranks} ranks" if self.ranks > 1 else ""
@@ -162,7 +163,7 @@ class Scenario:
         )
 
     def _tile(self, error: DeviceRoomError, config: SwapConfig) -> bool:
-        """Cut the layers for which memory.device has no room into tiles. Return whether they fit then."""
+        """Cut the layers for which memory.device has no room into tiles. Return whether the layers fit after that."""
         from infinity.runtime.auto_tile import tile_to_fit
 
         def plan(model: Any) -> Plan:
@@ -175,15 +176,14 @@ class Scenario:
 
     @property
     def tiled(self) -> Mapping[str, int]:
-        """Layers that run in tiles, with the number of tiles."""
+        """Layers that run in tiles, each with its number of tiles."""
         layers = {name: getattr(module, "tiles", None) for name, module in self.model.named_modules()}
         return {name: len(tiles) for name, tiles in layers.items() if isinstance(tiles, list)}
 
     def _batch(self, config: SwapConfig) -> Batch:
         """Return the batch for a config.
 
-        If only `config` has `vertical`, and the scenario's own config has not, all micro-batches of a step are in one
-        pass.
+        If `config` has `vertical` and the scenario's own config has not, all micro-batches of a step are in one pass.
         """
         if config.vertical and not self.config.vertical:
             return replace(self.batch, micro_batches=self.batch.count, passes=1)
@@ -213,11 +213,11 @@ class Scenario:
         return self._discoveries[key]
 
     def largest_batch(self, outcome: Outcome) -> int:
-        """Return the number of sequences of a micro-batch whose activations fit; 0 if none fits."""
+        """Return the maximum number of sequences in a micro-batch whose activations fit; 0 if not even one fits."""
         return self.most_tokens(outcome) // self.batch.length
 
     def most_tokens(self, outcome: Outcome) -> int:
-        """Return the number of tokens of a micro-batch whose activations fit."""
+        """Return the maximum number of tokens in a micro-batch whose activations fit."""
 
         def fits(tokens: int) -> bool:
             batch = replace(self.batch, sequences=1, length=tokens)
@@ -234,7 +234,7 @@ class Scenario:
     def roomier(self, outcome: Outcome) -> Iterator[Mapping[str, Any]]:
         """Yield single changes of the config with which the activations fit.
 
-        These are a larger memory.device that the device has, and recomputation of activations.
+        The changes are a larger memory.device, within the device's memory, and recomputation of activations.
         """
         most = 0 if self._in_ram else int(self.machine.device_bytes * DEVICE_SHARE)
         sizes = (outcome.plan.budgets.limits.device * tenths // 10 for tenths in (11, 13, 16, 20, 30, 40, 60, 80, 160))
@@ -246,15 +246,14 @@ class Scenario:
             yield from itertools.islice(fits, 1)
 
     def _with(self, changes: Mapping[str, Any]) -> Outcome | None:
-        """Return the result with these changes; None if it does not fit or is invalid."""
+        """Return the result with these changes; None if the model does not fit or the changed config is invalid."""
         try:
             return self.outcome(with_changes(self.config, changes))
         except (PlanError, ConfigError):
             return None
 
     def fits_if(self) -> Alternative | None:
-        """Return the first change with which a plan that does not fit fits, including activations; None if there is
-        none.
+        """Return the first change with which the model and its activations fit; None if no change helps.
 
         Changes that do not affect the computation are tried first.
         """
@@ -266,7 +265,7 @@ class Scenario:
         return None
 
     def _memory_within(self) -> Mapping[str, Any]:
-        """Return budgets within the machine's memory, if those of the config are larger."""
+        """Return budgets within the machine's memory; an empty mapping if the config's budgets already are."""
         given, there = self.config.memory, self.machine.host_bytes
         if (given.host or 0) + ((given.device or 0) if self._in_ram else 0) <= there:
             return {}
@@ -283,9 +282,9 @@ class Scenario:
         yield auto | {"moments": "int8"}
 
     def alternatives(self, outcome: Outcome) -> list[Alternative]:
-        """Return the configs of `choices` with the shortest steps, at most three, if they are faster than this one.
+        """Return the configs of `choices` that are faster than this config: at most three, the fastest first.
 
-        Of two that are equally fast, the one with fewer changes comes first.
+        Of two equally fast configs, the config with fewer changes comes first.
         """
         before = outcome.prediction.seconds
         found = []
@@ -323,7 +322,7 @@ class Scenario:
 
 
 def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
-    """Return the alternatives, except those that only add changes to an earlier alternative."""
+    """Return the alternatives without those that repeat an earlier alternative and only add changes."""
     kept: list[Alternative] = []
     for each in found:
         if not any(other.changes.items() <= each.changes.items() for other in kept):
@@ -332,7 +331,10 @@ def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
 
 
 def as_yaml(changes: Mapping[str, Any]) -> str:
-    """Return changes of a config as YAML in one line. `changes` are those of with_changes."""
+    """Return changes of a config as YAML in one line.
+
+    `changes` has the form of the argument `changes` of with_changes.
+    """
     text: str = yaml.safe_dump(_nested(changes, {}), default_flow_style=True, sort_keys=False, width=10_000)
     return text.strip()[1:-1]
 
@@ -342,7 +344,7 @@ def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:
 
     Args:
         config: the config.
-        changes: values by key; 'memory.host' is `host` in `memory`.
+        changes: values by key; the key 'memory.host' is `host` in the section `memory`.
 
     Raises:
         ConfigError: there is no such key, or the value is invalid.
@@ -351,7 +353,7 @@ def with_changes(config: SwapConfig, changes: Mapping[str, Any]) -> SwapConfig:
 
 
 def _nested(changes: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """Put the changes into `values`, in their sections, and return it."""
+    """Put the changes into their sections of `values`, and return `values`."""
     for key, value in changes.items():
         *sections, last = key.split(".")
         into = values
@@ -364,7 +366,7 @@ def _nested(changes: Mapping[str, Any], values: dict[str, Any]) -> dict[str, Any
 
 
 def compute_tokens(outcome: Outcome) -> float | None:
-    """Return the tokens per step from which on computing takes longest; None if it never does."""
+    """Return the number of tokens per step from which computing is the bottleneck; None if it never is."""
     busy, compute = outcome.prediction.busy, outcome.prediction.compute_s
     if not compute:
         return None
