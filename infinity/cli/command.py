@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 _TOGETHER = ("finetune", "run")
-"""Commands that run on all ranks. Any other command runs in one process; if each rank removed a store, all but one
-would fail."""
+"""Commands that run on all ranks. All other commands run in one process: if each rank removed the same store, all ranks
+but one would fail."""
 
 
 def command(*arguments: object) -> str:

@@ -109,7 +109,7 @@ def split(data: Sequences, share: float, seed: int) -> tuple[Part, Part]:
         seed: seed of the selection.
 
     Raises:
-        ConfigError: there is only one sequence.
+        ConfigError: the data has only one sequence.
     """
     if data.sequences < 2:
         raise ConfigError("--eval-split takes sequences away from --data, which has one only: give --eval-data instead")
@@ -306,7 +306,7 @@ class PackedData:
 
     def _add_example(self, example: Example) -> None:
         numel = min(len(example.ids), self.sequence_length)
-        if not any(example.learned[1:numel]):  # no token before the first one predicts it
+        if not any(example.learned[1:numel]):  # no earlier token predicts the first token
             why = "declined" if example.declined else "late" if any(example.learned[1:]) else "unanswered"
             self._leave_out(why, example.where)
             return

@@ -41,8 +41,8 @@ _OTHER_FORMATS = {
 }
 """Endings of files whose format is not read, and what the user can do instead."""
 _PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""Endings of compressed files. A compressed file is unpacked while it is read, if the ending before this one names text
-or rows."""
+"""Endings of compressed files. A compressed file is unpacked while it is read, if the ending before the compression's
+names text or rows."""
 _UNPACKED = (*_LINES, _LIST, ".txt")
 _DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
 

@@ -25,7 +25,7 @@ class Endurance:
     Attributes:
         written_bytes: bytes that have been written to the drive over its life.
         percentage_used: used share of the rated endurance, 0 to 255 percent.
-        rated_bytes: estimated rated endurance: written bytes / used share. It is None if less than 5 % are used,
+        rated_bytes: estimated rated endurance: written bytes / used share. The value is None if less than 5 % are used,
             because the percentage is too coarse.
     """
 
@@ -40,7 +40,7 @@ def smartctl() -> str | None:
 
 
 def endurance_of(device: str) -> Endurance | None:
-    """Return the wear of a drive; None if smartctl does not report it. This may take seconds, and may need root.
+    """Return the wear of a drive; None if smartctl does not report it. The query may take seconds, and may need root.
 
     Args:
         device: kernel name of the disk ('nvme0n1').
@@ -57,7 +57,7 @@ def endurance_of(device: str) -> Endurance | None:
 
 
 def parse_smartctl(report: object) -> Endurance | None:
-    """Return the wear in a report of `smartctl -j -a`; None if its health log lacks one of the two numbers."""
+    """Return the wear in a report of `smartctl -j -a`; None if the report lacks the written bytes or the percentage."""
     log = report.get("nvme_smart_health_information_log") if isinstance(report, Mapping) else None
     if not isinstance(log, Mapping):
         return None

@@ -47,7 +47,7 @@ class Row:
     """A row in one of TRL's formats.
 
     Attributes:
-        trl: values of the format; `tools` and `chat_template_kwargs` may be among them if there are messages.
+        trl: values of the format; if the format has messages, also `tools` and `chat_template_kwargs`.
         columns: columns that were read, by the names of the table.
         unread: fields that are not read and could matter.
     """
@@ -221,7 +221,7 @@ def _repeats(value: Any, name: str, trl: Mapping[str, Any]) -> bool:
 
 
 def _add_what_is_told(trl: dict[str, Any], row: dict[str, Any], where: str, found: Mapping[str, list[str]]) -> None:
-    """Put the system's message first, and add the arguments of the chat template if there are messages."""
+    """Put the system's message first. If the row has messages, also add the arguments of the chat template."""
     head = next(name for name in ("text", "messages", "prompt", "chosen") if name in trl)
     chat = isinstance(trl[head], list)
     system = _value(row, found["system"][0], where, str) if "system" in found else ""

@@ -50,11 +50,11 @@ from infinity.sharded.rank_agreement import Tell
 
 
 def finetune(options: argparse.Namespace) -> int:
-    """Run the job and return the exit code. Cheap checks are made before expensive work.
+    """Run the job and return the exit code. All cheap checks come before expensive work.
 
     Raises:
-        InfinityError, OSError: the job failed, and the output directory is empty. If the model was already complete,
-            the message says where it is.
+        InfinityError, OSError: the job failed, and the output directory is empty. If the model was already written
+            completely, the message says where the model is.
     """
     with joined() as world, meeting() as tell, ExitStack() as held, models.naming_the_option():
         begun = _begin(options, world, tell, held)
@@ -67,7 +67,7 @@ class _CheckedJob:
 
     Attributes:
         resuming: whether the job resumes a run.
-        output, owner: None on all ranks but rank 0.
+        output, owner: the output and the owner of the directories beside it; None on all ranks but rank 0.
     """
 
     world: RunRank
@@ -131,7 +131,7 @@ def _say_dtype(name: str, source: Source) -> None:
 
 
 def _as_asked(config: SwapConfig, options: FinetuneOptions) -> SwapConfig:
-    """Return the swap config, changed by the options that stand for its keys."""
+    """Return the swap config, with the keys replaced for which an option is given."""
     vertical = {"vertical": True} if options.micro_batches > 1 else {}
     return config.model_copy(update=vertical | ({"frozen": options.frozen} if options.frozen else {}))
 
@@ -161,7 +161,7 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
             run_directory.tidy(options, run.done)
             run_directory.require_room(options, run.steps, run.done, model_bytes)
         stopped = run.train()
-        if reference is not None:  # which the ranks close together
+        if reference is not None:  # the ranks close it together
             reference.close()
         if stopped and store is not None:
             return _leave(model, config, stopped, run.done)
@@ -191,8 +191,10 @@ def _carry_out(begun: _CheckedJob, tell: Tell, held: ExitStack) -> int:
 
 
 def _holds_a_run(config: SwapConfig) -> StoreNotEmptyError:
-    """Return the error for a store with the generations of an earlier run. It names the commands that resume or remove
-    the run."""
+    """Return the error for a store with the generations of an earlier run.
+
+    The error names the commands that resume or remove the run.
+    """
     paths = config.nvme.paths
     return StoreNotEmptyError(
         f"{printable(paths[0])} holds the generations of an earlier run. To resume it: "
@@ -208,7 +210,7 @@ def _result(options: FinetuneOptions) -> str:
 
 
 def _follow(model: Any, options: FinetuneOptions, batch: Batch | None, tell: Tell, stopped: int) -> int:
-    """Take part in the collective operations of rank 0 until its result is complete.
+    """Take part in the collective operations that rank 0 names, until the result of rank 0 is complete.
 
     Returns:
         0, or the exit code if a signal came.
@@ -286,7 +288,7 @@ def _require_new(output: Path, config: SwapConfig, steps: int) -> None:
     """Check that the output of a run that has done all of its steps is missing or empty.
 
     Raises:
-        ConfigError: the output is not empty, so it is probably the result of the run.
+        ConfigError: the output is not empty, so the output is probably the result of the run.
     """
     if output.is_dir() and any(output.iterdir()):
         remove = command("checkpoint", "remove", *config.nvme.paths)
@@ -312,10 +314,11 @@ def _save(
         The model's results for `batch`, None without a batch; and 0, or the exit code if a signal came meanwhile.
 
     Raises:
-        InfinityError: the result is not in the output; says where the model is, or how to write it again.
+        InfinityError: the result is not in the output; the error says where the model is, or how to write the model
+            again.
     """
     model = run.model
-    # Without generations the weights are in this process only: if the output's disk fails, try the others.
+    # Without generations the weights exist only in this process: if the output's disk fails, try the other disks.
     elsewhere = [] if run.durable else [path.expanduser() for path in config.nvme.paths]
     promise = "the model is being saved (Ctrl-C again: stop at once, save nothing)"
 
@@ -328,7 +331,8 @@ def _save(
         except PeerError:
             if not directory.is_dir():
                 raise
-            # The model is complete, so it is kept. The next collective operation reports the failure of the other rank.
+            # The model is complete, so the model is kept. The next collective operation reports the failure of the
+            # other rank.
 
     def write_rest(directory: Path) -> None:
         nonlocal expected
@@ -337,7 +341,7 @@ def _save(
             expected = verifying.expected_of(model, run.options, batch)
         lead(model, "end")
         close(model)
-        tell("closing the model", None)  # after this no rank uses its store
+        tell("closing the model", None)  # after this call no rank uses its store
         tokenizer.save_pretrained(directory)
         write_report(report, run.history.facts, run.history.samples, directory)
         write_rerun_command(run.options, config, run.origin, directory)
@@ -361,7 +365,7 @@ def _require_model(name: str, *, resuming: bool) -> None:
     """Check that the model can be trained.
 
     Raises:
-        ModelError: it cannot; names the option.
+        ModelError: the model cannot be trained; the error names the option.
     """
     try:
         models.require(name, lambda text: print(printable(text), flush=True), adapters=False)

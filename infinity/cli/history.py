@@ -37,7 +37,10 @@ class Sample(NamedTuple):
 
 @dataclass
 class History:
-    """The history of all steps of a run, including the steps before a resume. It is part of each generation."""
+    """The history of all steps of a run, including the steps before a resume.
+
+    The history is part of each generation.
+    """
 
     facts: list[StepFacts] = field(default_factory=list)
     evaluations: list[Evaluated] = field(default_factory=list)

@@ -117,7 +117,7 @@ def _finished(code: int, out: Outlet) -> int:
 
 
 def _require_possible(options: argparse.Namespace) -> None:
-    """Check that the tokens of one backward pass are not too many.
+    """Check that one backward pass does not have too many tokens.
 
     Raises:
         ConfigError: they are.

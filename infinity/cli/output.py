@@ -146,7 +146,7 @@ class Output:
             write: function that writes the other files to the model's directory.
 
         Raises:
-            InfinityError: the result is not in the output; says where the model is.
+            InfinityError: the result is not in the output; the error says where the model is.
         """
         problem = saved.problem
         try:

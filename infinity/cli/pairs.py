@@ -1,4 +1,4 @@
-"""Pairs of answers for --method dpo and --method reward. The first answer of a pair is the better one."""
+"""Pairs of answers for --method dpo and --method reward. The first answer of a pair is the better answer."""
 
 from __future__ import annotations
 

@@ -235,7 +235,7 @@ def _without_some_answers(
     """Return `learned` without the tokens of the assistant's messages that should not be learned.
 
     Args:
-        learned: whether each token is one of the assistant's.
+        learned: whether each token belongs to the assistant.
         answers: whether each message of the assistant should be learned; None if the row does not say whether.
         where: place of the row, for messages.
         marked: whether the chat template has marked the assistant's tokens.
@@ -388,7 +388,7 @@ class _Template:
         """Check that the template writes something that the user said, and something that the assistant said.
 
         Raises:
-            ConfigError: everything that one of them said is missing.
+            ConfigError: the template leaves out everything that the user, or the assistant, said.
         """
         for role in ("user", "assistant"):
             said = " ".join(each.get("content", "").strip() for each in messages if each["role"] == role)

@@ -23,7 +23,7 @@ def run(options: argparse.Namespace) -> int:
 
     Returns:
         The exit code. 2: the swap config, its directories, the script or the checkpoint folder cannot be used, or the
-            script needs something that infinity cannot do. 130: Ctrl-C, which prints one line. 0: success.
+            script needs a feature that infinity does not have. 130: Ctrl-C, which prints one line. 0: success.
     """
     several = os.environ.get("WORLD_SIZE", "1") != "1"
     who = f"rank {os.environ.get('RANK', '?')}: " if several else ""

@@ -150,7 +150,7 @@ def _remove(folder: Path) -> None:
 
 
 def require_room(options: FinetuneOptions, last: int, done: int, model_bytes: int) -> None:
-    """Check that the disk has room for the models that will be saved, and for the output beside them.
+    """Check that the disk has room for the models that will be saved, and for the output.
 
     Args:
         options: options of the run.
@@ -161,7 +161,7 @@ def require_room(options: FinetuneOptions, last: int, done: int, model_bytes: in
     Raises:
         ConfigError: the disk has too little room.
     """
-    most = 2 * bool(options.save_best)  # a better model is complete before the older one is removed
+    most = 2 * bool(options.save_best)  # a better model is complete before the older model is removed
     if options.save_every is not None:
         more = (last - 1) // options.save_every - max(done - 1, 0) // options.save_every
         if options.save_limit is not None:

@@ -122,7 +122,7 @@ def joined() -> Iterator[RunRank]:
     """
     rank, world_size = rank_and_world()
     count = os.environ.get("WORLD_SIZE", "1")
-    if world_size > 1 or count == "1":  # the caller of main has made the process group, or there is one process
+    if world_size > 1 or count == "1":  # the caller of main has made the process group, or there is only one process
         yield RunRank(rank, world_size)
         return
     try:

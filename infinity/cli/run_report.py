@@ -59,7 +59,7 @@ class Report:
         planned_bytes_per_parameter: planned value of bytes_per_parameter for this placement, without weights cached
             between passes and without undone updates.
         io_bound_s: lower bound of a step by I/O: seconds per step in which the I/O engine was busy.
-        compute_bound_s: lower bound of a step by the processors, see processors_alone.
+        compute_bound_s: lower bound of a step by the processors (see processors_alone).
         efficiency: the larger bound / step_s.
         peak_rss_bytes: peak resident memory of the process.
         state_bytes: bytes of the model's weights, master and moments.

@@ -37,7 +37,7 @@ class Outlet:
         go_on: whether a closed pipe is only recorded. If `go_on` is False, a closed pipe raises ReaderGoneError once.
 
     Attributes:
-        failure: the first failure; None if there was none.
+        failure: the first failure; None if nothing has failed.
     """
 
     def __init__(self, stream: Any, *, go_on: bool) -> None:

@@ -83,7 +83,7 @@ def write(
         ids: tokens of the prompt, [1, tokens].
         tokenizer: tokenizer of the model.
         most: maximum number of tokens.
-        drawing: settings for sampling; None: each token is the likeliest one, and no random number is drawn.
+        drawing: settings for sampling; None: each token is the likeliest token, and no random number is drawn.
         streamer: streamer of transformers that receives each token.
         stop: function that is called after each token, and returns whether to stop.
 

@@ -26,7 +26,7 @@ SCHEMA, VERSION = "infinity-bench", 3
 
 @dataclass(frozen=True)
 class PathReport:
-    """The results for one directory's disk. They come from a sweep, or from writing until the rate settled.
+    """The results for one directory's disk. The results come from a sweep, or from writing until the rate settled.
 
     Attributes:
         written_bytes: bytes that the survey wrote.

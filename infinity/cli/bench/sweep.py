@@ -54,9 +54,9 @@ def most_written(sample_bytes: int) -> int:
 class Sweep:
     """A sweep of one disk.
 
-    The sweep first raises the queue depth at blocks of 1 MiB until a deeper queue gains nothing. It then finds the
-    block size with the same number of bytes in flight. Finally it measures the best few settings with mixed reads and
-    writes, which is the pattern of training.
+    The sweep first raises the queue depth at blocks of 1 MiB until a deeper queue gains nothing. The sweep then finds
+    the best block size for the same number of bytes in flight. Finally the sweep measures the best few settings with
+    mixed reads and writes, which is the pattern of training.
 
     Args:
         directory: the directory on the disk.
@@ -132,7 +132,7 @@ class Sweep:
     def _ranked(self) -> list[tuple[int, int]]:
         """Return the settings that were measured for reads and for writes, sorted by speed.
 
-        The speed is that of half reads and half writes; the fastest setting comes first.
+        The speed is the rate of half reads and half writes; the fastest setting comes first.
         """
         reads, writes = ({key[1:] for key in self._points if key[0] == kind} for kind in ("read", "overwrite"))
 

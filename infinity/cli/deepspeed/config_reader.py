@@ -4,9 +4,9 @@ Accelerate's names of the keys are replaced by DeepSpeed's.
 
 [Note: which files]
 DeepSpeed reads JSON with comments (hjson). This reader refuses a file with comments, and the error says how to remove
-the comments: a reader that tolerates them would also guess the meaning of damaged files. Accelerate's file is YAML, or
-JSON with the same keys. Accelerate's file names a DeepSpeed config in `deepspeed_config_file`, or itself contains some
-keys of a DeepSpeed config. Accelerate uses these keys only if the DeepSpeed config says "auto", and so does this
+the comments: a reader that tolerates comments would also guess the meaning of damaged files. Accelerate's file is YAML,
+or JSON with the same keys. Accelerate's file names a DeepSpeed config in `deepspeed_config_file`, or itself contains
+some keys of a DeepSpeed config. Accelerate uses these keys only if the DeepSpeed config says "auto", and so does this
 reader.
 """
 

@@ -85,8 +85,8 @@ class Conversion:
 
     Attributes:
         lines: lines of the swap config.
-        findings: one for each key of the DeepSpeed config, in the order of their importance.
-        remarks: sentences about the config as a unit.
+        findings: one finding for each key of the DeepSpeed config, in the order of importance.
+        remarks: sentences about the complete config.
     """
 
     lines: list[Line] = field(default_factory=list)

@@ -32,7 +32,10 @@ LOST = (Fate.TRAINING, Fate.COST, Fate.WATCHING)
 
 
 class Key(BaseModel, frozen=True, extra="forbid"):
-    """A row of the table for one of its keys. keys.yaml explains the attributes."""
+    """A row of the table.
+
+    A row in keys.yaml may have several keys; this object is for one key. keys.yaml explains the attributes.
+    """
 
     name: str
     fate: Fate

@@ -1,7 +1,7 @@
 """The settings of a DeepSpeed config for training, which are not part of a swap config.
 
-They become options of `infinity finetune`, arguments of transformers' Trainer (TrainingArguments), and a call of
-infinity.AdamW.
+The settings become options of `infinity finetune`, arguments of transformers' Trainer (TrainingArguments), and a call
+of infinity.AdamW.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def _call(options: dict[str, str], items: dict[str, Item]) -> str:
 def _told(source: Source) -> dict[str, Item]:
     """Return the keys that have a value, and the keys that follow from them.
 
-    Keys that follow: the batch sizes that give one process the same batch per step, and a weight decay of 0 if the
-    config sets no weight decay for DeepSpeed's own Adam. The default of torch's Adam is not 0.
+    The keys that follow are the batch sizes with which one process has the same batch per step, and a weight decay of 0
+    if the config sets no weight decay for DeepSpeed's own Adam. The default of torch's Adam is not 0.
     """
     named = {item.key for item in source.items}
     items = {item.key: item for item in source.items if item.value is not None and item.value != AUTO}

@@ -1,1 +1,1 @@
-"""`infinity doctor`: checks of this machine, each problem with the command that repairs it, if there is one."""
+"""`infinity doctor`: checks of this machine. If a command can repair a problem, the report shows the command."""

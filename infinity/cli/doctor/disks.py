@@ -196,7 +196,7 @@ class Disk:
         return kind_of(self._disk.filesystem, next(iter(self._disk.members), None))
 
     def _told(self, file: str) -> str:
-        """Return the contents of a sysfs file of the first device; '' if there is none."""
+        """Return the contents of a sysfs file of the first device; '' if the file does not exist."""
         return text_of(self._disk.members[0] / file) if self._disk.members else ""
 
     @property

@@ -182,7 +182,7 @@ def _median_s(call: Callable[[], object], budget_s: float = 0.25) -> float:
 
 
 class _Layer(nn.Module):
-    """A decoder block like that of most models. Its time includes the operations other than matrix products."""
+    """A decoder block like the blocks of most models. Its time includes the operations other than matrix products."""
 
     def __init__(self, width: int, inner: int, heads: int) -> None:
         super().__init__()

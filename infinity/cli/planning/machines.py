@@ -1,4 +1,4 @@
-"""Other machines than this one, for `infinity plan --machine` and bench/simulation.
+"""Machines other than this machine, for `infinity plan --machine` and bench/simulation.
 
 The table names the source of every rate. A rate was measured by this project only if its source says that.
 """

@@ -259,7 +259,7 @@ def work_of(shape: Shape, batch: Batch, *, recompute: bool, vertical: bool) -> W
 def _attention_width(model: Any, width: int) -> float:
     """Return the width of a block's queries.
 
-    It is used for the two products of attention per token; half of each product is masked.
+    This width stands for the two products of attention per token; half of each product is masked.
 
     Args:
         model: the model.

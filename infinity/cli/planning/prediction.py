@@ -3,9 +3,10 @@
 [Note: how a step is predicted]
 Each resource has an amount of work in a step: the disks, the links to and from the device, the processor, memory, and
 the device. The processor's work is Adam, landing of gradients and checksums; without a device it is also forward,
-backward and decoding. If updates run beside the passes, a step takes slightly longer than its busiest resource, because
-nothing overlaps completely (`OVERLAPPED`). With `overlap: off` the updates follow the passes; the step takes the time
-of the busiest resource in the passes plus the time of the busiest resource in the updates.
+backward and decoding. If updates run in parallel with the passes, a step takes slightly longer than its busiest
+resource needs, because the resources never overlap completely (`OVERLAPPED`). With `overlap: off` the updates follow
+the passes; the step takes the time of the busiest resource in the passes plus the time of the busiest resource in the
+updates.
 """
 
 from __future__ import annotations

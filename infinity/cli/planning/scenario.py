@@ -42,7 +42,7 @@ class Outcome:
 
     Attributes:
         prediction: the predicted time of a step.
-        activation_room: memory that is left for activations, beside slots and gradients.
+        activation_room: memory for activations, in addition to slots and gradients.
     """
 
     config: SwapConfig
@@ -322,7 +322,10 @@ class Scenario:
 
 
 def _without_idle_changes(found: list[Alternative]) -> list[Alternative]:
-    """Return the alternatives without those that repeat an earlier alternative and only add changes."""
+    """Return the alternatives.
+
+    Leave out an alternative if it has all changes of an earlier alternative and only adds others.
+    """
     kept: list[Alternative] = []
     for each in found:
         if not any(other.changes.items() <= each.changes.items() for other in kept):
