@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 _FIRST = pytest.StashKey[dict[Path, object]]()
-"""For each file: the first test function that takes part and does not have the mark `long`."""
+"""First test function of each file that takes part and does not have the mark `long`."""
 
 
 def _is_first(metafunc: pytest.Metafunc) -> bool:

@@ -35,11 +35,9 @@ def gathered(
         with infinity.gathered(model, model.lm_head, grads=True):  # between backward and step
             model.lm_head.weight.grad.clamp_(-1.0, 1.0)
 
-    If no part of the model is offloaded, the context does nothing, because the values are in memory.
-
-    The values are copies on the device of the model. The copies take memory in addition to the plan's memory. A
-    parameter of a module that is not gathered is fetched while an operation reads it; the `.data` of such a parameter
-    raises.
+    If no part of the model is offloaded, the context does nothing. Otherwise the values are copies on the device of the
+    model, which take memory in addition to the plan's memory. A parameter of a module that is not gathered is fetched
+    while an operation reads it; the `.data` of such a parameter raises.
 
     Args:
         model: the model that infinity.offload or load_pretrained returned.
@@ -55,11 +53,9 @@ def gathered(
         PlanError: there is no memory for the copies.
         ModelError: `model` is a part of an offloaded model; a module does not belong to it; `write` or `grads` in a
             forward or backward pass; `write` for parameters that an outer context gathered; `grads` without gradients.
-            At the end of the context: a shape or dtype changed, or a frozen weight changed that several generations of
-            the run use.
+            At the end: a shape or dtype changed, or a frozen weight changed that several generations of the run use.
         NotAvailableError: `grads` with several ranks.
-        InfinityError, SwapIOError: the errors of a forward pass. At the end of the context: the store could not be
-            written.
+        InfinityError, SwapIOError: the errors of a forward pass. At the end: the store could not be written.
     """
     named = [parameter for module in (model, *modules) for parameter in _parameters_of(module)]
     if not any(registry.find(parameter) for parameter in named):

@@ -279,8 +279,8 @@ OF_SEAM = [
     Mutant(
         "a piece that could not be sent is used until what was queued for it",
         "infinity/tiers/downloads.py",
-        "                packed.uses.also(self._accelerator.record(self._stream))  # what was queued before it "
-        "failed\n",
+        "                packed.uses.also(self._accelerator.record(self._stream))  # copies that were queued "
+        "before the failure\n",
         "",
         _DISTURBED,
     ),
