@@ -85,7 +85,7 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
     import torch
 
     import infinity
-    from infinity.access.replay import replay_step
+    from infinity.access.step_io_replay import replay_step
     from infinity.cli.planning.model import Batch, adapt
     from infinity.cli.planning.scenario import Scenario
     from infinity.config import load_config

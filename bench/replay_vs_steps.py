@@ -21,7 +21,7 @@ import torch
 from peers.workload import Workload
 
 import infinity
-from infinity.access.replay import replay_step
+from infinity.access.step_io_replay import replay_step
 from infinity.coordinator import registry
 
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from infinity.checkpoint.from_portable import offload_from_checkpoint
     from infinity.checkpoint.load import load_pretrained
     from infinity.checkpoint.reshard import resume
-    from infinity.checkpoint.save import save_pretrained
+    from infinity.checkpoint.save_pretrained import save_pretrained
     from infinity.config import SwapConfig, load_config
     from infinity.integrations.chunked_loss import use_chunked_loss
     from infinity.integrations.infinity_config import InfinityConfig
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
     from infinity.optim.adamw import Adam, AdamW
     from infinity.optim.lion import Lion
     from infinity.optim.sgd import SGD
+    from infinity.runtime.accumulation_methods import no_sync
     from infinity.runtime.cross_entropy import chunked_cross_entropy
     from infinity.runtime.gathered import gathered, state_dict
     from infinity.runtime.micro_batches import backward
-    from infinity.runtime.model_methods import no_sync
     from infinity.runtime.offload import close, offload, synchronize
     from infinity.runtime.statistics import Statistics, statistics
     from infinity.runtime.tiles import tile
@@ -66,7 +66,7 @@ _HOMES = {
     "checkpoint.from_portable": ("offload_from_checkpoint",),
     "checkpoint.export": ("export_checkpoint",),
     "checkpoint.load": ("load_pretrained",),
-    "checkpoint.save": ("save_pretrained",),
+    "checkpoint.save_pretrained": ("save_pretrained",),
     "config": ("SwapConfig", "load_config"),
     "integrations.chunked_loss": ("use_chunked_loss",),
     "integrations.infinity_config": ("InfinityConfig",),
@@ -76,7 +76,7 @@ _HOMES = {
     "optim.sgd": ("SGD",),
     "runtime.cross_entropy": ("chunked_cross_entropy",),
     "runtime.gathered": ("gathered", "state_dict"),
-    "runtime.model_methods": ("no_sync",),
+    "runtime.accumulation_methods": ("no_sync",),
     "runtime.micro_batches": ("backward",),
     "checkpoint.reshard": ("resume",),
     "runtime.offload": ("close", "offload", "synchronize"),

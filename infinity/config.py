@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
 
-from infinity.echo import quoted
 from infinity.errors import ConfigError, NotAvailableError, printable
 from infinity.files import nearest, read_regular, require_different, require_possible
+from infinity.quoting import quoted
 from infinity.sizes import THREADS_MAX, parse_bytes
 from infinity.strict import parse_json, parse_yaml
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from infinity.echo import quoted
+from infinity.quoting import quoted
 from infinity.sizes import format_bytes
 
 # a path of at most 4000 bytes leaves room for the names of files in the directory

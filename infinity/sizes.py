@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from infinity.echo import quoted
+from infinity.quoting import quoted
 
 PAGE_BYTES = 4096
 """Alignment of every transfer to or from a swap file, in bytes."""

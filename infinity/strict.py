@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from infinity.echo import one_line, quoted
+from infinity.quoting import one_line, quoted
 
 _DEPTH_MAX = 16
 

@@ -12,7 +12,7 @@ import torch
 from peers.workload import Workload
 
 from infinity.checkpoint.safetensors_writer import Piece
-from infinity.checkpoint.save import Tensors, write_configs, write_weights
+from infinity.checkpoint.save_pretrained import Tensors, write_configs, write_weights
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

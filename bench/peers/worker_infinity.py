@@ -63,7 +63,7 @@ def setup(job: Job) -> Contender:
         infinity.synchronize(model)
 
     def replay() -> dict[str, Any]:
-        from infinity.access.replay import replay_step  # at use only: other versions may have moved it
+        from infinity.access.step_io_replay import replay_step  # at use only: other versions may have moved it
 
         return asdict(replay_step(registry.coordinator_of(model), passes))
 

@@ -8,7 +8,7 @@ infinity's own modules decide which operation begins when. An operation takes as
 |----------------------------------------------------------------|-------------------------------------------------|
 | plan/ (make_plan, the policy, the trace)                       | the disks' free bytes (planning.py)             |
 | units/: all but parameters                                     | parameters, the timeline's clock (rooms.py)     |
-| units/speculator, progress                               | hooks and coordinator around them (training.py) |
+| units/speculative_updates, pump                          | hooks and coordinator around them (training.py) |
 | tiers/: all, with arena, slab, slots, queues, window, homes    | an accelerator: streams and copies (gpu.py)     |
 | io/arena, store                                                | the store's files (resources.py)                |
 |                                                                | csrc/device, the thread pool (native.py)        |

@@ -19,7 +19,7 @@ from infinity.units.health import Health
 from infinity.units.pump import Pump
 from infinity.units.shadows import Shadows
 from infinity.units.speculation_choice import SpeculationChoice
-from infinity.units.speculator import Speculator
+from infinity.units.speculative_updates import Speculator
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update_queue import UpdateQueue
 from simulation.clock import Clock

@@ -20,7 +20,7 @@ from infinity.cli.planning.machines import MACHINES
 from infinity.cli.planning.main import on_machine
 from infinity.cli.planning.model import Batch, adapt, build
 from infinity.cli.planning.plan_report import duration
-from infinity.cli.planning.presets import PRESETS
+from infinity.cli.planning.public_models import PRESETS
 from infinity.cli.planning.scenario import Scenario
 from infinity.config import SwapConfig, load_config
 from infinity.errors import PlanError

@@ -20,7 +20,7 @@ from infinity.errors import ModelError, SwapIOError, SwapTimeoutError
 from infinity.io.arena import Lease, PinnedArena
 from infinity.io.engine import Transfer
 from infinity.io.store import wait_all
-from infinity.sharded.opening import open_broadcast
+from infinity.sharded.parts_opening import open_broadcast
 from infinity.sizes import PAGE_BYTES, round_up
 from infinity.state.dtypes import native_name, residual_itemsize
 from infinity.state.frozen_codecs import encoded_form

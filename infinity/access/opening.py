@@ -25,7 +25,7 @@ from infinity.plan.plan import Plan
 from infinity.plan.plan_input import NO_PEERS, Peers
 from infinity.plan.planner import make_plan
 from infinity.ranks.paths import rank_path
-from infinity.sharded.opening import open_maker
+from infinity.sharded.parts_opening import open_maker
 from infinity.sharded.rank_agreement import RankAgreement, local_peers, meet_ranks, meeting
 from infinity.state.discover import Discovery, discover
 from infinity.state.terms import Terms

@@ -24,14 +24,14 @@ from infinity.checkpoint.generation import (
 )
 from infinity.checkpoint.recorded_model import RecordedModel
 from infinity.checkpoint.safetensors_writer import Piece, write_index, write_shards
-from infinity.checkpoint.save import write_weights
+from infinity.checkpoint.save_pretrained import write_weights
 from infinity.checkpoint.tensor_names import TensorNames, Tensors
 from infinity.config import SwapConfig, load_config
 from infinity.durable.records import OptimizerRecord
 from infinity.errors import InfinityError, ManifestError
 from infinity.io.schema import require_unique
 from infinity.state.int8 import blocks_of
-from infinity.state.tiles import Rows, places_of
+from infinity.state.layer_tiles import Rows, places_of
 from infinity.state.unit import ELEMENT_ALIGNMENT
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,13 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.adapters import to_save
-from infinity.checkpoint.save import Parts, save_parts
+from infinity.checkpoint.save_pretrained import Parts, save_parts
 from infinity.checkpoint.tensor_names import Tensors
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.durable import buffers
 from infinity.errors import NotAvailableError
-from infinity.state.tiles import Tile
+from infinity.state.layer_tiles import Tile
 from infinity.units.unit import OffloadedUnit
 
 _PLAIN = {f"peft.tuners.lora.layer.{name}" for name in ("Linear", "Embedding", "ParamWrapper")}

@@ -6,7 +6,7 @@ optimizer/optimizer*.safetensors      optimizer states in fp32 with the paramete
                                       "<parameter>.<moment>.scales" for moments that were int8 (state/int8.py)
 optimizer/optimizer.safetensors.index.json    the file of each tensor; optimizer classes, hyperparameters and steps
 training-state.infinity               all other data that a run needs: the manifest without extents (io/manifest.py).
-                                      The manifest lists tiles (state/tiles.py); the files above have none
+                                      The manifest lists tiles (state/layer_tiles.py); the files above have none
 SHA256SUMS                            checksums of these files for `sha256sum --check`; older copies have none
 """
 
@@ -38,8 +38,8 @@ from infinity.io import document
 from infinity.io.manifest import Manifest
 from infinity.io.schema import Name, validated
 from infinity.state.int8 import blocks_of
+from infinity.state.layer_tiles import places_of
 from infinity.state.moments import STORED_AS, Moment
-from infinity.state.tiles import places_of
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks
 
-from infinity.checkpoint.save import revert_of, write_configs
+from infinity.checkpoint.save_pretrained import revert_of, write_configs
 from infinity.checkpoint.tensor_names import Tensors
 from infinity.durable.records import ModelRecord
 from infinity.errors import ManifestError
-from infinity.state.tiles import places_of
+from infinity.state.layer_tiles import places_of
 
 logger = logging.getLogger(__name__)
 

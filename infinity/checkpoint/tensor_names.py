@@ -1,7 +1,7 @@
 """The names of a unit's tensors in checkpoint files, and the position of their elements in the files' tensors.
 
 transformers may have renamed or fused tensors on loading. For files, the renaming and fusing is undone. A tile's
-parameter (state/tiles.py) is a part of the tensor that the file has under the name of the complete parameter.
+parameter (state/layer_tiles.py) is a part of the tensor that the file has under the name of the complete parameter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from infinity.checkpoint.safetensors_writer import Piece
 from infinity.errors import ModelError
-from infinity.state.tiles import Rows, rows_of
+from infinity.state.layer_tiles import Rows, rows_of
 
 Tensors = dict[str, torch.Tensor]
 

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity.echo import quoted
 from infinity.errors import ConfigError
+from infinity.quoting import quoted
 from infinity.strict import parse_yaml
 
 TABLE: dict[str, Any] = parse_yaml(Path(__file__).with_name("layouts.yaml").read_text(encoding="utf-8"))

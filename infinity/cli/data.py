@@ -27,8 +27,8 @@ from infinity.cli.batches import Batch
 from infinity.cli.documents import Document, NotTextError, Text, documents, find_files, of_option
 from infinity.cli.packing import pack
 from infinity.cli.records import Example, LossOn, Pair
-from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
+from infinity.quoting import quoted
 
 _NAMED = 5
 """Maximum number of files that a message names. It counts the others."""

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from infinity.cli.chat_messages import TABLE, kind, listed, messages_of, unicode
-from infinity.echo import quoted
 from infinity.errors import ConfigError
+from infinity.quoting import quoted
 
 DATA_HELP = (
     "text files; .jsonl, .json, .parquet and .csv files (.jsonl.gz, too) whose rows have text, messages, "

@@ -18,7 +18,6 @@ from infinity.cli.options import TOKENS_MAX
 from infinity.cli.options_file import with_file
 from infinity.cli.streams import INTERRUPTED, Outlet, interruptible_imports, outlets
 from infinity.cli.trainer_options import require_of_method
-from infinity.echo import one_line
 from infinity.errors import (
     ConfigError,
     InfinityError,
@@ -28,6 +27,7 @@ from infinity.errors import (
     StoreLockedError,
     StoreNotEmptyError,
 )
+from infinity.quoting import one_line
 
 _OF_FINETUNE = ("trl", "datasets")
 _SWAP_CONFIG_FIRST = ". Give the swap config first, then the script: infinity run swap.yaml train.py"

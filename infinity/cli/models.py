@@ -26,13 +26,13 @@ from infinity.checkpoint.from_portable import offload_from_checkpoint
 from infinity.checkpoint.load import load_pretrained, require_directory_or_id
 from infinity.checkpoint.merged_adapters import require_mergeable, save_merged
 from infinity.checkpoint.reshard import resume
-from infinity.checkpoint.save import save_pretrained
+from infinity.checkpoint.save_pretrained import save_pretrained
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.optimizers import DTYPES
 from infinity.cli.references import Reference
 from infinity.config import SwapConfig
-from infinity.echo import quoted, raised
 from infinity.errors import ConfigError, ModelError, NotAvailableError
+from infinity.quoting import quoted, raised
 from infinity.runtime.offload import close, offload
 from infinity.runtime.statistics import statistics, trained_of
 

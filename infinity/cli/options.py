@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
 from infinity.cli.trainer_options import OURS
-from infinity.echo import one_line, quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import require_possible
+from infinity.quoting import one_line, quoted
 from infinity.sizes import SIZE_MAX, format_bytes, parse_bytes
 from infinity.state.moments import OptimizerName
 

@@ -14,9 +14,9 @@ from infinity.cli import options as types
 from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.options import OTHERS_NAMES
 from infinity.cli.trainer_options import OURS, names, require_passed_on
-from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
+from infinity.quoting import quoted
 from infinity.strict import parse_yaml
 
 _FILE_BYTES_MAX = 1 << 20

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infinity.checkpoint.atomic_directory import move_into, put_in_place
-from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, SwapIOError, printable
+from infinity.quoting import raised
 from infinity.sizes import format_bytes
 
 _NAME_CHARS = 48

@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 from infinity.cli.chat_messages import ROLES, TABLE, answers_learned, kind
 from infinity.cli.fields import Row
-from infinity.echo import quoted, raised
 from infinity.errors import ConfigError
+from infinity.quoting import quoted, raised
 
 LossOn = Literal["answers", "all"]
 """The tokens that are learned in rows with prompts or messages: only answers, or all tokens."""

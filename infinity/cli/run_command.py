@@ -13,8 +13,8 @@ from types import TracebackType
 from infinity.cli.config_checks import require_ready
 from infinity.cli.streams import INTERRUPTED, interruptible_imports
 from infinity.config import load_config
-from infinity.echo import one_line
 from infinity.errors import ConfigError, InfinityError, cause_of
+from infinity.quoting import one_line
 from infinity.runtime.pins import generation_of
 
 

@@ -20,9 +20,9 @@ from infinity.cli.run_report import without
 from infinity.cli.stopping import Stop
 from infinity.cli.tracing import TracedSteps
 from infinity.cli.trainer import Running
-from infinity.echo import raised
 from infinity.errors import printable
 from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.quoting import raised
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import Statistics, statistics
 from infinity.runtime.track import finish_commit

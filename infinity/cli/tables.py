@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from infinity.echo import raised
 from infinity.errors import ConfigError, printable
+from infinity.quoting import raised
 
 TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 """Names that `datasets` has for the formats of tables, by the file names' endings."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from infinity.base import accelerator
-from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError
+from infinity.quoting import raised
 
 
 class WritingError(ModelError):

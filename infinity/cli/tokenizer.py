@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from infinity.echo import raised
 from infinity.errors import ModelError
+from infinity.quoting import raised
 
 _FILES = ("tokenizer_config.json", "tokenizer.json")
 TOKENIZER_FILE = re.compile(r"tokenizer|vocab|merges|spiece|sentencepiece|\.model$|\.tiktoken$|bpe", re.IGNORECASE)

@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, get_reporting_integration_callbacks
 
 from infinity.cli.finetune_options import FinetuneOptions
-from infinity.echo import raised
 from infinity.errors import InfinityError
+from infinity.quoting import raised
 
 _PROJECT = "infinity"
 _TAKE_TEXTS = {"tensorboard", "trackio", "wandb"}

@@ -24,11 +24,11 @@ from infinity.cli.run_directory import folder_of
 from infinity.cli.run_ranks import gather_values
 from infinity.config import SwapConfig
 from infinity.durable import rng
-from infinity.echo import raised
 from infinity.errors import InfinityError, ModelError, PeerError, SwapIOError
 from infinity.integrations.patch_table import FINETUNE, POINTS
 from infinity.integrations.patches import require_there
 from infinity.integrations.transformers import TrainerMixin
+from infinity.quoting import raised
 from infinity.ranks.exchange import is_peer_error, peer_errors
 
 _TRACKED = (

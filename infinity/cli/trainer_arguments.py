@@ -17,8 +17,8 @@ from infinity.base.accelerator import current_device
 from infinity.cli.finetune_options import SCHEDULES, FinetuneOptions
 from infinity.cli.run_directory import directory_of
 from infinity.cli.trainer_options import CONFIGS, require_of_method, typed
-from infinity.echo import raised
 from infinity.errors import ConfigError
+from infinity.quoting import raised
 
 _OF_SCHEDULE = "lr_scheduler_kwargs"
 

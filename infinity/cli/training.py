@@ -31,12 +31,12 @@ from infinity.cli.trainer import Running
 from infinity.cli.trainer_arguments import arguments_of, schedule_of, take_up_rates
 from infinity.cli.trainers import TRAINERS
 from infinity.config import SwapConfig
-from infinity.echo import raised
 from infinity.errors import ConfigError, InfinityError, ModelError
 from infinity.integrations import ranks
 from infinity.integrations.chunked_loss import use_chunked_loss
 from infinity.integrations.patches import Patches
 from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.quoting import raised
 from infinity.runtime.offload import synchronize
 from infinity.runtime.statistics import statistics
 from infinity.runtime.track import track

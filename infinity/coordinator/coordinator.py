@@ -46,7 +46,7 @@ from infinity.io.engine import Transfer
 from infinity.io.generations import Generations
 from infinity.io.store import Extent
 from infinity.plan.plan import Plan
-from infinity.sharded.opening import open_broadcast, open_fetch_rules, open_gradients, open_pool
+from infinity.sharded.parts_opening import open_broadcast, open_fetch_rules, open_gradients, open_pool
 from infinity.state.codec import Codec, encode
 from infinity.state.request import GroupUpdate
 from infinity.state.shard import Shard
@@ -63,7 +63,7 @@ from infinity.units.pump import Pump
 from infinity.units.released_parameters import Lender, released_class, way_out
 from infinity.units.shadows import Shadows
 from infinity.units.speculation_choice import Predictable, SpeculationChoice, TimedChoice
-from infinity.units.speculator import Speculator
+from infinity.units.speculative_updates import Speculator
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update_queue import UpdateQueue
 from infinity.units.weights import Residency

@@ -1,4 +1,4 @@
-"""The parties that make generations: a single process, or all ranks together (sharded/generation_maker.py)."""
+"""The parties that make generations: a single process, or all ranks together (sharded/shared_generation_maker.py)."""
 
 from __future__ import annotations
 

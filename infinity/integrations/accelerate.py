@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.checkpoint.save import save_pretrained
+from infinity.checkpoint.save_pretrained import save_pretrained
 from infinity.coordinator import registry
 from infinity.errors import ResumeError
 from infinity.integrations.checkpoint_folders import Saving, is_at, letting_go, pins_for

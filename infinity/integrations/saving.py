@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from infinity.checkpoint.save import save_pretrained
+from infinity.checkpoint.save_pretrained import save_pretrained
 from infinity.coordinator import registry
 from infinity.integrations.ranks import ranks_of
 from infinity.runtime.deferred_parameters import is_deferred

@@ -34,7 +34,7 @@ from infinity.runtime.memory_fit import fits_memory, host_bytes_of, nbytes_of
 from infinity.runtime.pins import generation_of, unpin
 from infinity.sizes import format_bytes
 from infinity.state.frozen_codecs import encoded_form
-from infinity.state.tiles import tile_of
+from infinity.state.layer_tiles import tile_of
 
 logger = logging.getLogger(__name__)
 

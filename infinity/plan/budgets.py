@@ -12,9 +12,9 @@ from infinity import _native
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, DeviceRoomError, PlanError
 from infinity.plan.device_memory import usable_cores
+from infinity.plan.gradient_ring import Ring, rings_of
 from infinity.plan.placement import PIECES_MIN, WEIGHT_SHARE_OF_DEVICE, TierSplit
 from infinity.plan.plan_input import Limits, PlanInput
-from infinity.plan.ring import Ring, rings_of
 from infinity.sizes import PAGE_BYTES, enough_bytes, format_bytes, round_up
 from infinity.state.discover import HookedModule
 from infinity.state.dtypes import master_format, native_name
@@ -70,7 +70,7 @@ class Budgets:
         copies_bytes: host memory for weights that updates take from the device instead of reading them from NVMe again.
         exchange_bytes: host memory for gradients on their way to the ranks that own them.
         secondary_bytes: host memory for copies of weights that this rank keeps for the gather group G
-            (sharded/slots.py).
+            (sharded/gathered_slots.py).
         landing_bytes: bytes of the window that gradients land in on their way to the store; 0 if no gradient spills.
         shadow_bytes: host memory for the new values of speculative updates, where weights or states rest in RAM; lent
             to the staging while no update speculates.
@@ -184,7 +184,7 @@ def copies_bytes(inputs: PlanInput, weights: TierSplit, room: int) -> int:
 def device_bytes(inputs: PlanInput, sites: Sequence[HookedModule], weights: TierSplit) -> tuple[int, Ring, int]:
     """Return the bytes of device memory for fetched weights, the ring for gradients, and the bytes of the longest ring.
 
-    The ring is the longest one that leaves enough memory for the weights (ring.py).
+    The ring is the longest one that leaves enough memory for the weights (gradient_ring.py).
 
     If the device has no memory of its own, weights in RAM and gradients are used in place.
 

@@ -117,7 +117,7 @@ class ArenaBytes:
         bounce: gradients from the device that are to be added to gradients in host memory.
         copies: weights that were copied from the device for updates to read.
         exchange: gradients on their way to the ranks that own them.
-        secondary: copies of weights that this rank keeps for the gather group G (sharded/slots.py).
+        secondary: copies of weights that this rank keeps for the gather group G (sharded/gathered_slots.py).
     """
 
     weights: int

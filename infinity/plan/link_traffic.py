@@ -140,7 +140,7 @@ def link_bytes(
 
 
 def _from_copies(inputs: PlanInput, unit: UnitBytes, used: UnitFetches) -> float:
-    """Return how many fetches of a unit are served by the copies that the ranks keep (sharded/slots.py).
+    """Return how many fetches of a unit are served by the copies that the ranks keep (sharded/gathered_slots.py).
 
     The first fetch after an update comes from the other ranks; the copies serve all later fetches.
     """

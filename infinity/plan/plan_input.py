@@ -87,8 +87,8 @@ class Peers:
         sharded: whether weights are gathered and gradients exchanged, even if there is only one rank.
         memory: bytes of the device and of RAM that each rank may take, agreed by all ranks; None: the memory that the
             config sets, or that is available on this machine.
-        near: the slice of every unit of which this rank keeps a copy for the gather group G (sharded/slots.py); None: G
-            is the group of all ranks.
+        near: the slice of every unit of which this rank keeps a copy for the gather group G
+            (sharded/gathered_slots.py); None: G is the group of all ranks.
     """
 
     cut: Cut
@@ -169,7 +169,7 @@ class PlanInput:
         commit_every: number of steps between durable generations; 0: no generations. If the config leaves this number
             open, the planner tries several values.
         secondary_bytes: bytes of host memory for the copies of weights that this rank keeps for the gather group G
-            (sharded/slots.py).
+            (sharded/gathered_slots.py).
     """
 
     config: SwapConfig

@@ -38,8 +38,8 @@ from torch.distributed import Work
 
 from infinity.base.fork import close_in_children, refuse_in_forked_child
 from infinity.base.interrupt import interruptible, interrupts_deferred
-from infinity.echo import raised
 from infinity.errors import PeerError
+from infinity.quoting import raised
 from infinity.ranks import collectives, headers
 from infinity.ranks.headers import Header
 from infinity.ranks.operations import Control, Gather, Operation

@@ -14,7 +14,7 @@ from infinity.coordinator.coordinator import Coordinator
 from infinity.errors import ConfigError, ModelError
 from infinity.runtime.saved_tensors import SavedTensors
 from infinity.runtime.tiles import TiledLinear
-from infinity.state.tiles import Tile
+from infinity.state.layer_tiles import Tile
 
 
 def gathered(

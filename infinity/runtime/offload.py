@@ -23,6 +23,7 @@ from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
 from infinity.coordinator.structure import Structure
 from infinity.errors import ConfigError, DeviceRoomError, ModelError, PlanError, ResumeError, printable
+from infinity.runtime.accumulation_methods import MethodHandle, give_methods
 from infinity.runtime.auto_tile import tile_to_fit
 from infinity.runtime.backward_ends import BackwardEnds
 from infinity.runtime.deferred_parameters import is_a_deferred, values_of
@@ -36,7 +37,6 @@ from infinity.runtime.hooks import (
     UnitPreForward,
 )
 from infinity.runtime.micro_batches import remember
-from infinity.runtime.model_methods import MethodHandle, give_methods
 from infinity.runtime.parametrizations import watch_parametrizations
 from infinity.runtime.pins import generation_of
 from infinity.runtime.reoffload import Handle, Resize, remember_handles, remember_readers, take_back

@@ -32,7 +32,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.coordinator import registry
 from infinity.errors import ConfigError, ModelError, StaleWeightsError
 from infinity.runtime.deferred_parameters import Reader, RowsReader, is_a_deferred, name_of_deferred, rows_of_deferred
-from infinity.state.tiles import Tile, rows_of, tile_name
+from infinity.state.layer_tiles import Tile, rows_of, tile_name
 from infinity.state.unit import ELEMENT_ALIGNMENT
 from infinity.state.values import Source
 

@@ -24,7 +24,7 @@ from infinity.ranks.exchange import Exchange
 from infinity.ranks.paths import rank_path
 from infinity.ranks.ranks import Ranks, rank_and_world, require_ranks_met
 from infinity.ranks.world import Alone, SeveralRanks, World
-from infinity.sharded.gradients import require_same
+from infinity.sharded.shared_gradients import require_same
 from infinity.sharded.stores import (
     clear_leftovers,
     clear_others,

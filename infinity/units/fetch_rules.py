@@ -1,7 +1,7 @@
 """Rules for bringing units to their slots, in a process for which only its own memory and updates matter.
 
 Ranks that gather their units together must all make the same fetches and evictions; their rules are in
-sharded/fetch_rules.py.
+sharded/agreed_fetch_rules.py.
 """
 
 from __future__ import annotations

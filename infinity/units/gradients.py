@@ -405,8 +405,8 @@ Named = Callable[[], Iterable[tuple[nn.Parameter, Place]]]
 class Gradients(Protocol):
     """The gradients of every trainable parameter, from the backward passes to the step.
 
-    The gradients are those of this process (`LocalGradients`) or of all ranks (sharded/gradients.py). All ranks make
-    the same calls.
+    The gradients are those of this process (`LocalGradients`) or of all ranks (sharded/shared_gradients.py). All ranks
+    make the same calls.
     """
 
     @property

@@ -13,7 +13,7 @@ import transformers as hf
 from torch import nn
 
 import infinity
-from infinity.checkpoint import save
+from infinity.checkpoint import save_pretrained
 from infinity.checkpoint.tensor_names import TensorNames
 from infinity.errors import ModelError, ResumeError
 from tests.checkpoint.runs import STEPS, Config, begin, example, go_on, tensors_in, train
@@ -192,7 +192,9 @@ def test_a_model_whose_tiles_cannot_be_written_gives_its_weights_as_the_error_sa
     model = tiled(llama()[0].bfloat16())
     wanted = {name: value.clone() for name, value in model.state_dict().items()}
     opened.append(infinity.offload(model, config("swap")))
-    monkeypatch.setattr(save, "revert_of", lambda _: lambda part: {name: value[:1] for name, value in part.items()})
+    monkeypatch.setattr(
+        save_pretrained, "revert_of", lambda _: lambda part: {name: value[:1] for name, value in part.items()}
+    )
     with pytest.raises(ModelError, match=r"tile by tile; use infinity.state_dict\(model\)"):
         infinity.save_pretrained(model, tmp_path / "out")
     found = dict(infinity.state_dict(model))

@@ -23,7 +23,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from infinity.checkpoint import save
+from infinity.checkpoint import save_pretrained
 from infinity.cli import finetune, finished_run, output, run_report
 from infinity.cli.main import main
 from infinity.cli.step_watch import StepWatch
@@ -150,7 +150,7 @@ def cannot_save() -> None:
     def full(*_: Any) -> None:
         raise InfinityError("no space left")
 
-    save.write_weights = full
+    save_pretrained.write_weights = full
 
 
 def cannot_close() -> None:

@@ -10,7 +10,7 @@ import infinity
 from infinity.coordinator import registry
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import InfinityError, SwapTimeoutError
-from infinity.units.speculator import Speculator
+from infinity.units.speculative_updates import Speculator
 from infinity.units.unit import OffloadedUnit
 from tests.models import llama, loss_of
 

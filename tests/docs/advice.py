@@ -348,7 +348,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "<>. Unpin them with `infinity checkpoint unpin <> --folder": "runtime/test_rank_pins.py::"
         "test_the_commands_know_what_ranks_pin",
     },
-    "units/speculator.py": {
+    "units/speculative_updates.py": {
         "Give the optimizer accumulation_steps=": "runtime/test_accumulation.py::test_with_accumulation_steps_likewise",
         "but the last inside model.no_sync()": "runtime/test_accumulation.py::"
         "test_with_no_sync_updates_begin_in_the_last_pass_of_the_first_step_on",

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 
 from infinity.cli.main import main
-from infinity.cli.planning.presets import PRESETS
+from infinity.cli.planning.public_models import PRESETS
 from tests import sampling
 from tests.docs.pages import ROOT, tool
 

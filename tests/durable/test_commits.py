@@ -17,7 +17,7 @@ from infinity.durable.resumed_generation import ResumedGeneration
 from infinity.errors import ConfigError, InfinityError, SwapIOError
 from infinity.plan.commit_frequency import CommitFrequency
 from infinity.plan.plan_input import NO_PEERS, Peers
-from infinity.sharded.generation_maker import SharedGenerationMaker
+from infinity.sharded.shared_generation_maker import SharedGenerationMaker
 from infinity.sizes import PAGE_BYTES
 from infinity.state.shard import Cut
 from infinity.tiers.home import Home, WeightsHome

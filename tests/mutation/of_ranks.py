@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutation.mutant import Mutant
 
-_SHARED = "tests/sharded/test_gradients.py"
+_SHARED = "tests/sharded/test_shared_gradients.py"
 _SEVERAL = "tests/durable/test_commits.py"
 _STORES = "tests/sharded/test_stores.py"
 _GENERATIONS = "tests/runtime/test_rank_generations.py"
@@ -48,35 +48,35 @@ OF_RANKS = [
     ),
     Mutant(
         "a gradient that is dropped does not land later",
-        "infinity/sharded/gradients.py",
+        "infinity/sharded/shared_gradients.py",
         "        self._outbox.land_all()  # gradients in flight would land after the drop\n",
         "",
         (_SHARED, "-k", "dropped"),
     ),
     Mutant(
         "zeros of what no rank has are no gradient",
-        "infinity/sharded/gradients.py",
+        "infinity/sharded/shared_gradients.py",
         "        self._drop_zeros()\n",
         "",
         (_SHARED, "-k", "sums_of_one_process"),
     ),
     Mutant(
         "of several ranks a generation is prepared, and retired later",
-        "infinity/sharded/generation_maker.py",
+        "infinity/sharded/shared_generation_maker.py",
         "        generations.prepare(step, facts, body)\n",
         "        generations.make(step, facts, body)\n",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "those generations exist that all ranks have",
-        "infinity/sharded/generation_maker.py",
+        "infinity/sharded/shared_generation_maker.py",
         "            self._generations.retire(set.intersection(*(set(steps) for _, *steps in told)))\n",
         "            self._generations.retire(set.union(*(set(steps) for _, *steps in told)))\n",
         (_SEVERAL, "-k", "several_ranks"),
     ),
     Mutant(
         "ranks commit as rarely as any of them must",
-        "infinity/sharded/generation_maker.py",
+        "infinity/sharded/shared_generation_maker.py",
         "            pace.lead(max(every for every, *_ in told), following)\n",
         "",
         (_SEVERAL, "-k", "several_ranks"),
@@ -125,14 +125,14 @@ OF_RANKS = [
     ),
     Mutant(
         "copies of weights are of the last update",
-        "infinity/sharded/slots.py",
+        "infinity/sharded/gathered_slots.py",
         "        if copy is not None and copy.version == version:\n",
         "        if copy is not None and copy.version >= 0:\n",
         (_GROUPS, "-k", "frozen_and_unused"),
     ),
     Mutant(
         "copies are filled by what comes from all ranks",
-        "infinity/sharded/slots.py",
+        "infinity/sharded/gathered_slots.py",
         "                arrived=None if keep is None else partial(keep.fill, index, lease),\n",
         "",
         (_GROUPS, "-k", "frozen_and_unused"),
@@ -160,7 +160,7 @@ OF_RANKS = [
     ),
     Mutant(
         "a generation goes early only where all ranks have made the newest",
-        "infinity/sharded/generation_maker.py",
+        "infinity/sharded/shared_generation_maker.py",
         "        if all(step == generations.newest for step in self._world.exchange.heard):\n",
         "        if any(step == generations.newest for step in self._world.exchange.heard):\n",
         ("tests/durable/test_commits.py",),
@@ -170,18 +170,18 @@ OF_RANKS = [
         "infinity/sharded/outbox.py",
         "        self._before_landing(shard.full.index)\n",
         "",
-        ("tests/sharded/test_gradients.py", "tests/runtime/test_ranks.py"),
+        ("tests/sharded/test_shared_gradients.py", "tests/runtime/test_ranks.py"),
     ),
     Mutant(
         "an update begins early once the gradients of all ranks have landed",
-        "infinity/sharded/gradients.py",
+        "infinity/sharded/shared_gradients.py",
         "        self._units[index].send()\n        return ()\n",
         "        self._units[index].send()\n        return (index,)\n",
         ("tests/runtime/test_ranks.py",),
     ),
     Mutant(
         "a slice is gathered from the memory that its new values rest in",
-        "infinity/sharded/slots.py",
+        "infinity/sharded/gathered_slots.py",
         "        rests_in = new.rests_in\n",
         "        rests_in = home.lease\n",
         ("tests/runtime/test_ranks.py",),
@@ -244,7 +244,7 @@ OF_RANKS = [
     ),
     Mutant(
         "a gradient that one rank has dropped is named",
-        "infinity/sharded/gradients.py",
+        "infinity/sharded/shared_gradients.py",
         "            if facts and rank:\n",
         "            if False:\n",
         ("tests/runtime/test_ranks_together.py", "-k", "does_otherwise"),
@@ -258,7 +258,7 @@ OF_RANKS = [
     ),
     Mutant(
         "a rank without slices gathers as the others do",
-        "infinity/sharded/slots.py",
+        "infinity/sharded/gathered_slots.py",
         "        if near is not None:  # the same on all ranks, even if the slice of a rank is empty\n",
         "        if near is not None and resources.plan.layout.arena.secondary:\n",
         (_GROUPS, "-k", "no_slice_of_anything"),

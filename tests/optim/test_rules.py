@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.access.replay import replay_step
+from infinity.access.step_io_replay import replay_step
 from infinity.coordinator import registry
 from tests.conftest import states_of, weights_of
 

@@ -176,15 +176,15 @@ def saved_slowly(folder: str) -> str:
     """Save while writing the output takes longer than ranks wait for each other."""
     import time
 
-    from infinity.checkpoint import save
+    from infinity.checkpoint import save_pretrained
 
-    put = save.put
+    put = save_pretrained.put
 
     def slowly(*arguments: Any, **named: Any) -> Any:
         time.sleep(3.0)
         return put(*arguments, **named)
 
-    save.put = slowly
+    save_pretrained.put = slowly
     save_config = {"nvme": {"paths": [f"{folder}/swap"], "deadline_s": 1}}
     from infinity.ranks import world
     from infinity.sharded import rank_agreement

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from infinity.plan import planner
+from infinity.plan.gradient_ring import Ring, rings_of
 from infinity.plan.placement import WEIGHT_SHARE_OF_DEVICE, TierSplit
 from infinity.plan.plan_input import PlanInput
-from infinity.plan.ring import Ring, rings_of
 from infinity.state.discover import HookedModule
 from infinity.tiers import resources
 from tests.sim.accelerator import Misuse, SimAccelerator

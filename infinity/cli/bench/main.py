@@ -18,8 +18,8 @@ from infinity import __version__
 from infinity.cli import options as types
 from infinity.cli.bench.options import BenchOptions
 from infinity.cli.streams import INTERRUPTED, PIPE_CLOSED, ReaderGoneError, interruptible_imports, outlets
-from infinity.echo import one_line
 from infinity.errors import ConfigError, InfinityError, printable
+from infinity.quoting import one_line
 
 _DESCRIPTION = """\
 Measures the disks under --path for infinity and prints the settings to use.

@@ -15,10 +15,10 @@ from infinity.cli.bench.survey_report import PathReport, Survey, swap_config
 from infinity.cli.bench.sustained import sustain
 from infinity.cli.bench.sweep import Point, Sweep, most_written
 from infinity.cli.bench.workload import Rig, Workload, verify
-from infinity.echo import one_line
 from infinity.errors import BenchError, ConfigError
 from infinity.files import require_different
 from infinity.io.disk_profile import save_profile
+from infinity.quoting import one_line
 from infinity.sizes import format_bytes
 
 _MEMORY_BYTES = 256 << 20

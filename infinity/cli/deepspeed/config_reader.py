@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from infinity.cli.deepspeed.keys import DEEPSPEED, KEYS, ROWS, SECTIONS
-from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import read_regular
+from infinity.quoting import quoted
 from infinity.strict import parse_json, parse_yaml
 
 FILE_BYTES_MAX = 1 << 20

@@ -20,9 +20,9 @@ from typing import Any
 
 from infinity.cli.deepspeed.config_reader import AUTO, Item, Source, nearest_key
 from infinity.cli.deepspeed.keys import KEYS, SECTIONS, Fate, Key
-from infinity.echo import quoted
 from infinity.errors import ConfigError, printable
 from infinity.files import require_different, require_possible
+from infinity.quoting import quoted
 from infinity.sizes import PAGE_BYTES, exact_bytes
 
 HINTS_MAX = 50

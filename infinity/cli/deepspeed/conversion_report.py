@@ -16,8 +16,8 @@ from infinity.cli.deepspeed.config_reader import AUTO, Source
 from infinity.cli.deepspeed.conversion import Conversion, Finding, Line
 from infinity.cli.deepspeed.keys import Fate
 from infinity.cli.deepspeed.training import training_of
-from infinity.echo import one_line
 from infinity.errors import printable
+from infinity.quoting import one_line
 
 PLACEHOLDER = "swap.yaml"
 _PLAIN = re.compile(r"(?:~?/)[A-Za-z0-9_./~-]*|[a-z][a-z0-9]*|[0-9]+[KMG]iB")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from infinity.cli.doctor.rows import Probe, Probes, Row
-from infinity.echo import one_line, raised
+from infinity.quoting import one_line, raised
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 5

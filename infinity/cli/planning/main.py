@@ -22,10 +22,10 @@ from infinity.cli.planning.plan_report import as_json, duration, report
 from infinity.cli.planning.rates import Machine
 from infinity.cli.planning.scenario import Scenario, as_yaml, with_changes
 from infinity.config import SwapConfig, load_config
-from infinity.echo import quoted
 from infinity.errors import ConfigError, PlanError
 from infinity.plan.disk import Disks, disks_of
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE
+from infinity.quoting import quoted
 
 DOES_NOT_FIT = 1
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from infinity.cli.planning.prediction import Work
-from infinity.cli.planning.presets import PRESETS
-from infinity.echo import quoted, raised
+from infinity.cli.planning.public_models import PRESETS
 from infinity.errors import ConfigError, ModelError
+from infinity.quoting import quoted, raised
 from infinity.state.codec import Codec
 from infinity.state.frozen_codecs import remember
 

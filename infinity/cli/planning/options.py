@@ -8,7 +8,7 @@ from pathlib import Path
 from infinity.cli import options as types
 from infinity.cli.options import argument
 from infinity.cli.planning.machines import MACHINES
-from infinity.cli.planning.presets import PRESETS
+from infinity.cli.planning.public_models import PRESETS
 from infinity.state.moments import OptimizerName
 
 _MODEL = "directory of a Hugging Face checkpoint (its config.json is enough), a hub id, or one of "

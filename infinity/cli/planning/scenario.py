@@ -17,12 +17,12 @@ from infinity.cli.planning.model import Batch, Shape, shape_of, work_of
 from infinity.cli.planning.prediction import Prediction, Work, predict
 from infinity.cli.planning.rates import Machine
 from infinity.config import SwapConfig, load_config
-from infinity.echo import quoted
 from infinity.errors import ConfigError, DeviceRoomError, PlanError, printable
 from infinity.plan.disk import Disks
 from infinity.plan.plan import Plan
 from infinity.plan.plan_input import NO_PEERS, Peers
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
+from infinity.quoting import quoted
 from infinity.sizes import enough_bytes, format_bytes
 from infinity.state.discover import Discovery, discover
 from infinity.state.moments import OptimizerName

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.echo import one_line, quoted, raised
+from infinity.quoting import one_line, quoted, raised
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Fetches and evictions when every fetch is a collective.
 
 The decisions follow from the visits only, so that all ranks begin the same fetches in the same order ([Note: gathering]
-in slots.py). The progress of updates and the references to a slot may differ between ranks, so the decisions use
-neither.
+in gathered_slots.py). The progress of updates and the references to a slot may differ between ranks, so the decisions
+use neither.
 """
 
 from __future__ import annotations

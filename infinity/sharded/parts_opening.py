@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from infinity.durable.generation_maker import GenerationMaker, LocalGenerationMaker
 from infinity.io.generations import Generations
 from infinity.ranks.world import SeveralRanks, World
-from infinity.sharded.fetch_rules import AgreedFetchRules
-from infinity.sharded.generation_maker import SharedGenerationMaker
-from infinity.sharded.gradients import SharedGradients
+from infinity.sharded.agreed_fetch_rules import AgreedFetchRules
+from infinity.sharded.gathered_slots import GatheredSlots
 from infinity.sharded.outbox import Outbox
 from infinity.sharded.rank_broadcast import BroadcastFromFirst, NoBroadcast, RankBroadcast
-from infinity.sharded.slots import GatheredSlots
+from infinity.sharded.shared_generation_maker import SharedGenerationMaker
+from infinity.sharded.shared_gradients import SharedGradients
 from infinity.state.shard import Shard
 from infinity.tiers.resources import Resources
 from infinity.tiers.slots import SlotPool, open_slots

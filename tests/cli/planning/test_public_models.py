@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from infinity.cli.planning.model import build
-from infinity.cli.planning.presets import PRESETS
+from infinity.cli.planning.public_models import PRESETS
 
 BILLIONS = {
     "llama-3-8b": 8.03, "llama-3-70b": 70.6, "llama-3-405b": 405.9, "qwen3-8b": 8.19, "qwen3-32b": 32.8,
@@ -27,7 +27,7 @@ def test_a_preset_has_as_many_parameters_as_its_publication_says(name: str) -> N
 
 def test_presets_import_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys, infinity.cli.planning.presets as p; "
+        "import sys, infinity.cli.planning.public_models as p; "
         "assert p.PRESETS; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

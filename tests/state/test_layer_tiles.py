@@ -9,7 +9,7 @@ from torch import nn
 
 import infinity
 from infinity.state.discover import discover
-from infinity.state.tiles import Rows, places_of, rows_of, tile_name, tile_of
+from infinity.state.layer_tiles import Rows, places_of, rows_of, tile_name, tile_of
 from tests.models import llama
 
 

@@ -17,8 +17,8 @@ from infinity import _native
 from infinity.errors import PeerError, SwapIOError
 from infinity.io.arena import PinnedArena
 from infinity.ranks.operations import AllToAll, Operation
-from infinity.sharded.gradients import PARTIAL_NUMEL, SharedGradients
 from infinity.sharded.outbox import Outbox, trained
+from infinity.sharded.shared_gradients import PARTIAL_NUMEL, SharedGradients
 from infinity.sizes import round_up
 from infinity.state.shard import Cut, Shard
 from infinity.state.unit import ELEMENT_ALIGNMENT, Group, ParameterSpec, Place, Unit

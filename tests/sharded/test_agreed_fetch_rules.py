@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import infinity
-from infinity.sharded.fetch_rules import AgreedFetchRules
+from infinity.sharded.agreed_fetch_rules import AgreedFetchRules
 from infinity.sizes import PAGE_BYTES
 from infinity.tiers.destination import Destination
 from infinity.units.fetch_rules import FetchRules, LocalFetchRules

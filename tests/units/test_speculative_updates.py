@@ -9,7 +9,7 @@ import pytest
 
 from infinity.errors import SwapIOError
 from infinity.units.speculation_choice import Counts, SpeculationChoice
-from infinity.units.speculator import Speculator
+from infinity.units.speculative_updates import Speculator
 from infinity.units.update import UnitUpdate
 from tests.units.fakes import unit_of, wanted
 

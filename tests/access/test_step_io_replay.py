@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.access.replay import replay_step
+from infinity.access.step_io_replay import replay_step
 from infinity.coordinator import registry
 from tests.conftest import states_of, weights_of
 from tests.models import llama, loss_of
