@@ -111,14 +111,14 @@ class UploadPart:
     ) -> None: ...
 
 class Uploads:
-    """Uploads of weights from swap files to the device, through pieces of landing memory, on a native thread.
+    """Uploads of weights from swap files to the device, through pieces of a bounce buffer, on a native thread.
 
-    Jobs are done in the order of the calls. Pieces are read (I/O class 'weights') as far as the landing memory reaches.
+    Jobs are done in the order of the calls. Pieces are read (I/O class 'weights') as far as the bounce buffer reaches.
     The pieces of the next job are read while the last ones of a job are copied. A piece is reused when its event has
     happened. If no piece is free, the native thread waits for the oldest one.
 
     Args:
-        landing: memory with one piece for each event; 4 KiB-aligned, pinned. The uploads keep it alive.
+        bounce: memory with one piece for each event; 4 KiB-aligned, pinned. The uploads keep it alive.
         piece_bytes: bytes of a piece, a multiple of 4 KiB.
         events: handles of events, one per piece, used for nothing else.
 
@@ -127,7 +127,7 @@ class Uploads:
     """
 
     def __init__(
-        self, engine: IOEngine, gate: DeviceGate, landing: Buffer, piece_bytes: int, events: Sequence[int]
+        self, engine: IOEngine, gate: DeviceGate, bounce: Buffer, piece_bytes: int, events: Sequence[int]
     ) -> None: ...
     def upload(self, parts: Sequence[UploadPart], *, stream: int, waits: Sequence[int] = (), ready: int) -> IOFuture:
         """Queue a job: its parts are read and copied in their order.
@@ -146,8 +146,8 @@ class Uploads:
             It fails once nothing of the job is in flight, neither read nor copy. It fails like a read or an `after`
             that failed; with kind 'io' and errno 0 for an error of the gate; or with 'canceled'. Two
             failures end the uploads: a read that failed with 'timeout', and an error of the gate after which the
-            device may still read a piece. Then this job and all later ones fail with that failure, and the landing
-            memory is never freed.
+            device may still read a piece. Then this job and all later ones fail with that failure, and the bounce
+            buffer is never freed.
 
         Raises:
             ValueError: no parts; a part that is empty, misaligned or not within its file's checksums; or `close` was
@@ -162,10 +162,10 @@ class Uploads:
         """Return counters.
 
         They are read_bytes, pieces (given to the engine) and without_a_piece (pieces that could have been read when no
-        piece of the landing memory was free).
+        piece of the bounce buffer was free).
         """
     def close(self) -> None:
-        """Wait for all jobs that were queued, and until the device has read the landing memory; stop the thread.
+        """Wait for all jobs that were queued, and until the device has read the bounce buffer; stop the thread.
 
         Jobs that wait for the `after` of a part fail as canceled. Idempotent.
         """

@@ -264,7 +264,7 @@ def require_no_leaks(model: torch.nn.Module) -> None:
         if resources.decoding is not None:
             coordinator.fetcher.finish_fetches()
             landing = resources.decoding.encoded_space
-            assert not any(not fetch.give_landing_back() for fetch in coordinator.fetcher._slots._landed)
+            assert not any(not fetch.give_bounce_back() for fetch in coordinator.fetcher._slots._bouncing)
             assert landing.free_bytes == landing.nbytes
     else:
         assert resources.device.ring.free_bytes == resources.device.ring.nbytes

@@ -14,7 +14,7 @@ from infinity.io.engine import Transfer
 from infinity.io.store import Extent
 from infinity.state.unit import Group, ParameterSpec
 from infinity.tiers.device import open_gate
-from infinity.tiers.downloads import GradientQueue, WeightsQueue
+from infinity.tiers.downloads import GradientQueue, WeightsDownloads
 from infinity.tiers.home import Home, WeightsHome
 from infinity.tiers.slab import Slab, SlabLease
 from infinity.tiers.slots import SlabSlot
@@ -78,7 +78,7 @@ class Seam:
         self.uploads = UploadQueue(self.accelerator, gate, engine, self.arena, 4 * piece, piece)
         bounce = self.arena.lease(4 * piece, "gradients").space()
         self.gradients = GradientQueue(self.accelerator, gate, self.ring, bounce, self.pool)
-        self.weights = WeightsQueue(self.accelerator, gate, Space(self.arena.memory, 0, 0), self.pool)
+        self.weights = WeightsDownloads(self.accelerator, gate, Space(self.arena.memory, 0, 0), self.pool)
 
     @property
     def up(self) -> torch.cuda.Stream:

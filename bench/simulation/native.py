@@ -136,7 +136,7 @@ class _Piece:
 class Uploads:
     """Counterpart of the upload driver, with the same names."""
 
-    def __init__(self, engine: Disk, gate: Gpu, landing: memoryview, piece_bytes: int, events: Sequence[Event]) -> None:
+    def __init__(self, engine: Disk, gate: Gpu, bounce: memoryview, piece_bytes: int, events: Sequence[Event]) -> None:
         self._disk, self._gpu, self._clock = engine, gate, engine.clock
         self._piece_bytes = piece_bytes
         self._free = len(events)

@@ -12,7 +12,7 @@ from typing import Any
 
 from infinity import _native
 from infinity.cli.planning.rates import ADAM_BYTES
-from infinity.plan.budgets import Staging
+from infinity.plan.budgets import UpdateStaging
 from simulation.clock import Clock, Future, when_all
 from simulation.disk import Disk
 from simulation.fluid import Activity, Fluid
@@ -89,7 +89,9 @@ class Tile:
 class Pipeline:
     """Simulated pipeline. Attributes: adam_s: seconds of computing. tiles_ahead_used: tiles read ahead and used."""
 
-    def __init__(self, clock: Clock, fluid: Fluid, disk: Disk, machine: SimulatedMachine, staging: Staging) -> None:
+    def __init__(
+        self, clock: Clock, fluid: Fluid, disk: Disk, machine: SimulatedMachine, staging: UpdateStaging
+    ) -> None:
         self._clock, self._fluid, self._disk, self._machine = clock, fluid, disk, machine
         self._tile_numel = staging.tile_numel
         self._tile_bytes = staging.tile_bytes

@@ -11,7 +11,7 @@ from infinity.ranks.world import Alone
 from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Unit
 from infinity.tiers.slots import open_slots
-from infinity.units.arrivals import Passes
+from infinity.units.arrivals import BackwardPasses
 from infinity.units.fetch_rules import LocalFetchRules
 from infinity.units.fetcher import Fetcher
 from infinity.units.gradients import LocalGradients, UnitGradients, groups_of
@@ -19,7 +19,7 @@ from infinity.units.health import Health
 from infinity.units.pump import Pump
 from infinity.units.shadows import Shadows
 from infinity.units.speculation_choice import SpeculationChoice
-from infinity.units.speculative_updates import Speculator
+from infinity.units.speculative_updates import SpeculativeUpdates
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update_queue import UpdateQueue
 from simulation.clock import Clock
@@ -134,17 +134,19 @@ class Rooms:
         self.health = Health(Alone())
         gradients = [UnitGradients(unit, groups_of(unit, self.resources)) for unit in units]
         self.units = [self._unit(unit, of_unit) for unit, of_unit in zip(units, gradients, strict=True)]
-        self.passes = Passes([each.arrivals for each in gradients])
+        self.passes = BackwardPasses([each.arrivals for each in gradients])
         self.update_queue = UpdateQueue(self.resources, self.shadows)
         self.speculation_choice = SpeculationChoice(plan.placement.updates.overlap)
         commits: Any = Commits()
         shards = [plan.peers.cut.of(unit) for unit in units]
         timeline: Any = self.timeline
         self.pump = Pump(self.resources, self.update_queue, commits, self.health, timeline)
-        self.speculator = Speculator(
+        self.speculative_updates = SpeculativeUpdates(
             self.speculation_choice, self.update_queue, self.passes, commits, self.pump, self.units, shards
         )
-        self.gradients = LocalGradients(gradients, self.resources.landing_window, self.speculator.before_landing)
+        self.gradients = LocalGradients(
+            gradients, self.resources.landing_window, self.speculative_updates.before_landing
+        )
         self.fetcher = Fetcher(
             self.units, self.resources, self.update_queue, timeline, open_slots(self.resources), LocalFetchRules()
         )

@@ -151,7 +151,7 @@ class Training:
         rooms = self.rooms
         rooms.passes.begin()
         rooms.pump.advance()
-        rooms.speculator.backward_begins(rooms.fetcher.order, self._optimizer, self._steps + 1)
+        rooms.speculative_updates.backward_begins(rooms.fetcher.order, self._optimizer, self._steps + 1)
 
     def _compute(self, flops: float) -> None:
         """Compute `flops`. On the CPU the work is done on return; on a GPU it is queued."""
@@ -182,7 +182,7 @@ class Training:
                 complete = not more and unit.gradients.arrivals.came(spec.name)
         if complete:
             unit.gradients.send()
-            self.rooms.speculator.gradients_complete(unit, self._optimizer, self._steps + 1)
+            self.rooms.speculative_updates.gradients_complete(unit, self._optimizer, self._steps + 1)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -198,10 +198,10 @@ class Training:
         rooms.fetcher.finish_fetches()
         rooms.resources.synchronize_uploads()
         requests = self._optimizer.requests(self._scale)
-        wrong = rooms.speculator.wrong(requests)
+        wrong = rooms.speculative_updates.wrong(requests)
         rooms.fetcher.end_iteration()
         begun = rooms.update_queue.decide(requests, rooms.fetcher.order(), self._steps + 1, committed=False)
-        rooms.speculator.step_decided(begun, wrong, requests, self._optimizer)
+        rooms.speculative_updates.step_decided(begun, wrong, requests, self._optimizer)
         for unit in begun:
             rooms.fetcher.update_decided(unit)
         rooms.passes.step_ended()

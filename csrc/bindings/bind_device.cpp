@@ -111,10 +111,10 @@ void bind_landings(py::module_& module) {
       .def("close", [](PyLandings& self) { self.landings.close(); });
 }
 
-// The uploads, the landing memory of the pieces, and the Python object that keeps the gate's functions alive.
+// The uploads, the bounce buffer of the pieces, and the Python object that keeps the gate's functions alive.
 struct PyUploads {
   py::object gate;  // declared first, like the memory, to outlive the uploads
-  Memory landing;
+  Memory bounce;
   Closable<Uploads> uploads;
 
   ~PyUploads() { close(); }
@@ -123,7 +123,7 @@ struct PyUploads {
     if (uploads.closed()) return;
     const auto abandoned = uploads.get()->abandoned();
     uploads.close();
-    if (*abandoned) static_cast<void>(new Memory(landing));  // never freed, because a device may use it forever
+    if (*abandoned) static_cast<void>(new Memory(bounce));  // never freed, because a device may use it forever
   }
 };
 
@@ -133,9 +133,9 @@ std::vector<void*> handles_at(const std::vector<std::uintptr_t>& handles) {
   return result;
 }
 
-std::unique_ptr<PyUploads> open_uploads(const PyEngine& engine, const py::object& gate, const py::object& landing,
+std::unique_ptr<PyUploads> open_uploads(const PyEngine& engine, const py::object& gate, const py::object& bounce,
                                         std::size_t piece_bytes, const std::vector<std::uintptr_t>& events) {
-  Memory memory = memory_from(landing, true, "landing");
+  Memory memory = memory_from(bounce, true, "bounce");
   auto uploads = std::make_shared<Uploads>(engine.get(), gate.cast<const PyGate&>().gate, memory.data, memory.nbytes,
                                            piece_bytes, handles_at(events));
   return std::unique_ptr<PyUploads>(new PyUploads{gate, std::move(memory), Closable<Uploads>(std::move(uploads))});
@@ -169,7 +169,7 @@ void bind_uploads(py::module_& module) {
       .def(py::init(&make_part), py::arg("file"), py::arg("offset"), py::arg("nbytes"), py::arg("address"),
            py::kw_only(), py::arg("verify") = true, py::arg("after") = nullptr);
   py::class_<PyUploads>(module, "Uploads")
-      .def(py::init(&open_uploads), py::arg("engine"), py::arg("gate"), py::arg("landing"), py::arg("piece_bytes"),
+      .def(py::init(&open_uploads), py::arg("engine"), py::arg("gate"), py::arg("bounce"), py::arg("piece_bytes"),
            py::arg("events"))
       .def("upload", &upload, py::arg("parts"), py::kw_only(), py::arg("stream"), py::arg("waits") = py::tuple(),
            py::arg("ready"))

@@ -104,7 +104,7 @@ UploadDriver::Job UploadDriver::next_to_read() const {
   return found != jobs_.end() && (*found)->may_read() ? *found : nullptr;
 }
 
-// Starts the read of a job's next piece if a piece of the landing memory is free.
+// Starts the read of a job's next piece if a piece of the bounce buffer is free.
 bool UploadDriver::read_next() {
   const Job job = next_to_read();
   if (job == nullptr) return false;
@@ -128,7 +128,7 @@ bool UploadDriver::read_next() {
   return true;
 }
 
-// Takes a free piece of the landing memory for the job's next piece, and advances the job to the piece after it.
+// Takes a free piece of the bounce buffer for the job's next piece, and advances the job to the piece after it.
 UploadDriver::Transfer UploadDriver::take_piece(const Job& job) {
   const UploadPart& part = job->given.parts[job->part];
   auto transfer = std::make_shared<UploadTransfer>();
@@ -148,7 +148,7 @@ UploadDriver::Transfer UploadDriver::take_piece(const Job& job) {
   return transfer;
 }
 
-// If a piece of the landing memory is needed and none is free, waits until the device has read the piece whose copy was
+// If a piece of the bounce buffer is needed and none is free, waits until the device has read the piece whose copy was
 // queued first.
 bool UploadDriver::reuse_oldest() {
   if (copied_.empty() || !free_.empty() || broken_ || next_to_read() == nullptr) return false;

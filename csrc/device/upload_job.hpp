@@ -45,19 +45,19 @@ struct UploadWork {
   [[nodiscard]] bool may_read() const { return arrived[part]; }
 };
 
-// A piece of the landing memory, and the event that happens when the device has read it.
+// A piece of the bounce buffer, and the event that happens when the device has read it.
 struct UploadPiece {
   std::byte* memory;
   void* event;
 };
 
-// A transfer of a job's piece through a piece of the landing memory.
+// A transfer of a job's piece through a piece of the bounce buffer.
 struct UploadTransfer {
   std::shared_ptr<UploadWork> job;
   UploadPiece piece;
   std::byte* address;  // destination in the device's memory
   std::size_t nbytes;
-  bool read = false;  // the bytes are in the landing memory
+  bool read = false;  // the bytes are in the bounce buffer
   bool last = false;  // last piece of the job
 };
 

@@ -16,7 +16,7 @@
 namespace infinity {
 
 struct Uploads::Impl {
-  std::byte* const landing;
+  std::byte* const bounce;
   const pid_t pid = getpid();
   const std::shared_ptr<Inbox> inbox = std::make_shared<Inbox>();
   UploadDriver driver;
@@ -24,7 +24,7 @@ struct Uploads::Impl {
 
   Impl(std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceGate> gate, std::byte* memory,
        std::vector<UploadPiece> pieces, std::size_t piece_bytes)
-      : landing(memory),
+      : bounce(memory),
         driver(inbox, std::move(engine), std::move(gate), std::move(pieces), piece_bytes),
         thread([this] {
           name_thread("infinity-upload");
@@ -46,24 +46,24 @@ struct Uploads::Impl {
     require(part.file != nullptr && part.nbytes > 0, "a part of an upload needs a file and at least one byte");
     require(part.nbytes <= kBytesMax && part.offset <= kBytesMax, "a file cannot be that long");
     require(part.offset % kPageBytes == 0, "a part of an upload must begin at a multiple of 4 KiB of its file");
-    IoEngine::check({OpKind::read, IoClass::weights, part.file, part.offset, landing, round_up_to_page(part.nbytes)});
+    IoEngine::check({OpKind::read, IoClass::weights, part.file, part.offset, bounce, round_up_to_page(part.nbytes)});
   }
 };
 
-Uploads::Uploads(std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceGate> gate, std::byte* landing,
-                 std::size_t landing_bytes, std::size_t piece_bytes, const std::vector<void*>& events) {
-  require(engine != nullptr && gate != nullptr && landing != nullptr, "uploads need an engine, a gate, landing memory");
-  require(reinterpret_cast<std::uintptr_t>(landing) % kPageBytes == 0, "landing memory must be aligned to 4 KiB");
+Uploads::Uploads(std::shared_ptr<IoEngine> engine, std::shared_ptr<const DeviceGate> gate, std::byte* bounce,
+                 std::size_t bounce_bytes, std::size_t piece_bytes, const std::vector<void*>& events) {
+  require(engine != nullptr && gate != nullptr && bounce != nullptr, "uploads need an engine, a gate, a bounce buffer");
+  require(reinterpret_cast<std::uintptr_t>(bounce) % kPageBytes == 0, "the bounce buffer must be aligned to 4 KiB");
   require(piece_bytes > 0 && piece_bytes % kPageBytes == 0, "piece_bytes must be a positive multiple of 4096");
-  require(!events.empty(), "uploads need an event for each piece of the landing memory, and at least one piece");
-  require(landing_bytes / piece_bytes >= events.size(), "landing memory must hold a piece for each event");
+  require(!events.empty(), "uploads need an event for each piece of the bounce buffer, and at least one piece");
+  require(bounce_bytes / piece_bytes >= events.size(), "the bounce buffer must hold a piece for each event");
   std::vector<void*> different = events;
   std::sort(different.begin(), different.end());
   require(std::adjacent_find(different.begin(), different.end()) == different.end(),
-          "each piece of the landing memory needs an event of its own");
+          "each piece of the bounce buffer needs an event of its own");
   std::vector<UploadPiece> pieces;
-  for (void* const event : events) pieces.push_back({landing + pieces.size() * piece_bytes, event});
-  impl_ = std::make_unique<Impl>(std::move(engine), std::move(gate), landing, std::move(pieces), piece_bytes);
+  for (void* const event : events) pieces.push_back({bounce + pieces.size() * piece_bytes, event});
+  impl_ = std::make_unique<Impl>(std::move(engine), std::move(gate), bounce, std::move(pieces), piece_bytes);
 }
 
 Uploads::~Uploads() {

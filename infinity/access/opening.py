@@ -13,7 +13,7 @@ from torch import nn
 from infinity.access.ingest import ingest
 from infinity.config import PINS_MAX
 from infinity.coordinator import registry
-from infinity.coordinator.coordinator import Coordinator, Optimizer
+from infinity.coordinator.coordinator import CoordinatedOptimizer, Coordinator
 from infinity.durable import buffers
 from infinity.durable.commits import Commits
 from infinity.durable.description import describe
@@ -27,7 +27,7 @@ from infinity.plan.planner import make_plan
 from infinity.ranks.paths import rank_path
 from infinity.sharded.parts_opening import open_maker
 from infinity.sharded.rank_agreement import RankAgreement, local_peers, meet_ranks, meeting
-from infinity.state.discover import Discovery, discover
+from infinity.state.discover import DiscoveredUnits, discover
 from infinity.state.terms import Terms
 from infinity.state.values import Source
 from infinity.tiers.resources import Resources
@@ -39,7 +39,7 @@ _LARGE_BYTES = 256 << 20
 
 def open_coordinator(
     model: nn.Module, terms: Terms, fill: Callable[[Coordinator], None]
-) -> tuple[Coordinator, Discovery]:
+) -> tuple[Coordinator, DiscoveredUnits]:
     """Find the units of a model, plan where their states are kept, open the resources, and fill them with values.
 
     Args:
@@ -78,7 +78,7 @@ def open_coordinator(
 
 def _open(
     model: nn.Module,
-    found: Discovery,
+    found: DiscoveredUnits,
     terms: Terms,
     plan: Plan,
     agreement: RankAgreement,
@@ -103,7 +103,7 @@ def _open(
         plan, nvme, terms.device, terms.faults, resume=resumes, world=agreement.world, run=agreement.run
     )
     try:
-        optimizers = Optimizers[Optimizer]()
+        optimizers = Optimizers[CoordinatedOptimizer]()
         maker = open_maker(resources.world, resources.generations)
         commits = Commits(resources, optimizers, maker, record, read_buffers)
         coordinator = Coordinator(found.units, found.parameters, resources, optimizers, commits)
@@ -123,7 +123,7 @@ def _open(
 
 def plan_for(
     model: nn.Module,
-    found: Discovery,
+    found: DiscoveredUnits,
     terms: Terms,
     peers: Peers = NO_PEERS,
     commits: CommitFrequency | None = None,
@@ -177,7 +177,7 @@ def from_source(source: Source | None, in_memory: Callable[[str], bool]) -> Call
     return lambda coordinator: ingest(coordinator, source, in_memory)
 
 
-def _require_free(found: Discovery) -> None:
+def _require_free(found: DiscoveredUnits) -> None:
     for named in found.parameters:
         for name, parameter in named.items():
             if registry.find(parameter) is not None:

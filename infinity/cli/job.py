@@ -85,7 +85,7 @@ def values_of(options: FinetuneOptions) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedJob:
     """A job.
 
     Attributes:
@@ -101,7 +101,7 @@ class Resolved:
     steps: int | None
 
 
-def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved:
+def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> ResolvedJob:
     """Return a job's options and swap config, and the run that it resumes. Rank 0 looks for the run to resume.
 
     Options that are not given come from the run that is resumed. With --resume they come from the generations in its
@@ -132,7 +132,7 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
         options.dtype = options.dtype or default
         if config is None:
             raise AssertionError("a job without a config")
-        return Resolved(_completed(options), config, Origin(new, options.model), None)
+        return ResolvedJob(_completed(options), config, Origin(new, options.model), None)
     saved, steps = found
     # The base of adapters, and the reference of --method dpo, are not in the copy.
     needed = saved["options"]["lora"] is not None or saved["options"]["method"] == "dpo"
@@ -146,7 +146,7 @@ def resolve(options: argparse.Namespace, world: RunRank, tell: Tell) -> Resolved
     _fill(options, defaults(Role.PROCESS))
     origin = Origin(**saved["origin"]) if "origin" in saved else Origin(new, saved["options"]["model"])
     origin = replace(origin, extended=origin.extended or extended)
-    return Resolved(_completed(options), config or _saved_config(saved, options), origin, steps)
+    return ResolvedJob(_completed(options), config or _saved_config(saved, options), origin, steps)
 
 
 def _completed(options: argparse.Namespace) -> FinetuneOptions:

@@ -38,8 +38,8 @@ class Order(Sampler[int]):
             yield from map(int, order[: self._numel - first])
 
 
-class DataIdentity:
-    """Identity of the data and the batches of a run.
+class DataFingerprint:
+    """Fingerprint of the data and the batches of a run.
 
     The identity is part of each generation, so that a run can only be resumed with the same data and batches. This
     object is an iterator. The run advances the iterator before the batches of each step, so that a generation contains
@@ -49,7 +49,7 @@ class DataIdentity:
     def __init__(self, digest: str, batch_size: int, seed: int) -> None:
         self._values = {"batch_size": batch_size, "seed": seed, "tokens": digest}
 
-    def __iter__(self) -> DataIdentity:
+    def __iter__(self) -> DataFingerprint:
         return self
 
     def __next__(self) -> None:

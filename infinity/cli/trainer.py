@@ -19,7 +19,7 @@ from transformers import PrinterCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from infinity.cli.data import Sequences
-from infinity.cli.order import DataIdentity, Order
+from infinity.cli.order import DataFingerprint, Order
 from infinity.cli.run_directory import folder_of
 from infinity.cli.run_ranks import gather_values
 from infinity.config import SwapConfig
@@ -75,7 +75,7 @@ class Running(TrainerMixin, _Recording):
         trained: sequences to train on.
         held_out: sequences for evaluation; None: there is no evaluation.
         order: order of the sequences to train on.
-        identity: identity of the data, which is advanced before each step.
+        fingerprint: fingerprint of the data, which is advanced before each step.
         save: function that writes the model to a directory; all ranks call it.
         figures: function that returns figures of the steps since its last call, which trackers show in addition to the
             loss.
@@ -99,7 +99,7 @@ class Running(TrainerMixin, _Recording):
         trained: Sequences,
         held_out: Sequences | None,
         order: Order,
-        identity: DataIdentity,
+        fingerprint: DataFingerprint,
         save: Callable[[Any, str], None],
         figures: Callable[[], dict[str, float]],
         scaler: torch.amp.GradScaler,
@@ -107,7 +107,7 @@ class Running(TrainerMixin, _Recording):
         **others: Any,
     ) -> None:
         self._order = order
-        self._identity = identity
+        self._fingerprint = fingerprint
         self._save_model = save
         self._figures = figures
         self.failed: dict[int, str] = {}
@@ -166,7 +166,7 @@ class Running(TrainerMixin, _Recording):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *given: Any) -> tuple[list[Any], Any]:
         """Return the batches of a step, and the number of items that all ranks learn in the step."""
-        next(self._identity)
+        next(self._fingerprint)
         batches = list(islice(epoch_iterator, num_batches))
         return batches, self._items_in(batches)
 

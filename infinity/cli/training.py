@@ -15,7 +15,7 @@ from infinity.cli.finetune_options import FinetuneOptions
 from infinity.cli.history import History
 from infinity.cli.models import save_model
 from infinity.cli.optimizers import make_optimizer, make_scaler, moments_of
-from infinity.cli.order import DataIdentity, Order
+from infinity.cli.order import DataFingerprint, Order
 from infinity.cli.packing_support import require_separates
 from infinity.cli.progress import open_progress
 from infinity.cli.references import Reference
@@ -105,13 +105,13 @@ class Training:
         scheduler = schedule_of(arguments, self._optimizer, self.steps)
         self._scaler = make_scaler(model)
         order = Order(data.trained.sequences, self.steps * per_step, options.seed)
-        identity = DataIdentity(data.trained.digest, options.batch_size, options.seed)
-        self._trainer = self._made_trainer(arguments, tokenizer, order, identity, scheduler, config, reference)
+        fingerprint = DataFingerprint(data.trained.digest, options.batch_size, options.seed)
+        self._trainer = self._made_trainer(arguments, tokenizer, order, fingerprint, scheduler, config, reference)
         self.done = track(
             model=model,
             scheduler=scheduler,
             trainer=self._trainer,
-            data=identity,
+            data=fingerprint,
             history=self.history,
             **({"scaler": self._scaler} if self._scaler.is_enabled() else {}),
             **({"reference": reference} if reference is not None else {}),
@@ -136,7 +136,7 @@ class Training:
         arguments: Any,
         tokenizer: Any,
         order: Order,
-        identity: DataIdentity,
+        fingerprint: DataFingerprint,
         scheduler: Any,
         config: SwapConfig,
         reference: Reference | None,
@@ -156,7 +156,7 @@ class Training:
                 trained=data.trained,
                 held_out=data.held_out,
                 order=order,
-                identity=identity,
+                fingerprint=fingerprint,
                 save=lambda model, directory: save_model(model, directory, options, self.model_config),
                 figures=self._figures,
                 scaler=self._scaler,

@@ -54,16 +54,16 @@ from infinity.state.unit import Place, Unit
 from infinity.tiers import state_parts
 from infinity.tiers.home import Home
 from infinity.tiers.resources import Resources
-from infinity.units.arrivals import Passes
+from infinity.units.arrivals import BackwardPasses
 from infinity.units.fetcher import Fetcher
 from infinity.units.gradients import UnitGradients, groups_of
 from infinity.units.health import Health
 from infinity.units.parameters import ParameterViews
 from infinity.units.pump import Pump
-from infinity.units.released_parameters import Lender, released_class, way_out
+from infinity.units.released_parameters import ParameterLender, released_class, way_out
 from infinity.units.shadows import Shadows
 from infinity.units.speculation_choice import Predictable, SpeculationChoice, TimedChoice
-from infinity.units.speculative_updates import Speculator
+from infinity.units.speculative_updates import SpeculativeUpdates
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update_queue import UpdateQueue
 from infinity.units.weights import Residency
@@ -71,11 +71,11 @@ from infinity.units.weights import Residency
 logger = logging.getLogger(__name__)
 
 
-class Optimizer(Checkpointed, Predictable, Protocol):
+class CoordinatedOptimizer(Checkpointed, Predictable, Protocol):
     """Optimizer with all methods that the coordinator calls."""
 
 
-class Coordinator(Lender):
+class Coordinator(ParameterLender):
     """One offloaded model: its parts, opened in the order of their dependencies.
 
     Every public method may be called from any thread. Signals such as Ctrl-C are deferred until the method ends
@@ -102,7 +102,7 @@ class Coordinator(Lender):
         units: Sequence[Unit],
         parameters: Sequence[dict[str, nn.Parameter]],
         resources: Resources,
-        optimizers: Optimizers[Optimizer],
+        optimizers: Optimizers[CoordinatedOptimizer],
         commits: Commits,
     ) -> None:
         self.resources = resources
@@ -138,7 +138,7 @@ class Coordinator(Lender):
             for each, named, homes, of_unit in zip(shards, parameters, resources.units, gradients, strict=True)
         ]
         self.shards = shards
-        self.passes = Passes([each.arrivals for each in gradients])
+        self.passes = BackwardPasses([each.arrivals for each in gradients])
         self.update_queue = UpdateQueue(resources, shadows)
         timed = None if resources.device is None else TimedChoice()
         self.speculation_choice = SpeculationChoice(resources.plan.placement.updates.overlap, timed)
@@ -146,10 +146,10 @@ class Coordinator(Lender):
         self.fetcher = Fetcher(self.units, resources, self.update_queue, self.timeline, pool, fetches)
         self.unit_at = self.fetcher.unit_at
         self.pump = Pump(resources, self.update_queue, commits, self.health, self.timeline)
-        self._speculator = Speculator(
+        self._speculative_updates = SpeculativeUpdates(
             self.speculation_choice, self.update_queue, self.passes, commits, self.pump, self.units, shards
         )
-        self.gradients = open_gradients(resources, shards, gradients, self._speculator.before_landing)
+        self.gradients = open_gradients(resources, shards, gradients, self._speculative_updates.before_landing)
 
     @property
     def plan(self) -> Plan:
@@ -391,14 +391,14 @@ class Coordinator(Lender):
         everywhere = [self.units[index] for index in by_unit]
         mine = {index: self.shards[index].localize(wanted) for index, wanted in by_unit.items()}
         by_unit = {index: wanted for index, wanted in mine.items() if wanted}
-        wrong = self._speculator.wrong(by_unit)
+        wrong = self._speculative_updates.wrong(by_unit)
         self.fetcher.end_iteration()
         with self._failing_for_good():
             begun = self.update_queue.decide(
                 by_unit, self.fetcher.order(), self.steps + 1, committed=self.commits.due(self.steps + 1)
             )
         self.masters.forget()
-        self._speculator.step_decided(begun, wrong, by_unit, self.optimizers.sole)
+        self._speculative_updates.step_decided(begun, wrong, by_unit, self.optimizers.sole)
         with self._failing_if_cut_off:
             self.fetcher.updates_decided(begun, everywhere)
 
@@ -418,7 +418,7 @@ class Coordinator(Lender):
     def skip(self) -> None:
         """End a step that changes nothing, and undo speculative updates."""
         self.fetcher.end_iteration()
-        self._speculator.drop()
+        self._speculative_updates.drop()
 
     @transition
     def end_step(self) -> None:
@@ -555,7 +555,7 @@ class Coordinator(Lender):
         self.gradients.begin_pass()
         self.pump.advance()
         if self.health.failure is None and not self.health.closed:
-            self._speculator.backward_begins(self.fetcher.order, self.optimizers.sole, self.steps + 1)
+            self._speculative_updates.backward_begins(self.fetcher.order, self.optimizers.sole, self.steps + 1)
 
     @transition
     def begin_units_backward(self, indices: Sequence[int]) -> None:
@@ -606,7 +606,7 @@ class Coordinator(Lender):
             self._undo_speculation("a gradient was set, changed or cleared by hand")
 
     def _undo_speculation(self, cause: str) -> None:
-        self._speculator.undo(cause, "Set overlap: before_forward if this happens often.")
+        self._speculative_updates.undo(cause, "Set overlap: before_forward if this happens often.")
 
     @transition
     def land_gradient(
@@ -655,7 +655,7 @@ class Coordinator(Lender):
 
     def _completed(self, indices: Iterable[int]) -> None:
         for index in indices:
-            self._speculator.gradients_complete(self.units[index], self.optimizers.sole, self.steps + 1)
+            self._speculative_updates.gradients_complete(self.units[index], self.optimizers.sole, self.steps + 1)
 
     @transition
     def end_backward(self, *, outermost: bool) -> None:
@@ -728,7 +728,7 @@ class Coordinator(Lender):
         return self.steps
 
     @transition
-    def enter(self, optimizer: Optimizer) -> None:
+    def enter(self, optimizer: CoordinatedOptimizer) -> None:
         """See Optimizers.enter."""
         self.optimizers.enter(optimizer, self.commits.resumed)
 
@@ -810,7 +810,7 @@ class Coordinator(Lender):
 
     def _wait_until_idle(self) -> None:
         self.pump.finish_updates()
-        self._speculator.drop()  # speculative updates write to copies that others may write to now
+        self._speculative_updates.drop()  # speculative updates write to copies that others may write to now
         self.update_queue.ahead.drop(but=())
 
     @contextmanager
@@ -885,7 +885,8 @@ class Coordinator(Lender):
 
     @contextmanager
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Iterator[None]:
-        """Return a context in which released parameters have their values (units/released_parameters.py: Lender)."""
+        """Return a context in which released parameters have their values (units/released_parameters.py:
+        ParameterLender)."""
         indices = list(dict.fromkeys(self._owners[id(parameter)][0] for parameter in parameters))
         if not self.readers.may_read:
             raise ReleasedParameterError(
@@ -896,7 +897,7 @@ class Coordinator(Lender):
             yield
 
     def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Return a copy of a parameter's values in RAM (Lender.copy_of), even while no pass is under way."""
+        """Return a copy of a parameter's values in RAM (ParameterLender.copy_of), even while no pass is under way."""
         self.forget_dead()
         with torch.no_grad(), self.gathering(), self.taking([self._owners[id(parameter)][0]]):
             return parameter.detach().to("cpu", copy=True)
@@ -1026,7 +1027,7 @@ class Coordinator(Lender):
         return None
 
     def _commit_the_end(self, *, broken: bool) -> None:
-        self._speculator.drop()
+        self._speculative_updates.drop()
         self.update_queue.ahead.drop(but=())
         self.pump.finish_updates()
         self.commits.end(self.steps, broken=broken)

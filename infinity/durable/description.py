@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity import _native
 from infinity.durable.records import GroupRecord, ModelRecord, ParameterRecord
-from infinity.state.discover import Discovery
+from infinity.state.discover import DiscoveredUnits
 from infinity.state.dtypes import master_format
 
 
@@ -23,7 +23,7 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
-def describe(model: nn.Module, found: Discovery, master: _native.MasterName) -> ModelRecord:
+def describe(model: nn.Module, found: DiscoveredUnits, master: _native.MasterName) -> ModelRecord:
     """Return the model's class and configuration, and the place of each parameter in its group.
 
     Args:

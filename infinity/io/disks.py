@@ -18,7 +18,7 @@ _ROOT = Path("/")
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskFacts:
     """Disk under a directory. Devices are represented by their directories in /sys, with all links resolved.
 
     Attributes:
@@ -45,7 +45,7 @@ class Disk:
         return nodes.pop() if len(nodes) == 1 else None
 
 
-def disk_under(path: Path, root: Path = _ROOT) -> Disk:
+def disk_under(path: Path, root: Path = _ROOT) -> DiskFacts:
     """Return the disk that holds `path`.
 
     Args:
@@ -63,8 +63,8 @@ def disk_under(path: Path, root: Path = _ROOT) -> Disk:
     block = _whole_disk(_block_device(number, root) or _block_device_named(source, root))
     members = tuple(_members(block))
     if mount is None:
-        return Disk("", "", "", block, members)
-    return Disk(mount.mountpoint, mount.fstype, mount.opts, block, members)
+        return DiskFacts("", "", "", block, members)
+    return DiskFacts(mount.mountpoint, mount.fstype, mount.opts, block, members)
 
 
 def disk_key(path: Path) -> str:

@@ -32,7 +32,7 @@ _NAMED_MAX = 6  # number of units that a message names
 
 
 @dataclass(frozen=True)
-class Staging:
+class UpdateStaging:
     """The cutting of updates into tiles, and the host memory for the tiles.
 
     Attributes:
@@ -89,7 +89,7 @@ class Budgets:
     secondary_bytes: int
     landing_bytes: int
     shadow_bytes: int
-    staging: Staging
+    staging: UpdateStaging
 
     @property
     def ring_bytes(self) -> int:
@@ -111,7 +111,7 @@ def update_threads(config: SwapConfig) -> int:
     return config.update.threads or min(usable_cores(), torch.get_num_threads())
 
 
-def plan_staging(inputs: PlanInput, host_budget: int, *, gradients: bool) -> Staging:
+def plan_staging(inputs: PlanInput, host_budget: int, *, gradients: bool) -> UpdateStaging:
     """Plan the memory that the update's tiles are read into. A `host_budget` of 0 gives the smallest staging.
 
     A thread works on pieces that fit its L2 cache. A tile has a few pieces for every thread, so that no thread waits
@@ -143,7 +143,7 @@ def plan_staging(inputs: PlanInput, host_budget: int, *, gradients: bool) -> Sta
     nbytes = tile_bytes()
     model_tiles = sum(-(-group.numel // numel) for group in groups)
     tiles = max(min(staging // nbytes, model_tiles, _TILES_MAX), _TILES_MIN)
-    return Staging(numel, nbytes, tiles * nbytes, threads)
+    return UpdateStaging(numel, nbytes, tiles * nbytes, threads)
 
 
 def _require_isa() -> None:

@@ -25,7 +25,7 @@ from infinity.plan.placement import Placement
 from infinity.plan.plan_input import PlanInput, UnitBytes
 from infinity.plan.policy import long_from_top, unusual_from_top, worth_speculating
 from infinity.plan.slot_simulator import FetchCounts, SlotSimulator, in_order
-from infinity.plan.speculation_memory import may_speculate
+from infinity.plan.speculation_memory import unit_may_speculate
 from infinity.state.discover import HookedModule
 
 
@@ -228,7 +228,7 @@ def speculates(inputs: PlanInput, placement: Placement, *, clips: bool) -> froze
         for unit in inputs.units
         if unit.state
         and unit.index not in placement.optimizer.in_ram
-        and may_speculate(unit, placement.weights.in_ram, placement.gradients.in_ram)
+        and unit_may_speculate(unit, placement.weights.in_ram, placement.gradients.in_ram)
         and (placement.commit_every == 1 or unit.index in updates.spare_units)
     )
     return moved | updates.in_ram

@@ -25,8 +25,9 @@ _OVERLAP = {
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """NVMe traffic of one step, if the step before had as many micro-batches and all moments are in use.
+class TrafficForecast:
+    """Traffic of one step, if the step before had as many micro-batches and all moments are in use: of NVMe and, in
+    `moved`, of every link.
 
     The number of bytes read is an upper bound: gradients that are still in the window when the next pass adds to them
     are not read. The bound does not hold if a pass needs a weight more than twice (a tied weight, for example). The
@@ -80,7 +81,7 @@ class Plan:
     placement: Placement
     budgets: Budgets
     layout: Layout
-    forecast: Forecast
+    forecast: TrafficForecast
     peers: Peers = NO_PEERS
 
     @property
@@ -154,14 +155,14 @@ def forecast(
     sites: Sequence[HookedModule],
     *,
     saves_bytes: int,
-) -> Forecast:
+) -> TrafficForecast:
     """Forecast the traffic of a step.
 
     `sites` are the units that each module needs; `saves_bytes` is Forecast.saves_bytes.
     """
     in_ram = (placement.weights.in_ram, placement.optimizer.in_ram, placement.gradients.in_ram)
     moved, usual = traffic(inputs, *in_ram), link_bytes(inputs, placement, budgets, sites)
-    return Forecast(
+    return TrafficForecast(
         passes=inputs.passes,
         read_bytes=moved.read_bytes,
         written_bytes=moved.written_bytes + moved.commit_share_bytes,
@@ -216,7 +217,7 @@ def _encoded(layout: Layout) -> str:
     return f", {numel / 1e6:.1f} M frozen weights as {codecs} in {format_bytes(layout.encoded_bytes)}" if groups else ""
 
 
-def _saving(forecast: Forecast) -> list[str]:
+def _saving(forecast: TrafficForecast) -> list[str]:
     """Return the log's line on the bytes that a step would save if its number of passes were known."""
     saved = forecast.saves_bytes
     return [f"    with accumulation_steps=1 a step would move {format_bytes(saved)} less"] if saved > 0 else []

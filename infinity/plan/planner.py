@@ -11,7 +11,7 @@ import torch
 
 from infinity.config import SwapConfig
 from infinity.errors import ConfigError, PlanError, printable
-from infinity.plan.budgets import Budgets, Staging, copies_bytes, device_bytes, fits_slots, plan_staging
+from infinity.plan.budgets import Budgets, UpdateStaging, copies_bytes, device_bytes, fits_slots, plan_staging
 from infinity.plan.commit_frequency import NO_PATHS, NOTHING_TRAINED, CommitFrequency, frequency_of
 from infinity.plan.device_memory import available_device_bytes, available_host_bytes
 from infinity.plan.disk import Disks, disks_of
@@ -208,7 +208,7 @@ class _Choice:
     """A placement of everything, and the update's memory."""
 
     inputs: PlanInput
-    staging: Staging
+    staging: UpdateStaging
     placed: PlacedStates
     gradients: GradientPlacement
 

@@ -60,7 +60,7 @@ def reserve(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacemen
     moved = [unit for unit in _moved(inputs, placed) if unit.index in gradients.in_ram]
     if not moved:
         return _none("the gradients spill to NVMe" if _moved(inputs, placed) else "the states are in RAM")
-    moved = [unit for unit in moved if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
+    moved = [unit for unit in moved if unit_may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
     if not moved:
         return _none("weights are in RAM together with frozen weights")
     reason, spare, checksums = "", frozenset[int](), 0
@@ -144,7 +144,7 @@ def _resting(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlaceme
     if not (overlap == "during_backward" or (overlap == "auto" and not limits.in_place)):
         return []
     resting = [unit for unit in inputs.units if unit.state and unit.index in placed.optimizer.in_ram]
-    return [unit for unit in reversed(resting) if may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
+    return [unit for unit in reversed(resting) if unit_may_speculate(unit, placed.weights.in_ram, gradients.in_ram)]
 
 
 def wanted_in_ram(inputs: PlanInput, placed: PlacedStates, gradients: GradientPlacement) -> int:
@@ -152,7 +152,7 @@ def wanted_in_ram(inputs: PlanInput, placed: PlacedStates, gradients: GradientPl
     return sum(_shadow_bytes(unit, placed) for unit in _resting(inputs, placed, gradients))
 
 
-def may_speculate(unit: UnitBytes, weights_in_ram: Collection[int], gradients_in_ram: Collection[int]) -> bool:
+def unit_may_speculate(unit: UnitBytes, weights_in_ram: Collection[int], gradients_in_ram: Collection[int]) -> bool:
     """Return policy.may_speculate for a unit in a placement."""
     return policy.may_speculate(
         trained_whole=unit.local.trained_whole,
@@ -198,7 +198,7 @@ def shadow_wanted(inputs: PlanInput, placed: PlacedStates) -> int:
         return 0
     if config.optimizer != "auto" or placed.optimizer.tier != "nvme":
         return 0
-    moved = [unit for unit in _moved(inputs, placed) if may_speculate(unit, placed.weights.in_ram, inputs.trained)]
+    moved = [unit for unit in _moved(inputs, placed) if unit_may_speculate(unit, placed.weights.in_ram, inputs.trained)]
     weights = [unit.weight for unit in moved if unit.index in placed.weights.in_ram]
     return round_up(max(int(sum(weights) * _SHADOW_SHARE), max(weights, default=0)), PAGE_BYTES)
 

@@ -33,12 +33,18 @@ from infinity.errors import ModelError
 from infinity.state.codec import decode
 from infinity.state.frozen_codecs import encoded_form, forget, pass_on
 from infinity.state.values import Source
-from infinity.units.released_parameters import Lender, ReleasedParameter, lender_of, nan_placeholder, released_class
+from infinity.units.released_parameters import (
+    ParameterLender,
+    ReleasedParameter,
+    lender_of,
+    nan_placeholder,
+    released_class,
+)
 
 Read = Callable[[], torch.Tensor]
 
 
-class _Values(Lender):
+class _Values(ParameterLender):
     """The deferred parameters of this process: for each parameter its reader and its name in messages."""
 
     def __init__(self) -> None:

@@ -1,19 +1,19 @@
 """The graph of one micro-batch, cut into pieces whose backward can run one by one.
 
 [Note: cutting a graph]
-Where a unit begins, the graph is cut at each of the unit's inputs that has a graph. `_Cut` replaces the input by a
+Where a unit begins, the graph is cut at each of the unit's inputs that has a graph. `_GraphCut` replaces the input by a
 tensor of the same memory that has no graph behind it. The gradients that arrive for this tensor are added up
 (`_Gradient`). When the piece that made the original tensor is run backward, `_Tail` passes the sum into the graph of
 this piece:
 
     piece 1 …──▶ x ──▶ _Tail        the root from which piece 1 is run backward
                  ┆ (the same memory)
-                 _Cut ──▶ b ──▶ piece 2 …
+                 _GraphCut ──▶ b ──▶ piece 2 …
 
-Neither `_Cut` nor `_Tail` keeps the memory of x alive. If several units use a tensor, the tensor's gradient is the sum
-of the units' contributions. The last unit's contribution comes first, as in autograd, but the sum is in fp32. Autograd
-numbers the nodes that a thread makes: the sequence number of a tensor's node therefore tells which piece made the
-tensor.
+Neither `_GraphCut` nor `_Tail` keeps the memory of x alive. If several units use a tensor, the tensor's gradient is the
+sum of the units' contributions. The last unit's contribution comes first, as in autograd, but the sum is in fp32.
+Autograd numbers the nodes that a thread makes: the sequence number of a tensor's node therefore tells which piece made
+the tensor.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Gradient:
         return total.to(self._dtype)
 
 
-class _Cut(torch.autograd.Function):
+class _GraphCut(torch.autograd.Function):
     """Tensor with the same values as the input, without the input's graph.
 
     Gradients of this tensor are added to the _Gradient.
@@ -180,7 +180,7 @@ class Tape:
             gradient = _Gradient(tensor.dtype)
             self._crossed[key] = node, gradient
             self.made_by(node).values.append((_Tail.apply(tensor, gradient), gradient))
-        crossed: torch.Tensor = _Cut.apply(self._anchor, [tensor], self._crossed[key][1])
+        crossed: torch.Tensor = _GraphCut.apply(self._anchor, [tensor], self._crossed[key][1])
         return crossed
 
     def made_by(self, node: Any) -> Piece:
@@ -213,7 +213,7 @@ class Tape:
         seen = {id(node): node for node in waiting}
         while waiting:
             upper = waiting.pop()
-            is_cut = upper.name() == "_CutBackward"
+            is_cut = upper.name() == f"{_GraphCut.__name__}Backward"
             lowers = [below[id(upper.gradient)]] if is_cut else [lower for lower, _ in upper.next_functions]  # type: ignore[attr-defined]
             for lower in lowers:
                 if lower is None or hasattr(lower, "variable"):

@@ -47,7 +47,8 @@ class _Forward:
     other thread begins its next forward.
 
     Attributes:
-        depth: number of modules of Discovery.root_candidates whose call is in progress; 0: no forward is in progress.
+        depth: number of modules of DiscoveredUnits.root_candidates whose call is in progress; 0: no forward is in
+            progress.
         begun: number of outermost forwards so far.
     """
 
@@ -101,7 +102,8 @@ class RootForward:
         return self._own.begun
 
     def enter(self) -> None:
-        """Enter one of Discovery.root_candidates. Raises ModelError if another thread's forward is in progress."""
+        """Enter one of DiscoveredUnits.root_candidates. Raises ModelError if another thread's forward is in
+        progress."""
         if in_backward():
             return
         forward = self._lanes.get(threading.get_ident())

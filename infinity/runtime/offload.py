@@ -41,7 +41,7 @@ from infinity.runtime.parametrizations import watch_parametrizations
 from infinity.runtime.pins import generation_of
 from infinity.runtime.reoffload import Handle, Resize, remember_handles, remember_readers, take_back
 from infinity.runtime.tiles import by_rows, require_untied
-from infinity.state.discover import Discovery, discover
+from infinity.state.discover import DiscoveredUnits, discover
 from infinity.state.frozen_codecs import pass_on
 from infinity.state.moments import STORED, OptimizerName
 from infinity.state.terms import Terms
@@ -344,7 +344,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def _install(
-    model: nn.Module, found: Discovery, coordinator: Coordinator, structure: Structure
+    model: nn.Module, found: DiscoveredUnits, coordinator: Coordinator, structure: Structure
 ) -> tuple[list[RemovableHandle], list[Handle]]:
     """Install the hooks on parameters and on modules. Return the handles of both."""
     ends = BackwardEnds(coordinator)

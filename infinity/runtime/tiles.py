@@ -99,13 +99,13 @@ def tile(module: nn.Linear, tiles: int) -> nn.Linear:
     for key, parameter in parameters.items():
         if parameter is not None:
             _cut[parameter] = f"the {key} of a {module.in_features} to {rows} linear layer", made_of[key]
-            parameter.__class__ = type("Cut", (_Cut, type(parameter)), {})
+            parameter.__class__ = type("Cut", (_ReplacedParameter, type(parameter)), {})
     module.register_state_dict_post_hook(_join)
     module.register_load_state_dict_pre_hook(_split)
     return module
 
 
-class _Cut(nn.Parameter):
+class _ReplacedParameter(nn.Parameter):
     """Parameter that a layer had before it was tiled.
 
     Reading `.grad` of this parameter raises: code that still has the parameter in a list would read None and conclude

@@ -29,10 +29,10 @@ from infinity.ranks.exchange import Exchange, Ticket
 from infinity.ranks.operations import Gather, Operation
 from infinity.sizes import format_bytes
 from infinity.state.shard import Shard
-from infinity.tiers.destination import Destination, Written
+from infinity.tiers.destination import StateDestination, Written
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
-from infinity.tiers.slots import CopiedSlot, Fetch, Slot
+from infinity.tiers.slots import Fetch, HostCopySlot, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class GatheredSlots:
 
     def _own(self, home: WeightsHome, index: int, mine: memoryview, after: Written) -> _Wait:
         group = home.groups[index]
-        new = after.get(index, Destination(group))
+        new = after.get(index, StateDestination(group))
         rests_in = new.rests_in
         if rests_in is not None:
             return partial(_copy, mine, rests_in.view(group.start, group.nbytes), new.written)
@@ -217,7 +217,7 @@ class _GatherFetch(Fetch):
         return self._slot()
 
     def _slot(self) -> Slot:
-        return CopiedSlot(self._lease)
+        return HostCopySlot(self._lease)
 
     def _give_up(self) -> None:
         return

@@ -50,7 +50,7 @@ class HookedModule:
 
 
 @dataclass(frozen=True)
-class Discovery:
+class DiscoveredUnits:
     """Units of a model.
 
     Attributes:
@@ -67,7 +67,7 @@ class Discovery:
     root_candidates: tuple[nn.Module, ...]
 
 
-def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: FrozenName = "auto") -> Discovery:
+def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: FrozenName = "auto") -> DiscoveredUnits:
     """Partition a model into units.
 
     Args:
@@ -81,12 +81,12 @@ def discover(model: nn.Module, moments: _native.MomentsName = "fp32", frozen: Fr
     """
     if next(model.parameters(), None) is None:
         raise ModelError(f"{type(model).__name__} has no parameters to offload")
-    cut = _Cut(model)
-    cut.walk("", model)
-    return cut.finish(moments, frozen)
+    partition = _ModelPartition(model)
+    partition.walk("", model)
+    return partition.finish(moments, frozen)
 
 
-class _Cut:
+class _ModelPartition:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -141,7 +141,7 @@ class _Cut:
             self._owner[parameter] = unit
             unit.parameters[key] = parameter
 
-    def finish(self, moments: _native.MomentsName, frozen: FrozenName) -> Discovery:
+    def finish(self, moments: _native.MomentsName, frozen: FrozenName) -> DiscoveredUnits:
         facts = _facts(self._model, moments, codecs_of(self._model, self._of_model, frozen))
         units = tuple(build_unit(index, found, facts) for found, index in self._found.items())
         beside: dict[nn.Module, dict[int, None]] = {block: {} for block in self._opened}
@@ -159,7 +159,9 @@ class _Cut:
         )
         if self._model not in self._root_candidates:
             self._root_candidates.insert(0, self._model)
-        return Discovery(units, tuple(found.parameters for found in self._found), sites, tuple(self._root_candidates))
+        return DiscoveredUnits(
+            units, tuple(found.parameters for found in self._found), sites, tuple(self._root_candidates)
+        )
 
 
 def _facts(

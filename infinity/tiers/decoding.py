@@ -1,7 +1,7 @@
 """Decoding of weights for a slot: in host memory by the native decoder, on a device by kernels.
 
 [Note: decoding] The weights of a group with a codec are smaller at home than in a slot (state/codec.py). A fetch from
-the store reads the encoded weights into a bounce buffer (`landing`), which is given back once the weights are decoded
+the store reads the encoded weights into a bounce buffer, which is given back once the weights are decoded
 into the slot. Encoded weights in RAM are decoded directly from their home. On a device, the encoded weights cross the
 bus and are decoded on the compute stream. NF4 is decoded by one Triton kernel (triton_nf4.py) or by the bitsandbytes
 kernel, if such a kernel is available and gives the same bits as infinity's torch operations. All other formats are
@@ -42,8 +42,8 @@ class Decoding:
         encoded_space: bounce buffer for encoded weights that are read from NVMe.
     """
 
-    def __init__(self, landing: Space, pool: _native.ThreadPool) -> None:
-        self.encoded_space = landing
+    def __init__(self, bounce: Space, pool: _native.ThreadPool) -> None:
+        self.encoded_space = bounce
         self._decoder = _native.WeightDecoder(pool)
 
     def start(
@@ -96,8 +96,8 @@ def open_decoding(plan: Plan, arena: PinnedArena, pool: _native.ThreadPool) -> D
     if not (budgets.decodes and budgets.limits.in_place):
         return None
     nbytes = budgets.upload_bytes
-    landing = arena.lease(nbytes, "encoded weights").space() if nbytes else Space(arena.memory, 0, 0)
-    return Decoding(landing, pool)
+    bounce = arena.lease(nbytes, "encoded weights").space() if nbytes else Space(arena.memory, 0, 0)
+    return Decoding(bounce, pool)
 
 
 # -- on a device -------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from infinity.tiers.home import Home
 
 
 @dataclass(frozen=True)
-class Destination:
+class StateDestination:
     """Destination of the new values of one state of a group.
 
     A destination with only a home describes an unchanged state.
@@ -94,11 +94,11 @@ class Destination:
             self.home.mark_written(self.copy_index)
 
 
-Written = Mapping[int, Destination]
+Written = Mapping[int, StateDestination]
 """Destinations of the new weights of an update that is certain to be applied, by group index."""
 
 
-def destination_of(home: Home, beside: Lease | None, copy_index: int | None, *, speculative: bool) -> Destination:
+def destination_of(home: Home, beside: Lease | None, copy_index: int | None, *, speculative: bool) -> StateDestination:
     """Return the row of [Note: where new values go] for one state.
 
     Args:
@@ -109,9 +109,9 @@ def destination_of(home: Home, beside: Lease | None, copy_index: int | None, *, 
         speculative: the update is speculative.
     """
     if not speculative:
-        return Destination(home, home.lease or beside, copy_index=copy_index)
+        return StateDestination(home, home.lease or beside, copy_index=copy_index)
     if not home.in_memory:
-        return Destination(home, source=beside, copy_index=copy_index)
+        return StateDestination(home, source=beside, copy_index=copy_index)
     if beside is None:
         raise AssertionError("a speculative update of states in RAM would overwrite them")
-    return Destination(home, beside, home.lease, copy_index)
+    return StateDestination(home, beside, home.lease, copy_index)

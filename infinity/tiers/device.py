@@ -13,7 +13,7 @@ from infinity.errors import PlanError
 from infinity.io.arena import PinnedArena, Space
 from infinity.plan.plan import Plan
 from infinity.sizes import format_bytes
-from infinity.tiers.downloads import GradientQueue, WeightsQueue
+from infinity.tiers.downloads import GradientQueue, WeightsDownloads
 from infinity.tiers.slab import Slab
 from infinity.tiers.uploads import UploadQueue
 
@@ -62,7 +62,7 @@ class DeviceTier:
         self.uploads = UploadQueue(accelerator, gate, engine, arena, budgets.upload_bytes, budgets.piece_bytes)
         copies = _part(arena, budgets.copies_bytes, "weights from the device")
         self.gradients = GradientQueue(accelerator, gate, self.ring, bounce, pool)
-        self.weights = WeightsQueue(accelerator, gate, copies, pool)
+        self.weights = WeightsDownloads(accelerator, gate, copies, pool)
 
     def close(self) -> None:
         """Wait for all copies in flight and all kernels that use the slab, so that the memory can be freed."""

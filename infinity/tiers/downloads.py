@@ -340,7 +340,7 @@ class WeightsCopy:
         self.lease.release()
 
 
-class WeightsQueue(_D2HStream):
+class WeightsDownloads(_D2HStream):
     """Queue of weights from the device to the host.
 
     With such a copy, an update of a unit whose weights are kept in the store gets the current weights from the slot,

@@ -15,9 +15,9 @@ from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore, wait_all
 from infinity.plan.policy import long_from_top, unusual_from_top
 from infinity.tiers.decoding import Decoding, decode_on_device
-from infinity.tiers.destination import Destination, Written
+from infinity.tiers.destination import StateDestination, Written
 from infinity.tiers.device import DeviceTier
-from infinity.tiers.downloads import WeightsCopy, WeightsQueue
+from infinity.tiers.downloads import WeightsCopy, WeightsDownloads
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.resources import Resources
 from infinity.tiers.slab import Slab, SlabLease, Uses
@@ -89,7 +89,7 @@ class HostSlot(Slot):
             self.lease.release()
 
 
-class CopiedSlot(Slot):
+class HostCopySlot(Slot):
     """Copy in host memory of weights whose home in RAM has another form: encoded, or divided over several ranks.
 
     The copy is stale once the unit is updated.
@@ -128,7 +128,7 @@ class SlabSlot(Slot):
         lease: SlabLease,
         ready: Event,
         accelerator: Accelerator,
-        down: WeightsQueue,
+        down: WeightsDownloads,
         trained_bytes: int | None = None,
     ) -> None:
         super().__init__(lease.tensor(), None)
@@ -240,7 +240,7 @@ class HostSlots:
     def __init__(self, resources: Resources) -> None:
         self._resources = resources
         self._from_top = long_from_top(resources.arena.free_bytes)
-        self._landed: list[_DecodeFetch] = []  # fetches that still own a bounce buffer
+        self._bouncing: list[_DecodeFetch] = []  # fetches that still own a bounce buffer
 
     def start(self, home: WeightsHome, after: Written, version: int) -> Fetch | None:
         decodes = home.encoded_bytes > 0
@@ -270,17 +270,17 @@ class HostSlots:
         return _DecodeFetch(lease, None, [transfer], at_home=False)
 
     def _decode_from_store(self, home: WeightsHome, lease: Lease, after: Written) -> Fetch:
-        landing = self._decoding.encoded_space.lease(home.encoded_bytes, f"the encoded weights of '{home.name}'")
+        bounce = self._decoding.encoded_space.lease(home.encoded_bytes, f"the encoded weights of '{home.name}'")
         store = self._resources.require_store()
         reads = _read(store, home, lease, after)
-        landed, begin = [], 0
+        encoded_reads, begin = [], 0
         for _, kept in home.encoded():
-            landed.append(store.read(kept.stored(), landing.view(begin, kept.nbytes)))
+            encoded_reads.append(store.read(kept.stored(), bounce.view(begin, kept.nbytes)))
             begin += kept.nbytes
-        future = self._decoding.start(home, landing.view(), lease.view(), [read.future for read in landed])
+        future = self._decoding.start(home, bounce.view(), lease.view(), [read.future for read in encoded_reads])
         decoded = store.transfer(future, next(kept for _, kept in home.encoded()).stored())
-        fetch = _DecodeFetch(lease, landing, [*reads, *landed, decoded], at_home=True)
-        self._landed.append(fetch)
+        fetch = _DecodeFetch(lease, bounce, [*reads, *encoded_reads, decoded], at_home=True)
+        self._bouncing.append(fetch)
         return fetch
 
     @property
@@ -295,7 +295,7 @@ class HostSlots:
     def waits(self, home: WeightsHome) -> bool:
         if home.lease is not None or not home.encoded_bytes:
             return False
-        self._landed = [fetch for fetch in self._landed if not fetch.give_landing_back()]
+        self._bouncing = [fetch for fetch in self._bouncing if not fetch.give_bounce_back()]
         return not self._decoding.encoded_space.fits(home.encoded_bytes)
 
     def free(self, slot: Slot) -> None:
@@ -306,7 +306,7 @@ def _read(store: SwapStore, home: WeightsHome, lease: Lease, after: Written) -> 
     """Start reading into a slot those groups that are not encoded."""
     reads = []
     for index, group in home.plain():
-        new = after.get(index, Destination(group))
+        new = after.get(index, StateDestination(group))
         reads.append(
             store.read(
                 group.stored(), lease.view(group.start, group.nbytes), copy_index=new.copy_index, after=new.written
@@ -332,18 +332,18 @@ class _DecodeFetch(Fetch):
 
     Args:
         lease: memory of the slot.
-        landing: bounce buffer of the encoded weights from the store; None for weights in RAM.
+        bounce: bounce buffer of the encoded weights from the store; None for weights in RAM.
         transfers: the reads and the decoding.
         at_home: whether updates use the slot's memory directly (Slot.at_home).
     """
 
-    def __init__(self, lease: Lease, landing: Lease | None, transfers: Sequence[Transfer], *, at_home: bool) -> None:
+    def __init__(self, lease: Lease, bounce: Lease | None, transfers: Sequence[Transfer], *, at_home: bool) -> None:
         super().__init__(transfers)
         self._lease = lease
-        self._landing = landing
+        self._bounce = bounce
         self._at_home = at_home
 
-    def give_landing_back(self) -> bool:
+    def give_bounce_back(self) -> bool:
         """Give the bounce buffer back once no transfer uses it.
 
         After a SwapTimeoutError the bounce buffer is never given back: the disk may still write to it.
@@ -351,19 +351,19 @@ class _DecodeFetch(Fetch):
         Returns:
             Whether no bounce buffer is left.
         """
-        if self._landing is not None and all(transfer.done() for transfer in self._transfers):
+        if self._bounce is not None and all(transfer.done() for transfer in self._transfers):
             failures = [transfer.future.failure() for transfer in self._transfers]
             if not any(failure is not None and failure.kind == "timeout" for failure in failures):
-                self._landing.release()
-                self._landing = None
-        return self._landing is None
+                self._bounce.release()
+                self._bounce = None
+        return self._bounce is None
 
     def _slot(self) -> Slot:
-        self.give_landing_back()
-        return HostSlot(self._lease.tensor(), self._lease) if self._at_home else CopiedSlot(self._lease)
+        self.give_bounce_back()
+        return HostSlot(self._lease.tensor(), self._lease) if self._at_home else HostCopySlot(self._lease)
 
     def _give_up(self) -> None:
-        self.give_landing_back()
+        self.give_bounce_back()
         self._lease.release()
 
 

@@ -9,7 +9,7 @@ from infinity.base.accelerator import Accelerator, Event
 from infinity.io.arena import Lease, Space
 from infinity.io.engine import Transfer
 from infinity.io.store import SwapStore
-from infinity.tiers.destination import Destination, Written
+from infinity.tiers.destination import StateDestination, Written
 from infinity.tiers.home import WeightsHome
 from infinity.tiers.slab import SlabLease
 
@@ -21,9 +21,9 @@ class UploadQueue:
         accelerator: the device.
         gate: native entry points of the device.
         engine: engine that reads from NVMe.
-        arena: space with `landing_bytes` of free memory. The first upload from NVMe takes this memory permanently;
+        arena: space with `bounce_bytes` of free memory. The first upload from NVMe takes this memory permanently;
             before that upload, the code that fills the store may use the memory.
-        landing_bytes: size of the bounce buffer.
+        bounce_bytes: size of the bounce buffer.
         piece_bytes: number of bytes that are read and copied at a time.
     """
 
@@ -33,14 +33,14 @@ class UploadQueue:
         gate: _native.DeviceGate,
         engine: _native.IOEngine,
         arena: Space,
-        landing_bytes: int,
+        bounce_bytes: int,
         piece_bytes: int,
     ) -> None:
         self._accelerator = accelerator
         self._gate = gate
         self._engine = engine
         self._arena = arena
-        self._landing_bytes = landing_bytes
+        self._bounce_bytes = bounce_bytes
         self._piece_bytes = piece_bytes
         self._stream = accelerator.stream()
         self._reading: deque[Event] = deque()  # events of the copies that read homes in RAM
@@ -90,10 +90,10 @@ class UploadQueue:
         ready = self._accelerator.event()
         leases = [into] if encoded is None else [into, encoded]
         slot, address = (leases[at].memory.data_ptr() for at in (0, -1))
-        newest = (after.get(index, Destination(group)) for index, group in home.plain())
+        newest = (after.get(index, StateDestination(group)) for index, group in home.plain())
         parts = [_part(store, weights, slot + weights.home.start) for weights in newest]
         for _, kept in home.encoded():
-            parts.append(_part(store, Destination(kept), address))
+            parts.append(_part(store, StateDestination(kept), address))
             address += kept.nbytes
         future = self._open().upload(
             parts,
@@ -123,14 +123,14 @@ class UploadQueue:
 
     def _open(self) -> _native.Uploads:
         if self._native is None:
-            landing = self._arena.lease(self._landing_bytes, "weights on their way to the device")
-            self._events = [self._accelerator.event() for _ in range(self._landing_bytes // self._piece_bytes)]
+            bounce = self._arena.lease(self._bounce_bytes, "weights on their way to the device")
+            self._events = [self._accelerator.event() for _ in range(self._bounce_bytes // self._piece_bytes)]
             events = [self._accelerator.handle(event) for event in self._events]
-            self._native = _native.Uploads(self._engine, self._gate, landing.view(), self._piece_bytes, events)
+            self._native = _native.Uploads(self._engine, self._gate, bounce.view(), self._piece_bytes, events)
         return self._native
 
 
-def _part(store: SwapStore, weights: Destination, address: int) -> _native.UploadPart:
+def _part(store: SwapStore, weights: StateDestination, address: int) -> _native.UploadPart:
     """Return the native description of one group: the place of its newest values, and their address on the device."""
     file, offset = store.place(weights.home.stored(), weights.copy_index)
     after = None if weights.written is None else weights.written.future

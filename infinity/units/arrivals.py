@@ -56,7 +56,7 @@ class Arrivals:
         self.begin_pass()
 
 
-class Passes:
+class BackwardPasses:
     """The backward passes of a model before a step.
 
     Args:

@@ -74,7 +74,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Lender(ABC):
+class ParameterLender(ABC):
     """Object that can fetch the values of released parameters."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class ReleasedParameter(nn.Parameter):
     `released_class` makes the subclasses. The class is assigned to `__class__` and never constructed.
     """
 
-    _lender: weakref.ref[Lender]
+    _lender: weakref.ref[ParameterLender]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # nn.Parameter.__deepcopy__ reads `.data`
         if id(self) not in memo:
@@ -208,7 +208,7 @@ def nan_placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device)
         return nan.expand(shape)
 
 
-def released_class(lender: Lender) -> type[ReleasedParameter]:
+def released_class(lender: ParameterLender) -> type[ReleasedParameter]:
     """Return the class for the released parameters of one offloaded model. This class does not keep the model alive."""
 
     class Released(ReleasedParameter):
@@ -217,7 +217,7 @@ def released_class(lender: Lender) -> type[ReleasedParameter]:
     return Released
 
 
-def lender_of(parameter: ReleasedParameter) -> Lender:
+def lender_of(parameter: ReleasedParameter) -> ParameterLender:
     """Return the lender of a released parameter.
 
     Raises:
@@ -230,7 +230,7 @@ def lender_of(parameter: ReleasedParameter) -> Lender:
 
 
 def _with_values(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    by_lender: dict[Lender, list[nn.Parameter]] = {}
+    by_lender: dict[ParameterLender, list[nn.Parameter]] = {}
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, ReleasedParameter):
             by_lender.setdefault(lender_of(leaf), []).append(leaf)

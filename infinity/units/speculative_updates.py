@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from infinity.durable.commits import Commits
 from infinity.state.request import is_clipped
 from infinity.state.shard import Shard
-from infinity.units.arrivals import Passes
+from infinity.units.arrivals import BackwardPasses
 from infinity.units.pump import Pump
 from infinity.units.speculation_choice import Predictable, SpeculationChoice
 from infinity.units.unit import OffloadedUnit
@@ -15,7 +15,7 @@ from infinity.units.update import UnitRequest
 from infinity.units.update_queue import UpdateQueue
 
 
-class Speculator:
+class SpeculativeUpdates:
     """Start of speculative updates and of reads ahead. The methods are called under the coordinator's lock.
 
     With several ranks, each rank speculates on its own, because an update contains no collective. The ranks decide the
@@ -35,7 +35,7 @@ class Speculator:
         self,
         speculation: SpeculationChoice,
         updates: UpdateQueue,
-        passes: Passes,
+        passes: BackwardPasses,
         commits: Commits,
         pump: Pump,
         units: Sequence[OffloadedUnit],

@@ -33,7 +33,7 @@ from infinity import _native
 from infinity.io.arena import Lease
 from infinity.io.engine import Transfer
 from infinity.state.request import GroupUpdate
-from infinity.tiers.destination import Destination, Written
+from infinity.tiers.destination import StateDestination, Written
 from infinity.tiers.downloads import WeightsCopy
 from infinity.tiers.home import Home
 
@@ -90,7 +90,7 @@ _NEXT = {
 UnitRequest = Mapping[int, GroupUpdate]
 """Requested updates of a unit, by group index."""
 
-Destinations = Mapping[str, Destination]
+Destinations = Mapping[str, StateDestination]
 """Destinations of the new values of a group, by the name of the state."""
 
 
@@ -181,7 +181,7 @@ class UnitUpdate:
         """Record that views of the weights' memory exist, so that the new weights are later written to this memory."""
         self.viewed = True
 
-    def each_destination(self) -> Iterator[Destination]:
+    def each_destination(self) -> Iterator[StateDestination]:
         """Yield the destinations of all states of all groups."""
         for of_group in self.destinations.values():
             yield from of_group.values()

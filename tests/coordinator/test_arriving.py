@@ -10,7 +10,7 @@ import infinity
 from infinity.coordinator import registry
 from infinity.coordinator.gradient_handle import GradientHandle
 from infinity.errors import InfinityError, SwapTimeoutError
-from infinity.units.speculative_updates import Speculator
+from infinity.units.speculative_updates import SpeculativeUpdates
 from infinity.units.unit import OffloadedUnit
 from tests.models import llama, loss_of
 
@@ -22,10 +22,10 @@ def test_an_update_may_begin_when_every_parameter_of_its_unit_has_a_handle(
     model = offload(model.train(), tier="host")
     handles: list[bool] = []
 
-    def complete(self: Speculator, unit: OffloadedUnit, *others: Any) -> None:
+    def complete(self: SpeculativeUpdates, unit: OffloadedUnit, *others: Any) -> None:
         handles.extend(isinstance(parameter.grad, GradientHandle) for parameter in unit.parameters.values())
 
-    monkeypatch.setattr(Speculator, "gradients_complete", complete)
+    monkeypatch.setattr(SpeculativeUpdates, "gradients_complete", complete)
     loss_of(model, batch).backward()
     assert handles == [True] * len(list(model.parameters()))
 
@@ -47,7 +47,7 @@ def test_a_device_that_is_given_up_when_gradients_are_complete_ends_the_model(
         else:
             loss_of(model, batch).backward()
 
-    monkeypatch.setattr(Speculator, "gradients_complete", complete)
+    monkeypatch.setattr(SpeculativeUpdates, "gradients_complete", complete)
     with pytest.raises(SwapTimeoutError):
         backward()
     failure = registry.coordinator_of(model).health.failure

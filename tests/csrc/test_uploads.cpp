@@ -34,13 +34,13 @@ struct UploadRig {
   Pages data{kFile, 3};
   Pages memory{kFile};  // of the device
   // Never freed where a device may have been given up.
-  Pages* landing;
+  Pages* bounce;
 
   FakeDevice device;
   std::unique_ptr<Uploads> uploads;
 
   explicit UploadRig(EngineOptions options = {}, unsigned pieces = 3, unsigned seed = 0)
-      : landing(new Pages(pieces * kPiece)), device(seed) {
+      : bounce(new Pages(pieces * kPiece)), device(seed) {
     options.block_bytes = 2 * kPageBytes;
     engine = std::make_shared<IoEngine>(options);
     file = std::make_shared<SwapFile>(directory.file("weights"));
@@ -54,7 +54,7 @@ struct UploadRig {
   }
 
   void open(const std::vector<void*>& events) {
-    uploads = std::make_unique<Uploads>(engine, device.gate(), landing->data(), landing->nbytes(), kPiece, events);
+    uploads = std::make_unique<Uploads>(engine, device.gate(), bounce->data(), bounce->nbytes(), kPiece, events);
   }
 
   // Bytes [begin, begin + nbytes) of the file to the same place of the device's memory.
@@ -205,7 +205,7 @@ TEST_CASE("nothing of a failed job is in flight when its future fails") {
   }
 }
 
-TEST_CASE("a device that is given up fails every job, and its landing memory is not used again") {
+TEST_CASE("a device that is given up fails every job, and its bounce buffer is not used again") {
   for (std::uint64_t index = 0; index < 12; index += 3) {
     EngineOptions options;
     options.deadline = std::chrono::milliseconds(30);

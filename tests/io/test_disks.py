@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from infinity.io.disks import Disk, disk_key, disk_under
+from infinity.io.disks import DiskFacts, disk_key, disk_under
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -92,7 +92,7 @@ def test_what_the_system_does_not_tell_is_left_open(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mounts(monkeypatch)
-    assert disk_under(tmp_path, root) == Disk("", "", "", None, ())
+    assert disk_under(tmp_path, root) == DiskFacts("", "", "", None, ())
     assert (disk_under(tmp_path, root).device, disk_under(tmp_path, root).numa_node) == ("", None)
     with pytest.raises(FileNotFoundError):
         disk_under(tmp_path / "nothing", root)

@@ -44,7 +44,7 @@ OF_DEVICES = [
         _UPLOADS,
     ),
     Mutant(
-        "the wait before a piece of landing memory is used again",
+        "the wait before a piece of the bounce buffer is used again",
         "csrc/device/upload_driver.cpp",
         "  if (const auto failure = gate_->synchronize(oldest->piece.event)) {\n",
         "  if (const std::optional<Failure> failure; failure) {\n",

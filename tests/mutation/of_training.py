@@ -166,7 +166,7 @@ OF_TRAINING = [
     Mutant(
         "a commit undoes speculative updates",
         "infinity/coordinator/coordinator.py",
-        "        self._speculator.drop()  # speculative updates write to copies that others may write to now\n",
+        "        self._speculative_updates.drop()  # speculative updates write to copies that others may write to now\n",
         "",
         (_OVERLAP, "-k", "commit_between"),
     ),
@@ -271,8 +271,8 @@ OF_TRAINING = [
     Mutant(
         "the old states stay while an update in RAM may be undone",
         "infinity/tiers/destination.py",
-        "    return Destination(home, beside, home.lease, copy_index)\n",
-        "    return Destination(home, home.lease, None, copy_index)\n",
+        "    return StateDestination(home, beside, home.lease, copy_index)\n",
+        "    return StateDestination(home, home.lease, None, copy_index)\n",
         (_IN_RAM, "-k", "comes_to_nothing"),
     ),
     Mutant(

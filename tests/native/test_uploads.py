@@ -34,10 +34,10 @@ class Rig:
         with closing(_native.IOEngine("auto")) as engine:
             succeed(engine.write(self.file, 0, self.weights))
         self.engine = _native.IOEngine("auto", block_bytes=8192, faults=faults or [])
-        self.landing = _native.Arena(pieces * PIECE, huge_pages=False)
+        self.bounce = _native.Arena(pieces * PIECE, huge_pages=False)
         self.memory = (ctypes.c_char * NBYTES)()  # of the device
         self.uploads = _native.Uploads(
-            self.engine, self.runtime.gate(), self.landing.view(0, pieces * PIECE), PIECE, range(100, 100 + pieces)
+            self.engine, self.runtime.gate(), self.bounce.view(0, pieces * PIECE), PIECE, range(100, 100 + pieces)
         )
 
     def part(self, begin: int, nbytes: int, after: _native.IOFuture | None = None) -> _native.UploadPart:
@@ -153,7 +153,7 @@ def test_an_error_of_the_gate_fails_a_job_with_its_number(call: int, tmp_path: P
     rig = Rig(tmp_path, pieces=2)
     rig.uploads.close()
     rig.runtime.refuse = {len(rig.runtime.calls) + call: 719}
-    rig.uploads = _native.Uploads(rig.engine, rig.runtime.gate(), rig.landing.view(0, 2 * PIECE), PIECE, [100, 101])
+    rig.uploads = _native.Uploads(rig.engine, rig.runtime.gate(), rig.bounce.view(0, 2 * PIECE), PIECE, [100, 101])
     futures = [rig.upload(rig.part(begin * PIECE, 8 * PIECE), waits=(300,)) for begin in (0, 8)]
     failures = [failure for failure in map(finish, futures) if failure is not None]
     assert failures
@@ -247,7 +247,7 @@ def test_what_cannot_be_uploaded_is_refused(rig: Rig) -> None:
         rig.upload(rig.part(100, PIECE))
     with pytest.raises(ValueError, match="a file cannot have offset"):
         rig.upload(rig.part(NBYTES, PIECE))
-    gate, landing = rig.runtime.gate(), rig.landing.view(0, 3 * PIECE)
+    gate, bounce = rig.runtime.gate(), rig.bounce.view(0, 3 * PIECE)
     for piece, events, message in (
         (PIECE, [], "at least one piece"),
         (PIECE, [1, 1], "event of its own"),
@@ -255,7 +255,7 @@ def test_what_cannot_be_uploaded_is_refused(rig: Rig) -> None:
         (1000, [1], "multiple of 4096"),
     ):
         with pytest.raises(ValueError, match=message):
-            _native.Uploads(rig.engine, gate, landing, piece, events)
+            _native.Uploads(rig.engine, gate, bounce, piece, events)
 
 
 def test_a_device_that_is_given_up_fails_every_job_and_keeps_the_landing_memory(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import infinity
 from infinity.sharded.agreed_fetch_rules import AgreedFetchRules
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.destination import Destination
+from infinity.tiers.destination import StateDestination
 from infinity.units.fetch_rules import FetchRules, LocalFetchRules
 from infinity.units.fetcher import Fetcher
 from infinity.units.unit import OffloadedUnit
@@ -27,7 +27,7 @@ def agreed(pages: int) -> FetchRules:
 def decided(room: Fetcher) -> OffloadedUnit:
     """Return the first unit, whose update is not computed."""
     unit = room.units[0]
-    places = {0: {"weight": Destination(unit.homes.weights.groups[0])}}
+    places = {0: {"weight": StateDestination(unit.homes.weights.groups[0])}}
     update = UnitUpdate(unit.name, wanted(unit.full), places, committed=False)
     update.transfers[0] = under_way(UpdateFuture())
     unit.begin_update(update)

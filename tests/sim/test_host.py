@@ -188,10 +188,10 @@ def test_landings_are_in_the_order_of_the_calls(rig: Rig) -> None:
 def test_an_upload_is_ordered_by_the_event_behind_it(rig: Rig) -> None:
     sim, up = rig.sim, rig.sim.stream("up")
     ready, pieces = sim.event(), [sim.event() for _ in range(2)]
-    landing = rig.arena.memory.view(8 * PAGE, 2 * PAGE)
+    bounce = rig.arena.memory.view(8 * PAGE, 2 * PAGE)
     rig.engine.write(rig.file, 0, rig.arena.memory.view(0, 4 * PAGE)).wait()
     handles = [sim.handle(event) for event in pieces]
-    with closing(_native.Uploads(rig.engine, rig.device_gate(), landing, PAGE, handles)) as uploads:
+    with closing(_native.Uploads(rig.engine, rig.device_gate(), bounce, PAGE, handles)) as uploads:
         part = _native.UploadPart(rig.file, 0, 4 * PAGE, rig.slab.data_ptr())
         future = uploads.upload([part], stream=sim.handle(up), ready=sim.handle(ready))
         future.wait()

@@ -15,7 +15,7 @@ from infinity.io.arena import PinnedArena
 from infinity.io.engine import Transfer
 from infinity.io.store import Extent
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.downloads import GradientQueue, WeightsQueue
+from infinity.tiers.downloads import GradientQueue, WeightsDownloads
 from infinity.tiers.slab import Slab
 from infinity.tiers.uploads import UploadQueue
 from tests.sim.accelerator import SimAccelerator
@@ -78,7 +78,7 @@ class Rig:
         self.waits: list[tuple[Stream, Event]] = []
         self.downloads: list[GradientQueue] = []
         self._uploads: list[UploadQueue] = []
-        self._weights: list[WeightsQueue] = []
+        self._weights: list[WeightsDownloads] = []
         self._note_waits()
 
     def _note_waits(self) -> None:
@@ -124,10 +124,10 @@ class Rig:
         self.downloads.append(made)
         return made
 
-    def weights(self, pages: int = 8) -> WeightsQueue:
+    def weights(self, pages: int = 8) -> WeightsDownloads:
         """Return a queue of weights to the host, through so many pages of host memory."""
         space = self.arena.lease(pages * PAGE_BYTES, "weights from the device").space()
-        made = WeightsQueue(self.sim, self.gate, space, self.pool)
+        made = WeightsDownloads(self.sim, self.gate, space, self.pool)
         self._weights.append(made)
         return made
 

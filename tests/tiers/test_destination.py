@@ -8,7 +8,7 @@ import pytest
 
 from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.destination import Destination, destination_of
+from infinity.tiers.destination import StateDestination, destination_of
 from infinity.tiers.home import Home
 from tests.tiers.fakes import Store, extent, imitate_streams, pages
 
@@ -82,8 +82,8 @@ def test_a_copy_is_of_a_store() -> None:
 def test_a_copy_that_is_not_the_newest_is_another_place() -> None:
     state = home(in_ram=False)
     state.stored().turn_to(1)
-    assert not Destination(state, copy_index=1).elsewhere
-    assert Destination(state, copy_index=0).elsewhere
+    assert not StateDestination(state, copy_index=1).elsewhere
+    assert StateDestination(state, copy_index=0).elsewhere
 
 
 def test_a_home_that_has_moved_moves_no_more() -> None:
@@ -97,9 +97,9 @@ def test_a_home_that_has_moved_moves_no_more() -> None:
 def test_finishing_turns_a_state_to_what_was_written() -> None:
     kept, changed, stored = home(in_ram=True), home(in_ram=True), home(in_ram=False)
     for made in (
-        Destination(kept, kept.lease, copy_index=0),
-        Destination(changed, changed.lease),
-        Destination(stored, copy_index=1),
+        StateDestination(kept, kept.lease, copy_index=0),
+        StateDestination(changed, changed.lease),
+        StateDestination(stored, copy_index=1),
     ):
         made.finish()
     assert (kept.dirty, changed.dirty) == (False, True)
@@ -107,7 +107,7 @@ def test_finishing_turns_a_state_to_what_was_written() -> None:
 
 
 def test_a_state_that_no_update_changes_is_where_it_rests() -> None:
-    held, stored = Destination(home(in_ram=True)), Destination(home(in_ram=False))
+    held, stored = StateDestination(home(in_ram=True)), StateDestination(home(in_ram=False))
     assert held.rests_in is held.home.lease
     assert stored.rests_in is None
     for made in (held, stored):

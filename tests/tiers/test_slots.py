@@ -19,7 +19,7 @@ from infinity.errors import DeviceCopyError, SwapIOError, SwapTimeoutError
 from infinity.sizes import PAGE_BYTES
 from infinity.state.codec import parts_of
 from infinity.state.unit import Group, ParameterSpec, Unit
-from infinity.tiers.destination import Destination
+from infinity.tiers.destination import StateDestination
 from infinity.tiers.home import Home, WeightsHome
 from infinity.tiers.slab import Slab
 from infinity.tiers.slots import Fetch, HostSlots, SlabSlots, Slot
@@ -159,7 +159,7 @@ def test_new_weights_are_read_from_where_they_go_once_they_are_there() -> None:
     store.stored["0.0.weight", 0], written = b"\1" * PAGE_BYTES, Future()
     written._at_end = lambda failure: store.stored.update({("0.0.weight", 1): b"\2" * PAGE_BYTES})
     home = home_of(0, 1)
-    fetch = pool.start(home, {0: Destination(home.groups[0], copy_index=1, written=transfer(written))}, 0)
+    fetch = pool.start(home, {0: StateDestination(home.groups[0], copy_index=1, written=transfer(written))}, 0)
     assert fetch is not None
     assert set(fetch.finish().tensor.tolist()) == {2}
     assert written.done()

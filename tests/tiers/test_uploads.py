@@ -13,7 +13,7 @@ from infinity import _native
 from infinity.errors import SwapIOError
 from infinity.io.arena import Lease
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.destination import Destination
+from infinity.tiers.destination import StateDestination
 from infinity.tiers.home import Home, WeightsHome
 from infinity.tiers.slab import SlabLease
 from tests.sim.queues import EAGER, LAZY, Copy, Policy, random_policy
@@ -109,7 +109,7 @@ def test_weights_in_the_store_arrive_in_pieces_behind_the_last_use_of_their_slot
     sim, store = made.sim, made.open_store(tmp_path)
     uploads = made.uploads()
     for _ in range(3):
-        slot = slot_of(made, 8)  # the same bytes each time, of more pieces than there is landing memory for
+        slot = slot_of(made, 8)  # the same bytes each time, of more pieces than the bounce buffer holds
         transfer, ready = uploads.from_store(slot, stored(5, 3), {}, store)
         transfer.result()
         sim.wait(sim.current(), ready)
@@ -142,7 +142,7 @@ def test_a_copy_of_new_weights_is_read_once_it_is_written(rig: Callable[..., Rig
     written = store.transfer(store.engine.write(store.file, 2 * PAGE_BYTES, new.numpy(), after=landed), where)
     slot = slot_of(made, 2)
     home = Home(None, 0, new.numel(), where)
-    after = {0: Destination(home, copy_index=1, written=written)}
+    after = {0: StateDestination(home, copy_index=1, written=written)}
     done, ready = made.uploads().from_store(slot, WeightsHome((home,), home.nbytes), after, store)
     done.result()
     made.sim.wait(made.sim.current(), ready)

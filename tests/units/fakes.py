@@ -74,7 +74,7 @@ def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = No
 
 
 class Nobody:
-    """Lender that lends no parameters."""
+    """ParameterLender that lends no parameters."""
 
     def lend(self, parameters: Sequence[nn.Parameter], use: str) -> Any:
         raise AssertionError(f"{use} of a parameter that is released")

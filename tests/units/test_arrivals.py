@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infinity.units.arrivals import Arrivals, Passes
+from infinity.units.arrivals import Arrivals, BackwardPasses
 from tests.tiers.fakes import few
 
 NAMES = ["a", "b", "c"]
@@ -38,10 +38,10 @@ def test_a_pass_that_was_interrupted_is_forgotten() -> None:
     assert arrivals.came("a")
 
 
-def passes_of(*counts: int) -> tuple[Passes, Arrivals]:
+def passes_of(*counts: int) -> tuple[BackwardPasses, Arrivals]:
     """Return counters that have seen these numbers of passes before each step."""
     arrivals = Arrivals(["a"])
-    passes = Passes([arrivals])
+    passes = BackwardPasses([arrivals])
     for count in counts:
         for _ in range(count):
             run(passes, arrivals)
@@ -49,14 +49,14 @@ def passes_of(*counts: int) -> tuple[Passes, Arrivals]:
     return passes, arrivals
 
 
-def run(passes: Passes, arrivals: Arrivals, *, empty: bool = False) -> None:
+def run(passes: BackwardPasses, arrivals: Arrivals, *, empty: bool = False) -> None:
     passes.begin()
     if not empty:
         arrivals.came("a")
     passes.end()
 
 
-def lasts(passes: Passes, arrivals: Arrivals, count: int, steps: int | None = None) -> list[bool]:
+def lasts(passes: BackwardPasses, arrivals: Arrivals, count: int, steps: int | None = None) -> list[bool]:
     """Do `count` passes, and return whether each was expected to be the last."""
     found = []
     for _ in range(count):

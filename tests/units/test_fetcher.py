@@ -13,7 +13,7 @@ from torch import nn
 import infinity
 from infinity.coordinator import registry
 from infinity.coordinator.coordinator import Coordinator
-from infinity.tiers.destination import Destination
+from infinity.tiers.destination import StateDestination
 from infinity.units.fetcher import Fetcher
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate
@@ -210,7 +210,7 @@ def decided(room: Fetcher, index: int = 0) -> OffloadedUnit:
     """Return a unit whose update was decided."""
     unit = room.units[index]
     update = UnitUpdate(
-        unit.name, wanted(unit.full), {0: {"weight": Destination(unit.homes.weights.groups[0])}}, committed=False
+        unit.name, wanted(unit.full), {0: {"weight": StateDestination(unit.homes.weights.groups[0])}}, committed=False
     )
     update.transfers[0] = under_way(UpdateFuture())
     unit.begin_update(update)

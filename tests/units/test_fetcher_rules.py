@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from infinity.errors import PlanError, SwapIOError
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.destination import Destination
+from infinity.tiers.destination import StateDestination
 from infinity.units.unit import OffloadedUnit
 from infinity.units.update import UnitUpdate, UpdateState
 from infinity.units.weights import Residency
@@ -196,7 +196,7 @@ class RoomMachine(RuleBasedStateMachine):
         update = UnitUpdate(
             unit.name,
             wanted(unit.full),
-            {0: {"weight": Destination(unit.homes.weights.groups[0], copy_index=1)}},
+            {0: {"weight": StateDestination(unit.homes.weights.groups[0], copy_index=1)}},
             committed=False,
             speculated=speculative,
             uses_slot=unit.weights.residency is Residency.RESIDENT,

@@ -9,7 +9,7 @@ import pytest
 
 from infinity.errors import SwapIOError
 from infinity.units.speculation_choice import Counts, SpeculationChoice
-from infinity.units.speculative_updates import Speculator
+from infinity.units.speculative_updates import SpeculativeUpdates
 from infinity.units.update import UnitUpdate
 from tests.units.fakes import unit_of, wanted
 
@@ -17,7 +17,7 @@ UNIT = unit_of(0)
 
 
 class Model:
-    """The parts that a Speculator uses, and a log of its actions. By default everything favours speculation."""
+    """The parts that SpeculativeUpdates use, and a log of its actions. By default everything favours speculation."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -35,7 +35,7 @@ class Model:
         self.unit: Any = SimpleNamespace(index=0, name="0", gradients=SimpleNamespace(finite=True), update=None)
         here: Any = self
         shards: Any = [SimpleNamespace(localize=lambda of_whole: of_whole and self.mine(of_whole))]
-        self.speculator = Speculator(self.speculation, here, here, here, here, [self.unit], shards)
+        self.speculative_updates = SpeculativeUpdates(self.speculation, here, here, here, here, [self.unit], shards)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("advance", "finish_commit", "retire_early", "finish_recovery", "reclaim_shadows"):
@@ -70,13 +70,13 @@ class Model:
 
     def complete(self, step: int = 3) -> list[Any]:
         optimizer: Any = self
-        self.speculator.gradients_complete(self.unit, optimizer, step)
+        self.speculative_updates.gradients_complete(self.unit, optimizer, step)
         return self.log
 
     def begin_backward(self, step: int = 3) -> list[Any]:
         optimizer: Any = self
         others: list[Any] = [SimpleNamespace(index=index) for index in (2, 1)]
-        self.speculator.backward_begins(lambda: others, optimizer, step)
+        self.speculative_updates.backward_begins(lambda: others, optimizer, step)
         return self.log
 
 
@@ -106,12 +106,12 @@ def test_it_does_not_seem_worth_while(but: dict[str, Any]) -> None:
     model = Model()
     model.unit.gradients.finite = but.pop("finite", True)
     without = "optimizer" in but
-    model.speculator._speculation = but.pop("speculation", model.speculation)
+    model.speculative_updates._speculation = but.pop("speculation", model.speculation)
     for name, value in but.items():
         setattr(model, name, value)
     if without:
-        model.speculator.gradients_complete(model.unit, None, 3)
-        model.speculator.backward_begins(lambda: [], None, 3)
+        model.speculative_updates.gradients_complete(model.unit, None, 3)
+        model.speculative_updates.backward_begins(lambda: [], None, 3)
     else:
         model.complete()
     assert model.log == []
@@ -140,7 +140,7 @@ def test_before_the_last_backward_states_are_read_that_no_speculative_update_nee
     model.fits = False
     assert model.begin_backward() == ["retire_early", "reclaim_shadows", ("read ahead", [2, 1], 3)]
     model = Model()
-    model.speculator._speculation = SpeculationChoice("before_forward")
+    model.speculative_updates._speculation = SpeculationChoice("before_forward")
     assert model.begin_backward() == ["lend", ("read ahead", [2, 1], 3)]
 
 
@@ -163,7 +163,7 @@ def test_a_speculative_update_is_wrong_when_the_step_wants_something_else_of_it(
     model = Model()
     for index in range(3):
         speculated(model, index, wanted(UNIT, lr=1.0))
-    assert model.speculator.wrong({0: wanted(UNIT, lr=1.0), 1: wanted(UNIT, lr=2.0)}) == {1, 2}
+    assert model.speculative_updates.wrong({0: wanted(UNIT, lr=1.0), 1: wanted(UNIT, lr=2.0)}) == {1, 2}
 
 
 def test_what_became_of_speculative_updates_is_learned() -> None:
@@ -171,10 +171,10 @@ def test_what_became_of_speculative_updates_is_learned() -> None:
     optimizer: Any = model
     begun = [speculated(model, 0, wanted(UNIT))]
     begun.append(SimpleNamespace(index=1, update=UnitUpdate("1", {}, {}, committed=False)))
-    model.speculator.step_decided(begun, {1}, {0: wanted(UNIT), 1: wanted(UNIT)}, optimizer)
+    model.speculative_updates.step_decided(begun, {1}, {0: wanted(UNIT), 1: wanted(UNIT)}, optimizer)
     assert model.speculation.counts == Counts(early=1, undone=1, late=1)
     model.expected_scale = 0.5
-    model.speculator.step_decided(begun, {1}, {0: wanted(UNIT)}, optimizer)
+    model.speculative_updates.step_decided(begun, {1}, {0: wanted(UNIT)}, optimizer)
     assert model.speculation.counts.clipped == 1
 
 
@@ -183,8 +183,8 @@ def test_what_is_undone_is_counted_though_undoing_fails() -> None:
     speculated(model, 0, wanted(UNIT))
     model.failure = SwapIOError("write", path="/swap")
     with pytest.raises(SwapIOError):
-        model.speculator.undo("a cause", "Advice.")
+        model.speculative_updates.undo("a cause", "Advice.")
     assert model.speculation.counts.undone == 1
     model.failure = None
-    model.speculator.drop()
+    model.speculative_updates.drop()
     assert model.speculation.counts.undone == 1

@@ -16,7 +16,7 @@ from infinity.errors import SwapIOError
 from infinity.io.arena import Lease
 from infinity.ranks.world import Alone
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.destination import Destination
+from infinity.tiers.destination import StateDestination
 from infinity.tiers.home import Home
 from infinity.units.health import Health
 from infinity.units.shadows import Shadows
@@ -92,9 +92,9 @@ class UnitMachine(RuleBasedStateMachine):
         update.transfers = {group: under_way(future) for group, future in enumerate(self.futures)}
         self.unit.begin_update(update)
 
-    def _destinations(self, group: int) -> dict[str, Destination]:
+    def _destinations(self, group: int) -> dict[str, StateDestination]:
         return {
-            state: Destination(
+            state: StateDestination(
                 home, self.shadow.get(home), copy_index=None if home.in_memory else 1 - home.stored().newest_copy
             )
             for state, home in self.homes.updated(group, None).items()
@@ -247,7 +247,7 @@ TestUnit.settings = few
 
 def begun(unit: OffloadedUnit, *, speculative: bool = False) -> UpdateFuture:
     future = UpdateFuture()
-    destinations = {0: {"weight": Destination(unit.homes.weights.groups[0], copy_index=1)}}
+    destinations = {0: {"weight": StateDestination(unit.homes.weights.groups[0], copy_index=1)}}
     update = UnitUpdate(unit.name, wanted(unit.full), destinations, committed=False, speculated=speculative)
     update.transfers[0] = under_way(future)
     unit.begin_update(update)
@@ -352,7 +352,7 @@ def test_states_that_no_job_wrote_count_as_they_were_when_the_update_is_finished
     future = begun(unit)
     assert unit.update is not None
     elsewhere = Home(None, 0, PAGE_BYTES, extent("0", "weight"))
-    unit.update.destinations[1] = {"weight": Destination(elsewhere, copy_index=1)}
+    unit.update.destinations[1] = {"weight": StateDestination(elsewhere, copy_index=1)}
     future.reach(future)
     unit.finish_update()
     assert unit.homes.weights.groups[0].stored().newest_copy == 1

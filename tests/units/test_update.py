@@ -9,7 +9,7 @@ import pytest
 
 from infinity.errors import SwapIOError
 from infinity.sizes import PAGE_BYTES
-from infinity.tiers.destination import Destination
+from infinity.tiers.destination import StateDestination
 from infinity.units.update import UnitUpdate, UpdateState
 from tests.tiers.fakes import Failure, UpdateFuture, nobody_waits, pages
 from tests.units.fakes import homes_of, under_way, unit_of, wanted
@@ -94,9 +94,10 @@ def test_shadows_are_those_of_homes_that_have_not_moved_each_once() -> None:
     state, stays = homes.all_states()[:2]
     weights, moment = space.lease(2 * PAGE_BYTES, "a shadow"), pages(1).lease(PAGE_BYTES, "a shadow")
     destinations = {
-        index: {"weight": Destination(home, weights, home.lease)} for index, home in enumerate(homes.weights.groups)
+        index: {"weight": StateDestination(home, weights, home.lease)}
+        for index, home in enumerate(homes.weights.groups)
     }
-    destinations[0] |= {"exp_avg": Destination(state, moment, state.lease), "exp_avg_sq": Destination(stays)}
+    destinations[0] |= {"exp_avg": StateDestination(state, moment, state.lease), "exp_avg_sq": StateDestination(stays)}
     made = UnitUpdate("a", wanted(unit), destinations, committed=False, speculated=True)
     assert made.moves_weights
     assert made.shadows() == {weights: homes.weights.groups[1], moment: state}

@@ -188,7 +188,7 @@ class Disk:
         return Row("ok", said)
 
     @cached_property
-    def _disk(self) -> disks.Disk:
+    def _disk(self) -> disks.DiskFacts:
         return disks.disk_under(self.there, self._root)
 
     @cached_property

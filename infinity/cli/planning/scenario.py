@@ -24,7 +24,7 @@ from infinity.plan.plan_input import NO_PEERS, Peers
 from infinity.plan.planner import DEVICE_SHARE, HOST_SHARE, make_plan
 from infinity.quoting import quoted
 from infinity.sizes import enough_bytes, format_bytes
-from infinity.state.discover import Discovery, discover
+from infinity.state.discover import DiscoveredUnits, discover
 from infinity.state.moments import OptimizerName
 from infinity.state.shard import Cut
 from infinity.state.terms import Terms
@@ -148,7 +148,7 @@ class Scenario:
                 "Free space, name more disks in nvme.paths, or keep less there."
             )
 
-    def _plan(self, config: SwapConfig, found: Discovery) -> Plan:
+    def _plan(self, config: SwapConfig, found: DiscoveredUnits) -> Plan:
         peers = NO_PEERS
         if self.ranks > 1:
             near = Cut(1, 0) if config.ranks.gather == "none" else None
@@ -203,10 +203,10 @@ class Scenario:
         return shape_of(self.model)
 
     @cached_property
-    def _discoveries(self) -> dict[tuple[str, str], Discovery]:
+    def _discoveries(self) -> dict[tuple[str, str], DiscoveredUnits]:
         return {}
 
-    def _found(self, config: SwapConfig) -> Discovery:
+    def _found(self, config: SwapConfig) -> DiscoveredUnits:
         key = config.moments, config.frozen
         if key not in self._discoveries:
             self._discoveries[key] = discover(self.model, *key)

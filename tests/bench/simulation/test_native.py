@@ -15,7 +15,7 @@ PIECE = 1 << 20
 
 
 class World:
-    """A GPU, and landing memory for `pieces`."""
+    """A GPU, and a bounce buffer of `pieces`."""
 
     def __init__(self, pieces: int = 4) -> None:
         self.clock = Clock()

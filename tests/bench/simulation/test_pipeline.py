@@ -11,7 +11,7 @@ from simulation.native import Stream
 from simulation.pipeline import CANCELED, Pipeline, UpdateFuture
 from simulation.resources import FILE
 
-from infinity.plan.budgets import Staging
+from infinity.plan.budgets import UpdateStaging
 from tests.bench.simulation.machines import CPU
 
 TILE = 1 << 20
@@ -24,7 +24,7 @@ class World:
         self.clock = Clock()
         fluid = Fluid(self.clock, CPU.capacity())
         self.disk = Disk(self.clock, fluid, CPU)
-        staging = Staging(TILE, TILE * 20, TILE * 20 * tiles, 2, TILE * 20 * ahead)
+        staging = UpdateStaging(TILE, TILE * 20, TILE * 20 * tiles, 2, TILE * 20 * ahead)
         self.pipeline = Pipeline(self.clock, fluid, self.disk, CPU, staging)
         self.computed: list[str] = []
 
