@@ -1,5 +1,9 @@
-"""Memory for moving states: slots on the device; staging, read-ahead, shadows, the landing window and uploads in host
-memory. The layout (layout.py) has the memory of states that rest in RAM."""
+"""The parts of both budgets that are for moving states, and the sizes of some: staging, host copies of weights, slots
+and the ring.
+
+placement.py has the sizes of the landing window, of uploads and of the bounce buffer, speculation_memory.py those of
+shadows and of states that are read ahead. planner.py divides the budgets ([Note: who gets memory first]).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,23 @@
 """The planner: make a plan from budgets and units, or raise a PlanError that names the smallest change that would
-fit."""
+fit.
+
+[Note: who gets memory first]
+memory.host is divided in this order. Each part gets what the earlier ones leave:
+
+1. what ranks exchange and keep for each other (`PlanInput.ranks_bytes`);
+2. gradients, or the window that they land in, with the staging of updates: placements are tried, the best first; for
+   each the staging that suits the budget, then the smallest (`_fitting`). The first pair that leaves enough for all
+   that must be in RAM is taken, or a later one that moves fewer bytes (`_place`);
+3. the bounce buffer of gradients and the memory for uploads, then weights, then the optimizer's states (placement.py:
+   place). If some states go to NVMe, both get less, by the shadows that new weights in RAM need (`shadow_wanted`);
+4. shadows for new weights, and the checksums of second copies (`reserve`);
+5. host copies of weights that updates take from the device (`copies_bytes`);
+6. states that are read ahead (`ahead_bytes`);
+7. shadows of updates whose states rest in RAM (`reserve_in_ram`).
+
+memory.device is for slots, the ring, and weights that wait to be decoded: the ring is the longest that leaves enough
+for the slots (budgets.py: device_bytes).
+"""
 
 from __future__ import annotations
 
