@@ -328,7 +328,7 @@ class Coordinator(ParameterLender):
 
         Raises:
             SwapIOError: gradients were lost on their way to the store; the model is usable again after zero_grad.
-            PeerError: the ranks do not take the same step, or one of them failed.
+            PeerError: the ranks do not take the same step, or a rank failed.
         """
         self.require_usable()
         self.readers.step_begins()
@@ -376,8 +376,8 @@ class Coordinator(ParameterLender):
     def update(self, requests: Mapping[tuple[int, int], GroupUpdate]) -> None:
         """Begin the updates of a decided step.
 
-        Speculative updates that match the step continue; the others are undone. All missing updates begin. A later use
-        of a unit waits for that unit's update only.
+        Speculative updates that match the step continue; all other speculative updates are undone. All missing updates
+        begin. A later use of a unit waits for that unit's update only.
 
         Args:
             requests: requested update of each (unit index, group index).
@@ -749,7 +749,7 @@ class Coordinator(ParameterLender):
 
     @transition
     def accumulating(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes are not the last ones before a step."""
+        """Return a context for backward passes that are not the last pass before a step."""
         self.require_usable()
         return self.passes.accumulating()
 
@@ -779,7 +779,7 @@ class Coordinator(ParameterLender):
         self._commit()
 
     def share_buffers(self, buffers: Mapping[str, torch.Tensor], *, fresh: bool) -> None:
-        """Set the buffers of a new run to those of rank 0. All ranks call this.
+        """Set the buffers of a new run to the buffers of rank 0. All ranks call this.
 
         Args:
             buffers: the buffers, by name.

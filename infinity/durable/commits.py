@@ -116,7 +116,8 @@ class Commits:
     def step_done(self) -> None:
         """Record that a step was done: the run has moved past the generation it was resumed from."""
         self.resumed = None
-        if len(self._optimizers) <= 1:  # several optimizers: each uses its own gradients; zero_grad reports the others
+        # with several optimizers, a step uses the gradients of only one; zero_grad reports the end of the others
+        if len(self._optimizers) <= 1:
             self.tracking.gradients_gone()
 
     # -- generations --------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ class Commits:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest durable generation; None if there is none."""
+        """The step of the newest durable generation; None if there is no durable generation."""
         return None if self._resources.generations is None else self._resources.generations.newest
 
     def begin(self, step: int) -> None:

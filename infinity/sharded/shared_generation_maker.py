@@ -30,7 +30,7 @@ class SharedGenerationMaker:
         return [pace.every, *(() if self._generations is None else self._generations.steps)]
 
     def receive(self, told: Sequence[Sequence[int]], pace: CommitPace, following: int) -> None:
-        """Keep the generations that all ranks have, and delete the others.
+        """Keep the generations that all ranks have, and delete all other generations.
 
         Adopt the longest commit interval of all ranks.
         """

@@ -206,7 +206,7 @@ def remove_manifests(directory: SwapDirectory) -> None:
 
 
 def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
-    """Return the run of a rank's store, and the steps of its manifests, including pinned ones.
+    """Return the run of a rank's store, and the steps of its manifests, including pinned manifests.
 
     The result is ("", []) without a readable store.
     """
@@ -218,7 +218,7 @@ def run_and_steps_in(paths: Sequence[Path]) -> tuple[str, list[int]]:
 
 
 def steps_in(path: Path) -> list[int]:
-    """Return the steps of the manifests in a store's first directory, including pinned ones.
+    """Return the steps of the manifests in a store's first directory, including pinned manifests.
 
     Raises:
         SwapIOError: the directory cannot be read.

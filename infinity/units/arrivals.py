@@ -129,7 +129,7 @@ class BackwardPasses:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Mark the passes inside this context as not the last ones before a step."""
+        """Mark each pass inside this context as a pass that is not the last pass before a step."""
         self._accumulating += 1
         self._told = True
         try:

@@ -37,7 +37,8 @@ class Fetcher:
     units that are held.
 
     Args:
-        rules: rules that permit fetches and evictions; the order of the visits chooses among the permitted ones.
+        rules: rules that permit fetches and evictions; the order of the visits chooses among the permitted fetches and
+            evictions.
 
     Attributes:
         units: the units, in the order of their indices.
@@ -134,7 +135,7 @@ class Fetcher:
             unit.views.require_untouched()
 
     def close_all(self) -> None:
-        """Forbid reads of all parameters, except gathered ones."""
+        """Forbid reads of all parameters, except gathered parameters."""
         for unit in self.units:
             unit.views.close()
 

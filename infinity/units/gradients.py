@@ -224,7 +224,7 @@ class GroupGradients:
         self._keep_as(torch.float32)
 
     def backward_begins(self) -> None:
-        """Prepare for the unit's backward: announce that gradients will be added to those in the store."""
+        """Prepare for the unit's backward: announce that gradients will be added to the gradients in the store."""
         if self._spilled and self._spill is not None:
             self._spill.announce()
 

@@ -1,4 +1,4 @@
-"""Whether a model can still be used."""
+"""Health of a model: whether the model can still be used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Health:
     """The first failure after which a model refuses every call, and whether the model was closed.
 
     Attributes:
-        failure: first failure; None while there is none.
+        failure: first failure; None before a failure.
 
     Args:
         world: ranks that are told of the failure.

@@ -71,7 +71,7 @@ class ParameterViews:
         return flat.as_strided(spec.shape, spec.stride, int(flat.storage_offset()) + spec.offset)
 
     def show(self, slot: Slot) -> None:
-        """Make the parameters views of a slot, except gathered ones."""
+        """Make the parameters views of a slot, except gathered parameters."""
         with ordinary_tensors(), torch._C.DisableTorchFunctionSubclass():
             storage = slot.tensor.untyped_storage()._cdata
             for group in self._unit.groups:
@@ -104,7 +104,7 @@ class ParameterViews:
         self.open = True
 
     def close(self) -> None:
-        """Forbid reads of the parameters, except gathered ones."""
+        """Forbid reads of the parameters, except gathered parameters."""
         if not self.open:
             return
         for name, parameter in self.named.items():

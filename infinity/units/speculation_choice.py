@@ -162,7 +162,7 @@ class SpeculationChoice:
             )
 
     def warn(self, cause: str, advice: str) -> None:
-        """Warn once why a speculative update was undone, and which setting avoids it."""
+        """Warn once why a speculative update was undone, and which setting avoids such an undo."""
         if cause in self._warned:
             return
         self._warned.add(cause)

@@ -140,7 +140,7 @@ class SpeculativeUpdates:
         self._pump.drop_speculation()
 
     def wrong(self, requests: Mapping[int, UnitRequest]) -> set[int]:
-        """Return the units whose speculative updates differ from the requested ones.
+        """Return the units whose speculative updates differ from the requested updates.
 
         UpdateQueue.decide also undoes speculative updates that were right but have not begun to run. These updates
         begin again, in the order of the next forward.

@@ -39,7 +39,7 @@ class OffloadedUnit:
     Attributes:
         full: the full unit, in the layout of its slot.
         local: part of the unit that this rank keeps and updates: the full unit, or the rank's slice.
-        shard: how the unit is divided into the slices of the ranks.
+        shard: division of the unit into the slices of the ranks.
 
     Args:
         health: object that records the failure of a decided update.
@@ -158,12 +158,12 @@ class OffloadedUnit:
 
     @property
     def decided(self) -> UnitUpdate | None:
-        """Update under way if it is decided; None when it is speculative or there is none."""
+        """Decided update under way; None when the update is speculative, or there is no update."""
         return None if self.update is None or self.update.is_speculative else self.update
 
     @property
     def speculative(self) -> UnitUpdate | None:
-        """Update under way if it is speculative; None when it is decided or there is none."""
+        """Speculative update under way; None when the update is decided, or there is no update."""
         return self.update if self.update is not None and self.update.is_speculative else None
 
     def begin_update(self, update: UnitUpdate) -> None:

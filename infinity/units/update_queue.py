@@ -177,7 +177,8 @@ class UpdateQueue:
     ) -> list[OffloadedUnit]:
         """Begin the updates of a decided step.
 
-        Speculative updates that match the step continue; the others are undone. All missing updates begin, in `order`.
+        Speculative updates that match the step continue; all other speculative updates are undone. All missing updates
+        begin, in `order`.
 
         Args:
             requests: requested updates, by unit.
