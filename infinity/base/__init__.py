@@ -1,1 +1,1 @@
-"""Tools for every layer: Ctrl-C between transitions, the device seam, facts about the machine, the clock of a run."""
+"""Tools for every layer: deferral of Ctrl-C, the interface to devices, facts about the machine, the clock of a run."""

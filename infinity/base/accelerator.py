@@ -1,11 +1,11 @@
-"""Seam to a device with its own memory: streams, events, copies, pinning. No other file names a vendor.
+"""Interface to a device with separate memory: streams, events, copies, pinning. No other file names a vendor.
 
-[Note: streams and events] A stream is a queue of work on the device; the host runs ahead of it. An event is a position
-in a stream. `wait` orders the work of another stream after an event. `synchronize` orders the host after an event; the
-waiting thread sleeps, because the host's cores are needed for the update. A write of memory must be ordered after all
-earlier uses of the memory, and a read after the write. No order is implicit: a copy runs after the work that is queued
-on the copy's stream and after the events that are given to `copy`. The memory of a copy must not change before the
-copy's event.
+[Note: streams and events] A stream is a queue of work on the device; the host runs ahead of the stream. An event is a
+position in a stream. `wait` orders the work of another stream after an event. `synchronize` orders the host after an
+event; the waiting thread sleeps, because the host's cores are needed for the update. A write to memory must be ordered
+after all earlier uses of the memory, and a read must be ordered after the last write. No order is implicit: a copy runs
+after the work that is queued on the copy's stream and after the events that are given to `copy`. The memory of a copy
+must not change before the copy's event.
 
 tests/sim has another Accelerator. The copies of this imitation run as late, as early or as randomly as their events
 allow, and the imitation checks that any two uses of the same bytes are ordered.
@@ -32,7 +32,7 @@ Event: TypeAlias = Any
 
 @dataclass(frozen=True)
 class GateTable:
-    """Addresses of C functions for the native core, which copies and waits without Python.
+    """Addresses of C functions with which the native core copies and waits without Python.
 
     The functions have the signatures of the CUDA runtime; each function returns 0 or an error code.
 
@@ -72,13 +72,13 @@ class Accelerator(Protocol):
 
     @property
     def numa_node(self) -> int:
-        """NUMA node that the device is attached to; -1 if it has none or the system does not report it."""
+        """NUMA node that the device is attached to; -1 if there is none or the system does not report the node."""
 
     def stream(self) -> Stream:
         """Make a new stream."""
 
     def current(self) -> Stream:
-        """Return the stream that this thread's kernels are queued on."""
+        """Return the stream on which this thread's kernels are queued."""
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Return a context manager in which this thread's kernels are queued on the stream."""
@@ -120,7 +120,10 @@ class Accelerator(Protocol):
         """
 
     def pin(self, address: int, nbytes: int) -> str:
-        """Pin host memory for copies. Return '', or why the runtime refused; copies are then slower, but correct."""
+        """Pin host memory for copies.
+
+        Return '', or why the runtime refused; after a refusal copies are slower, but correct.
+        """
 
     def unpin(self, address: int) -> None:
         """Unpin memory that `pin` pinned."""
@@ -139,9 +142,9 @@ class Accelerator(Protocol):
 
 
 _ALIGNMENT = 4096
-_SUPPORTED = ("cuda",)  # torch uses this name for ROCm, too. XPU's runtime has no C functions for a GateTable.
+_SUPPORTED = ("cuda",)  # torch uses the name "cuda" for ROCm, too. XPU's runtime has no C functions for a GateTable.
 _BLOCKING = {"cuda": {"blocking": True}}
-"""Arguments that make the host sleep while it waits for an event.
+"""Arguments of an event that make the host sleep while it waits for the event.
 
 (torch.Event has an argument `blocking`, but ignores it.)
 """
@@ -246,7 +249,7 @@ class TorchAccelerator:
 
 
 def open_accelerator(device: torch.device) -> Accelerator | None:
-    """Return the device that models compute on; None for the CPU, whose memory is the host's."""
+    """Return the device that models compute on; None for the CPU, which has no separate memory."""
     return None if device.type == "cpu" else TorchAccelerator(device)
 
 
@@ -280,7 +283,7 @@ def resolve(device: torch.device | str | None) -> torch.device:
         ConfigError: torch finds no such device, or infinity cannot use it.
     """
     if device is not None and torch.device(device).type == "cpu":
-        return torch.device("cpu")  # cpu:0 is the same device; no context is opened on a GPU
+        return torch.device("cpu")  # cpu:0 is the same device as cpu; no context is opened on a GPU
     current = current_device()
     resolved = current if device is None else torch.device(device)
     if resolved.type != current.type:
@@ -371,7 +374,10 @@ def random_states() -> list[torch.Tensor]:
 
 
 def set_random_states(states: Sequence[torch.Tensor]) -> int:
-    """Restore states from `random_states`, on at most as many accelerators as exist. Return how many exist."""
+    """Restore states from `random_states`; states of accelerators that do not exist are ignored.
+
+    Return the number of accelerators that exist.
+    """
     device = current_device()
     if device.type == "cpu":
         return 0

@@ -1,4 +1,4 @@
-"""C functions of the device's runtime that torch has no binding for, found in the library that torch has loaded.
+"""C functions of the device's runtime that torch does not bind, found in the library that torch has loaded.
 
 A runtime call that fails returns its error and also leaves the error pending: the launch check of the next kernel finds
 the error and blames the kernel. torch's binding of `cudaHostRegister` leaves the error pending, and torch has no
@@ -17,7 +17,7 @@ import torch
 from infinity.errors import ConfigError
 
 _PREFIXES = {"libcudart": "cuda", "libamdhip64": "hip"}
-"""Prefixes of the runtime's function names, by the beginning of its file name."""
+"""Prefixes of a runtime's function names, by the beginning of the runtime's file name."""
 _DELETED = " (deleted)"
 """Suffix that Linux adds to the path of a loaded file after the file was replaced, for example by a package upgrade."""
 _MAPS = Path("/proc/self/maps")
@@ -58,7 +58,8 @@ def _open(path: Path) -> ctypes.CDLL | None:
 def forget_error(device: torch.device, maps: Path = _MAPS) -> None:
     """Clear the pending error of this thread, which the caller has reported.
 
-    Each loaded runtime has its own pending error, and torch does not say which runtime it uses, so all are cleared.
+    Each loaded runtime has its own pending error, and torch does not report which runtime it uses, so all pending
+    errors are cleared.
 
     Args:
         device: the GPU that is used.

@@ -1,4 +1,4 @@
-"""Control groups of this process: its own group, and the groups above it, whose limits also apply."""
+"""Control groups of this process: the process's own group, and the groups above, whose limits also apply."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def groups(controller: str, root: Path = _ROOT) -> list[Path]:
         else:
             continue
         group = Path(parts[2].lstrip("/"))
-        if ".." in group.parts:  # the group is outside the container, where it is not visible
+        if ".." in group.parts:  # the group is outside the container, so its directory is not visible
             group = Path()
         found += [top / place for top in tops for place in (group, *group.parents)]
     return list(dict.fromkeys(found or [mounts, mounts / controller]))

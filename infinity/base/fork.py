@@ -1,7 +1,7 @@
 """Handling of forked children (DataLoader workers): infinity refuses to run in them, and inherited locks are closed.
 
 The engine's threads and the arena's pages do not exist in a forked child. File descriptors do exist in the child: a
-child that kept the descriptor of a lock would keep the swap directory locked after its parent was killed.
+child that kept the descriptor of a lock would keep the swap directory locked after the death of the parent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def close_in_children(holder: _ClosesInChild) -> None:
 
 
 def use() -> None:
-    """Record that this process uses infinity, so that children forked from now on must not use it."""
+    """Record that this process uses infinity: children that are forked later must not use infinity."""
     global _used
     _used = True
 

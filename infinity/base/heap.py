@@ -27,7 +27,7 @@ class Heap:
     If the heap's holes are larger than `budget` / 8 bytes at a check, the holes are returned to the system. glibc does
     not report which holes still have pages, so every check with large holes returns all of them again.
 
-    Nothing happens if the C library is not glibc, or is glibc before 2.33.
+    With a C library other than glibc, or glibc before 2.33, this class does nothing.
 
     Args:
         budget: bytes of RAM that the process should stay within.

@@ -1,27 +1,27 @@
 """Deferral of Ctrl-C and SIGTERM: signals are delivered between transitions, never in the middle of a transition.
 
 [Note: where Ctrl-C may come] Python runs a signal handler between any two instructions of the main thread. If the
-handler raises, the interrupted work is left half done: for example a lease without an owner, or only some parameters of
-a unit shown. So every function that changes more than one thing is decorated with `uninterruptible`. If signals arrive
-while such a function runs, the first signal is delivered when the function ends, and the other signals are dropped.
-Where such a function waits long and nothing is half done (Weights.finish_fetch, OffloadedUnit._await), `interruptible`
-allows the delivery of signals. No signal is delivered during other waits of such a function, such as a wait for a
-commit or for the window of spilled gradients. During a step, no signal is delivered before the end of the step
-(`interrupts_deferred`).
+handler raises, the interrupted work is left half done: for example a lease without an owner, or a unit of which only
+some parameters are available. So every function that changes more than one thing is decorated with `uninterruptible`.
+If signals arrive while such a function runs, the first signal is delivered when the function ends, and the other
+signals are dropped. Where an `uninterruptible` function waits long and nothing is half done (Weights.finish_fetch,
+OffloadedUnit._await), `interruptible` allows the delivery of signals. No signal is delivered during other waits of such
+a function, such as a wait for a commit or for the window of spilled gradients. During a step, no signal is delivered
+before the end of the step (`interrupts_deferred`).
 
 Only the main thread receives signals. Autograd on a GPU runs hooks on another thread. Signals that were deferred before
 a fork belong to the parent: a forked child starts without deferred signals, and can be stopped like any process.
 
 [Note: whose handler it is] A handler is wrapped when an `uninterruptible` function begins, and stays wrapped: a step
-has hundreds of transitions, and installing a handler costs more than most of them. The wrapper calls the handler at
+has hundreds of transitions, and installing a handler costs more than most transitions. The wrapper calls the handler at
 once, or when the `uninterruptible` function ends. A handler that is not a function raises nothing and is not wrapped
 (SIG_DFL, SIG_IGN, or a handler that was not installed from Python).
 
 The user may install another handler at any time; the next transition finds that the new handler is not wrapped, and
 wraps it. The check uses `_signal.getsignal`, which takes some 15 ns; `signal.getsignal` converts the result to enums
-and takes a hundred times as long. A new wrapper calls only the handler that was installed before the wrapper. So
-handlers that call their predecessor (which may be a wrapper) never call each other in a cycle. A wrapper that the user
-saved and installs again works like a new one.
+and takes a hundred times as long. A new wrapper calls only the handler that was installed before the wrapper. As a
+result, handlers that call their predecessor (which may be a wrapper) never call each other in a cycle. A wrapper that
+the user saved and installs again works like a new wrapper.
 
 `give_back` unwraps the handlers when the last model is closed or collected. Until the handlers are unwrapped, code that
 asks for the handler gets the wrapper. Therefore asyncio.run leaves Ctrl-C to KeyboardInterrupt, as before Python 3.11.
@@ -116,7 +116,7 @@ os.register_at_fork(after_in_child=_signals.forget)
 
 
 def _may_defer() -> bool:
-    """Return whether this thread receives signals and they are not deferred."""
+    """Return whether this thread receives signals and signals are not deferred."""
     return not _signals.deferred and threading.get_ident() == _signals.main
 
 

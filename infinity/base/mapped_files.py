@@ -13,7 +13,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def read_ahead(value: torch.Tensor) -> None:
-    """Make the kernel read a tensor, and the next 64 MiB of its file, in the background.
+    """Make the kernel read a tensor, and the 64 MiB after it in the file, in the background.
 
     The call is only advice: if the kernel ignores the advice, only time is lost. If the memory belongs to no file,
     pages that were swapped out are read back.

@@ -13,12 +13,12 @@ _BYTES_MAX = 8 << 20
 
 
 def text_of(path: Path) -> str:
-    """Return the content of a file without surrounding whitespace; '' if it cannot be read."""
+    """Return the content of a file without surrounding whitespace; '' if the file cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         with open(descriptor, "rb") as file:
             return file.read(_BYTES_MAX).decode(errors="replace").strip()
-    except (OSError, ValueError):  # a ValueError means a NUL in the path
+    except (OSError, ValueError):  # ValueError: the path contains a NUL
         return ""
 
 
@@ -42,7 +42,7 @@ def flag_of(path: Path) -> bool | None:
 
 
 def chosen(text: str) -> str:
-    """Return the chosen word: 'always [madvise] never' → 'madvise'."""
+    """Return the word in brackets, which is the selected value: 'always [madvise] never' → 'madvise'."""
     _, bracket, rest = text.partition("[")
     return rest.partition("]")[0] if bracket else text
 

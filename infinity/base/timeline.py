@@ -1,7 +1,7 @@
 """Timeline of a run, on one clock.
 
-The time that compute waits is always counted. The spans of every unit's passes and fetches are kept only while the
-timeline records.
+The time during which compute waits is always counted. The spans of every unit's passes and fetches are kept only while
+the timeline records.
 
 [Note: one clock]
 Times are nanoseconds of time.perf_counter_ns, which is the steady clock of the native core. So the spans and the events
@@ -30,7 +30,7 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 Kind = Literal["forward", "backward", "fetch", "stall", "step"]
 
 _SPANS_MAX = 1 << 20
-"""Maximum number of spans that are kept; so many spans take some 200 MB."""
+"""Maximum number of spans that are kept; this number of spans takes some 200 MB."""
 
 
 class Span(NamedTuple):
@@ -83,7 +83,9 @@ class Recording(NamedTuple):
 
 
 class Timeline:
-    """Record of one coordinator's time. Any thread may call any method; a stall belongs to the thread that enters it.
+    """Record of how one coordinator spends its time.
+
+    Any thread may call any method; a stall belongs to the thread that enters it.
 
     Invariant: in each thread, the causes' times add up to no more than the time passed: while one stall is inside
     another stall, time is counted and recorded only for the inner stall.
@@ -189,7 +191,7 @@ class Timeline:
             self.recording = True
 
     def stop(self) -> Recording:
-        """Stop keeping spans, and return those that were kept. Open spans end now."""
+        """Stop recording, and return the spans that were kept. Open spans end now."""
         with self._lock:
             self.recording = False
             now = time.perf_counter_ns()
@@ -236,7 +238,7 @@ class Stall:
 
 
 class _Stalls(threading.local):
-    """Stalls that a thread is in, outermost first."""
+    """Stalls that are in progress in a thread, outermost first."""
 
     def __init__(self) -> None:
         self.stack: list[Stall] = []
