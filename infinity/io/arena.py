@@ -144,7 +144,7 @@ class Space:
             self._free.insert(index, (start, end - start))
 
     def free_views(self) -> list[memoryview]:
-        """Return views of the pieces that are not leased now."""
+        """Return views of the pieces that are not leased at present."""
         with self._lock:
             return [self.memory.view(offset, nbytes) for offset, nbytes in self._free]
 
@@ -166,10 +166,10 @@ def _without(offset: int, size: int, start: int, nbytes: int) -> list[tuple[int,
 
 
 class PinnedArena(Space):
-    """One mapping of exactly the planned size.
+    """The arena: one mapping of exactly the planned size.
 
-    A page takes RAM when it is first used. So on a machine without a GPU, memory that the plan reserves but the run
-    does not use costs nothing.
+    A page occupies RAM only after its first use. On a machine without a GPU, memory that the plan reserves but the run
+    does not use therefore costs nothing.
     """
 
     def __init__(self, nbytes: int, *, numa_node: int = -1) -> None:

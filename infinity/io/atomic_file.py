@@ -1,4 +1,4 @@
-"""Small files that exist completely or not at all, even after a crash.
+"""Writing of small files that exist completely or not at all, even after a crash.
 
 A file is written under another name, fsynced and renamed, and then the directory is fsynced. A failed fsync is never
 repeated: the kernel may have dropped the pages that it could not write (Rebello et al., USENIX ATC 2020). After a
@@ -21,7 +21,7 @@ Observer = Callable[[str, Path, Path | None, bytes], None]
 """Function that tests install. The function is called before and after every act.
 
 The function's arguments are the name of the moment ("begin fsync", "end rename" and the like), the path, the new path
-of a rename, and the data of a write. A test's function kills the process, or writes a journal.
+of a rename, and the data of a write. The function of a test kills the process, or writes a journal.
 """
 
 _observers: list[Observer] = []
@@ -29,7 +29,7 @@ _observers: list[Observer] = []
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Call `observer` for every act in the block."""
+    """Call `observer` before and after every act in the block."""
     _observers.append(observer)
     try:
         yield
@@ -53,7 +53,7 @@ def act(name: str, path: Path, target: Path | None = None, data: bytes = b"") ->
 def write_file(path: Path, parts: Iterable[bytes]) -> None:
     """Write `parts`, one after the other, as the file `path`, mode 0600.
 
-    An older file of that name stays until the new one replaces it.
+    An older file of the same name stays until the new file replaces it.
 
     Raises:
         SwapIOError: `path` still names the old file; only after a failed fsync of the directory may it name the new
@@ -76,7 +76,7 @@ def write_file(path: Path, parts: Iterable[bytes]) -> None:
 def _create(aside: Path) -> int:
     """Open a new file.
 
-    A file that a crash left under the temporary name may be a link to another file: the left file is removed and never
+    A file that a crash left under the temporary name may be a link to another file: such a file is removed and never
     written to.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW

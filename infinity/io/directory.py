@@ -37,7 +37,10 @@ _MADE = "made"
 SWAP_NAME = "states.infinity-swap"
 HEADER_NAME = "store.infinity"
 FINISHED_NAME = "finished.infinity"
-"""Name of the note about a finished run whose store was removed (cli/finished_run.py); the next run removes it."""
+"""Name of the file about a finished run whose store was removed (cli/finished_run.py).
+
+The next run removes this file.
+"""
 _GENERATION = re.compile(r"generation-([0-9]{12})\.infinity")
 
 
@@ -67,7 +70,7 @@ class StoreDirectory:
 
     @property
     def numa_node(self) -> int:
-        """NUMA node of the disk below the directory; -1 if it has none."""
+        """NUMA node of the disk below the directory; -1 if the disk has no node."""
         node = disk_under(self.path).numa_node
         return -1 if node is None else node
 
@@ -80,7 +83,7 @@ class StoreDirectory:
         self.close_in_child()
 
     def close_in_child(self) -> None:
-        """Close the lock's descriptor, because a forked child's duplicate would hold the lock after the parent ends."""
+        """Close the lock's descriptor: a forked child's duplicate would keep the lock after the end of the parent."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
@@ -129,7 +132,8 @@ class ReadDirectory(StoreDirectory):
 
     Args:
         path: the directory.
-        shared: the run that holds the lock knows of this reader, and does not change the data that it reads.
+        shared: whether the run that holds the lock knows of this reader; such a run does not change the data that the
+            reader reads.
 
     Raises:
         StoreLockedError: a run holds the lock.
@@ -152,7 +156,7 @@ class ReadDirectory(StoreDirectory):
 class SwapDirectory(StoreDirectory):
     """Directory locked by one run, from construction to close().
 
-    Invariant: only files with infinity's names are deleted, only under the lock, and none before make_room() or
+    Invariant: only files with infinity's names are deleted, only while the lock is held, and only after make_room() or
     take_over().
 
     Args:
@@ -193,7 +197,7 @@ class SwapDirectory(StoreDirectory):
         self._warn_if_memory()
 
     def _lock_is_ours(self) -> bool:
-        """Return whether the locked file still has the lock's name, and no other name.
+        """Return whether the locked file still has the lock's name and has no other name.
 
         A file with a second name (a hard link) may belong to another program. If the file has a second name, the lock's
         name is removed from the file, so that a new lock file can be made.
@@ -294,7 +298,7 @@ class SwapDirectory(StoreDirectory):
         """Remove every file of a store.
 
         Manifests are removed first, because a manifest without its data would promise a generation that is gone. The
-        header is removed last, because it identifies the other files if an interrupted removal is repeated.
+        header is removed last, because the header identifies the other files if an interrupted removal is repeated.
         """
         found = [*self.generations().values(), *pinned_in(self.path)]
         if os.path.lexists(self.path / PINS_NAME):
@@ -326,7 +330,7 @@ class SwapDirectory(StoreDirectory):
             )
 
     def close(self, *, keep: bool = False) -> None:
-        """Release the lock; unless `keep`, remove this run's files first. Idempotent."""
+        """Release the lock; if `keep` is false, remove this run's files before. Idempotent."""
         if self._lock_fd < 0:
             return
         if self._ours and not keep:
@@ -378,7 +382,7 @@ def remove_store_of(run: str, paths: Sequence[Path]) -> int:
 
 
 def require_name(path: Path) -> Path:
-    """Return `path` if it can name a directory and be written in a header. Raises ConfigError otherwise."""
+    """Return `path` if it can name a directory and can be stored in a header. Raises ConfigError otherwise."""
     try:
         if "\0" not in str(path) and str(path).encode():
             return path

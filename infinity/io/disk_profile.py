@@ -63,7 +63,10 @@ class _Profiles(BaseModel):
 
 
 def profile_path() -> Path:
-    """Return $XDG_CACHE_HOME/infinity/disks.json, by default in ~/.cache. Raises OSError if no home is known."""
+    """Return the path $XDG_CACHE_HOME/infinity/disks.json; XDG_CACHE_HOME defaults to ~/.cache.
+
+    Raises OSError if no home directory is known.
+    """
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         return Path(cache).expanduser() / "infinity" / "disks.json"
@@ -72,7 +75,7 @@ def profile_path() -> Path:
 
 
 def load_profiles(path: Path | None = None) -> Mapping[str, DiskProfile]:
-    """Return all disks measured so far, by `disk_key`; empty without a profile that this version can read."""
+    """Return all disks measured so far, by `disk_key`; empty if there is no profile that this version can read."""
     try:
         path = path or profile_path()
     except OSError:  # without a home directory, no profile was ever saved

@@ -1,4 +1,4 @@
-"""Disk under a directory: the mount that holds the directory, the devices below it and their NUMA node.
+"""Disk under a directory: the mount that contains the directory, the devices below the mount and their NUMA node.
 
 A fact that the system does not provide is None or ''. Only a path that does not exist is an error.
 """
@@ -40,7 +40,7 @@ class DiskFacts:
 
     @property
     def numa_node(self) -> int | None:
-        """NUMA node of all members; None if they are on several nodes, or on none."""
+        """NUMA node of all members; None if the members are on several nodes, or on no node."""
         nodes = {_numa_node(member) for member in self.members}
         return nodes.pop() if len(nodes) == 1 else None
 
@@ -100,7 +100,7 @@ def _whole_disk(block: Path | None) -> Path | None:
 
 
 def _members(disk: Path | None) -> list[Path]:
-    """Return the disks at the bottom of a stack of device-mapper and md devices."""
+    """Return the physical disks at the bottom of a stack of device-mapper and md devices."""
     if disk is None:
         return []
     slaves = sorted((disk / "slaves").iterdir()) if (disk / "slaves").is_dir() else []

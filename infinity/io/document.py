@@ -6,10 +6,10 @@
     J bytes of JSON: the value
     D bytes: the data of the tensors, arrays and bytes in the value
 
-DIGEST covers everything after the first line; from version 2 on, V is its personalization. A reader formats the first
-line again from the numbers in it, and the result must be equal byte for byte. So all damage is found, and a damaged
-file is never mistaken for a file of a newer version. Each kind of document has separate version numbers. The caller of
-`read` gives the newest version that it knows; older versions are read, too.
+DIGEST covers everything after the first line; from version 2 on, V is the personalization of the hash. A reader formats
+a first line from the numbers in the file's first line; both lines must be equal byte for byte. So all damage is found,
+and a damaged file is never mistaken for a file of a newer version. Each kind of document has separate version numbers.
+The caller of `read` gives the newest version that it knows; older versions are read, too.
 
 A value consists of JSON values and of objects with the key "$". These objects represent tensors, numpy arrays and
 scalars, bytes, tuples, dicts with keys that are not strings, Counter, numbers that are not finite, dtypes and devices.
@@ -92,7 +92,7 @@ def write(kind: str, value: Any, version: int = 1) -> list[bytes]:
 
 
 def copy_of(value: Any) -> Any:
-    """Return the value that write() and then read() would give, without memory in common with `value`.
+    """Return the value that read() would return after write(); the result shares no memory with `value`.
 
     Raises TypeError like write().
     """
@@ -102,7 +102,7 @@ def copy_of(value: Any) -> Any:
 
 
 def read(path: Path, kind: str, version: int = 1, *, follow: bool = False) -> Any:
-    """Return the value of a document of this version or an older one.
+    """Return the value of a document of this version or an older version.
 
     Args:
         path: path of the file.
@@ -166,7 +166,10 @@ def _too_many(data: bytes, begin: int, end: int) -> str:
 
 
 def parse(data: bytes, path: Path, kind: str, version: int = 1) -> Any:
-    """Return the value of a document in memory that came from `path`. Raises the errors of read()."""
+    """Return the value of a document whose bytes are in memory; `path` is the path it was read from.
+
+    Raises the errors of read().
+    """
     begin, end = _checked(data, path, kind, version)
     return _value(data[begin:end], memoryview(data)[end:], path)
 
@@ -192,7 +195,10 @@ def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int
 
 
 def _first_line(data: bytes, path: Path, kind: str) -> tuple[int, tuple[int, int, int]]:
-    """Return the length of the first line and its version, json_bytes and data_bytes. Raises DamagedFileError."""
+    """Return the length of the first line, and the version, json_bytes and data_bytes in this line.
+
+    Raises DamagedFileError.
+    """
     line = _HEADER.match(data)
     if line is None or line[1] != kind.encode():
         raise DamagedFileError(path, f"is not a {kind} of infinity, or its first line is damaged")

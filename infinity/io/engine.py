@@ -29,7 +29,7 @@ class Transfer:
 
     Attributes:
         future: the native request.
-        unit, state, step: what the request moves, for errors.
+        unit, state, step: names of the data that the request moves, for errors.
         state_of: function that returns the name of the failed state, for a request that moves several states.
     """
 
@@ -48,7 +48,8 @@ class Transfer:
         Raises:
             SwapIOError: the device failed.
             SwapCorruptionError: the device returned data that differ from the data written.
-            SwapTimeoutError: the device was given up. The device may still use the memory, which must never be reused.
+            SwapTimeoutError: the device was given up. The device may still use the memory, so the memory must never be
+                reused.
             DeviceCopyError: the runtime of the compute device failed.
         """
         self.wait()

@@ -19,7 +19,7 @@ IO_CLASSES: tuple[_native.IOClassName, ...] = ("weights", "activations", "states
 IO_EVENT = np.dtype(
     [
         ("begin_ns", np.uint64),  # submitted
-        ("start_ns", np.uint64),  # when its first block was given to the device; 0 if it failed before that
+        ("start_ns", np.uint64),  # when the first block was given to the device; 0 if the request failed before
         ("end_ns", np.uint64),
         ("offset", np.uint64),  # bytes, in the swap file
         ("nbytes", np.uint64),  # bytes moved; 0 for a sync and for a failed request

@@ -31,7 +31,7 @@ _PIECES = 32
 def read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) -> Iterator[SwapIOError | None]:
     """Read extents of any size one after the other, and make the store remember the checksums of the bytes read.
 
-    Yields for each extent its first failure, or None.
+    Yields for each extent the extent's first failure, or None.
 
     Raises:
         SwapTimeoutError: the device was given up; the memory must never be used again.
@@ -55,7 +55,7 @@ def read_all(store: SwapStore, extents: Sequence[Extent], memory: memoryview) ->
                 reading.append((extent, at, nbytes, view, started))
                 following = next(pieces, None)
                 continue
-            extent, at, nbytes, view, transfer = reading[0]  # stays in `reading` until done: an interrupt must find it
+            extent, at, nbytes, view, transfer = reading[0]  # stays in `reading` until done, for the `finally` below
             try:
                 if transfer is not None:
                     transfer.result()

@@ -200,7 +200,10 @@ def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[P
 
 
 def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Return the pinned generations to try when no kept one is usable. They are not newer than the newest kept one."""
+    """Return the pinned generations to try when no kept one is usable.
+
+    These generations are not newer than the newest kept one.
+    """
     newest = max(kept, default=None)
     return [each for each in pinned.values() if newest is None or each[0] <= newest]
 
@@ -243,7 +246,7 @@ def common_candidates(told: Sequence[Iterable[tuple[Name, bool]]]) -> list[Name]
 
 
 def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
-    """Raise ResumeError if a step was requested and the ranks have several generations of it."""
+    """Raise ResumeError if a step was requested and the ranks have several generations of this step."""
     if step is not None and len(names) > 1:
         raise ResumeError(
             f"{place} has {len(names)} generations {step}, because a run was resumed from an earlier step and reached "
@@ -253,7 +256,7 @@ def require_one(names: Sequence[Name], step: int | None, place: Path) -> None:
 
 
 def require_readable(error: ResumeError) -> None:
-    """Raise ResumeError if the error says that an existing manifest cannot be read now.
+    """Raise ResumeError if `error` means that an existing manifest cannot be read at present.
 
     The manifest's generation may be undamaged, so the generation must not be given up.
     """

@@ -23,8 +23,8 @@ generation (generation_scan.py).
    than the generation that it resumes from, even if the run makes a generation of the same step again.
 7. Each state that changes has more copies than the number of generations that can be kept and pinned at once. If there
    are too few copies, nothing is written and an error says so (`Generations.require_room`).
-A power cut may restore a removed manifest whose copies have been overwritten. Such a manifest is older than an
-undamaged one, and the next resume removes it.
+A power cut may restore a removed manifest whose copies have been overwritten. Such a restored manifest is older than an
+undamaged manifest, and the next resume removes it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Generations:
 
     @property
     def newest(self) -> int | None:
-        """Step of the newest generation; None before the first."""
+        """Step of the newest generation; None before the first generation."""
         return max(self._kept, default=None)
 
     def copy_to_write(self, extent: Extent) -> int:
@@ -98,7 +98,7 @@ class Generations:
         return free
 
     def spare_copy(self, extent: Extent) -> int | None:
-        """Return a copy that no generation names and that does not hold the newest values; None if none exists."""
+        """Return a copy that no generation names and that does not have the newest values; None if there is none."""
         taken = self._named(extent) | {extent.newest_copy}
         return next((copy for copy in range(len(extent.offsets)) if copy not in taken), None)
 
@@ -140,7 +140,7 @@ class Generations:
 
     @property
     def _place(self) -> Path:
-        """Path of this store as commands of the command line take it."""
+        """Path of this store, as an argument of commands of the command line."""
         return place_of(self._directory.path)
 
     @property
@@ -369,7 +369,7 @@ class Generations:
         """
         if self._pending_recovery is not None:
             if self._pending_recovery.manifest is not None and self.newest is not None:
-                # From now on the pinned generation is also the newest of the run, and must be found without its pin.
+                # From now on the pinned generation is also the newest of the run, and must be found without the pin.
                 atomic_file.write_file(self._directory.generation_path(self.newest), [self._pending_recovery.manifest])
             over = [pin for pin in self._pins.entries if pin not in self._pending_recovery.pins]
             if over:
@@ -390,7 +390,7 @@ class Generations:
 
     @property
     def pins(self) -> dict[Path, int]:
-        """Steps of the pinned generations, by the folder that pins each, oldest pin first."""
+        """Steps of the pinned generations, by the folder that pins the generation, oldest pin first."""
         return {Path(pin.folder): pin.step for pin in self.pin_list}
 
     @property
@@ -462,7 +462,7 @@ class Generations:
             self._write_pins([pin for pin in self._pins.entries if pin.folder in folders])
 
     def pins_found(self) -> list[str]:
-        """Read the pins before recover(), and return the folders that they name. Raises ManifestError."""
+        """Read the pins before recover(), and return the folders that the pins name. Raises ManifestError."""
         self._pins.load()
         return [pin.folder for pin in self._pins.entries]
 

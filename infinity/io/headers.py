@@ -5,9 +5,9 @@ A header is rebuilt from the header of another member, or else from the newest m
 all data of a header. If a header names another run than the generations do, the header does not belong to this store,
 and it is rebuilt like a damaged header. A rebuilt header does not prove that the swap file beside it belongs to the
 run; only the bytes in the swap file prove it. So a rebuilt header stays in memory until a complete generation has been
-read and all checksums were right (Generations.recover). After that, the header is written if some of the generation's
-bytes are in that swap file. Generations without checksums are refused. A store that is updated in place has no
-manifests, so its header is never rebuilt as the header of a store that can be resumed.
+read and all checksums were right (Generations.recover). After this check, the header is written if some of the
+generation's bytes are in the swap file beside the header. Generations without checksums are refused. A store that is
+updated in place has no manifests, so its header is never rebuilt as the header of a store that can be resumed.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def members_of(path: Path) -> list[Path]:
     """Return all directories of the store that `path` is a part of, in the store's order.
 
     Raises:
-        ResumeError: there is no store, or the store was copied or moved. After a copy, the directories that the header
-            names are not parts of the copy.
+        ResumeError: there is no store, or the store was copied or moved. In a copied or moved store, the directories
+            that the header names are not parts of the store.
         ManifestError: see header_in.
     """
     header = header_in(path).header
@@ -73,7 +73,7 @@ def members_of(path: Path) -> list[Path]:
 
 
 def is_there(header: Header, path: Path) -> bool:
-    """Return whether `path` is the directory that its header named when the store was made."""
+    """Return whether `path` is the directory that the header in `path` named when the store was made."""
     return os.path.realpath(header.members[header.member]) == os.path.realpath(path)
 
 
@@ -81,8 +81,8 @@ def headers_of(paths: Sequence[Path]) -> list[FoundHeader]:
     """Return the headers of a store's members, in their order.
 
     Raises:
-        ResumeError: a header belongs to another run, is damaged and cannot be rebuilt, or cannot be read or understood;
-            or the paths are not all directories of the store in its order.
+        ResumeError: a header belongs to another run, is damaged and cannot be rebuilt, or cannot be read or understood.
+            Also raised if the paths are not all directories of the store in the store's order.
         DirtyStoreError: the store was updated in place.
     """
     found = _read_or_rebuilt(paths)
@@ -103,7 +103,7 @@ def _read_or_rebuilt(paths: Sequence[Path]) -> list[FoundHeader]:
 def _own(paths: Sequence[Path]) -> list[Header | DamagedFileError]:
     """Read the headers of all parts of a store whose generations are in the first part.
 
-    A header of another run than that of the generations counts as damaged.
+    A header that names another run than the generations counts as damaged.
     """
     read = [_read(path) for path in paths]
     runs = _runs_in(paths[0], {each.run for each in read if isinstance(each, Header) and each.mode == "generations"})
@@ -130,9 +130,9 @@ def _read(path: Path) -> Header | DamagedFileError:
     """Return the header of a directory, or a description of how the header is damaged.
 
     Raises:
-        NoStoreError: the directory holds neither a header nor a swap file.
-        ManifestError: the header cannot be read now, or this version does not understand it. Another attempt or another
-            version may be able to read the header, so the header must stay.
+        NoStoreError: the directory contains neither a header nor a swap file.
+        ManifestError: the header cannot be read at present, or this version does not understand the header. Another
+            attempt or another version may be able to read the header, so the header must stay.
     """
     try:
         return read_header(path / HEADER_NAME)

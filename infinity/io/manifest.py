@@ -18,10 +18,10 @@ from infinity.io.schema import AbsolutePath, Bytes, Count, Name, Record, first_p
 from infinity.sizes import PAGE_BYTES
 
 SUM_BLOCK_BYTES = 256 << 10
-"""Bytes of an extent that one checksum of a manifest covers."""
+"""Number of bytes of an extent that one checksum of a manifest covers."""
 SUM_BYTES = 8
 _VERSION = 2
-"""Version of manifests. Version 1 has the extents in rows or in columns, and may lack `store`."""
+"""Version of manifests. Version 1 stores the extents in rows or in columns, and may have no `store`."""
 _EXTENTS_MAX = 1 << 20
 
 
@@ -176,7 +176,7 @@ class Manifest(Record):
 
 
 def sum_bytes(nbytes: int) -> int:
-    """Return the bytes of the checksums of an extent of `nbytes`."""
+    """Return the number of bytes of the checksums of an extent of `nbytes`."""
     return -(-nbytes // SUM_BLOCK_BYTES) * SUM_BYTES
 
 
@@ -241,7 +241,7 @@ def manifest_bytes(path: Path) -> bytes:
 
 
 def read_kept(found: Mapping[int, Path], run: str | None = None) -> Iterator[tuple[int, Manifest | ManifestError]]:
-    """Yield each manifest in `found` with its step, or the error of read_own."""
+    """Yield for each manifest in `found` its step, and the manifest or the error of read_own."""
     for number, path in found.items():
         try:
             yield number, read_own(path, number, run)

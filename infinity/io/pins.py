@@ -14,11 +14,11 @@ pins.infinity                 in the first swap directory: the folders, each wit
 infinity.json                 the marker in the folder: run, step, digest and swap directories; or, once the folder
                               holds a portable copy, where in the folder that is
 
-A folder is pinned in this order: an older marker in it is removed; the manifest gets its second name; the pin is
-written; the marker is written. A folder is unpinned in this order: the marker is removed, then the pin, then the
+A folder is pinned in this order: an older marker in the folder is removed; the manifest gets its second name; the pin
+is written; the marker is written. A folder is unpinned in this order: the marker is removed, then the pin, then the
 manifest. So a folder that has a marker has its pin, and a crash leaves at most a pin whose folder has no marker. The
-next resume removes such a pin (`Pins.over`). A folder that does not exist may be on a disk that is not mounted: its pin
-stays, unless the folder was never finished.
+next resume removes such a pin (`Pins.over`). A folder that does not exist may be on a disk that is not mounted: the
+folder's pin stays, unless the folder was never finished.
 
 [Note: a checkpoint folder of several ranks]
 Each rank pins a generation in the rank's own store; the first two files are in the rank's own directory. The folder has
@@ -70,7 +70,7 @@ class Pin(Record):
     Attributes:
         folder: absolute path of the folder, links resolved.
         step, digest: step and digest of the generation. Two generations may have the same step.
-        finished: whether the folder was seen with its marker.
+        finished: whether the folder's marker has been seen.
     """
 
     folder: AbsolutePath
@@ -192,7 +192,7 @@ def begin_folder(folder: Path, into: Path | None = None) -> None:
 
     Args:
         folder: the checkpoint folder.
-        into: directory where the folder's files are written, if it gets its name later.
+        into: directory where the folder's files are written, if the folder gets its final name later.
 
     Raises:
         InfinityError, SwapIOError: the folder cannot be made, or its marker cannot be removed.
@@ -265,7 +265,7 @@ class Pins:
         self.entries = read_pins(self.directory, self._run)
 
     def of(self, folder: Path) -> Pin | None:
-        """Return the pin of a folder; None if the folder has none."""
+        """Return the pin of a folder; None if the folder has no pin."""
         return next((pin for pin in self.entries if pin.folder == str(folder)), None)
 
     def write(self, entries: Iterable[Pin]) -> None:

@@ -1,4 +1,4 @@
-"""Names of the directories of several ranks: each rank has one directory in each of nvme.paths."""
+"""Names of the directories of several ranks: each rank has one directory in each directory of nvme.paths."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def place_of(path: Path) -> Path:
 
 
 def rank_of(path: Path) -> tuple[int, int]:
-    """Return the rank that has its store in a directory, and the number of ranks; (0, 1) if it belongs to no rank."""
+    """Return the rank whose store is in a directory, and the number of ranks; (0, 1) if there is no such rank."""
     found = NAME.fullmatch(path.name)
     return (int(found[1]), int(found[2])) if found else (0, 1)

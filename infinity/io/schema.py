@@ -58,7 +58,7 @@ def validated(model: type[_Model], value: Any, source: object) -> _Model:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Describe the first problem of a validation: the field and what is wrong with it."""
+    """Describe the first problem of a validation: the field, and the problem with its value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     what = first["msg"].removeprefix("Value error, ")

@@ -287,7 +287,7 @@ class SwapStore:
 
     @property
     def numa_node(self) -> int:
-        """NUMA node of all disks; -1 if they are on several nodes or on none."""
+        """NUMA node of all disks; -1 if the disks are on several nodes or on no node."""
         nodes = {directory.numa_node for directory in self.directories}
         return nodes.pop() if len(nodes) == 1 else -1
 
@@ -364,7 +364,7 @@ class SwapStore:
         return Transfer(future, extent.unit, extent.state, self._step)
 
     def require_sole_names(self) -> None:
-        """Check that no other name of the swap files exists, before a run writes to files that it did not create.
+        """Check that the swap files have no second name. Call this before a run writes to files that it did not create.
 
         Raises:
             ResumeError: a file has another name (hard link), such as in a copy of the directory. A write would change
@@ -424,7 +424,7 @@ def now() -> str:
 
 
 def shares_of(rates: Sequence[float]) -> list[int]:
-    """Return small integers in proportion to `rates`, none of them zero."""
+    """Return small integers, all above zero, in proportion to `rates`."""
     parts = [max(round(rate / sum(rates) * _SHARES_SUM), 1) for rate in rates]
     divisor = math.gcd(*parts)
     return [part // divisor for part in parts]
@@ -462,7 +462,7 @@ def _no_room(directory: StoreDirectory, nbytes: int, error: OSError) -> SwapIOEr
 
 
 def _probe(engine: _native.IOEngine, file: _native.File) -> float:
-    """Return the bytes per second of overwriting and reading the start of a new file, and empty the file again.
+    """Measure the bytes per second of overwriting and reading the start of a new file; the file is empty afterwards.
 
     Raises:
         SwapIOError: the device failed, or has no room for 64 MiB.
