@@ -1,1 +1,1 @@
-"""The optimizers: real subclasses of torch.optim.Optimizer whose states are in the store."""
+"""Optimizers: subclasses of torch.optim.Optimizer whose states are kept in the store."""

@@ -84,7 +84,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         """Return the update rule and its hyperparameters as arguments of _native.Segment."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does. Its parameters must be offloaded parameters of the same model.
+        """Add a group, as torch does. The group's parameters must be offloaded parameters of the same model.
 
         Raises:
             ModelError, ConfigError: see the constructor; after an error the optimizer is unchanged.
@@ -97,11 +97,11 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         try:
             self._enter(coordinator, places)
         except BaseException:
-            self.param_groups.pop()  # undo all changes of a group that was refused
+            self.param_groups.pop()  # undo the change: the group was refused
             raise
 
     def _take_in(self) -> None:
-        """Take over param groups that other code has assigned to `param_groups`, with other parameters.
+        """Accept param groups with other parameters that other code has assigned to `param_groups`.
 
         Lightning's BaseFinetuning assigns such param groups when a run continues. Raises the errors of add_param_group;
         after an error nothing has changed.
@@ -234,7 +234,7 @@ def groups_of(params: Any) -> list[dict[str, Any]]:
     """Return param groups from the first argument of an optimizer.
 
     Raises:
-        ConfigError: the argument is no collection of parameters, or is empty.
+        ConfigError: the argument is not a collection of parameters, or is empty.
     """
     if isinstance(params, Mapping):
         raise ConfigError("params is one param group: give a list of them, [{'params': ...}]")

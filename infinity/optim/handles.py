@@ -1,4 +1,4 @@
-"""Handles that `state_dict()` gives in place of gigabytes of states, and checks of `load_state_dict()`'s argument."""
+"""Handles that `state_dict()` returns in place of the states, and checks of the argument of `load_state_dict()`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of an optimizer's arguments: numbers within their ranges, flags, and torch's options on how to compute."""
+"""Checks of an optimizer's arguments: numbers and their ranges, flags, and torch's options for the implementation."""
 
 from __future__ import annotations
 

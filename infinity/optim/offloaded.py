@@ -1,5 +1,7 @@
-"""Base of all optimizers on offloaded parameters: clip by the exact global norm, then update unit by unit, tile by
-tile."""
+"""Base of all optimizers on offloaded parameters.
+
+It clips by the exact global norm and updates unit by unit in tiles.
+"""
 
 from __future__ import annotations
 
@@ -164,7 +166,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         coordinator.end_step()
 
     def _facts(self) -> dict[str, object]:
-        """Return values that must be the same on all ranks, by their names in messages."""
+        """Return values that must be the same on all ranks, by the name that messages use for the value."""
         facts: dict[str, object] = {
             "the optimizer": type(self).__name__,
             "max_grad_norm": self.max_grad_norm,
@@ -196,7 +198,7 @@ class OffloadedOptimizer(GroupedOptimizer):
     def _sum_squares(self, active: list[_Active]) -> tuple[float, float, str]:
         """Return sums of squares of the gradients, and the first name whose part is not finite ('' if all are).
 
-        The first sum is that of the gradients as they landed, the second that after torch's clipping.
+        The first sum is taken over the gradients as they landed, the second over the gradients after torch's clipping.
         """
         by_factor: dict[float, list[Place]] = {}
         for each in active:
@@ -219,7 +221,7 @@ class OffloadedOptimizer(GroupedOptimizer):
     def expected_scale(self) -> float:
         """Expected factor of the gradients in the next step.
 
-        The expectation is right unless gradients are clipped or the loss scale changes. A skipped step leaves the
+        The actual factor differs only if gradients are clipped or the loss scale changes. A skipped step leaves the
         factor unchanged: a scaler that tried a larger scale returns to the scale before.
         """
         return self._inverse_scale
@@ -229,7 +231,7 @@ class OffloadedOptimizer(GroupedOptimizer):
 
         The update assumes that no gradient is clipped and no value changes.
 
-        Return no update if the step will refuse the current values of the groups.
+        If the step will refuse the current values of the groups, return no update.
         """
         try:
             self._require_in_range()
@@ -335,7 +337,7 @@ class OffloadedOptimizer(GroupedOptimizer):
         return {place.spec.name for place in self._places.values()}
 
     def restore_progress(self, saved: OptimizerRecord) -> None:
-        """Take the step of each parameter from the record of a resumed run, to match the states in the store.
+        """Set the step of each parameter from the record of a resumed run, so that it matches the states in the store.
 
         Raises:
             ResumeError: the run had another optimizer.

@@ -58,6 +58,6 @@ def inverse_of(scale: Any) -> float:
 
 
 def forget_scale(optimizer: torch.optim.Optimizer) -> None:
-    """Forget what the scaler recorded about a step that an exception ended: it is not true of the next step."""
+    """Forget what the scaler recorded about a step that an exception ended: the record is wrong for the next step."""
     for name in ("grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
