@@ -1,1 +1,1 @@
-"""Layout of a unit: its groups, the places of its parameters, and the forms that its states have."""
+"""Layout of a unit: its groups, the places of its parameters, and the formats of its states."""

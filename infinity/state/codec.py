@@ -44,7 +44,10 @@ def parts_of(codec: Codec, shape: torch.Size) -> dict[str, tuple[int, int]]:
 
 
 def encoded_ranges(codec: Codec, shapes: Mapping[str, torch.Size]) -> dict[str, tuple[int, int]]:
-    """Return bytes [begin, end) of each of several encoded parameters that follow one another in this order."""
+    """Return bytes [begin, end) of each encoded parameter.
+
+    The parameters are stored one after the other in this order.
+    """
     ranges, end = {}, 0
     for name, shape in shapes.items():
         begin, end = end, end + encoded_bytes(codec, shape)
@@ -86,7 +89,7 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
             f"parameter '{name}' cannot be kept as {codec}: {error}. Set frozen: bf16, or repair the checkpoint."
         ) from None
     if scales is not None:
-        offset = scales.mean()  # computed like in bitsandbytes, for the same bits
+        offset = scales.mean()  # computed as in bitsandbytes, to get the same bits
         torch.frombuffer(parts["offset"], dtype=torch.float32).copy_(offset)
         _native.nest_scales(scales.numpy(), float(offset), parts["scales"], parts["nested_scales"])
 

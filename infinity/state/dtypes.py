@@ -15,7 +15,7 @@ _NAMES: dict[torch.dtype, _native.DTypeName] = {
 
 
 native_name = _NAMES.__getitem__
-"""Function that returns the name of a dtype in the native core."""
+"""Function that returns the native core's name of a dtype."""
 
 
 def require_supported(name: str, dtype: torch.dtype) -> None:

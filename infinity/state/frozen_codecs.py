@@ -42,7 +42,7 @@ _given: WeakIdKeyDictionary = WeakIdKeyDictionary()  # `==` of two parameters co
 
 
 def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Tensor]) -> None:
-    """Record that a checkpoint has this parameter in an encoded form.
+    """Record that a checkpoint contains this parameter in an encoded form.
 
     Args:
         parameter: the parameter.
@@ -53,7 +53,7 @@ def remember(parameter: nn.Parameter, codec: Codec, read: Callable[[], torch.Ten
 
 
 def encoded_form(parameter: nn.Parameter) -> EncodedForm | None:
-    """Return the parameter's encoded form in the checkpoint; None if the checkpoint has no encoded form of it."""
+    """Return the parameter's encoded form in the checkpoint; None if the parameter is not encoded there."""
     found: EncodedForm | None = _given.get(parameter)
     return found
 
@@ -64,7 +64,7 @@ def forget(parameter: nn.Parameter) -> None:
 
 
 def pass_on(parameter: nn.Parameter, another: nn.Parameter) -> None:
-    """Copy the record of one parameter to another that has the same values, in any dtype."""
+    """Copy the record of one parameter to another parameter with the same values, in any dtype."""
     if (known := encoded_form(parameter)) is None:
         forget(another)
     else:
@@ -101,8 +101,10 @@ def codecs_of(model: nn.Module, blocks: Collection[nn.Module], frozen: FrozenNam
 
 
 def _adapters(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that PEFT added to layers: all of a layer with a `base_layer`, except those of the
-    latter."""
+    """Return the parameters that PEFT added to layers.
+
+    In a layer with a `base_layer`, these are all parameters except those of the `base_layer`.
+    """
     found: set[nn.Parameter] = set()
     for module in model.modules():
         base = getattr(module, "base_layer", None)

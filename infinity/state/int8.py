@@ -3,9 +3,9 @@
 A portable copy contains the scales in addition to the decoded values, so that encoding is lossless.
 
 [Note: why values are not enough]
-A block's scale is its largest magnitude. The signed map contains +1 but not −1, so if the element of largest magnitude
+A block's scale is its largest magnitude. The signed map contains +1 but not −1. So if the element of largest magnitude
 is negative, it decodes to 0.993 of its value. Encoded again, the block would get a smaller scale and different values.
-If −scale is first written to that element, every code is the same as before.
+If −scale is written to the element of largest magnitude before encoding, every code is the same as before.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Request of an optimizer: the update of one group in one step."""
+"""An optimizer's request: the update of one group in one step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GroupUpdate:
     """Update of a group that an optimizer requests for one step. Equal requests give the same bits.
 
     Attributes:
-        segments: segments, sorted by element; elements in no segment are not changed.
+        segments: segments, sorted by element; elements outside all segments are not changed.
         moments: moments that the segments' rules use; only these moments are moved. None: all moments of the group.
         arithmetic: if false, the states are read and written back unchanged.
     """

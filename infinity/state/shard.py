@@ -27,13 +27,13 @@ from infinity.state.request import GroupUpdate, SegmentRequest
 from infinity.state.unit import Group, ParameterSpec, Unit
 
 SHARD_NUMEL = 64 << 10
-"""Number of elements that divides the begin of every slice.
+"""Number of elements at whose multiples slices begin.
 
 The number is the least common multiple of the elements of a partial (65,536), of a block of int8 moments (256) and of
 a page of 16-bit values (2,048).
 """
 SHARD_NUMEL_MIN = PAGE_BYTES // 2
-"""Smallest such number: slice boundaries may divide partials.
+"""Smallest allowed number of elements at whose multiples slices begin. Slice boundaries may divide partials of sums.
 
 With this number, the last bits of the gradients' norm depend on the number of ranks.
 """
@@ -137,7 +137,7 @@ class Shard:
         return group.weight_offset + first, group.weight_offset + last
 
     def piece(self, spec: ParameterSpec, group_index: int) -> ParameterSpec | None:
-        """Return this rank's piece of a parameter; None if the rank has no element of it."""
+        """Return this rank's piece of a parameter; None if the rank has no element of the parameter."""
         return _piece(spec, *self.mine(group_index))
 
     def localize(self, wanted: Mapping[int, GroupUpdate]) -> dict[int, GroupUpdate]:

@@ -24,13 +24,13 @@ class Terms:
     Attributes:
         config: the config.
         device: device that the model computes on.
-        optimizer: optimizer whose moments need room.
+        optimizer: optimizer for whose moments the plan reserves space.
         accumulation_steps: backward passes before each step; None if not known.
         faults: transfers that fail, for tests.
         resumes: whether the run resumes from generations in an existing store. The existing store has the necessary
             space, and a resumed run commits.
         replaces: description of the other ranks' generation that the run resumes from; "" if the run resumes from no
-            such generation. The new stores replace the stores of those ranks, which still exist.
+            such generation. The new stores replace the stores of the other ranks, which still exist.
     """
 
     config: SwapConfig

@@ -1,4 +1,4 @@
-"""Unit: the parameters that move together, and the place of each in the unit's flat buffers.
+"""Unit: the parameters that move together, and the place of each parameter in the unit's flat buffers.
 
 [Note: layout of a unit]
 A unit's weights are one flat, 4 KiB-aligned buffer, so a fetch is one read. The buffer is divided into groups of
@@ -27,7 +27,7 @@ from infinity.state.codec import Codec, encoded_ranges
 from infinity.state.dtypes import require_supported
 
 ELEMENT_ALIGNMENT = _native.BLOCK_NUMEL
-"""Number of elements that divides each parameter's offset in its group: no block of moments spans two parameters."""
+"""Every parameter's offset in its group is a multiple of this number, so no block of moments spans two parameters."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Unit:
 
     @cached_property
     def home_bytes(self) -> int:
-        """Length of the weights at home, a multiple of 4 KiB."""
+        """Size in bytes of the weights at home, a multiple of 4 KiB."""
         return sum(group.home_bytes for group in self.groups)
 
     @cached_property
@@ -202,7 +202,7 @@ class ParameterFacts:
 
     Attributes:
         index: number of the parameter's first element among all elements of the model, a multiple of ELEMENT_ALIGNMENT.
-        moments: form of the parameter's moments if it is trained.
+        moments: form of the parameter's moments if the parameter is trained.
         codec: form of the parameter at home; None if the parameter is not encoded.
     """
 
