@@ -1,4 +1,4 @@
-"""Places where states are kept, and their transfers: homes in RAM or the store, device slots, the window of gradients.
+"""Places where states are kept, and their transfers: homes in RAM or the store, device slots, the gradients' window.
 
 [Note: adding a tier]
 No class represents a tier. A further tier for optimizer states, such as compressed RAM, needs changes in these files:

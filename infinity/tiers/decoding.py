@@ -196,7 +196,7 @@ Fused = Callable[[dict[str, torch.Tensor], str, torch.Tensor], None]
 
 @cache
 def fused_nf4(device: torch.device, dtype: torch.dtype) -> Fused | None:
-    """Return the Triton kernel for a device; None if it cannot be used or does not decode to infinity's bits.
+    """Return the Triton kernel for a device; None if it cannot be used or decodes to bits other than infinity's.
 
     Infinity's operations take several launches and passes for each piece of a parameter.
     """
@@ -262,9 +262,9 @@ def fused_alike(fused: Fused, codec: _native.WeightCodec, device: torch.device, 
 
 @cache
 def nf4_kernel(device: torch.device, dtype: torch.dtype) -> Kernel | None:
-    """Return the bitsandbytes NF4 kernel for a device; None if it cannot be used or does not decode to infinity's bits.
+    """Return the bitsandbytes NF4 kernel for a device; None if it cannot be used or decodes to different bits.
 
-    Infinity's operations need several times its memory traffic.
+    Infinity's operations need several times the kernel's memory traffic.
     """
     if device.type == "cpu" or importlib.util.find_spec("bitsandbytes") is None:
         return None

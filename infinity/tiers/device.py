@@ -30,7 +30,7 @@ class DeviceTier:
             unit that is fetched late does not fragment the slots.
         slots: slab for all other weights.
         ring: slab for gradients.
-        decoding: slab for encoded weights until they are decoded into slots.
+        decoding: slab for encoded weights, which are kept there until they are decoded into slots.
 
     Raises:
         PlanError: the device has less free memory than the plan needs.

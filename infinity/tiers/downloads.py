@@ -10,13 +10,13 @@ event on the device; the host does not wait. A native thread waits for the copy,
 needed adds the gradients to earlier gradients in host memory. Updates and writes to the store are chained to this
 thread's work.
 
-When the ring is full, the oldest packed piece is sent, even if it is incomplete.
+When the ring is full, the oldest packed piece is sent, even if the piece is incomplete.
 
 When more gradients of the same parameters will follow soon, a piece is fp32, the gradients are added in the piece, and
 one copy sends the sum. The additions and their order are the same as in host memory.
 
-The first gradient of a parameter, if it has the dtype of the host buffer, is copied directly to its place. A gradient
-that must be converted, or added to an earlier gradient in host memory, is copied to a bounce buffer first.
+If the first gradient of a parameter has the dtype of the host buffer, it is copied directly to its place in the buffer.
+A gradient that must be converted, or added to an earlier gradient in host memory, is copied to a bounce buffer first.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class GradientBatch:
     landing: Landing | None = None
 
     def of(self, spec: ParameterSpec) -> torch.Tensor:
-        """Return the gradient of a parameter, on the device."""
+        """Return the gradient of a parameter as a tensor on the device."""
         return self.lease.memory.view(self.held)[spec.offset : spec.offset + spec.numel]
 
     def takes(self, spec: ParameterSpec, *, add: bool) -> bool:
@@ -188,7 +188,7 @@ class GradientQueue(_D2HStream):
         packed.of(spec).copy_(gradient.reshape(-1))
 
     def send(self, packed: GradientBatch) -> Landing:
-        """Queue the copy of a piece to the host. The piece takes no further gradients.
+        """Queue the copy of a piece to the host. After this call the piece accepts no further gradients.
 
         After an error the piece is unchanged: the piece may be sent again or dropped.
         """
@@ -197,7 +197,7 @@ class GradientQueue(_D2HStream):
             try:
                 packed.landing = self._copy_to(packed.target, packed) if direct else self._send_to_bounce(packed)
             except BaseException:
-                packed.uses.also(self._accelerator.record(self._stream))  # copies that were queued before the failure
+                packed.uses.also(self._accelerator.record(self._stream))  # what was queued before it failed
                 raise
             self._open.remove(packed)
             self._ring.give_back(packed.lease, [packed.landing.event])
@@ -225,7 +225,7 @@ class GradientQueue(_D2HStream):
         """Copy a piece to host memory, and start its landing.
 
         Args:
-            memory: the target, or a bounce buffer from which a native thread takes the gradients.
+            memory: the target, or a bounce buffer from which a native thread moves the gradients to the target.
             packed: piece of the ring.
         """
         event, bounces = self._copy(packed, torch.frombuffer(memory, dtype=torch.uint8)), memory is not packed.target
@@ -322,7 +322,7 @@ class GroupDownload:
 
 @dataclass(frozen=True)
 class WeightsCopy:
-    """Host copy of a unit's weights, complete or in flight.
+    """Copy of a unit's weights in host memory, complete or in flight.
 
     Attributes:
         lease: the host memory. The owner of the copy releases the memory once no reader needs it any more.
@@ -343,9 +343,8 @@ class WeightsCopy:
 class WeightsDownloads(_D2HStream):
     """Queue of weights from the device to the host.
 
-    With such a copy, an update of a unit whose weights are kept in the store gets the current weights from the slot,
-    and does not read the weights from the disk again. The queue has its own stream, so that weights do not wait for
-    gradients.
+    An update of a unit whose weights are kept in the store uses a copy of the slot's current weights, and does not read
+    the weights from the disk again. The queue has its own stream, so that weights do not wait for gradients.
     """
 
     def __init__(
@@ -384,7 +383,7 @@ def _range(memory: memoryview, spec: ParameterSpec, dtype: torch.dtype) -> memor
 def _runs(specs: Iterable[ParameterSpec], group: Group) -> list[tuple[int, int]]:
     """Return the ranges of elements [first, end) to copy.
 
-    If every parameter of the group is packed, the result is one range, since the gaps between the parameters are
+    If every parameter of the group is packed, the result is one range, because the gaps between the parameters are
     unused. Otherwise the result has one range for each sequence of adjacent parameters.
     """
     packed = sorted(specs, key=lambda spec: spec.offset)

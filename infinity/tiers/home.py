@@ -76,7 +76,7 @@ class WeightsHome:
     Attributes:
         groups: home of each group.
         nbytes: bytes of all groups, which are concatenated.
-        unit: unit of the weights; None for weights of no unit, which have the form of a slot.
+        unit: unit of the weights; None for weights that belong to no unit and have the form of a slot.
     """
 
     groups: tuple[Home, ...]
@@ -85,12 +85,12 @@ class WeightsHome:
 
     @property
     def lease(self) -> Lease | None:
-        """Memory of all groups; None when they are kept in the store."""
+        """Memory of all groups; None if the groups are kept in the store."""
         return self.groups[0].lease if self.groups else None
 
     @property
     def slot_bytes(self) -> int:
-        """Size of the slot that the weights are fetched to."""
+        """Size of the slot into which the weights are fetched."""
         return self.nbytes if self.unit is None else self.unit.weight_bytes
 
     @property

@@ -2,7 +2,7 @@
 
 [Note: what a device's clock says] The host runs ahead of a device. Therefore the host's waiting time differs from the
 device's idle time. Two timed events on the compute stream enclose a wait that may keep the device idle. No kernel is
-queued between the two events, so the time between them is time without work.
+queued between the two events, so the device has no work between the two events.
 """
 
 from __future__ import annotations

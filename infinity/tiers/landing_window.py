@@ -154,7 +154,7 @@ class Spill:
     def begin_spill(self) -> None:
         """Start to write the gradients in the window to the store.
 
-        Gradients that were only read from the store are dropped at once.
+        If the gradients were only read from the store, they are dropped without a write.
 
         Raises:
             SwapIOError: the read in progress failed.

@@ -1,7 +1,7 @@
 """Resources of one offloaded model below the coordinator; each resource exists once per model.
 
-The resources are the engine, the store, the arena, the compute threads and the home of every state. All are opened
-according to the plan's layout.
+The resources are the engine, the store, the arena, the compute threads and the home of every state. All resources are
+opened according to the plan's layout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Resources:
 
     The resources are opened in this order and closed in reverse order: engine, store, arena, homes, threads, device.
 
-    After an error during opening, nothing is left behind.
+    If an error occurs during opening, all resources that were already opened are closed.
 
     Attributes:
         world: the ranks. Closing the resources leaves the world.
@@ -58,7 +58,7 @@ class Resources:
         SwapIOError: the swap file cannot be made.
         StoreLockedError: another run uses the directory.
         StoreNotEmptyError: the directory has the generations of an earlier run.
-        ConfigError: the config does not suit the machine, for example a path or update.threads.
+        ConfigError: the config does not fit the machine (for example, a path or update.threads).
         ResumeError: with `resume`, there is no store to resume, or the existing store does not fit the model and the
             config.
     """
@@ -91,8 +91,8 @@ class Resources:
                 self.store = self._open_store(nvme, run, resume=resume)
             node = self._numa_node(accelerator)
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
-            # Separate from the memory for fetched weights: homes move in it when an update is applied, and must not
-            # fragment the memory for fetched weights.
+            # The memory of homes is separate: homes move when an update is applied, and must not fragment the memory
+            # for fetched weights.
             self.resting = self.arena.lease(arena.homes_and_shadows, "weights and states in RAM").space()
             self.units = [self._open_unit(unit) for unit in plan.layout.units]
             if self.store is not None and plan.placement.commit_every:
@@ -175,7 +175,7 @@ class Resources:
         return extent.newest_copy if self.generations is None else self.generations.copy_to_write(extent)
 
     def spare_copy(self, extent: Extent) -> int | None:
-        """Return a copy in the store without the newest values that no generation names; None if all are in use."""
+        """Return a copy in the store that is not the newest and that no generation names; None if there is none."""
         if self.generations is not None:
             return self.generations.spare_copy(extent)
         return next((copy for copy in range(len(extent.offsets)) if copy != extent.newest_copy), None)

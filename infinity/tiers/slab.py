@@ -2,7 +2,8 @@
 
 [Note: who used these bytes before] The device runs behind the host: when the host gives a lease back, the device may
 still use the lease's bytes. So a lease is given back with the events of its last uses. The next lease of the same bytes
-lists these events in `after`: the first writer waits for the events on the device. The host does not wait.
+lists these events in `after`: the first writer waits for the events on the device. The host does not wait for the
+events.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class SlabLease:
 
 
 class Slab:
-    """A part of the only allocation of device memory.
+    """A part of the device memory, which is one allocation.
 
     Invariant: leases never overlap. `_left` has the last uses of free byte ranges, and of byte ranges whose new lease
     waits for these uses.

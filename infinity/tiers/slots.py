@@ -185,7 +185,10 @@ class Fetch(ABC):
 
     @abstractmethod
     def _slot(self) -> Slot:
-        """Return the slot. Its weights are complete, or will be complete at an event that streams can wait for."""
+        """Return the slot.
+
+        The slot's weights are complete, or will be complete at an event that streams can wait for.
+        """
 
     @abstractmethod
     def _give_up(self) -> None:
@@ -201,7 +204,7 @@ class SlotPool(Protocol):
         Args:
             home: homes of the weights.
             after: destinations of new weights of an update in progress; the fetch reads these new weights.
-            version: version of the weights; it grows with every change of the weights.
+            version: version of the weights; the version grows with every change of the weights.
 
         Returns:
             The fetch; None when there is no room.
@@ -210,10 +213,10 @@ class SlotPool(Protocol):
     def free(self, slot: Slot) -> None: ...
 
     def counts(self, home: WeightsHome) -> bool:
-        """Return whether a slot for these weights uses the budget, so that its eviction makes room for other slots."""
+        """Return whether a slot for these weights uses the budget. If so, its eviction makes room for other slots."""
 
     def waits(self, home: WeightsHome) -> bool:
-        """Return whether a fetch of these weights needs memory that other fetches use until they are finished."""
+        """Return whether a fetch of these weights must wait for memory that other fetches still use."""
 
 
 class _ResidentFetch(Fetch):
@@ -231,8 +234,8 @@ class _ResidentFetch(Fetch):
 class HostSlots:
     """Slots of weights that are used on the CPU.
 
-    The slot of weights in RAM is their home. Weights on NVMe are read into a lease, which is their slot. Encoded
-    weights from RAM or NVMe are decoded into a lease ([Note: decoding] in tiers/decoding.py).
+    The slot of weights that are kept in RAM is their home. Weights on NVMe are read into a lease, which is their slot.
+    Encoded weights from RAM or NVMe are decoded into a lease ([Note: decoding] in tiers/decoding.py).
 
     The budget is the free space of the arena, from which all other memory has been leased before.
     """
@@ -372,7 +375,7 @@ class SlabSlots:
 
     Units of the most common size get memory from the low end of the slab, all other units from the high end. So units
     of one size reuse the same addresses, and do not fragment each other's space. Units that stay have a separate slab.
-    They use the common slab only while views of their memory in the separate slab exist.
+    Units that stay use the common slab only while views of their memory in the separate slab exist.
     """
 
     def __init__(self, resources: Resources, device: DeviceTier) -> None:

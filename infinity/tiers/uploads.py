@@ -15,7 +15,7 @@ from infinity.tiers.slab import SlabLease
 
 
 class UploadQueue:
-    """A stream to the device.
+    """Uploads on one stream to the device.
 
     Args:
         accelerator: the device.
@@ -130,8 +130,8 @@ class UploadQueue:
         return self._native
 
 
-def _part(store: SwapStore, weights: StateDestination, address: int) -> _native.UploadPart:
-    """Return the native description of one group: the place of its newest values, and their address on the device."""
+def _part(store: SwapStore, weights: Destination, address: int) -> _native.UploadPart:
+    """Return the native description of a group's upload: the place of the newest values, and their device address."""
     file, offset = store.place(weights.home.stored(), weights.copy_index)
     after = None if weights.written is None else weights.written.future
     return _native.UploadPart(file, offset, weights.home.nbytes, address, after=after)
