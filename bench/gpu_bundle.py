@@ -5,7 +5,8 @@ bench/gpu_bundle.py --check                 whether .bundle is whole and small e
 bench/gpu_bundle.py --prove [--with PYTHON] an environment with torch alone and no network builds infinity from .bundle
                                             and makes two steps (as root: no network is a namespace of its own)
 
-The folder is ignored by git. Nothing in it is infinity's: its licences are in it.
+The bundle's folder, .bundle, is ignored by git. The bundle contains no part of infinity. It contains the licences of
+its contents.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ def make(python: str) -> None:
 
 
 def _download(names: Sequence[str], python: str, into: Path) -> None:
-    """Download wheels of `names` and of their dependencies. Those of TRAINER's include torch, so they are left out."""
+    """Download wheels of `names` and of their dependencies.
+
+    The dependencies of TRAINER include torch, so they are left out.
+    """
     digits = python.replace(".", "")
     options = ["-q", "--disable-pip-version-check", "--only-binary=:all:", "--implementation=cp"]
     options += [f"--python-version={python}", *(f"--abi={abi}" for abi in (f"cp{digits}", "abi3", "none"))]
@@ -65,7 +69,7 @@ def _download(names: Sequence[str], python: str, into: Path) -> None:
 
 
 def _add_if_it_fits(names: tuple[str, ...], python: str, folder: Path, limit: int) -> None:
-    """Add the wheels that _download gives for `names`, if the bundle stays small enough."""
+    """Download the wheels of `names`, and add them if the bundle stays small enough."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
         there = {wheel.name for wheel in (folder / "wheels").iterdir()}
         _download(names, python, Path(temporary))
@@ -79,7 +83,7 @@ def _add_if_it_fits(names: tuple[str, ...], python: str, folder: Path, limit: in
 
 
 def _collect_debian(package: str, files: dict[str, str], folder: Path) -> dict[str, str]:
-    """Copy a package's files: the installed ones, or those from the archive if the package is not installed."""
+    """Copy the files of a package: the installed files, or the archive's files if the package is not installed."""
     asked = _run(["dpkg-query", "-W", "-f", "${db:Status-Abbrev} ${Version}", package], check=False)
     with tempfile.TemporaryDirectory() as temporary:
         source, version = Path("/"), asked.stdout.split()[-1] if asked.stdout.startswith("ii") else ""
@@ -103,7 +107,7 @@ def _collect_debian(package: str, files: dict[str, str], folder: Path) -> dict[s
 
 
 def _describe(wheel: Path) -> dict[str, Any]:
-    """Return the manifest's line for a wheel: name, size, digest, licence."""
+    """Return the line of the manifest for a wheel: name, size, digest, licence."""
     with zipfile.ZipFile(wheel) as archive:
         metadata = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         fields = email.message_from_bytes(archive.read(metadata))

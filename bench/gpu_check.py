@@ -1,15 +1,15 @@
 """Check of a machine with a GPU in ten minutes; `make gpu-check` calls it.
 
-infinity is built, the machine is measured, the GPU's tests run, and a step is timed beside torch's.
+The check builds infinity, measures the machine, runs the tests for GPUs, and compares the time of a step with torch's.
 
 bench/gpu_check.py [--out DIR] [--stages 0,5] [--budget 570]
 
-Each stage (gpu/stages.py) is a separate process with a time limit. It gives one JSON line on stdout and in
-DIR/gpu-check.jsonl, with the expectations beside the measurements. A stage that fails does not stop the others, but
-without the build no other stage runs. The check needs no network, and of Python only the standard library and torch;
-missing packages come from .bundle (`make gpu-bundle`).
+Each stage (gpu/stages.py) is a separate process with a time limit. Each stage's result is one JSON line on stdout and
+in DIR/gpu-check.jsonl, with the measurements and their expectations. A stage that fails does not stop the others, but
+without the build no other stage runs. The check needs no network. It needs only Python's standard library and torch;
+missing packages are installed from .bundle (`make gpu-bundle`).
 
-Exit code: 0 nothing failed; 1 something failed; 2 there is no GPU, and only the stages that need none have run.
+Exit code: 0 nothing failed; 1 something failed; 2 there is no GPU, and only the stages that do not need a GPU have run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOLD = ("failed", "missed", "known", "skipped")
 
 
 class Check:
-    """One run over the stages, which collects their lines and writes them."""
+    """One run of the stages: it collects and writes the stages' lines."""
 
     def __init__(self, out: Path, work: Path, budget: Budget, torch: TorchFacts, settings: dict[str, Any]) -> None:
         self._out, self._work = out, work
@@ -62,7 +62,10 @@ class Check:
         return 2 if self._torch.missing() else 1 if failed else 0
 
     def _shorten_log(self) -> None:
-        """Cut the log to its end, which says more than its beginning, so that the copied folder has no large files."""
+        """Shorten the log, so that the copied folder has no large files.
+
+        The end of the log is kept, because it says more than the beginning.
+        """
         log = self._out / "gpu-check.log"
         content = log.read_bytes() if log.exists() else b""
         if len(content) > _LOG_BYTES_MAX:
@@ -89,7 +92,7 @@ class Check:
 
 
 def summary(line: dict[str, Any]) -> str:
-    """Return a line for people: a stage's verdict, and the measurements that are not as expected."""
+    """Return a readable line on a stage: its verdict, and the measurements that are not as expected."""
     said = ", ".join(f"{name} ({verdict})" for name, verdict in line.get("verdicts", {}).items() if verdict in _TOLD)
     why = line.get("died") or line.get("reason") or said
     return (

@@ -1,12 +1,13 @@
-"""Time of a training step with states in each placement, beside torch with an fp32 master: JSON lines and a table.
+"""Time of a training step with states in each placement, compared with torch with an fp32 master: JSON lines and a
+table.
 
     bench/gpu_step.py                                           1.24 B Llama shapes, 4 × 2048 tokens, on a GPU
     bench/gpu_step.py --device cpu --layers 2 --hidden 64 --intermediate 128 --heads 4 --kv-heads 2 --vocabulary 256 \\
       --batch 1 --tokens 32                                     the same code on the CPU: says nothing about speed
 
-Every contender is a separate process. They run one after the other, since contenders at the same time would compete for
-the GPU's memory and slow each other's asynchronous updates. Each has warm-up steps, then measured steps, whose time
-includes the wait for the last update.
+Every contender is a separate process. The contenders run one after the other: at the same time they would compete for
+the GPU's memory and slow down each other's asynchronous updates. Each contender makes warm-up steps and then measured
+steps, whose time includes the wait for the last update.
 """
 
 from __future__ import annotations

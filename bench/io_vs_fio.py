@@ -1,15 +1,16 @@
 """Comparison of infinity's engines with fio on one file: `python bench/io_vs_fio.py [--path DIR]`.
 
 [Note: fio's memory]
-infinity's buffers are in huge pages. fio uses huge pages only where some are reserved for it. On 4 KiB pages a 1 MiB
-transfer is hundreds of scattered pieces, and on some devices (virtio) half as fast. So the comparison says which pages
-fio had. With `sysctl vm.nr_hugepages=64` both have huge pages, and only the engines differ.
+infinity's buffers are in huge pages. fio uses huge pages only if some are reserved for it. In memory of 4 KiB pages,
+a 1 MiB transfer consists of hundreds of scattered pieces, and on some devices (virtio) it is half as fast. The report
+therefore says which pages fio's memory had. With `sysctl vm.nr_hugepages=64` both programs have huge pages, and only
+the engines differ.
 
 [Note: how two programs are compared on a disk that changes by the second]
 A shared or virtual disk may swing by a factor of two within seconds, so neither a mean nor a best time is meaningful.
 Each round runs every contender once, in an order that rotates from round to round (A B C, C B A, …), and gives the
 ratios within the round. fio runs twice in each round: the difference between its two runs is the noise of the method. A
-contender is as good as fio when its median ratio is above the 5 % quantile of fio against fio.
+contender is as good as fio if its median ratio is above the 5 % quantile of the ratios of fio's two runs.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Ratio:
-    """A contender against fio over all rounds: 5 %, 50 % and 95 % quantiles of its rate divided by fio's.
+    """A contender compared with fio: 5 %, 50 % and 95 % quantiles, over all rounds, of its rate divided by fio's rate.
 
     Attributes:
         rate: median, bytes per second.
-        cpu_s_per_gb: median.
-        cpu_ratio: median of CPU time per byte, divided by fio's.
+        cpu_s_per_gb: median CPU seconds per GB.
+        cpu_ratio: median of the CPU time per byte divided by fio's CPU time per byte.
     """
 
     contender: str
@@ -62,8 +63,8 @@ class Comparison:
     """One kind of workload and all contenders.
 
     Attributes:
-        fio: its version, and the pages that its buffers are in.
-        noise_low: the 5 % quantile of fio against fio.
+        fio: version of fio, and kind of the pages of fio's buffers.
+        noise_low: the 5 % quantile of the ratios of fio's two runs.
     """
 
     kind: Kind
@@ -130,7 +131,7 @@ def _ratio(name: str, samples: Sequence[Sample], reference: Sequence[Sample]) ->
 
 
 def require_fio() -> str:
-    """Return the version of fio. Raises BenchError when fio is not installed."""
+    """Return the version of fio. Raises BenchError if fio is not installed."""
     if shutil.which("fio") is None:
         raise BenchError("fio is not installed: apt install fio")
     return subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
@@ -188,7 +189,10 @@ def parse_fio(report: dict[str, Any]) -> Sample:
 
 
 def text(of: Comparison) -> str:
-    """Return a line for each contender. As good as fio: its median ratio is above fio's own 5 % quantile."""
+    """Return a line for each contender.
+
+    A contender is marked as good as fio if its median ratio is above the 5 % quantile of fio's two runs.
+    """
     lines = [f"{of.kind}, {of.block_bytes >> 10} KiB × {of.queue_depth}, {of.fio}"]
     for each in of.ratios:
         line = f"  {each.contender:<10}{each.rate / 1e9:6.2f} GB/s  {each.median:.3f}× ({each.low:.2f}–{each.high:.2f})"

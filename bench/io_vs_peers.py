@@ -1,8 +1,9 @@
 """Comparison of infinity's I/O engine with DeepSpeed's async_io: `python bench/io_vs_peers.py [--path DIR]`.
 
-Needs DeepSpeed in .venv-peers (bench/peers/setup.sh). Every row's files are preallocated and written once before the
-timing. Each round runs both contenders, in an order that alternates (A B, B A, …); ratios are taken within a round.
-DeepSpeed gets the fastest of several settings, probed per row. The exit code is 1 when data that are read back differ.
+The script needs DeepSpeed in .venv-peers (bench/peers/setup.sh). Every row's files are preallocated and written once
+before the timing. Each round runs both contenders, in an order that alternates (A B, B A, …); each ratio compares two
+rates of the same round. DeepSpeed runs with the fastest of several settings, which a probe finds for each row. The exit
+code is 1 if data that is read back differs from the written data.
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ _PROBES = 2
 
 
 def deepspeed_settings(row: Row) -> list[dict[str, int]]:
-    """Return the settings to try. DeepSpeed cuts a request into as many equal slices as it has threads."""
+    """Return the settings to try.
+
+    DeepSpeed cuts a request into equal slices, one for each of its threads.
+    """
     blocks = sorted({min(1 << 20, row.tensor_bytes), 256 << 10})
     return [
         {"block_size": block, "queue_depth": depth, "intra_op_parallelism": threads}
@@ -53,7 +57,8 @@ def deepspeed_settings(row: Row) -> list[dict[str, int]]:
 
 @dataclass(frozen=True)
 class Versus:
-    """infinity against one setting of DeepSpeed: medians, and quantiles of the ratio of rates within a round."""
+    """Comparison of infinity with one setting of DeepSpeed: medians, and quantiles of the ratios of rates of the same
+    round."""
 
     settings: dict[str, int]
     rate: float
@@ -74,7 +79,7 @@ class Versus:
 class Result:
     """Result of one row. Rates are in bytes per second.
 
-    `best` is the fastest of the probed settings of DeepSpeed, `default` DeepSpeed's own setting.
+    `best` is the fastest of the probed settings of DeepSpeed; `default` is DeepSpeed's default setting.
     """
 
     row: Row

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Training of a model under a memory limit that its weights alone would nearly fill: load, train and save.
+"""Loading, training and saving of a model under a memory limit that the model's weights alone would nearly fill.
 
     python bench/large_model.py --json build/large-model.json        # 2 B parameters, 6 GB
     python bench/large_model.py --parameters 0.2e9 --limit 1.5GB     # a smaller one, to try the script
 
-A Llama with random weights is written shard by shard, outside the limit. Then `infinity finetune` loads, trains and
-saves the model in a control group of its own. The limit applies to all RAM of the group, including the page cache, and
-there is no swap. The script needs root, and about 20 B of disk per parameter under --scratch.
+A Llama with random weights is written shard by shard, outside the limit. After that, `infinity finetune` loads, trains
+and saves the model in a separate control group. The limit applies to all RAM of the group, including the page cache,
+and there is no swap. The script needs root, and about 20 B of disk per parameter under --scratch.
 """
 
 from __future__ import annotations

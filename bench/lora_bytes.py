@@ -5,9 +5,10 @@
     python bench/lora_bytes.py --frozen nf4 --json build/lora-nf4.json      # the base in 4 bits, or int8
     python bench/lora_bytes.py --layers 12 --hidden 256      # a small model, to try the script itself
 
-The base is read once for the forward and once for the backward, which recomputes. These are 4 bytes per parameter in
-bf16, less the weights that stay on the device between the two. The base is never written. Adapters are read and written
-with their optimizer states. The bytes are infinity's own count of disk traffic in the last step.
+The base is read once for the forward and once for the backward, which recomputes. The two reads are 4 bytes per
+parameter in bf16, less the weights that stay on the device between forward and backward. The base is never written. The
+adapters are read and written, with their optimizer states. The script reports the disk traffic of the last step, as
+infinity counts it.
 """
 
 from __future__ import annotations

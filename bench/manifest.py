@@ -2,7 +2,7 @@
 
     bench/manifest.py [--extents 100000] [--rounds 5]
 
-Prints medians in seconds, and the size of the file.
+The script prints medians in seconds, and the size of the file.
 """
 
 from __future__ import annotations

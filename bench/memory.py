@@ -1,8 +1,8 @@
 """Peak memory of loading, training and saving a model whose states do not fit the budgets.
 
-One process makes the checkpoint. A second process loads the model, trains and saves. It reports its peak RSS minus the
-memory of the interpreter with torch and transformers. With --cgroup (root, cgroup v1) the second process also runs
-under a memory limit equal to the allowed memory.
+A first process makes the checkpoint. A second process loads the model, trains and saves. The second process reports its
+peak RSS minus the memory of the interpreter with torch and transformers. With --cgroup (root, cgroup v1) the second
+process also runs under a memory limit equal to the allowed memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Step time with several micro-batches, in vertical and in ordinary order, beside torch and DeepSpeed ZeRO-3.
+"""Step time with several micro-batches, in vertical and in ordinary order, compared with torch and DeepSpeed ZeRO-3.
 
 In vertical order, all micro-batches pass through a unit before the next unit. In ordinary order, a micro-batch passes
-through all units before the next micro-batch. The disk has its full speed or is throttled; torch has all states in
+through all units before the next micro-batch. The disk runs at full speed or is throttled; torch has all states in
 memory.
 
     bash bench/peers/setup.sh                                         # once: DeepSpeed's own environment
@@ -17,9 +17,9 @@ memory.
 | torch | plain torch in memory with the same recomputation; weights and moments in bf16, no fp32 master |
 | deepspeed | ZeRO-3, weights and optimizer states on NVMe, as many accumulation steps |
 
-The bound of a system is the longer of `processor` and its own replay, which moves the bytes of its step with nothing
-else, both in the same round. Quote the ratios, which are taken within rounds; single times on a shared machine mean
-nothing.
+The bound of a system is the longer of two times of the same round: `processor`, and the system's replay, which moves
+the bytes of the system's step without computing. Quote the ratios, which compare times of the same round; single times
+on a shared machine mean nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def job(system: str, workload: Workload, directory: Path) -> Job:
     kept = workload.tokens * workload.hidden * 2 * (workload.layers + 2) * workload.micro_batches
     blocks = _BLOCKS_ON_DEVICE * 2 * workload.numel // workload.layers
     memory = {
-        "device": 2 * max(blocks, kept),  # half of this is for weights
+        "device": 2 * max(blocks, kept),  # the weights get half of this memory
         "host": workload.numel * 4 + (1 << 29),  # gradients in fp32, and staging for states
     }
     options = {"weights": "nvme", "optimizer": "nvme", "overlap": "auto", "memory": memory}
@@ -73,9 +73,9 @@ def worker_of(system: str, workload: Workload, directory: Path, args: argparse.N
 
 
 def summarise(rounds: list[dict[str, dict[str, Any]]], numel: int) -> dict[str, dict[str, float]]:
-    """Return by system: medians of the seconds, the bound and two ratios, and bytes per parameter.
+    """Return for each system the medians of the seconds, of the bound and of two ratios, and the bytes per parameter.
 
-    The ratios are those of the seconds to the bound, and to the ordinary order's seconds.
+    The ratios are the seconds divided by the bound, and the seconds divided by the seconds of the ordinary order.
     """
     summary = {}
     for name in rounds[0]:

@@ -50,7 +50,7 @@ def build_model(seed: int) -> Any:
 def train(
     moments: str, seed: int, data: PackedData, held_out: PackedData, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Run one training with all states in RAM; their place does not change any bit."""
+    """Run one training with all states in RAM; the place of the states does not change any bit of the result."""
     config = {"weights": "host", "optimizer": "host", "activations": "keep", "moments": moments}
     model = infinity.offload(build_model(seed), config, device="cpu")
     model.train()
@@ -82,7 +82,7 @@ def train(
 
 
 def loss_of(model: Any, data: PackedData, index: int) -> torch.Tensor:
-    """Return the mean loss of one sequence."""
+    """Return the mean loss over the tokens of one sequence."""
     loss: torch.Tensor = model(**data.rows([index]).of_trainer()).loss
     return loss
 
@@ -96,7 +96,7 @@ def evaluate(model: Any, data: PackedData) -> float:
 
 
 def prepare(directory: Path, tokens: int) -> tuple[PackedData, PackedData]:
-    """Return the training text, and text from other files, in sequences of `tokens`."""
+    """Return the training text, and held-out text from other files, both in sequences of `tokens`."""
     text = directory / "text"
     collect_text(text, _TEXT_BYTES)
     tokenizer = train_tokenizer(text)

@@ -7,9 +7,9 @@ with TRL's RewardTrainer.
     python bench/new_head.py
     python bench/new_head.py --hidden 256 --layers 2 --host 16 --device 16    # to try the script itself
 
-Each script runs in a process of its own. Its peak is the peak that the kernel counted, including pages of mapped files.
-The memory that the process has before it loads the model, after the libraries have trained a tiny model, is subtracted.
-Weights are fp32, so that the losses can be compared.
+Each script runs in a separate process. The peak memory of a script is the peak that the kernel counted, including
+pages of mapped files. From the peak, the memory of the process before the model was loaded is subtracted; by then the
+libraries have trained a tiny model. Weights are fp32, so that the losses can be compared.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ SCRIPTS = {"classification": classification, "reward": reward}
 
 
 def run(command: list[str], log: Path) -> tuple[int, dict[str, Any]]:
-    """Run a command. Returns the peak memory of its process, and the JSON that it wrote."""
+    """Run a command. Returns the peak memory of the script's process, and the JSON that the script wrote."""
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT)
         _, status, usage = os.wait4(process.pid, 0)

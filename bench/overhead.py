@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Cost of infinity's own Python code per step: a model of many small layers, one thread, beside plain torch.
+"""Cost of infinity's own Python code per step: a model of many small layers, trained with one thread, compared with
+plain torch.
 
     python bench/overhead.py --json build/overhead.json
     python bench/overhead.py --layers 24 --placements ram --rounds 5      # the short one, while you change something
@@ -9,10 +10,10 @@ A layer has 200,000 fp32 parameters and a step 32 tokens, so there is little to 
 extra time of a step over plain torch (torch.optim.AdamW with its defaults) is the work of hooks, transitions and
 updates. Placements: `ram` has weights and optimizer states in RAM; `states` has the states on NVMe; `nvme` has the
 weights on NVMe too, with device memory for five layers, or as --device says. torch computes with one thread. infinity's
-updates have one thread of their own.
+updates have one additional thread.
 
 Every contender is a separate process, which is set up once and has one turn per round (bench/peers/protocol.py). Quote
-the ratios, which are taken within rounds. The cost per unit should be the same for any number of layers.
+the ratios, which compare times of the same round. The cost per unit should be the same for any number of layers.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from peers.workload import Job, Workload
 _CHECKOUT = BENCH_DIR.parent
 _MODEL = Workload(hidden=128, intermediate=352, heads=4, vocabulary=512, tokens=32, dtype="float32", max_grad_norm=None)
 _CLIPS = 1e-3
-"""Maximum norm that every step's gradients exceed."""
-_LAYERS_ON_DEVICE = 10  # the plan gives half of their memory to weights, half to activations
+"""Maximum norm that the gradients of every step exceed."""
+_LAYERS_ON_DEVICE = 10  # the plan gives half of memory.device to weights and half to activations
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "ram": {"weights": "host", "optimizer": "host"},
@@ -51,8 +52,8 @@ class Setting:
     """Settings of a measurement.
 
     Attributes:
-        layers: layers of the model.
-        clipped: every step's gradients are clipped.
+        layers: number of layers of the model.
+        clipped: whether the gradients of every step are clipped.
         device: memory.device in bytes; 0: room for five layers if weights are on NVMe, otherwise the
             default.
     """
@@ -89,9 +90,10 @@ def measure(setting: Setting, placements: Sequence[str], rounds: int, directory:
 
 
 def summarise(seconds: dict[str, list[float]], layers: int) -> dict[str, dict[str, float]]:
-    """Return by contender: the seconds of a step, the ratio to torch's, and the extra seconds per layer.
+    """Return for each contender the seconds of a step, the ratio to torch's seconds, and the extra seconds per layer.
 
-    Ratios and extra seconds are taken within a round. Each has its median and its 5th and 95th percentiles.
+    Ratios and extra seconds compare steps of the same round. Each figure has its median and its 5th and 95th
+    percentiles.
     """
     summary = {}
     for name, steps in seconds.items():

@@ -45,7 +45,7 @@ _SMI = (
 
 
 def stage(record: Record, options: Options) -> None:
-    """Run the stage. Measure the facts. Settings: `touch_bytes`, the largest number of bytes of RAM to touch."""
+    """Run the stage. Settings: `touch_bytes`, the largest number of bytes of RAM to touch."""
     options.work.mkdir(parents=True, exist_ok=True)
     record.measure("versions", "torch 2.6 or newer; infinity of this checkout", _versions)
     record.measure("cores", "16", usable_cores)

@@ -59,8 +59,9 @@ def missing_wait_shows(sleeper: Sleeper) -> dict[str, bool]:
 
 
 def missing_last_use_shows(sleeper: Sleeper) -> dict[str, bool]:
-    """Return whether it is visible if a slot is reused without waiting for its last uses. If the reuse is not visible,
-    the other checks of reuse prove nothing.
+    """Return whether it is visible if a slot is reused without waiting for its last uses.
+
+    If the reuse is not visible, the other checks of reuse prove nothing.
 
     Weights are uploaded into a slot that an enqueued kernel has not read yet. If the slot's last uses are given, the
     upload waits for the kernel. If they are not given, the kernel reads the newer weights.

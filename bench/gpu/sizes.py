@@ -13,7 +13,7 @@ _STORE_BYTES = 14
 The spare copy for speculative updates is not counted, because it is used only if there is room.
 """
 _STEP_BYTES = {"host-nvme": 20, "nvme-nvme": 28}
-"""Bytes moved per parameter and step; 28, because the update reads the weights once more."""
+"""Bytes moved per parameter and step; 28 with weights on NVMe, because the update reads the weights once more."""
 _HOST_BYTES = 22
 """Bytes of RAM per parameter with all states in RAM: weights, residual, moments, and gradients in fp32 at most."""
 _START_S = 12.0

@@ -18,7 +18,7 @@ from gpu.runner import ROOT
 
 
 def stage(record: Record, options: Options) -> None:
-    """Run the stage. Settings: `touch_bytes`, the largest amount of RAM to touch."""
+    """Run the stage. Settings: `touch_bytes`, the largest number of bytes of RAM to touch."""
     python = Path(options.settings.get("python", sys.executable))
     ready = record.measure("environment", "a Python that imports infinity of this checkout", lambda: _prepare(python))
     if ready is None:

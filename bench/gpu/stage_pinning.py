@@ -72,7 +72,7 @@ def _after_refusal() -> dict[str, Any]:
 def register(nbytes: int, *, threads: int) -> dict[str, Any]:
     """Return the seconds to register and unregister an arena.
 
-    Before, `threads` threads touch its pages (0: nobody does).
+    `threads` threads first touch the pages, and the seconds include this; 0: no thread touches them.
     """
     arena = PinnedArena(nbytes)
     found: dict[str, Any] = {"huge_pages": arena.memory.huge_pages, "threads": threads}

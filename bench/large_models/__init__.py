@@ -1,1 +1,1 @@
-"""Models larger than the memory they are trained in: checkpoints made shard by shard, runs under a memory limit."""
+"""Training of models that are larger than memory: checkpoints made shard by shard, and runs under a memory limit."""

@@ -23,14 +23,14 @@ class NoLimitError(RuntimeError):
 
 @dataclass(frozen=True)
 class Usage:
-    """Memory use and exit of a command under a limit.
+    """Memory use and exit code of a command under a limit.
 
     Attributes:
-        exit_code: negative where a signal ended the command, as the kernel does when memory runs out.
-        peak_bytes: peak of all memory that counts towards the limit; it is near the limit wherever files are read or
-            written.
+        exit_code: negative if a signal ended the command (the kernel sends one if memory runs out).
+        peak_bytes: peak of all memory that counts towards the limit; it is near the limit if the command reads or
+            writes large files.
         peak_anonymous_bytes: peak of the memory that cannot be reclaimed, sampled twice a second.
-        oom_kills: processes that the kernel killed because memory ran out.
+        oom_kills: number of processes that the kernel killed because memory ran out.
     """
 
     limit_bytes: int
@@ -42,7 +42,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Controller:
-    """The memory controller: the location of its groups, and the names of its files.
+    """The kernel's memory controller: the location of its groups, and the names of its files.
 
     Attributes:
         root: directory of the root group.
@@ -59,7 +59,8 @@ class Controller:
     anonymous: str
 
     def parent(self) -> Path:
-        """Return the parent of a new group: our own group if it has a limit, which then applies too; else the root."""
+        """Return the parent of a new group: this process's group if it has a limit, so that this limit applies, too;
+        else the root."""
         return self.own if _is_limit(_read(self.own / self.limit)) else self.root
 
 
@@ -81,7 +82,7 @@ def find_controller(mounts: str, groups: str) -> Controller:
         groups: contents of /proc/self/cgroup.
 
     Raises:
-        NoLimitError: neither version has a memory controller.
+        NoLimitError: neither version of control groups has a memory controller.
     """
     own = {line.split(":", 2)[1]: line.split(":", 2)[2].strip("/") for line in groups.splitlines() if line}
     for line in mounts.splitlines():
@@ -117,7 +118,7 @@ def memory_group(controller: Controller, limit_bytes: int) -> Iterator[Path]:
     try:
         (group / controller.limit).write_text(str(limit_bytes))
         name, value = controller.swap
-        if (group / name).exists():  # absent when the kernel does not account swap
+        if (group / name).exists():  # the file does not exist if the kernel does not account swap
             (group / name).write_text(str(limit_bytes if value is None else value))
         yield group
     except OSError as error:
@@ -134,8 +135,8 @@ def run_limited(
     Args:
         command: program and arguments.
         limit_bytes: the limit.
-        log: file for its output; None: our own output.
-        environment: variables added to ours.
+        log: file for the command's output; None: the output of this process.
+        environment: variables in addition to the environment of this process.
 
     Raises:
         NoLimitError: no limit can be set.
@@ -161,7 +162,7 @@ def run_limited(
 
 
 def _watch(process: subprocess.Popen[bytes], statistics: Path, key: str) -> int:
-    """Wait for the end of the process; return the largest value that was seen."""
+    """Wait for the end of the process; return the largest value that was sampled."""
     largest = 0
     while True:
         largest = max(largest, _values(_read(statistics)).get(key, 0))
@@ -173,12 +174,12 @@ def _watch(process: subprocess.Popen[bytes], statistics: Path, key: str) -> int:
 
 
 def _values(text: str) -> dict[str, int]:
-    """Parse lines of a name and a number."""
+    """Parse lines that consist of a name and a number."""
     return {name: int(value) for name, value in (line.split() for line in text.splitlines() if line.strip())}
 
 
 def _read(path: Path) -> str:
-    """Return a file's text; '' when it does not exist, since kernels differ."""
+    """Return the text of a file; '' if the file does not exist, because not all kernels have all files."""
     try:
         return path.read_text()
     except OSError:

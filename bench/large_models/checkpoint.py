@@ -20,7 +20,7 @@ from make_demo_checkpoint import VOCABULARY, collect_text, train_tokenizer
 
 _HEAD_WIDTH = 64
 _HIDDEN_PER_LAYER = 56
-"""Width divided by depth, about as in models of a few billion parameters."""
+"""Width divided by depth; the value is typical of models of a few billion parameters."""
 _HIDDEN_MULTIPLE = 128
 _SHARD = "500MB"
 _TEXT_BYTES = 4 << 20
@@ -43,7 +43,8 @@ def shape_of(parameters: float, batch: int, tokens: int) -> Workload:
 
 
 def make_checkpoint(work: Workload, directory: Path) -> None:
-    """Write checkpoint/ with a tokenizer, and text/, into `directory`, which appears once it is complete.
+    """Write checkpoint/ with a tokenizer, and text/, into `directory`, which is created under its name only when it is
+    complete.
 
     One tensor is in memory at a time.
 

@@ -1,4 +1,4 @@
-"""Command-line options that the scripts for large models share."""
+"""Command-line options that are the same in all scripts for large models."""
 
 from __future__ import annotations
 

@@ -21,7 +21,8 @@ from large_models.cgroup import Usage, run_limited
 from large_models.checkpoint import make_checkpoint, shape_of, tensor_bytes
 
 INTERPRETER_BYTES = 500_000_000
-"""Memory of Python with torch, transformers and the other imports of `infinity finetune`; more than was measured."""
+"""Memory of Python with torch, transformers and the other imports of `infinity finetune`; a little more than was
+measured."""
 _USABLE = 0.9
 """Usable share of the limit.
 
@@ -32,11 +33,11 @@ _BLOCKS_ON_DEVICE = 5
 _LOGITS_BYTES = 14
 """Bytes of the logits in bf16 and fp32 and of their gradients, per token and word of the vocabulary."""
 _LAYER_BYTES = 40
-"""Bytes of activations of the layer that is recomputed, per token and element of the hidden state."""
+"""Bytes of the activations of the recomputed layer, per token and element of the hidden state."""
 _DISK_BYTES = 20
 """Bytes of disk per parameter: checkpoint 2, weights and states 12, spilled gradients 2, output 2, and some room."""
 _FROZEN_DISK_BYTES = 5
-"""Bytes of disk per parameter where only adapters are trained: checkpoint 2, weights 2, and some room."""
+"""Bytes of disk per parameter if only adapters are trained: checkpoint 2, weights 2, and some room."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,10 @@ class Training:
     """Settings of a run.
 
     Attributes:
-        parameters: least number of parameters; see `shape_of`.
-        limit_bytes: limit of the control group, for everything in it.
+        parameters: smallest number of parameters; see `shape_of`.
+        limit_bytes: memory limit of the control group.
         optimizer, gradients, overlap, frozen: options of the swap config; weights are on NVMe.
-        lora: rank of the adapters that are trained; 0: the model itself is trained.
+        lora: rank of the adapters that are trained; 0: no adapters, the model is trained.
     """
 
     parameters: float
@@ -67,13 +68,14 @@ class Training:
 
 
 class TrainingError(RuntimeError):
-    """The run failed; the message says how, and ends with the last lines of its log."""
+    """The run failed; the message says how, and ends with the last lines of the run's log."""
 
 
 def budgets(work: Workload, limit_bytes: int) -> tuple[int, int]:
     """Return memory.device and memory.host for a limit, after subtracting the interpreter.
 
-    On the CPU both are RAM. Half of memory.device is for the weights of a few blocks, half for activations.
+    On the CPU both halves are RAM. One half of memory.device is for the weights of a few blocks, the other half for
+    activations.
 
     Raises:
         ValueError: the limit is too small; the message names the smallest limit.
@@ -90,12 +92,12 @@ def budgets(work: Workload, limit_bytes: int) -> tuple[int, int]:
 
 
 def usable_bytes(limit_bytes: int) -> int:
-    """Return the bytes of a limit that budgets may use."""
+    """Return how many bytes of a limit the budgets may use."""
     return int(_USABLE * limit_bytes) - INTERPRETER_BYTES
 
 
 def limit_in_proportion(limit_bytes: int, parameters: int, largest: int) -> int:
-    """Return the limit with which a model has as many usable bytes per parameter as the largest model has."""
+    """Return the limit that gives a model the same number of usable bytes per parameter as the largest model."""
     return int((usable_bytes(limit_bytes) * parameters / largest + INTERPRETER_BYTES) / _USABLE)
 
 
@@ -120,7 +122,7 @@ def train(training: Training, scratch: Path, *, keep: bool) -> dict[str, Any]:
     Args:
         training: settings of the run.
         scratch: directory for the checkpoint, the swap files and the output; only files made by this call are removed.
-        keep: leave the checkpoint, for another run.
+        keep: whether the checkpoint is kept for another run.
 
     Raises:
         TrainingError: the command failed.
@@ -172,7 +174,7 @@ def _command(training: Training, made: Path, run: Path) -> list[str]:
 
 @contextmanager
 def _checkpoint(training: Training, scratch: Path, *, keep: bool) -> Iterator[Path]:
-    """Provide the directory with the checkpoint and the text; a kept one is reused."""
+    """Provide the directory with the checkpoint and the text; a directory that an earlier run kept is reused."""
     work = training.workload
     directory = scratch / f"input-{work.numel / 1e6:.0f}M"
     _require_disk(training, scratch)
@@ -229,6 +231,6 @@ def plan_lines(log: str) -> list[str]:
 
 
 def _steps(path: Path) -> list[dict[str, float]]:
-    """Return loss, learning rate, norm and seconds of every step."""
+    """Return the loss, learning rate, norm and seconds of every step."""
     with path.open(newline="") as file:
         return [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]

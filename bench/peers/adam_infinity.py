@@ -1,4 +1,4 @@
-"""infinity's optimizer pass, as a worker of adam_vs_peers."""
+"""Worker of adam_vs_peers that runs infinity's optimizer pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _States:
         self.last = self.weight
 
     def update(self, row: str, weight: str, master: str, moments: str, *, whole: bool) -> None:
-        """Run one step; `whole`: with bf16 gradients that are unscaled and clipped by their norm."""
+        """Run one step; with `whole`, the gradients are in bf16, and are unscaled and clipped by their norm."""
         if self._steps.setdefault(row, 0) == 0:
             for state in (self.weight, self.master, self.exp_avg, self.exp_avg_sq):
                 state.zero_()

@@ -1,4 +1,4 @@
-"""Protocol of adam_vs_peers' workers: each is one contender's process, which takes orders on stdin.
+"""Protocol of the workers of adam_vs_peers. A worker is the process of one contender; it reads orders on stdin.
 
 A worker gets JSON lines {"do": "run", "row": NAME} or {"do": "quit"} and answers each run with {"seconds": …, "check":
 …}. The check is the sum of the first weights after the step, which proves that the step was executed.
@@ -21,7 +21,7 @@ _HUGE_PAGE = 2 << 20
 
 
 def huge_tensor(numel: int, dtype: Any) -> Any:
-    """Return zeros in huge pages, 2 MiB-aligned, so that the kind of memory does not differ between contenders."""
+    """Return a 2 MiB-aligned array of zeros in huge pages, so that all contenders have the same kind of memory."""
     import torch
 
     nbytes = numel * dtype.itemsize
@@ -33,7 +33,7 @@ def huge_tensor(numel: int, dtype: Any) -> Any:
 
 
 def fill(tensor: Any, scale: float) -> None:
-    """Fill with random numbers that are the same for all contenders."""
+    """Fill an array with random numbers that are the same for all contenders."""
     import torch
 
     part = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * scale
@@ -43,11 +43,11 @@ def fill(tensor: Any, scale: float) -> None:
 
 
 def serve(make: Callable[[int, int], dict[str, Callable[[], None]]], weights: Callable[[], Any]) -> None:
-    """Answer the driver until it says quit or is gone.
+    """Answer the driver's orders until it sends quit or ends.
 
     Args:
-        make: returns the rows by name, from (numel, threads); each call of a row does its work once.
-        weights: returns the weights of the row that ran last.
+        make: function from (numel, threads) to the rows, by name; a row is a function that does its work once.
+        weights: function that returns the weights of the row that ran last.
     """
     numel, threads = int(sys.argv[1]), int(sys.argv[2])
     channel = os.fdopen(os.dup(1), "w", buffering=1)
@@ -62,7 +62,7 @@ def serve(make: Callable[[int, int], dict[str, Callable[[], None]]], weights: Ca
         rows[order["row"]]()
         seconds = time.perf_counter() - began
         print(json.dumps({"seconds": seconds, "check": float(weights()[: 1 << 16].double().sum())}), file=channel)
-    os._exit(0)  # extensions with threads of their own may hang during the interpreter's shutdown
+    os._exit(0)  # extension modules that have threads may hang during the interpreter's shutdown
 
 
 def peers_environment() -> None:

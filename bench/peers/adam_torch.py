@@ -1,6 +1,7 @@
-"""torch.optim.AdamW(fused=True), or DeepSpeedCPUAdam with "deepspeed" as third argument, as workers of adam_vs_peers.
+"""Worker of adam_vs_peers that runs torch.optim.AdamW(fused=True), or DeepSpeedCPUAdam if the third argument is
+"deepspeed".
 
-Rows are the step alone, and the complete pass in every known way to write it. The driver takes the fastest.
+The rows are the step alone, and every known way to write the complete pass. The driver uses the fastest of these ways.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _States:
         fill(self.grad, 1e-2)
         fill(self.grad16, 1e-2 * LOSS_SCALE)
         self.optim = self._deepspeed() if deepspeed else self._torch()
-        # The states are in huge pages too: the optimizers use existing states.
+        # The states are given to the optimizer, so that they are in huge pages, too.
         state = self.optim.state[self.master]
         state["step"] = 0 if deepspeed else torch.zeros((), dtype=torch.float32)
         state["exp_avg"] = huge_tensor(numel, torch.float32)

@@ -1,4 +1,5 @@
-"""Bounds of infinity's step, its distance from them, and the hidden share of the update: figures within rounds."""
+"""Bounds of infinity's step, the ratio of the step to its bounds, and the hidden share of the update. All figures
+compare measurements of the same round."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ def by_round(steps: Steps) -> dict[int, Mapping[str, Any]]:
 
 
 def median_ratio(mine: Steps, theirs: Steps) -> float | None:
-    """Return the median ratio of seconds over the rounds in which both had a turn; None when there are none."""
+    """Return the median ratio of the seconds of two contenders, over the rounds in which both had a turn; None if there
+    are no such rounds."""
     others = by_round(theirs)
     ratios = [step["seconds"] / others[step["round"]]["seconds"] for step in mine if step["round"] in others]
     return statistics.median(ratios) if ratios else None
@@ -26,8 +28,8 @@ def median_ratio(mine: Steps, theirs: Steps) -> float | None:
 def update_stall_s(step: Mapping[str, Any]) -> float:
     """Return the seconds of a step in which computing waited for the update or for weights.
 
-    They are `update_s`, inside optim.step, and `fetch_wait_s`, which includes the waits of a unit for its own update
-    and the waits for its weights to be read.
+    The sum has two parts: `update_s`, the wait inside optim.step, and `fetch_wait_s`, the waits of units for their own
+    updates and for reads of their weights.
     """
     return float(step["counters"]["update_s"] + step["counters"]["fetch_wait_s"])
 
@@ -36,9 +38,10 @@ def hidden_update_share(mine: Steps, serial: Steps) -> float | None:
     """Return the share of the update that was hidden behind computing: 1 − stalled / update, the median over rounds.
 
     stalled is `update_stall_s` of the contender. update is `update_s` of the same contender with overlap off in the
-    same round, where optim.step is the complete update and nothing is hidden. So 0 means a wait as long as with overlap
-    off, and 1 means no wait. Weights that are read too late lower the share: with weights on NVMe, overlap off itself
-    is below 0. None when the contender with overlap off did not run.
+    same round, where optim.step is the complete update and nothing is hidden. A share of 0 therefore means that
+    computing waits as long as with overlap off, and a share of 1 means that it never waits. Weights that are read too
+    late lower the share: with weights on NVMe, the share of overlap off is below 0. The result is None if the contender
+    with overlap off did not run.
     """
     others = by_round(serial)
     shares = [
@@ -50,11 +53,12 @@ def hidden_update_share(mine: Steps, serial: Steps) -> float | None:
 
 
 def bounds(mine: Steps, processor: Steps) -> dict[str, float | None]:
-    """Return the times of the CPU's and the disk's work alone, in the contender's rounds, and its ratio to the larger.
+    """Return how long the CPU's work alone and the disk's work alone take in the contender's rounds, and the ratio of
+    the contender's time to the longer of the two times.
 
-    The CPU's work is the step of a contender that has all states in memory and overlaps nothing: compute and Adam. The
-    disk's work is the replay: the same bytes at the same offsets of the same file. No overlap makes a step faster than
-    the longer of the two.
+    The CPU's work is the step of a contender that has all states in memory and does not overlap: compute and Adam. The
+    disk's work is the replay, which moves the same bytes at the same offsets of the same file. Overlap cannot make a
+    step faster than the longer of the two times.
 
     Returns:
         `processor_s`, `io_s`: medians. `of_bound`: median of the step's seconds divided by the longer time, within
@@ -93,12 +97,12 @@ def host_budget(target_rss: int, uncached_rss: int, uncached_host_bytes: int) ->
     """Return the memory.host with which a contender's peak is `target_rss`.
 
     Args:
-        target_rss: wanted peak RSS in bytes.
-        uncached_rss: peak RSS of the same contender with nothing cached.
+        target_rss: requested peak RSS in bytes.
+        uncached_rss: peak RSS of the same contender without cached states.
         uncached_host_bytes: bytes of memory.host that the plan of that contender uses. Its other memory stays the same.
 
     Raises:
-        ValueError: with nothing cached the contender already needs more.
+        ValueError: the contender needs more memory even without cached states.
     """
     spare = target_rss - uncached_rss
     if spare < 0:
@@ -110,7 +114,7 @@ def host_budget(target_rss: int, uncached_rss: int, uncached_host_bytes: int) ->
 
 
 def summarise_infinity(setting: Setting, steps: Mapping[str, Steps]) -> dict[str, Any]:
-    """Return the figures that only infinity has, by their names in the tables and the JSON."""
+    """Return the figures that are measured for infinity only, by their names in the tables and the JSON."""
     mine = steps[setting.name]
     counters = [step["counters"] for step in mine]
     figures: dict[str, Any] = {

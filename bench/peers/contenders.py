@@ -1,4 +1,4 @@
-"""Contenders of a step by name: the settings of each, its approximate memory, and its worker's options.
+"""Contenders of a step, by name: each contender's settings, approximate memory, and options of its worker.
 
 torch, deepspeed, deepspeed-nvme          the peers
 processor[-int8]                          a bound: computing and Adam with all states in memory, nothing overlapped
@@ -25,7 +25,7 @@ DEFAULT = (
     "infinity-host-int8,infinity-host-int8-off,infinity-nvme-int8,infinity-nvme-int8-off"
 )
 
-# Approximate resident bytes per parameter at the peak; they only decide how many contenders run at once.
+# Approximate resident bytes per parameter at the peak; they only determine how many contenders run at once.
 _RESIDENT = {"torch": 9, "deepspeed": 32, "deepspeed-nvme": 36, "host": 6, "nvme": 5}
 _RESIDENT |= {"memory, fp32": 17, "memory, int8": 10}
 _LEAN_BYTES = 512 << 20
@@ -39,14 +39,15 @@ _CACHED_RSS_OF_DEEPSPEED = 1.05
 
 @dataclass(frozen=True)
 class Setting:
-    """Configuration of infinity in a contender.
+    """Settings of infinity in a contender.
 
     Attributes:
         weights: host or nvme.
-        optimizer: nvme: no state is cached; auto: as many states are cached as the budget allows; host: all are in RAM.
+        optimizer: nvme: no state is cached; auto: as many states are cached as the budget allows; host: all states are
+            in RAM.
         moments: fp32 or int8.
         overlap: one of OVERLAPS.
-        lean: has little host memory beyond the minimum.
+        lean: whether the contender has little host memory beyond the minimum.
     """
 
     weights: str
@@ -68,22 +69,22 @@ class Setting:
 
     @property
     def in_memory(self) -> bool:
-        """Whether all states are in memory, so that a step is only compute and Adam."""
+        """Whether all states are in memory, so that a step consists only of compute and Adam."""
         return self.optimizer == "host"
 
     @property
     def uncached(self) -> Setting:
-        """The same setting with every state on NVMe."""
+        """These settings with every state on NVMe."""
         return replace(self, optimizer="nvme")
 
     @property
     def serial(self) -> Setting:
-        """The same setting with nothing overlapped."""
+        """These settings without overlap."""
         return replace(self, overlap="off")
 
     @property
     def processor(self) -> Setting:
-        """The setting with the same arithmetic and all states in memory."""
+        """Settings with the same arithmetic and all states in memory."""
         return Setting("host", "host", self.moments, "off")
 
     def options(self, workload: Workload, host_budget: int | None) -> dict[str, Any]:
@@ -93,7 +94,8 @@ class Setting:
             # fp32 gradients, half of which one micro-batch touches, and the weights if their home is RAM
             memory["host"] = workload.numel * (6 if self.weights == "host" else 4) + _LEAN_BYTES
         if self.weights == "nvme":
-            # Memory for a few blocks, so that weights are read from NVMe; without a limit all would stay on the device.
+            # Memory for a few blocks, so that weights are read from NVMe. Without a limit all weights would stay on the
+            # device.
             memory["device"] = 10 * 2 * workload.numel // workload.layers
         return {
             "weights": self.weights,
@@ -121,7 +123,7 @@ _SETTINGS = {
 
 
 def setting_of(name: str) -> Setting | None:
-    """Return a contender's configuration of infinity; None for a peer."""
+    """Return a contender's settings of infinity; None for a peer."""
     if name not in PEERS and name not in _SETTINGS:
         ours = f"infinity-{{host,nvme}}[-int8][-cached|-lean][-{{{','.join(OVERLAPS[1:])}}}]"
         raise ValueError(f"no contender '{name}'; there are {', '.join(PEERS)}, processor[-int8] and {ours}")
@@ -144,11 +146,11 @@ def resident_bytes(name: str, workload: Workload) -> int:
 
 
 def groups_that_fit(names: Sequence[str], workload: Workload, available: int) -> list[list[str]] | None:
-    """Return groups of contenders that take turns with each other; None when memory is too small for groups.
+    """Return groups of contenders that take turns with each other; None if memory is too small for groups.
 
-    The contenders of a group run in the same rounds, so that ratios are within rounds. The references of infinity,
-    which are the peers and its processor bound, are in every group. Contenders that differ only in their overlap stay
-    in the same group as far as possible, since they are compared with each other too.
+    The contenders of a group run in the same rounds, so that ratios compare steps of the same round. Every group
+    contains the references of infinity: the peers, and the processor bound of infinity. Contenders that differ only in
+    their overlap stay in the same group if possible, because they are compared with each other, too.
     """
     settings = {name: setting_of(name) for name in names}
     peers = [name for name, setting in settings.items() if setting is None]
@@ -174,9 +176,9 @@ def groups_that_fit(names: Sequence[str], workload: Workload, available: int) ->
 
 
 def pack(families: Sequence[Sequence[tuple[str, int]]], room: int) -> list[list[str]] | None:
-    """Pack (name, bytes) in their order into groups of at most `room` bytes; None when one item alone is too large.
+    """Pack (name, bytes) in their order into groups of at most `room` bytes; None if a single item is too large.
 
-    A family is split only when it does not fit into one group.
+    A family is split only if it does not fit into one group.
     """
     groups: list[list[str]] = []
     left = 0

@@ -2,8 +2,9 @@
 
 [Note: the same disk is not one speed]
 Virtual disks have fast and slow regions: files with the same layout in one file system differed consistently by more
-than 2×. A probe file would measure its own region. So the probe reads blocks of the contender's files and writes the
-same bytes back, while the contender waits for its turn with no I/O in flight.
+than 2×. A separate probe file would measure the region where the file is. The probe therefore reads blocks of the
+contender's files and writes the same bytes back. At this time the contender waits for its turn and has no I/O in
+flight.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def mixed_rate(directory: Path, blocks: int = 512, threads: int = 16) -> float:
     """Return the bytes per second of O_DIRECT transfers of 1 MiB, half of them reads, in files under `directory`.
 
     Args:
-        directory: the idle contender's swap directory; its contents are the same afterwards.
+        directory: the idle contender's swap directory, whose contents are the same afterwards.
         blocks: largest number of blocks to read and write back.
-        threads: transfers in flight.
+        threads: number of transfers in flight.
 
     Raises:
-        ValueError: no file has a complete block.
-        OSError: a transfer failed, or the file system has no O_DIRECT.
+        ValueError: no file contains a complete block.
+        OSError: a transfer failed, or the file system does not support O_DIRECT.
     """
     places = _places(directory)
     random.Random(0).shuffle(places)
@@ -50,7 +51,7 @@ def mixed_rate(directory: Path, blocks: int = 512, threads: int = 16) -> float:
 
 
 def _places(directory: Path) -> list[tuple[Path, int]]:
-    """Return the place of every complete block of every file."""
+    """Return the file and offset of every complete block."""
     found = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
     ends = ((path, path.stat().st_size - BLOCK_BYTES) for path in found)
     return [(path, offset) for path, end in ends for offset in range(0, end + 1, BLOCK_BYTES)]

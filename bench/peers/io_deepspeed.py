@@ -1,6 +1,8 @@
-"""DeepSpeed's async_io as a worker of io_vs_peers: a file per tensor, as in its swapper, or one file with offsets.
+"""Worker of io_vs_peers that uses DeepSpeed's async_io: with a file per tensor, as in DeepSpeed's swapper, or with one
+file and offsets.
 
-All requests are queued, followed by one wait. Simultaneous reads and writes use one handle each, as in its swapper.
+All requests are queued, followed by one wait. Simultaneous reads and writes use one handle each, as in DeepSpeed's
+swapper.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ def _builder() -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     environment = Path(sys.prefix)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(environment / "torch_extensions"))
-    os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # finds ninja for the build of the operator
+    os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # lets the build of the operator find ninja
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     return AsyncIOBuilder().load(verbose=False)

@@ -1,4 +1,4 @@
-"""infinity's engine as a worker of io_vs_peers: one swap file, an extent per tensor, a future per request."""
+"""Worker of io_vs_peers that uses infinity's engine: one swap file, an extent per tensor, a future per request."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class InfinityMover:
         for tensor in writes:
             at = tensor * size
             futures.append(self._engine.write(self._file, at, self._view[at : at + size], "states"))
-        for future in reversed(futures):  # one long wait instead of a wake-up for each future
+        for future in reversed(futures):  # one long wait, so that the thread does not wake up for each future
             future.wait()
             failure = future.failure()
             if failure is not None:

@@ -1,4 +1,4 @@
-"""Protocol of io_vs_peers' workers: each is one contender's process, which takes orders on stdin.
+"""Protocol of the workers of io_vs_peers. A worker is the process of one contender; it reads orders on stdin.
 
 A worker gets JSON lines {"do": "prepare" | "configure" | "run" | "verify" | "quit", ...} and answers each with one JSON
 line.
@@ -27,7 +27,8 @@ class Row:
     In a mixed workload the first half is read and the second half is overwritten at the same time.
 
     Attributes:
-        one_file: all tensors are in one file at offsets, instead of one file per tensor, if the contender has a choice.
+        one_file: whether all tensors are in one file, at offsets, if the contender supports both; False: one file per
+            tensor.
     """
 
     name: str
@@ -42,15 +43,18 @@ class Row:
 
 
 class Mover(Protocol):
-    """A contender with the files of `row` in place, and memory for all of its tensors, a uint8 array."""
+    """A contender. It has the files of `row`, and a uint8 array as memory for all tensors of `row`."""
 
     memory: Any
 
     def configure(self, settings: dict[str, Any]) -> None:
-        """Use these settings from now on; files and memory stay."""
+        """Use these settings from now on; files and memory do not change."""
 
     def move(self, reads: range, writes: range) -> None:
-        """Move these tensors, all at once, and return when all are done. Raises an exception when one failed."""
+        """Move these tensors, all at the same time, and return when all transfers are done.
+
+        Raises an exception if a transfer failed.
+        """
 
     def close(self) -> None: ...
 
@@ -100,7 +104,7 @@ def _run(row: Row, mover: Mover) -> dict[str, float]:
 
 
 def serve(prepare: Prepare) -> None:
-    """Answer the driver until it says quit or is gone."""
+    """Answer the driver's orders until it sends quit or ends."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries' output must not be mixed with the answers
     row, mover = Row("", "read", 0, 0), None
@@ -132,11 +136,11 @@ def serve(prepare: Prepare) -> None:
     if mover is not None:
         mover.close()
     sys.stderr.flush()
-    os._exit(0)  # extensions with threads of their own may hang during the interpreter's shutdown
+    os._exit(0)  # extension modules that have threads may hang during the interpreter's shutdown
 
 
 class IoWorker(JsonWorker):
-    """One worker, seen from the driver."""
+    """The driver's side of one worker."""
 
     def prepare(self, row: Row, directory: Path, settings: dict[str, Any]) -> None:
         self.ask({"do": "prepare", "row": asdict(row), "directory": str(directory), "settings": settings})

@@ -1,4 +1,5 @@
-"""The driver's side of a contender: a child process that takes lines of orders on stdin and answers in JSON lines."""
+"""The driver's side of a contender: a child process that reads one order per line on stdin and answers in JSON
+lines."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class WorkerError(RuntimeError):
 
     Attributes:
         log: its stderr.
-        cause: the traceback that it sent, if any.
+        cause: the traceback that the contender sent, if any.
     """
 
     def __init__(self, message: str, log: Path, cause: str = "") -> None:
@@ -36,21 +37,22 @@ class WorkerError(RuntimeError):
 class Child:
     """A contender's process.
 
-    By default it runs in a session of its own. Ctrl-C then reaches only the driver, which stops the contender in order.
-    Life cycle: start() → order() and answer(), in turns → stop().
+    By default the process runs in a separate session, so that Ctrl-C reaches only the driver, which then stops the
+    contender in order. Life cycle: start() → order() and answer(), in turns → stop().
 
     Args:
         name: name of the contender.
         python, module, arguments: the command, which runs in bench/.
         log: file for its stderr.
-        environment: added to the driver's.
-        timeout_s: longest wait for one answer; None waits for ever.
+        environment: variables in addition to the driver's environment.
+        timeout_s: longest wait for one answer; None: no limit.
         stop_s: longest wait for the process to end after the order to quit.
-        own_session: False: a signal to the driver's process group also kills the contender.
+        own_session: whether the process gets a separate session; False: a signal to the driver's process group also
+            kills the contender.
     """
 
     quit = "quit"
-    """Order to clean up and exit."""
+    """The order on which the process cleans up and exits."""
 
     def __init__(
         self,
@@ -75,7 +77,8 @@ class Child:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Start the process without waiting for its first answer, so that several can set up at the same time."""
+        """Start the process without waiting for its first answer, so that several processes can set up at the same
+        time."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         paths = os.pathsep.join([str(BENCH_DIR), *filter(None, [os.environ.get("PYTHONPATH")])])
         with self.log.open("w") as log:
@@ -95,7 +98,7 @@ class Child:
         """Give an order and return its answer.
 
         Raises:
-            WorkerError: the order failed or took too long, or the process is gone.
+            WorkerError: the order failed or took too long, or the process has ended.
         """
         try:
             self._running().stdin.write(f"{line}\n")  # type: ignore[union-attr]
@@ -133,7 +136,7 @@ class Child:
         return self._running().pid
 
     def stop(self) -> None:
-        """Let the process clean up and exit; kill it if it does not."""
+        """Let the process clean up and exit; kill the process if it does not exit."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -165,11 +168,11 @@ class Worker(Child):
     Args:
         module: `peers.worker_*`.
         job: the training, and the worker's own directory, which is removed when the worker is stopped.
-        threads: threads of torch's arithmetic; 0: one for each core.
-        others: same as those of Child.
+        threads: number of threads of torch's arithmetic; 0: one for each core.
+        others: the arguments of Child.
 
     Attributes:
-        facts: the contender's answer when it was ready.
+        facts: the answer that the contender sent when it was ready.
     """
 
     def __init__(
@@ -201,7 +204,7 @@ class Worker(Child):
         self.facts: dict[str, Any] = {}
 
     def start(self) -> None:
-        """Start like Child; `wait_ready` collects the first answer."""
+        """Start the process as Child does; `wait_ready` collects the first answer."""
         if self.job.swap_dir:
             Path(self.job.swap_dir).mkdir(parents=True, exist_ok=True)
         super().start()
@@ -215,11 +218,11 @@ class Worker(Child):
         return self.order("step")
 
     def replay(self) -> dict[str, Any]:
-        """Move the bytes of a step with nothing else; return the measurements. Raises WorkerError."""
+        """Move the bytes of a step without computing; return the measurements. Raises WorkerError."""
         return self.order("replay")
 
     def stop(self) -> None:
-        """Stop like Child, and remove the worker's directory in any case."""
+        """Stop the process as Child does, and remove the worker's directory in any case."""
         was_started = self._process is not None
         super().stop()
         if was_started and self.job.swap_dir:
@@ -227,7 +230,7 @@ class Worker(Child):
 
 
 class JsonWorker(Child):
-    """A contender whose orders are JSON objects too: {"do": ..., ...}. The constructor starts it."""
+    """A contender whose orders, like its answers, are JSON objects: {"do": ..., ...}. The constructor starts it."""
 
     quit = json.dumps({"do": "quit"})
 
@@ -244,5 +247,5 @@ class JsonWorker(Child):
         self.start()
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Give an order and return its answer, like order()."""
+        """Give an order, made of the arguments, and return its answer, as order() does."""
         return self.order(json.dumps(order))

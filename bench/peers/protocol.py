@@ -1,14 +1,15 @@
-"""The worker's side of the protocol between the driver and the contenders.
+"""The worker's part of the protocol between the driver and the contenders.
 
-A worker sets itself up and prints {"ready": true, ...facts}. For each line "step" on stdin it takes a turn and prints
-one JSON line of measurements; for "replay" it moves a step's bytes with nothing else, and prints the measurements. On
-"quit", or when the driver is gone, it removes its swap files and exits.
+A worker sets itself up and prints {"ready": true, ...facts}. For each line "step" on stdin the worker takes a turn and
+prints one JSON line of measurements. For "replay" it moves a step's bytes without computing, and prints the
+measurements. On "quit", or when the driver has ended, the worker removes its swap files and exits.
 
 [Note: a turn is four steps]
-A contender may return from a step while its update still runs, and finish the update during the next step. So a turn
-makes one lead-in step, measures three more steps, and then waits, unmeasured, for all pending work. The measurement is
-from the return of the lead-in step to the return of the last step. As much pending work enters the measured steps as
-leaves them, and none disturbs other contenders' turns. The reported figures are the mean of the three steps.
+A contender may return from a step while its update still runs, and finish the update during the next step. A turn
+therefore makes one lead-in step and three measured steps, and then waits, unmeasured, for all pending work. The
+measurement is from the return of the lead-in step to the return of the last step. As much pending work is carried into
+the measured steps as out of them, and no pending work disturbs the turns of other contenders. The reported figures are
+the mean of the three steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _MEASURED = 3
 
 @dataclass
 class Contender:
-    """One system that is ready to train.
+    """A contender: one system that is ready to train.
 
     Attributes:
         step: makes one step and returns the loss.
@@ -65,7 +66,10 @@ def _memory() -> dict[str, int]:
 
 
 def _forget_peak() -> bool:
-    """Reset the peak resident size, so that each step shows its own peak. Returns False when the kernel refuses."""
+    """Reset the peak resident size, so that each step has a separate peak.
+
+    Returns False if the kernel refuses.
+    """
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -111,11 +115,11 @@ def _claim_stdout() -> TextIO:
 
 
 def serve(setup: Callable[[Job], Contender], turn: Callable[[Contender], dict[str, Any]] = _turn) -> None:
-    """Run a worker: set up the contender that argv[1] describes, and answer the driver until it says quit.
+    """Run a worker: set up the contender that argv[1] describes, and answer the driver's orders until it sends quit.
 
     Args:
-        setup: makes the contender from the job.
-        turn: runs the contender at "step", and returns the line to print.
+        setup: function that makes the contender from the job.
+        turn: function that runs the contender at "step", and returns the line to print.
     """
     channel = _claim_stdout()
     job = Job.from_json(sys.argv[1])
@@ -145,7 +149,7 @@ def serve(setup: Callable[[Job], Contender], turn: Callable[[Contender], dict[st
             if job.swap_dir:
                 shutil.rmtree(job.swap_dir, ignore_errors=True)
     channel.flush()
-    # Extension modules with threads of their own may hang or abort during the interpreter's shutdown. All files are
-    # removed by now.
+    # Extension modules that have threads may hang or abort during the interpreter's shutdown. All files have been
+    # removed at this point.
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The table, the JSON and the bounds, computed from the measured steps."""
+"""Report of a run: tables, JSON and bounds, computed from the measured steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def _bytes_per_parameter(steps: Steps, key: str, numel: int) -> float:
 
 
 def summarise(run: Run) -> dict[str, dict[str, Any]]:
-    """Return by contender: median seconds, spread, ratios to the peers, memory, traffic, and infinity's bounds."""
+    """Return for each contender the median seconds, spread, ratios to the peers, memory and traffic, and infinity's
+    bounds."""
     summary: dict[str, dict[str, Any]] = {}
     for name, steps in run.steps.items():
         facts, every = run.facts[name], run.warmup[name] + steps
@@ -73,7 +74,7 @@ def summarise(run: Run) -> dict[str, dict[str, Any]]:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with its first column aligned left, the others right."""
+    """Return a table whose first column is aligned left and whose other columns are aligned right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     lines = [
         "  ".join(
@@ -205,7 +206,7 @@ def write_result(path: Path, result: Mapping[str, Any], places: Mapping[Path, st
     Args:
         path: the file to write.
         result: contents of the file.
-        places: replacement text by directory, also applied inside messages; the first match is used.
+        places: replacement texts by directory, also for directories inside messages; the first match is used.
     """
     text = json.dumps(result, indent=2)
     for place, name in places.items():

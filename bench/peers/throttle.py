@@ -1,4 +1,4 @@
-"""Limit on the bytes per second that some processes read and write, set by a control group."""
+"""Limit on the bytes per second that some processes read and write; a control group sets the limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _CGROUP = Path("/sys/fs/cgroup/blkio/infinity-bench")
 
 @contextmanager
 def throttled(workers: Sequence[Worker], directory: Path, rate: float) -> Iterator[None]:
-    """Limit the bytes per second that these workers together read, and those that they write, within the context.
+    """In this context, limit the bytes per second that these workers together read, and the bytes per second that they
+    write.
 
     The workers must be running. Needs root.
     """

@@ -1,4 +1,4 @@
-"""Turns of several contenders, which one run of a benchmark compares."""
+"""Turns of several contenders that are compared in one run of a benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from peers.process import Worker
 
 @contextmanager
 def started(workers: Sequence[Worker]) -> Iterator[None]:
-    """Run the workers within the context. They set up at the same time, and each makes one step."""
+    """Run the workers within the context.
+
+    The workers set up at the same time, and each worker makes one step.
+    """
     running: list[Worker] = []
     try:
         for worker in workers:
@@ -33,7 +36,8 @@ def rounds_of(workers: Sequence[Worker], rounds: int) -> Iterator[dict[str, dict
 
 
 def with_replays(workers: Sequence[Worker], rounds: int) -> Iterator[dict[str, dict[str, Any]]]:
-    """Yield like `rounds_of`, with a `replay` of each worker that can: the bytes of its step with nothing else."""
+    """Yield measurements as `rounds_of` does, with a `replay` of each worker that supports it: the bytes of the
+    worker's step, moved without computing."""
     for turn in _turns(workers, rounds):
         found = {}
         for worker in turn:

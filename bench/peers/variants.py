@@ -1,6 +1,7 @@
-"""DeepSpeed's settings worth trying, and the search for the best; its defaults are best in neither time nor memory.
+"""Settings of DeepSpeed that are worth trying, and the search for the best settings; DeepSpeed's defaults are best
+neither in time nor in memory.
 
-`aio` with queue_depth 32 and intra_op_parallelism 2 and 4 was tried too; the differences were within the noise.
+`aio` was also tried with queue_depth 32 and intra_op_parallelism 2 and 4; the differences were within the noise.
 """
 
 from __future__ import annotations
@@ -69,12 +70,12 @@ VARIANTS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """Result of a variant in the probe, or the reason why it did not run; `options` is None then.
+    """Result of a variant in the probe, or the reason why the variant did not run (in this case `options` is None).
 
     Attributes:
         too_small: buffer counts that failed, each with its error.
-        seconds: median of the steps.
-        peak_rss_bytes: peak of the measured steps.
+        seconds: median seconds of the steps.
+        peak_rss_bytes: peak RSS of the measured steps.
     """
 
     variant: str
@@ -93,7 +94,8 @@ MakeWorker = Callable[[str, dict[str, Any]], Worker]
 def try_variant(
     variant: Variant, workload: Workload, make_worker: MakeWorker, first_count: int | None = None, steps: int = 2
 ) -> Trial:
-    """Find the smallest buffer count with which the variant runs, and time it over `steps` turns with that count."""
+    """Find the smallest buffer count with which the variant runs, and measure the variant in `steps` turns with this
+    count."""
     start = variant.smallest_buffer_count if first_count is None else first_count
     too_small: dict[int, str] = {}
     for count in range(start, start + _BUFFER_COUNTS_TRIED):
@@ -107,7 +109,7 @@ def try_variant(
             too_small[count] = describe(error)
             if "AssertionError" in too_small[count]:
                 continue
-            break  # a larger pool cures no other error
+            break  # a larger pool can help only against this error
         finally:
             worker.stop()
         seconds = statistics.median(step["seconds"] for step in measured)
@@ -129,11 +131,12 @@ def parse_variant(text: str, workload: Workload) -> dict[str, Any]:
 
 
 def params_on_nvme(workload: Workload) -> dict[str, Any]:
-    """Return settings, found by hand, with which parameters on NVMe run and do leave the memory.
+    """Return settings, found by hand, with which DeepSpeed runs with parameters on NVMe and really removes them from
+    memory.
 
-    Two changes are needed beside the fastest optimizer settings. Prefetching from NVMe must be off; otherwise it
-    fetches a parameter that already has a buffer. The limit on live parameters must be small; otherwise each parameter
-    needs a buffer.
+    Two changes are needed in addition to the fastest optimizer settings. Prefetching from NVMe must be off, because it
+    would fetch a parameter that already has a buffer. The limit on live parameters must be small, because otherwise
+    each parameter needs a buffer.
     """
     block = workload.numel // workload.layers
     largest = workload.hidden * max(workload.vocabulary, workload.intermediate)
@@ -147,7 +150,7 @@ def params_on_nvme(workload: Workload) -> dict[str, Any]:
 
 
 def params_on_nvme_attempts(workload: Workload) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield settings from DeepSpeed's defaults to those of `params_on_nvme`, with one change after the other."""
+    """Yield settings from DeepSpeed's defaults to the settings of `params_on_nvme`, each with one more change."""
     tuned = params_on_nvme(workload)
     default = Variant("", False, 4).options(workload, 4) | {"offload_param": "nvme"}
     buffers = {"buffer_size": tuned["param_buffers"]["buffer_size"]}
@@ -161,7 +164,7 @@ def params_on_nvme_attempts(workload: Workload) -> Iterator[tuple[str, dict[str,
 
 
 def describe(error: WorkerError) -> str:
-    """Return the error's text, or for a bare assert the line of the assert."""
+    """Return the error's text, or the line of the assert if an assert without text failed."""
     text = str(error).strip()
     if not text.endswith(":"):
         return text

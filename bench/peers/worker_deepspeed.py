@@ -1,6 +1,7 @@
-"""DeepSpeed ZeRO-3 with optimizer states on NVMe (async_io) and DeepSpeedCPUAdam in AdamW mode, on the CPU accelerator.
+"""Worker with DeepSpeed ZeRO-3: optimizer states on NVMe (async_io), DeepSpeedCPUAdam in AdamW mode, the CPU as
+accelerator.
 
-It is one process, or one of the ranks that the driver starts; there is no launcher.
+The worker is a single process, or one of the ranks that the driver starts; no launcher is used.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ def _free_port() -> int:
 
 
 def _prepare_environment() -> None:
-    """Set the variables that the launcher would set; must run before deepspeed is imported."""
+    """Set the variables that a launcher would set. Must be called before deepspeed is imported."""
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone, MASTER_PORT=str(_free_port()))
     os.environ.update(DS_ACCELERATOR="cpu", DEEPSPEED_LOG_LEVEL="warning")
     environment = Path(sys.prefix)
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(environment / "torch_extensions"))
-    os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # finds ninja for the build of the operators
+    os.environ["PATH"] = f"{environment / 'bin'}:{os.environ['PATH']}"  # lets the build of the operators find ninja
 
 
 def _config(job: Job) -> dict[str, Any]:

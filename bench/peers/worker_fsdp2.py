@@ -1,4 +1,5 @@
-"""torch's FSDP2 with its shards in host memory (CPUOffloadPolicy), one of the ranks that the driver starts."""
+"""Worker with torch's FSDP2 and its shards in host memory (CPUOffloadPolicy); one of the ranks that the driver
+starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""infinity with states where the job says; AdamW over an fp32 master, stored as bf16 weight and residual.
+"""Worker with infinity, with states in the tiers that the job names; AdamW over an fp32 master, stored as bf16 weight
+and residual.
 
 The optimizer is exact unless the config asks for other moments.
 """
@@ -63,7 +64,8 @@ def setup(job: Job) -> Contender:
         infinity.synchronize(model)
 
     def replay() -> dict[str, Any]:
-        from infinity.access.step_io_replay import replay_step  # at use only: other versions may have moved it
+        # imported at its use only, because it may be elsewhere in other versions
+        from infinity.access.replay import replay_step
 
         return asdict(replay_step(registry.coordinator_of(model), passes))
 
@@ -91,7 +93,7 @@ def setup(job: Job) -> Contender:
 
 
 def _counters(statistics: Any) -> dict[str, float]:
-    """Return every number of the statistics; those by cause are named `field_cause_s`."""
+    """Return every number of the statistics; numbers that are divided by cause are named `field_cause_s`."""
     counters: dict[str, float] = {
         name: getattr(statistics, name) for name in ("fetch_wait_s", "gradient_s", "update_s")
     }

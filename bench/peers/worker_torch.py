@@ -1,4 +1,5 @@
-"""Plain torch with everything in memory: weights, gradients and moments of one dtype; no fp32 master copy."""
+"""Worker with plain torch and everything in memory: weights, gradients and moments in one dtype, without an fp32
+master."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from peers.workload import Job
 
 
 def trained(job: Job, model: Any, numel: int, describes: str) -> Contender:
-    """Train a model with torch's AdamW. Args: describes: the system, in words."""
+    """Train a model with torch's AdamW. Args: describes: words for the system, for the report."""
     work = job.workload
     batches = work.build_batches()
     optim = torch.optim.AdamW(
@@ -45,7 +46,7 @@ def trained(job: Job, model: Any, numel: int, describes: str) -> Contender:
 
 
 def setup(job: Job) -> Contender:
-    """Build the model and its optimizer. Options: arguments of torch.optim.AdamW that say how to compute."""
+    """Build the model and its optimizer. Options: arguments of torch.optim.AdamW that choose its implementation."""
     model = job.workload.build_model()
     return trained(job, model, sum(parameter.numel() for parameter in model.parameters()), "in memory")
 

@@ -1,7 +1,8 @@
-"""transformers' Trainer under `infinity run`: a checkpoint loaded by from_pretrained, and Trainer's own training loop.
+"""Worker with transformers' Trainer under `infinity run`: a checkpoint loaded by from_pretrained, and Trainer's own
+training loop.
 
-Clipping and the learning rate schedule are Trainer's too. Trainer runs in a thread of its own, which waits for its turn
-before every step.
+Trainer also does the clipping and the learning rate schedule. Trainer runs in a separate thread, which waits for its
+turn before every step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from infinity.integrations.launcher import installed
 from peers.protocol import Contender, serve
 from peers.workload import Job
 
-_STEPS = 1 << 20  # more than are ever requested
+_STEPS = 1 << 20  # more steps than are ever requested
 
 
 class _Turns(TrainerCallback):
@@ -78,7 +79,7 @@ class _OneBatch(Trainer):
 
 
 def setup(job: Job) -> Contender:
-    """Write the model, and train it as a script does. Options: keys of the swap config."""
+    """Write the model to a checkpoint, and train the model as a script does. Options: keys of the swap config."""
     work, closing = job.workload, ExitStack()
     directory = Path(closing.enter_context(tempfile.TemporaryDirectory(dir=Path(job.swap_dir).parent)))
     work.build_model().save_pretrained(directory / "model")
@@ -131,7 +132,7 @@ def setup(job: Job) -> Contender:
         thread.join()
         closing.close()
 
-    turns.ready()  # returns once the model is offloaded
+    turns.ready()  # returns as soon as the model is offloaded
     plan = infinity.statistics(model).plan
     facts = {
         "package": str(Path(infinity.__file__).parent),

@@ -54,7 +54,7 @@ class Workload:
 
     @property
     def numel(self) -> int:
-        """Parameters of the model, without the few of the norms."""
+        """Number of parameters of the model, without the few parameters of the norms."""
         kv_share = (self.kv_heads or self.heads) / self.heads
         per_layer = int((2 + 2 * kv_share) * self.hidden**2) + 3 * self.hidden * self.intermediate
         return self.layers * per_layer + (1 if self.tied else 2) * self.vocabulary * self.hidden
@@ -80,7 +80,8 @@ class Workload:
         )
 
     def build_model(self) -> nn.Module:
-        """Return a randomly initialised LlamaForCausalLM of this dtype in training mode; adapters if `lora` is set."""
+        """Return a randomly initialised LlamaForCausalLM of this dtype in training mode; with adapters if `lora` is
+        set."""
         import torch
         from transformers import LlamaForCausalLM
 
@@ -116,12 +117,12 @@ SMALL = Workload(layers=2, hidden=256, intermediate=704, heads=4, vocabulary=204
 
 @dataclass(frozen=True)
 class Job:
-    """Argument that the driver passes to a worker.
+    """Job of a worker, which the driver passes as an argument.
 
     Attributes:
         workload: the training.
-        swap_dir: the worker's own empty directory; '' when the contender swaps nothing.
-        options: the contender's own settings.
+        swap_dir: an empty directory for this worker; '' if the contender swaps nothing.
+        options: settings of this contender.
     """
 
     workload: Workload
