@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 hf.logging.set_verbosity_error()
-_ = hf.LlamaForCausalLM  # imports what all models need now, instead of in the first test that makes one
+_ = hf.LlamaForCausalLM  # imports now, instead of in the first test that makes a model
 
 VOCABULARY = 128
 Batch = dict[str, torch.Tensor]
@@ -135,7 +135,7 @@ def qwen3_moe() -> tuple[nn.Module, Batch]:
 
 
 class MixedDtypes(nn.Module):
-    """Blocks with bf16 matrices and fp32 norms, one frozen matrix each; reduced to a loss."""
+    """Blocks with bf16 matrices and fp32 norms; each block has a frozen matrix. The output is reduced to a loss."""
 
     class Block(nn.Module):
         def __init__(self) -> None:

@@ -1,13 +1,13 @@
-"""Imports that processes forked by tests need (tests/processes.py), made once in advance.
+"""Imports that are made once, in advance, for the processes that tests fork (tests/processes.py).
 
-The existing objects are frozen, because a garbage collector that walks through objects copies their pages in its
-process.
+The existing objects are frozen, because a garbage collector that visits shared objects makes a copy of their pages in
+its process.
 """
 
 import gc
 
 import peft
-import torch._dynamo  # the first optimizer of a process imports both
+import torch._dynamo  # the first optimizer of a process imports both modules
 import torch.distributed.tensor
 import torch.utils.tensorboard
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast

@@ -1,6 +1,8 @@
-"""Separate processes for tests that kill, limit or interrupt one, forked from a server that has only done imports.
+"""Separate processes for tests that kill, limit or interrupt a process. The processes are forked from a server that has
+only made imports.
 
-Importing torch and transformers takes seconds. The server has used neither infinity nor torch's threads.
+The reason for the server is that importing torch and transformers takes seconds. The server has not used infinity or
+torch's threads.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ class Forked:
     """A process that calls `function(*arguments)` with this process's environment; the result is its exit code.
 
     Attributes:
-        stdout: its output as it arrives, including stderr unless that is `apart`. A test may close it, so that nobody
-            reads it.
+        stdout: stream of the process's output, including stderr unless stderr is `apart`. A test may close the stream,
+            so that nobody reads the output.
     """
 
     def __init__(self, function: Callable[..., Any], *arguments: Any, apart: bool = False) -> None:
@@ -60,9 +62,8 @@ class Forked:
         os.kill(self.pid, number)
 
     def finished(self, within_s: float = 240.0) -> tuple[str, str]:
-        """Wait for the end; return the unread output, and stderr if it is apart.
-
-        A process that hangs is killed, which its exit code shows.
+        """Wait for the end of the process. Return the output that was not read yet, and stderr if stderr is apart. A
+        process that hangs is killed, and its exit code shows this.
         """
         deadline = threading.Timer(within_s, self._process.kill)
         deadline.start()
@@ -79,7 +80,7 @@ class Forked:
 
 
 def run(function: Callable[..., Any], *arguments: Any) -> subprocess.CompletedProcess[str]:
-    """Run `function(*arguments)` to its end in a process of its own."""
+    """Run `function(*arguments)` to its end in a separate process."""
     process = Forked(function, *arguments, apart=True)
     out, errors = process.finished()
     return subprocess.CompletedProcess(function.__name__, process.returncode or 0, out, errors)
@@ -102,7 +103,9 @@ def _call(
     out: Connection,
     errors: str | None,
 ) -> None:
-    """Call the function in the new process, in the state that a shell would start it in."""
+    """Call the function in the new process. First bring the process into the state in which a shell
+    starts a process.
+    """
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None

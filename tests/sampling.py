@@ -7,13 +7,14 @@
 | all            | all                              | all                        | all                            |
 
 With `covering(strength=2)`, the default, any two values of two parameters occur together in one of the few cases. With
-strength=1 each value occurs. `most` limits the number of cases, and then some values may be left out.
+strength=1, each value occurs in one of the few cases. `most` limits the number of cases; with such a limit, some values
+may be left out.
 
 `long` is for tests of more than 2 s of CPU time (tests/costs.py). `long(kept="why")` is for a long test that `make
 test` runs too, because no faster test finds the same fault.
 
 Random selections use INFINITY_SEED, which `make test-all` and .ci/run print. With INFINITY_SAMPLE=done, a share of the
-cases excludes the few that run without INFINITY_TESTS, because .ci/run has run these before.
+cases excludes the few cases that run without INFINITY_TESTS, because .ci/run has already run these few cases.
 """
 
 from __future__ import annotations
@@ -42,12 +43,14 @@ def _share(text: str) -> Fraction:
 SHARE = _share(os.environ.get("INFINITY_TESTS", ""))
 SAMPLE_IS_DONE = os.environ.get("INFINITY_SAMPLE", "") == "done"
 STRENGTH = 2 if SHARE and not SAMPLE_IS_DONE else 1
-"""Strength for `drawn`, where every case takes long: `make test` covers each value, the long forms any two values."""
+"""Strength for `drawn` in tests in which every case takes long: `make test` covers each value, and the long forms cover
+any two values.
+"""
 SEED = int(os.environ.get("INFINITY_SEED") or 0)
 
 
 def number(few: int, whole: int, variable: str | None = None) -> int:
-    """Return how many of something to make; the environment variable `variable` overrides the number."""
+    """Return the number of runs or examples to make. The environment variable `variable` overrides the number."""
     given = os.environ.get(variable) if variable else None
     return int(given) if given else max(few, round(SHARE * whole))
 
@@ -58,7 +61,8 @@ def seed(variable: str) -> str:
 
 
 def drawn(cases: Sequence[Item], axes: Sequence[Case], strength: int = 2, most: int | None = None) -> list[Item]:
-    """Return the selected cases in their order: the covering ones, unless they are done, and a share of the others.
+    """Return the selected cases in their order: the covering cases, unless they have run already, and a share of the
+    other cases.
 
     Args:
         cases: all cases.
@@ -76,20 +80,20 @@ def drawn(cases: Sequence[Item], axes: Sequence[Case], strength: int = 2, most: 
 
 
 def some(others: Sequence[Item]) -> list[Item]:
-    """Return the share of the cases outside the sample that INFINITY_TESTS asks for, in any order."""
+    """From cases outside the sample, return the share that INFINITY_TESTS asks for, in any order."""
     return random.Random(SEED).sample(others, round(SHARE * len(others)))
 
 
 def covering(cases: Sequence[Case], strength: int = 2, most: int | None = None) -> list[int]:
     """Return the indices of a few cases that cover all combinations of `strength` values that occur in some case.
 
-    The result is always the same. The choice is greedy: of up to 200 candidates, the case with the most uncovered
-    combinations is next.
+    The result is always the same. The choice is greedy: the next case is the one of up to 200 candidates that has the
+    most uncovered combinations.
 
     Args:
         cases: all cases.
         strength: number of axes in a combination.
-        most: largest number of cases; they then cover as many combinations as they can.
+        most: maximum number of cases; so many cases cover as many combinations as they can.
     """
     values = [sorted(case.items(), key=_axis) for case in cases]
     meetings = [set(itertools.combinations(each, min(strength, len(each)))) for each in values]
@@ -108,12 +112,12 @@ def _axis(pair: tuple[str, Hashable]) -> str:
     return pair[0]
 
 
-@pytest.hookimpl(trylast=True)  # after -k and -m have selected items
+@pytest.hookimpl(trylast=True)  # runs after -k and -m have selected items
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Select the items that run.
 
-    A test with the mark `covering(strength=2, most=None)` runs with some of its parameters. Of tests and parameters
-    with the mark `long` a share runs. Every other test runs with all its parameters.
+    A test with the mark `covering(strength=2, most=None)` runs with some of its parameters. A share of the tests and
+    parameters with the mark `long` runs. Every other test runs with all its parameters.
     """
     functions: dict[tuple[str, str], list[pytest.Item]] = {}
     marked = [
@@ -142,7 +146,7 @@ def _long_left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     long = [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("simulated")]
     kept = {item for item in long if is_kept(item)}
     chosen = set(some([item for item in long if item not in kept]))
-    return set(long) - chosen - kept  # these may select more cases with a larger share
+    return set(long) - chosen - kept  # kept tests run; with a larger share they may select more cases
 
 
 def is_kept(item: pytest.Item) -> bool:

@@ -88,7 +88,7 @@ class Plain:
         self._kept.setdefault(self.optimizer.steps, self._now())
 
     def restart(self, back: int, index: int) -> int:
-        self.top()  # close() commits the current state if needed
+        self.top()  # keeps the current state, if it is not kept yet
         step = self._restarts[index]
         if step == self.optimizer.steps:
             return step

@@ -1,4 +1,6 @@
-"""Random choice of weights that are computed from others each time they are read (torch.nn.utils.parametrize)."""
+"""Random choice of weights that are computed from other parameters each time they are read
+(torch.nn.utils.parametrize).
+"""
 
 from __future__ import annotations
 

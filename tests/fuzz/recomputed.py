@@ -1,4 +1,6 @@
-"""Random choice of recomputation: checkpoints around several blocks, and inside these around single blocks."""
+"""Random choice of recomputation: checkpoints around several blocks, and inside these checkpoints further checkpoints
+around single blocks.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ class Around:
 
     Attributes:
         spans: visits [begin, end), and whether a checkpoint is around them.
-        segments: segments of torch's checkpoint_sequential around all visits; 0: it is not used.
-        within: visits that have their own checkpoint, with the kind of it.
+        segments: number of segments of torch's checkpoint_sequential around all visits; 0: checkpoint_sequential is not
+            used.
+        within: visits that have their own checkpoint, with the kind of this checkpoint.
     """
 
     spans: list[tuple[int, int, bool]]

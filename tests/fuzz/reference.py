@@ -26,9 +26,9 @@ class Reference(torch.optim.Optimizer):
     Attributes:
         steps: number of requested steps, including skipped ones.
         last_grad_norm, skipped_steps: same as in infinity's optimizers.
-        distorted: (index of a param group, factor) of a learning rate that is wrong on purpose.
-        moved: param groups with some changed weight.
-        gradients: fp32 gradients of the parameters that have one.
+        distorted: index of a param group whose learning rate is wrong on purpose, and the factor of this learning rate.
+        moved: param groups in which at least one weight has changed.
+        gradients: fp32 gradients of the parameters that have a gradient.
 
     Args:
         exact: parameters whose moments are fp32 regardless of `moments`.
@@ -69,7 +69,7 @@ class Reference(torch.optim.Optimizer):
         return groups, states, self.steps, self.skipped_steps, self._skips_in_a_row, self.last_grad_norm
 
     def take(self, everything: Any) -> None:
-        """Continue from a state of `everything`. Gradients are lost."""
+        """Continue from a state that `everything` returned. Gradients are lost."""
         groups, states, self.steps, self.skipped_steps, self._skips_in_a_row, self.last_grad_norm = everything
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update(values)
@@ -78,12 +78,12 @@ class Reference(torch.optim.Optimizer):
             self.state[parameter] = state
 
     def _expect(self, parameter: nn.Parameter) -> None:
-        """Prepare for a gradient: setting .grad to None discards the earlier gradients."""
+        """Prepare for a gradient: if .grad was set to None, discard the earlier gradients."""
         if parameter.grad is None:
             self.gradients.pop(parameter, None)
 
     def _take(self, parameter: nn.Parameter) -> None:
-        """Keep a gradient in fp32; a zero stays in .grad."""
+        """Keep a gradient in fp32, and leave a zero in .grad."""
         assert parameter.grad is not None
         gradient, parameter.grad = parameter.grad.float(), torch.zeros_like(parameter)
         before = self.gradients.get(parameter)
@@ -126,7 +126,7 @@ class Reference(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: nn.Parameter, g: torch.Tensor, group: dict[str, Any]) -> bool:
-        """Update a parameter; return whether its master has changed."""
+        """Update a parameter, and return whether the parameter's master has changed."""
         state = self.state[parameter]
         state["step"] = step = state.get("step", 0) + 1
         if "master" not in state:
@@ -191,7 +191,7 @@ def _root(v: torch.Tensor) -> torch.Tensor:
 
 
 def _zero_below(g: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return the gradient with those values set to 0 whose squares would not change a sum of squares."""
+    """Return the gradient, in which values are set to 0 if their squares would not change a sum of squares."""
     vanishing = math.sqrt(2.0**-150 / factor) * (1 - 2.0**-20)
     return torch.where(g.abs() < vanishing, torch.zeros_like(g), g)
 

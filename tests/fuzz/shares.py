@@ -15,7 +15,7 @@ _PER_PROCESS = 20
 
 
 def problems_of(main: Callable[[int, int], int], seed: int, cases: int) -> list[str]:
-    """Return the problems of the cases of `cases` seeds, from `seed` on.
+    """Run `cases` cases, whose seeds begin with `seed`, and return their problems.
 
     Args:
         main: runs cases (first seed, count), and prints a line of JSON for each.

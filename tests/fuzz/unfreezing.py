@@ -18,7 +18,8 @@ class Freezing:
 
     Attributes:
         share: share of the parameters that is frozen in each iteration.
-        late: iteration that adds a param group of parameters that were frozen until then; None: no group is added.
+        late: iteration that adds a param group of parameters that were frozen before this iteration; None: no group is
+            added.
     """
 
     seed: int
@@ -36,7 +37,9 @@ class Freezing:
 
 
 def unfreezing(seed: int, loop: Any) -> Any:
-    """Return a loop that freezes and unfreezes parameters for some seeds, and the unchanged loop for the others."""
+    """For some seeds, return a loop that freezes and unfreezes parameters. For the other seeds, return the unchanged
+    loop.
+    """
     rng = random.Random(f"freezing {seed}")
     if rng.random() < 0.6:
         return loop

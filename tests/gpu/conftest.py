@@ -14,7 +14,7 @@ from tests.sim.queues import EAGER
 
 __all__ = ["simulate"]
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first use of cuBLAS
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads the variable at its first use
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,8 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def gpu(simulate: Simulate) -> torch.device:
     """Return the GPU; without a GPU the CPU, with models that use a device's code path.
 
-    `pytest -m gpu` then runs the tests' own code. Request this before `offload`, so that the models are closed when the
-    simulation ends.
+    Without a GPU, `pytest -m gpu` thus still runs the code of the tests. Request this fixture before `offload`, so that
+    the models are closed when the simulation ends.
     """
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())

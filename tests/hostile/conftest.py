@@ -1,4 +1,4 @@
-"""Runs whose small files the tests change, made once."""
+"""Runs that are made once, and whose small files the tests change."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def packed(draw: Draw, directory: Path) -> list[Path]:
 
 
 def one_thing_many_times(draw: Draw, directory: Path) -> list[Path]:
-    """Write up to 2 MB of one thing, alone or inside otherwise valid data."""
+    """Write up to 2 MB in which one element is repeated, alone or inside otherwise valid data."""
     thing = draw.choice(
         (b" ", b"\n", b"a", b"[", b"{", b'{"a":', b"\x00", b"\xff", b"\r", b"[[],", b'"', b"\\u0000", b"1")
     )

@@ -1,7 +1,7 @@
 """Limits for hostile input: seconds, 500 MB, and no traceback.
 
-Cases run in processes forked from one that has imported everything (tests/processes.py), many in each. A case that dies
-or hangs is reported, and the others continue.
+Cases run in processes that are forked from a process that has imported everything (tests/processes.py). Each process
+runs many cases. A case that dies or hangs is reported, and the others continue.
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ MEMORY_BYTES = 500_000_000
 _SECONDS = 60
 """Seconds after which a case counts as hanging, on a machine with other work."""
 _ADDRESSES_BYTES = 16 << 30
-"""Limit of address space beyond the process's own, so that excessive allocations get a MemoryError early."""
+"""Limit of the address space that a process may add to its initial address space, so that excessive allocations get a
+MemoryError early.
+"""
 
 Check = Callable[[Any], object]
 
 
 def failures(check: Check, cases: Sequence[Any], directory: Path) -> list[str]:
-    """Return the failed cases and their problems; empty when each ended in a result or a typed error within the limits.
+    """Return the failed cases and their problems. The list is empty if each case ended in a result or a typed error
+    within the limits.
 
     Args:
-        check: runs a case; an InfinityError counts as a result, any other exception as a failure. It must be a module's
-            function, and the cases must be picklable.
+        check: function that runs a case; an InfinityError counts as a result, any other exception as a failure. `check`
+            must be a function of a module, and the cases must be picklable.
         cases: the cases.
         directory: place for the list of outcomes.
     """
@@ -61,14 +64,14 @@ def _run(check: Check, cases: list[Any], outcomes: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESSES_BYTES, used + _ADDRESSES_BYTES))
     with open(outcomes, "a", buffering=1) as file:
         for case in cases:
-            signal.alarm(_SECONDS)  # not handled, so it ends the process
+            signal.alarm(_SECONDS)  # no handler: the signal ends the process
             print(json.dumps(_outcome(check, case)), file=file)
         signal.alarm(0)
 
 
 def _outcome(check: Check, case: Any) -> str:
-    """Return the problem of a case; "" when there is none."""
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak, so that it belongs to this case
+    """Return the problem of a case; "" if there is no problem."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak memory, so that the peak is of this case
     before = _memory("VmRSS")
     try:
         check(case)
@@ -87,7 +90,9 @@ def _memory(kind: str) -> int:
 
 @contextlib.contextmanager
 def printed(directory: Path) -> Any:
-    """Capture the output to descriptors 1 and 2 within the context; yields the paths of the two files."""
+    """Capture the output to descriptors 1 and 2 within the context. Yield the paths of the two files with
+    the output.
+    """
     files = directory / "stdout", directory / "stderr"
     kept = [os.dup(number) for number in (1, 2)]
     sys.stdout.flush()

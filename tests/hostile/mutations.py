@@ -1,4 +1,4 @@
-"""Mutated small files: some value in a document is changed, and every checksum is valid."""
+"""Mutated small files: some value in a document is changed, but every checksum is valid."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def mutated(value: Any, draw: random.Random, values: list[Any] | None = None) ->
 
 
 def _change(holder: Any, draw: random.Random, values: list[Any]) -> None:
-    """Walk down to a random place, and change its value."""
+    """Walk down to a random place of the document, and change the value at this place."""
     at: Any = 0
     while True:
         below = holder[at]
@@ -92,7 +92,7 @@ def _of_json(text: str, draw: random.Random) -> str:
 
 
 def forged(kind: str, version: int, value: Any, draw: random.Random) -> bytes:
-    """Return the document, or one with another change in its text; its checksum is valid."""
+    """Return the document, sometimes with another change in its text; the checksum is valid."""
     packer = document._Packer()
     text = bytearray(packer.dump(value).encode())
     if draw.random() < 0.15:

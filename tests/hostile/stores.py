@@ -1,4 +1,6 @@
-"""Helpers of tests of hostile small files: runs with their expected values, and every command applied to a copy."""
+"""Helpers of tests of hostile small files: runs with their expected values, and the commands, which are applied to
+copies of the runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ STEPS = 2
 CASES = number(16, 1000, "INFINITY_HOSTILE")
 PARTS = 4
 Case = tuple[str, Path, Path, int]
-"""Kind of model, its run, a directory for the case alone, and the number of the case."""
+"""Kind of model, directory of the model's run, directory for this case alone, and number of the case."""
 Values = dict[str, torch.Tensor]
 
 
@@ -58,7 +60,9 @@ def loss_of(kind: str, model: Any) -> torch.Tensor:
 
 
 def make_run(kind: str, root: Path, paths: list[Path]) -> None:
-    """Make a run in `paths`, and beside it the expected values ("values-STEP.pt") and portable copy of each step."""
+    """Make a run in `paths`. Beside the run, write the expected values ("values-STEP.pt") and a portable copy of each
+    step.
+    """
     before, store.STRIPE_BYTES = store.STRIPE_BYTES, 4096
     probe, store._probe = store._probe, lambda *_: 1e9
     try:
@@ -79,14 +83,14 @@ def make_run(kind: str, root: Path, paths: list[Path]) -> None:
 
 
 def cases_of(part: int, runs: Mapping[str, Path], work: Path) -> list[Case]:
-    """Return every PARTS-th case; the runs take turns."""
+    """Return every PARTS-th case. Successive cases use different runs."""
     kinds = list(runs)
     numbers = range(part, CASES, PARTS)
     return [(kind := kinds[each // PARTS % len(kinds)], runs[kind], work / str(each), each) for each in numbers]
 
 
 def tensors_of(copy: Path) -> Values:
-    """Return all tensors of a portable copy, by their file's folder and their name."""
+    """Return all tensors of a portable copy. The key is the folder of the tensor's file and the tensor's name."""
     found: Values = {}
     for path in sorted(copy.rglob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -105,8 +109,8 @@ _IN_THE_MANIFEST = ("running_mean", "running_var", "num_batches_tracked")
 def require_same_tensors(copy: Path, reference: Path) -> None:
     """Require that a copy has values of the run, under any names and in any shapes of the manifest.
 
-    A shape that ends before the next parameter cannot be distinguished from the true one. It gives a part of a value,
-    or a value followed by some zeros.
+    A wrong shape that ends before the next parameter cannot be distinguished from the true shape. With a wrong shape,
+    the copy has a part of a value, or a value followed by some zeros.
     """
     found, whole = tensors_of(copy), tensors_of(reference)
     assert found, "a copy of nothing"
@@ -119,7 +123,9 @@ def require_same_tensors(copy: Path, reference: Path) -> None:
 
 
 def require_same_run(model: Any, root: Path) -> None:
-    """Require the weights and states of one step of the run; a changed file may name another step."""
+    """Require that a model has the weights and states of one step of the run, which may be any step: a changed file may
+    name another step.
+    """
     optim = infinity.AdamW(model.parameters(), lr=0.5)
     infinity.track(torch.optim.lr_scheduler.StepLR(optim, 100), model=model)
     found = {"weights": weights_of(model), "states": states_of(model)}
@@ -136,7 +142,7 @@ def _difference(found: dict[str, Values], expected: dict[str, Values]) -> str:
 
 
 def typed(act: Callable[[], Any]) -> Any:
-    """Return the result of `act`, or its error if it is infinity's."""
+    """Return the result of `act`; if `act` raises an error of infinity, return the error."""
     try:
         return act()
     except InfinityError as error:
@@ -150,7 +156,9 @@ def command(act: str, paths: list[Path], **options: Any) -> Any:
 
 
 def put_through(kind: str, root: Path, paths: list[Path], work: Path) -> None:
-    """Apply everything that reads a store to the one in `paths`, a changed copy of the run of `root`."""
+    """Apply every command and function that reads a store to the store in `paths`, which is a changed copy of the run
+    in `root`.
+    """
     for path in paths:
         command("list", [path])
     command("verify", paths)

@@ -44,9 +44,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    """Return a function whose context runs its body as under `infinity run`, with changes of the config.
+    """Return a function that gives a context. The body of the context runs as under `infinity run`, with changes of the
+    config.
 
-    States are on NVMe, and the model is larger than its device memory.
+    States are on NVMe, and the model is larger than the device memory.
     """
 
     def start(*, resume: Path | None = None, **changes: Any) -> AbstractContextManager[Run]:

@@ -15,7 +15,7 @@ import infinity
 
 
 class Language(pl.LightningModule):
-    """Module that fine-tunes a model that it loads, or that it is given."""
+    """Module that fine-tunes a model. The module loads this model or gets it as an argument."""
 
     def __init__(self, source: Path | nn.Module) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Language(pl.LightningModule):
 
 
 class InHalf(Language):
-    """Module for fp16, in which plain AdamW's eps and moments would be 0."""
+    """Module for training in fp16, in which the eps and the moments of plain AdamW would be 0."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.3)
@@ -60,7 +60,7 @@ class OwnData(Language):
 
 
 class ClippedByValue(Language):
-    """Module that clips in the way that the refusal of Lightning's option recommends."""
+    """Module that clips gradients in the way that the error for Lightning's option recommends."""
 
     def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
         with infinity.gathered(self.model, grads=True):
@@ -75,14 +75,14 @@ class Lion(Language):
 
 
 class Clipping(Language):
-    """Module with an optimizer of infinity that clips."""
+    """Module with an optimizer of infinity that clips gradients."""
 
     def configure_optimizers(self) -> Any:
         return infinity.AdamW(self.parameters(), lr=1e-3, max_grad_norm=1e-3)
 
 
 class Small(pl.LightningModule):
-    """Module with parameters of its own, in layers that its step calls one by one."""
+    """Module with its own parameters, in layers that training_step calls one by one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Averaging(pl.Callback):
 
 
 class Unfreezing(BaseFinetuning):
-    """Callback that trains the head alone in the first epoch, and the embeddings too from then on."""
+    """Callback that trains only the head in the first epoch, and the head and the embeddings in later epochs."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.embed)

@@ -1,4 +1,4 @@
-"""A Trainer of the small checkpoint, and its log."""
+"""A Trainer that trains the small checkpoint, and the Trainer's log."""
 
 from __future__ import annotations
 

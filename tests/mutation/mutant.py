@@ -10,8 +10,8 @@ class Mutant:
     """A change of one file that a test must notice.
 
     Attributes:
-        name: the guard that is removed.
-        path: the file; `old` occurs in it once and becomes `new`.
+        name: name of the guard that the mutant removes.
+        path: the file that is changed; `old` occurs once in the file and is replaced by `new`.
         tests: arguments of pytest.
     """
 

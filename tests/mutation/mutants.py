@@ -1,4 +1,4 @@
-"""All mutants: the guard that each removes, and the tests that must then fail."""
+"""All mutants: the guard that each mutant removes, and the tests that must fail without this guard."""
 
 from __future__ import annotations
 

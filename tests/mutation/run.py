@@ -1,7 +1,7 @@
 """Mutation test, `make mutation-test`: remove one guard after the other in copies of the sources; a test must fail.
 
-The exit code is 1 when a mutant survives, when one cannot be made any more (its text is not in the sources), or when
-the tests fail without any mutant.
+The exit code is 1 if a mutant survives, if a mutant cannot be made because its text is not in the sources, or if the
+tests fail without any mutant.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tests.mutation.mutant import Mutant
 from tests.mutation.mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
-# The editable install finds the sources of the checkout first, in every process; in the copy this must not happen.
+# The editable install finds the sources of the checkout first, in every process; in the copy, the sources of the copy
+# must be found.
 SITE = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__.lower()]
@@ -36,7 +37,9 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type
 CHECK = "import sys, infinity; sys.exit(not infinity.__file__.startswith(sys.argv[1]))"
 _TIMEOUT_S = 900
 _SHARES = ("INFINITY_TESTS", "INFINITY_SAMPLE")
-"""Environment variables that are removed: the tests of `make test` are tried first, and then all long ones."""
+"""Environment variables that are removed. For each mutant, the tests of `make test` run first, and after them all long
+tests.
+"""
 _NO_TEST_RAN = (pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
@@ -87,20 +90,22 @@ class Copy:
             shutil.copy(built, self.path / "infinity" / built.name)
 
     def take_back(self, mutant: Mutant, text: str) -> None:
-        """Restore a file's original text. Its native build is restored too."""
+        """Restore the original text of a mutant's file. For a mutant of the native core, restore the
+        built core, too.
+        """
         (self.path / mutant.path).write_text(text)
         for path, built in self._whole.items() if mutant.native else ():
-            path.unlink()  # removed instead of overwritten, since a process may still have it mapped
+            path.unlink()  # not overwritten: a process may still have the file mapped
             path.write_bytes(built)
 
     def try_tests(self, *arguments: str, long: bool = False) -> tuple[int, str]:
         """Run tests. Tests that hang count as failed.
 
-        Long tests that hang count as passed, since they may only need more time.
+        Long tests that hang count as passed, because long tests may only need more time.
 
         Args:
             arguments: arguments of pytest.
-            long: run all tests with the mark `long`, instead of those of `make test`.
+            long: whether to run all tests with the mark `long`, instead of the tests of `make test`.
 
         Returns:
             pytest's exit code, and the last printed line that names a test.
@@ -169,7 +174,7 @@ def main() -> int:
 
 
 def _survivors(mutants: list[Mutant], copies: list[Copy], pool: ThreadPoolExecutor) -> list[str]:
-    """Test all mutants, each in any free copy; return the names of those that no test detected."""
+    """Test all mutants, each in any free copy. Return the names of the mutants that no test detected."""
     free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     for copy in copies:
         free.put(copy)

@@ -1,4 +1,5 @@
-"""A fresh process with the native core alone, for limits, filters and forks, which a test process could not undo.
+"""A fresh process with the native core alone, for tests of limits, filters and forks: a test process could not undo
+these.
 
 The core is loaded from its file, since importing the package would also import torch.
 """

@@ -14,9 +14,9 @@ class Runtime:
     """Fake runtime whose streams are queues. Queued work runs as late as possible, when a later event is waited for.
 
     Attributes:
-        calls: names of the calls so far, each with its handles.
-        refuse: by number of the call, counted from 0: the error that it returns instead of running.
-        synchronizing: called with the event before each wait for it.
+        calls: names of the calls so far, each name with the handles of its call.
+        refuse: the errors of calls that do not run; the key is the number of the call, counted from 0.
+        synchronizing: function that is called before each wait for an event, with the event.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Runtime:
             return sum(map(len, self._streams.values()))
 
     def reach(self, event: int) -> bool:
-        """Run the work that the event waits for. Returns False when it would wait for ever."""
+        """Run the work that the event waits for. Returns False if the event would never be reached."""
         with self._lock:
             turn = self._recorded[event]
             while self._reached[event] < turn:

@@ -1,12 +1,12 @@
 """Log of a run's operations in their order: calls of the native core, device memory, small files and other ranks.
 
-Two versions of infinity with equal logs move the same bytes in the same order. Everything is replaced at the boundaries
-(native classes, torch.distributed, small files, the space that leases come from), so the log does not depend on the
-callers inside infinity. Its lines have the words of the design instead of class names.
+Two versions of infinity with equal logs move the same bytes in the same order. The logging functions are installed at
+the boundaries (native classes, torch.distributed, small files, the space that leases come from), so the log does not
+depend on the callers inside infinity. The lines of the log have the words of the design instead of class names.
 
 [Note: the same log each time] The progress of native threads and other ranks is visible only through `done`. In a
-logged run `done` waits and returns true, so that code that depends on its answer always behaves the same. `withdraw`,
-whose answer depends on the jobs that have begun, waits for all its jobs.
+logged run, `done` waits and returns true, so that code that depends on the answer of `done` always behaves the same.
+The answer of `withdraw` depends on which jobs have begun; therefore `withdraw` waits for all its jobs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ PLAIN = ("numel", "weight_dtype", "master", "moments", "grad_dtype", "whole", "a
 
 
 class Log:
-    """Lines by the thread that made the call: "" for the main thread, the thread's name for others."""
+    """Lines of the log by the thread that made the call. The key is "" for the main thread, and the thread's name for
+    another thread.
+    """
 
     def __init__(self) -> None:
         self._lines: dict[str, list[str]] = {}
@@ -115,7 +117,7 @@ def _announce(patch: pytest.MonkeyPatch, log: Log, owner: Any, name: str, text: 
 
 
 def _remember(patch: pytest.MonkeyPatch, log: Log, name: str, text: Callable[..., str]) -> None:
-    """Log the arguments that objects of a native class were made with."""
+    """Log the arguments with which objects of a native class are made."""
     original = getattr(_native, name)
 
     def make(*args: Any, **options: Any) -> Any:
@@ -184,7 +186,9 @@ def _follow_updates(patch: pytest.MonkeyPatch, log: Log) -> None:
 
 
 def _follow_device(patch: pytest.MonkeyPatch, log: Log) -> None:
-    """Log leases and returns of slots in the slab. On the device `cpu` slots are in the arena, which is not logged."""
+    """Log leases and returns of slots in the slab. On the device `cpu`, slots are in the arena, and leases of the arena
+    are not logged.
+    """
 
     def piece(target: Any, dtype: str, *, source: Any = None, add: bool = False, first: int = 0, **_: Any) -> str:
         return f"{dtype} {_nbytes(target)}{' +=' if add else ' =' if source is not None else ''} from {first}"
@@ -231,7 +235,9 @@ def _small_files(log: Log) -> atomic_file.Observer:
 
 
 def _same_each_time(document: bytes) -> bytes:
-    """Return a document (infinity/io/document.py) without the keys that differ in each run; other data unchanged."""
+    """Return a document (infinity/io/document.py) without the keys that differ in each run. Other data is returned
+    unchanged.
+    """
     first, _, rest = document.partition(b"\n")
     if not first.startswith(b'{"infinity"'):
         return document

@@ -24,7 +24,7 @@ from tests.sim.queues import EAGER, LAZY
 Scenario = Callable[[Path], list[str]]
 SIMULATED, ON_THE_CPU = 20, 4
 TIMES = (8, 2, 5, 3, 8, 1, 4, 6)
-"""Sizes of blocks. Several small ones are evicted for a large one, so that the log shows their order."""
+"""Sizes of blocks. Several small blocks are evicted for a large block, so that the log shows the order of eviction."""
 DEEP: dict[str, dict[str, Any]] = {
     "store": {"config": over_ranks.TIERS[3] | {"commit_every": 1, "overlap": "before_forward"}},
     "store, clipped": {"config": over_ranks.TIERS[3], "max_grad_norm": 1e-3},
@@ -49,7 +49,7 @@ RANKS: dict[str, dict[str, Any]] = {
 
 
 def scenarios() -> Mapping[str, Scenario]:
-    """Return the scenarios by name; 40, always the same."""
+    """Return the scenarios by name. There are always the same 40 scenarios."""
     named: dict[str, Scenario] = {}
     for index, case in enumerate(_cases(SIMULATED + ON_THE_CPU)):
         policy = [LAZY, EAGER][index % 2] if index < SIMULATED else None
@@ -62,7 +62,7 @@ def scenarios() -> Mapping[str, Scenario]:
 
 
 def _cases(number: int) -> list[schedules.Case]:
-    """Return cases in which any two values occur together, as far as `number` allows."""
+    """Return `number` cases, in which as many pairs of values as possible occur together."""
     draw = random.Random("operations")
     fixed = [case for case in schedules.CASES if case.overlap != "auto"]
     drawn = [draw.choice(fixed) for _ in range(400)]
@@ -113,7 +113,7 @@ def _swap(folder: Path) -> Path:
 def _ranks(options: dict[str, Any]) -> Scenario:
     def record(folder: Path) -> list[str]:
         logs = run(2, on_rank, str(_swap(folder)), options)
-        # the rank that is first makes the swap directory
+        # the first of the ranks makes the swap directory
         own = [[line for line in lines if not line.endswith(" directory place")] for lines in logs]
         return [f"rank {rank}: {line}" for rank, lines in enumerate(own) for line in lines]
 

@@ -21,7 +21,7 @@ def backward(model: nn.Module) -> None:
 
 
 def require_unchanged_by(model: nn.Module, what: Any, error: type[BaseException], match: str) -> None:
-    """Require that `what` raises, and that no weight changes."""
+    """Require that the call of `what` raises an error, and that the call changes no weight."""
     before = weights_of(model)
     with pytest.raises(error, match=match):
         what()

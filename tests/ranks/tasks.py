@@ -23,18 +23,19 @@ def opened(*, apart: bool = False, **options: Any) -> Exchange:
     """Return an exchange on this rank.
 
     Args:
-        apart: the ranks do not detect that they are on one machine, nor when a process of it ends.
+        apart: whether each rank appears to be on its own machine; ranks then do not detect the end of another rank's
+            process.
         options: options of Ranks.of_world.
     """
     if apart:
-        ranks_module._boot = lambda: f"boot of rank {dist.get_rank()}"  # this process belongs to one test
+        ranks_module._boot = lambda: f"boot of rank {dist.get_rank()}"  # not restored: a process runs one test
     ranks = Ranks.of_world(**({"deadline_s": 30.0, "even_alone": True} | options))
     assert ranks is not None
     return Exchange(ranks)
 
 
 def operation(kind: str, subject: int, nbytes: int = 64, **options: Any) -> Operation:
-    """Return an operation of one kind with even sizes: `nbytes` per pair of ranks, each byte the sender's number."""
+    """Return an operation of a kind with even sizes: `nbytes` per pair of ranks. Each byte is the sender's rank + 1."""
     rank, n = dist.get_rank(), dist.get_world_size()
     name = f"unit 'layers.{subject}'"
     if kind == "gather":
@@ -61,13 +62,15 @@ def done(exchange: Exchange, operation: Operation) -> bytes:
 
 
 def kill() -> None:
-    """Kill this process. Used as a task to wait for."""
+    """Kill this process. Tests use this function as a task that other ranks wait for."""
     os.kill(os.getpid(), signal.SIGKILL)
     threading.Event().wait()
 
 
 def told_by(exchange: Exchange, *operations: Operation) -> tuple[tuple[int, ...], str]:
-    """Return the ranks and the text of the operations' PeerError; require that nothing is accepted afterwards."""
+    """Submit operations until a PeerError, and return the ranks and the text of the error. Require that the exchange
+    accepts no operation after the error.
+    """
     try:
         for each in operations:
             exchange.submit(each).result()

@@ -1,7 +1,7 @@
-"""Ranks for tests: processes with gloo on this machine, one torch thread each, which live for one call.
+"""Ranks for tests: processes with gloo on this machine. Each process has one torch thread and lives for one call.
 
-They are forked from a server that has imported torch and infinity, so starting four of them takes a fraction of a
-second. Killed or broken processes of one test do not affect the next test.
+The processes are forked from a server that has imported torch and infinity, so starting four ranks takes a fraction of
+a second. Killed or broken processes of one test do not affect the next test.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Outcome:
     """End of one rank.
 
     Attributes:
-        value: result of the function; None when it did not return.
+        value: result of the function; None: the function did not return.
         error: exception of the function.
-        told: traceback of the exception, or stderr when the process died.
+        told: traceback of the exception; if the process died, its stderr.
         exitcode: exit code of the process; -N for signal N.
     """
 
@@ -45,11 +45,11 @@ class Outcome:
 
 
 class RankError(AssertionError):
-    """A rank raised or died unexpectedly; the message names it."""
+    """A rank raised an exception or died unexpectedly; the message names the rank."""
 
 
 class HangError(AssertionError):
-    """Ranks did not end within the limit; the message has the stacks of all of them."""
+    """Ranks did not end within the limit; the message has the stacks of all ranks."""
 
 
 def run(n: int, function: Callable[..., Any], *arguments: Any, limit_s: float = LIMIT_S) -> list[Any]:
@@ -62,7 +62,8 @@ def run(n: int, function: Callable[..., Any], *arguments: Any, limit_s: float = 
         limit_s: seconds after which the ranks count as hanging.
 
     Raises:
-        RankError: names each rank that raised, with its traceback; its cause is the first rank's exception.
+        RankError: a rank raised an exception or died. The message names each such rank, with its traceback. The cause
+            of the error is the first rank's exception.
         HangError: the ranks did not end within the limit.
     """
     outcomes = ended(n, function, *arguments, limit_s=limit_s)
@@ -131,11 +132,13 @@ class _Rank:
 
     @property
     def handles(self) -> list[Any]:
-        """Handles to wait for: the end of the process, and its result, which may be longer than a pipe's buffer."""
+        """Handles to wait for: the end of the process, and the arrival of its result. The result may be longer than a
+        pipe's buffer.
+        """
         return [self._process.sentinel] if self._told_all else [self._process.sentinel, self.results]
 
     def take(self) -> None:
-        """Receive the result, if it is available or the pipe is closed."""
+        """Receive the result, if the result is available or the pipe is closed."""
         if self._told_all or not self.results.poll():
             return
         self._told_all = True
@@ -206,7 +209,7 @@ def _main(
 
 
 def _pickled(error: BaseException) -> bytes:
-    """Return the pickled error, or one with its text if it cannot be pickled."""
+    """Return the pickled error. If the error cannot be pickled, return another error with the same text."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

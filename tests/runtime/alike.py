@@ -19,11 +19,13 @@ from tests.conftest import states_of, weights_of
 from tests.models import Batch, loss_of
 
 STEPS = sampling.number(2, 3)
-_OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}  # gradients that are zero except for rounding move nothing
+_OPTIONS: dict[str, Any] = {"lr": 1e-3, "eps": 1e-3}  # eps: gradients that are zero except for rounding change nothing
 
 
 def tight(model: nn.Module, together: int = 2) -> dict[str, str]:
-    """Return memory for the staying units and the `together` largest others, or the minimum of a plan."""
+    """Return memory for the units that stay on the device and the `together` largest other units, but at least the
+    minimum of a plan.
+    """
     units = discover(model).units
     staying = sum(unit.weight_bytes for unit in units if unit.stays)
     moving = sorted((unit.weight_bytes for unit in units if not unit.stays), reverse=True)
@@ -45,7 +47,7 @@ def assert_trains_and_evaluates_alike(
     """Require equal losses of training, no_grad and inference_mode, equal weights, and equal moments.
 
     Args:
-        build: makes the same model each time.
+        build: function that makes the same model each time.
         batch: input of the model.
         offload: fixture that offloads a model.
         steps: number of training steps.

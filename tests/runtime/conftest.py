@@ -13,7 +13,7 @@ from tests.runtime.gathering import PLACES, TIGHT, Trained, step
 
 @pytest.fixture(params=["nvme, generations", "host"])
 def trained(request: pytest.FixtureRequest, offload: Any) -> Trained:
-    """Return a bf16 Llama after two steps."""
+    """Return a bf16 Llama that was trained for two steps."""
     model, batch = llama()
     model = offload(model.bfloat16().train(), memory=TIGHT, **PLACES[request.param])
     optim = infinity.AdamW(model.parameters(), lr=1e-2)

@@ -23,7 +23,8 @@ WIDTH, DEPTH, TOKENS = 96, 3, 8
 
 
 class Block(nn.Module):
-    """A block that has, with `times` = 8, more than two slices of the smallest size that has complete partial sums.
+    """A block. With `times` = 8, the block has more than two slices of the smallest slice size for which partial sums
+    are complete.
 
     Args:
         times: inner width, in multiples of the outer width.
@@ -44,12 +45,12 @@ class Block(nn.Module):
 
 
 class Blocks(nn.Module):
-    """Blocks, an input of the first one's width, and a second head, which only some batches use.
+    """Blocks, an input layer of the first block's width, and a second head, which only some batches use.
 
     Args:
-        times: argument of each Block; empty: some blocks of the same size.
-        frozen: the first block is frozen.
-        twice: the second block is used once more at the end.
+        times: argument `times` of each Block; empty: some blocks of the same size.
+        frozen: whether the first block is frozen.
+        twice: whether the second block is used once more at the end.
 
     Attributes:
         skips: index of a block that is skipped.
@@ -111,7 +112,8 @@ def train(
     model: dict[str, Any] | None = None,
     **options: Any,
 ) -> tuple[list[float], list[float], dict[str, str]]:
-    """Return the losses of this process, the norms, and the final weights; one process uses the batches of all ranks.
+    """Return the losses of this process, the norms, and the final weights. A process without other ranks uses the
+    batches of all ranks.
 
     Args:
         folder: swap directory.
@@ -154,12 +156,12 @@ def train(
                 loss.backward()
                 losses.append(loss.item())
         if not several:
-            optim.grad_scale = torch.tensor(float(ranks))  # ranks average, micro-batches are summed
+            optim.grad_scale = torch.tensor(float(ranks))  # ranks average gradients, micro-batches are summed
         optim.step()
         vars(optim).pop("grad_scale", None)
         optim.zero_grad()
         norms.append(optim.last_grad_norm)
-        if cleared:  # clears by hand, after a pass that must not affect the next step
+        if cleared:  # clears gradients by hand: the pass must not affect the next step
             trained(batch(step, 79, kind), both=step % 2 == 0).backward()
             for parameter in trained.parameters():
                 parameter.grad = None

@@ -19,7 +19,7 @@ from tests.conftest import require_no_leaks, states_of, weights_of
 
 
 def made(make: Callable[[], tuple[Any, models.Batch]], recomputes: str, dtype: torch.dtype) -> tuple[Any, models.Batch]:
-    """Return a model that recomputes nothing, or its blocks in one of torch's two ways."""
+    """Return a model that recomputes nothing, or that recomputes its blocks in one of torch's two ways."""
     torch.manual_seed(0)
     model, batch = make()
     model = model.to(dtype).train()
@@ -36,7 +36,9 @@ def batches_of(batch: models.Batch, count: int) -> list[models.Batch]:
 
 
 def is_vertical(model: Any) -> bool:
-    """Return whether stages were learned, through which all micro-batches pass before the next stage."""
+    """Return whether infinity has learned the stages of the model: all micro-batches pass through a stage before the
+    next stage.
+    """
     return micro_batches._known[model].chain is not None
 
 
@@ -80,7 +82,9 @@ def inputs(count: int = 3) -> list[torch.Tensor]:
 
 
 def both(make: Callable[[], nn.Module], offload: Any, tmp_path: Path, steps: int = 2, **config: Any) -> list[Any]:
-    """Return the models after some steps in ordinary and in vertical order; require the same bits."""
+    """Train one model in ordinary order and one model in vertical order, require the same bits, and return
+    both models.
+    """
     ended, results = [], []
     for vertical in (False, True):
         torch.manual_seed(0)

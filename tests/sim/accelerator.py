@@ -3,8 +3,9 @@
 queues.py decides when queued operations run.
 
 [Note: the host] All Python threads together are one actor, the host: Python's own locks order them. Operations that
-they queue on a stream happen after all earlier uses of the host. The host is ordered behind a stream by `synchronize`,
-and by `reached` when it returns true. It is ordered behind a native request when it waits for the request (host.py).
+Python threads queue on a stream happen after all earlier uses of the host. The host is ordered behind a stream by
+`synchronize`, and by `reached` if `reached` returns true. The host is ordered behind a native request when it waits for
+the request (host.py).
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ class Misuse(AssertionError):  # noqa: N818
 
 
 class SimAccelerator:
-    """A device with memory of its own, on the CPU (queues.py).
+    """A device with separate memory, simulated on the CPU (queues.py).
 
     Args:
-        refuse: reason why memory cannot be pinned. Copies of memory that is not pinned are then allowed, and run at
-            once.
+        refuse: reason why memory cannot be pinned. If there is a reason, copies of memory that is not pinned are
+            allowed, and run immediately.
         out_of_memory_at: number of the slab or copy that gets no memory, counted from 0 over both.
-        shut: slabs cannot be accessed by undeclared uses (slab.py).
+        shut: whether slabs are protected from undeclared uses (slab.py).
 
     Attributes:
-        errors: all errors that were found. `check` raises the first. Each was also raised where it was found, except on
-            a native thread.
-        counts: numbers of "synchronize", "synchronize that waited", "copies up", "bytes up", and so on down and within.
+        errors: all errors that were found. `check` raises the first error. Each error was also raised where it was
+            found, except on a native thread.
+        counts: numbers by name: "synchronize", "synchronize that waited", "copies up", "bytes up", and the same for
+            "down" and "within".
     """
 
     pins_resident = False
@@ -202,9 +204,9 @@ class SimAccelerator:
     # -- for tests -----------------------------------------------------------------------------------------------------
 
     def requests_are_known(self, request_of: Callable[[int], Actor | None]) -> None:
-        """Provide the requests of native threads by the address that they copy to (host.py).
-
-        Otherwise each call of the gate orders a native thread behind all that the host did before.
+        """Provide the function that returns the request of a native thread for the address to which the thread copies
+        (host.py). Without this function, each call of the gate orders a native thread behind everything that the host
+        did before.
         """
         self.request_of = request_of
 
@@ -224,9 +226,9 @@ class SimAccelerator:
     def poison(self, address: int, nbytes: int, text: str = "given back") -> None:
         """Mark memory as given back: its contents must not be used any more.
 
-        Operations that are queued may still use device memory, and its next user is ordered behind them. So device
-        memory is overwritten only if no copy of it is pending. Host memory may have any next user, so all its uses must
-        be ordered before the host.
+        Queued operations may still use device memory that was given back, and the next user of the memory is ordered
+        behind these operations. Therefore device memory is overwritten only if no copy of it is pending. Host memory
+        may have any next user, so all its uses must be ordered before the host.
         """
         with self._called():
             end, slab = address + nbytes, self.slab_at(address)
@@ -239,10 +241,8 @@ class SimAccelerator:
                 ctypes.memset(address, POISON, nbytes)
 
     def uses(self, address: int, nbytes: int, *, write: bool, text: str, actor: Actor | None = None) -> None:
-        """Declare a use of memory that the simulation knows.
-
-        The user is the actor. Without an actor, the host uses host memory, and a kernel on the thread's stream uses
-        device memory.
+        """Declare that `actor` uses memory that the simulation knows. Without an actor, the host uses host memory, and
+        a kernel on the thread's stream uses device memory.
         """
         with self.lock:
             end = address + nbytes
@@ -257,7 +257,9 @@ class SimAccelerator:
 
     @contextmanager
     def used(self, memory: Sequence[tuple[int, int, bool]], text: str) -> Iterator[None]:
-        """Declare uses of memory within the context: (address, bytes, whether it is written) of each. See `uses`."""
+        """Declare uses of memory within the context. Each use is a tuple: address, number of bytes, and whether the
+        bytes are written. See `uses`.
+        """
         with ExitStack() as opened:
             for address, nbytes, write in memory:
                 self.uses(address, nbytes, write=write, text=text)
@@ -271,7 +273,7 @@ class SimAccelerator:
                     slab.told(address, address + nbytes)
 
     def knows(self, address: int) -> bool:
-        """Return whether memory is the device's, or pinned."""
+        """Return whether an address is in device memory or in pinned memory."""
         return any(slab.begin <= address < slab.end for slab in self._slabs) or any(
             begin <= address < end for begin, end in self._pinned.copy().items()
         )
@@ -289,7 +291,7 @@ class SimAccelerator:
         self.check_but_for()
 
     def check_but_for(self, *expected: type[BaseException]) -> None:
-        """Check like `check`, ignoring errors of these kinds, which the test provoked."""
+        """Do the same as `check`, but ignore errors of the classes in `expected`, which the test has provoked."""
         with self.lock:
             for slab in self._slabs:
                 self.require_told(slab.begin, slab.end, tell=False)
@@ -393,7 +395,7 @@ class SimAccelerator:
         return f"{other.actor} did it at its {other.at}. Of {other.actor} know: {known}"
 
     def found(self, error: AssertionError) -> None:
-        """Keep an error and raise it; the caller may swallow the exception."""
+        """Keep an error for `check`, and raise it: the caller may swallow the exception."""
         self.errors.append(error)
         raise error
 

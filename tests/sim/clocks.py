@@ -1,14 +1,15 @@
 """Order of memory uses: vector clocks, and a checker of happens-before over byte ranges.
 
 [Note: happens-before]
-An actor is sequential: a stream of a device, the host, or a request that native threads work on. Its clock has, for
-each actor, the point that this actor is known to have reached. Everything that the other actor did up to this point
-happens before the next operation of the clock's owner. A snapshot of a clock is taken when an event is recorded or a
-request ends; an actor that waits for the event joins the snapshot. Two uses of the same bytes by different actors, at
-least one of them a write, must be ordered. Otherwise their order depends on timing, even if the test has always passed.
+An actor is sequential: a stream of a device, the host, or a request that native threads work on. The clock of an actor
+has, for each other actor, the point that the other actor is known to have reached. Everything that the other actor did
+up to this point happens before the next operation of the clock's owner. A snapshot of a clock is taken when an event is
+recorded or a request ends; an actor that waits for the event joins the snapshot. Two uses of the same bytes by
+different actors, at least one of them a write, must be ordered. Without an order, the result depends on timing, even if
+the test has always passed.
 
-For each byte the last write and the reads since are kept. A use that is ordered behind these is ordered behind all
-earlier uses.
+For each byte, the last write and the reads after this write are kept. A use that is ordered behind this write and these
+reads is ordered behind all earlier uses.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ class Actor:
     """A sequential user of memory.
 
     Attributes:
-        index: index in clocks. Reused by another actor once this one has ended and the new actor's clock knows its end.
-        clock: its own position, and the known positions of the others.
-        place: the line that began it, for reports of native threads' uses.
+        index: index of the actor in clocks. After the actor has ended, a new actor whose clock knows this end may reuse
+            the index.
+        clock: the actor's own position, and the known positions of other actors.
+        place: the line of code that began the actor, for reports of uses by native threads.
     """
 
     name: str
@@ -89,7 +91,9 @@ class _Segment:
 
 
 def _uncollected(method: Callable[..., Result]) -> Callable[..., Result]:
-    """Run a method with the garbage collector disabled, and so without finalizers of objects in reference cycles."""
+    """Run a method with the garbage collector disabled, so that no finalizer of an object in a reference cycle runs
+    meanwhile.
+    """
 
     @functools.wraps(method)
     def run(*args: Any) -> Result:
@@ -105,10 +109,10 @@ def _uncollected(method: Callable[..., Result]) -> Callable[..., Result]:
 
 
 class Memory:
-    """The last write and the reads since, of every byte that was used.
+    """The last write, and the reads after this write, of every byte that was used.
 
-    Invariant: `_segments` are disjoint and sorted; `_begins` are their begins. The collector does not run while they
-    change, because a closed model's finalizer calls `forget`.
+    Invariant: `_segments` are disjoint and sorted; `_begins` are the begins of the segments. The collector does not run
+    while these lists change, because a closed model's finalizer calls `forget`.
     """
 
     def __init__(self) -> None:
@@ -117,9 +121,11 @@ class Memory:
 
     @_uncollected
     def use(self, begin: int, end: int, access: Access, clock: Snapshot) -> tuple[Access, int, int] | None:
-        """Record an access and return None; or return a use without an order to it, and the range of that use."""
+        """Record an access and return None. If there is an earlier use without an order to the access, return this use
+        and its range instead.
+        """
         if begin == end:
-            return None  # a use of 0 bytes needs no order, and its empty segment would lie between others
+            return None  # a use of 0 bytes needs no order, and must leave no empty segment
         low, high = self._cut(begin, end)
         for segment in self._segments[low:high]:
             other = _unordered(segment, access, clock)
@@ -133,7 +139,9 @@ class Memory:
 
     @_uncollected
     def forget(self, begin: int, end: int) -> None:
-        """Forget the uses of bytes that get a new owner. Other means order the new owner behind these uses."""
+        """Forget the uses of bytes that get a new owner. The new owner must be ordered behind these uses in another
+        way.
+        """
         self._replace(*self._cut(begin, end), [])
 
     def last_write(self, address: int) -> Access | None:
@@ -159,7 +167,7 @@ class Memory:
             self._replace(low, high, filled)
 
     def _cut(self, begin: int, end: int) -> tuple[int, int]:
-        """Split segments at both addresses; return the range of indices between them."""
+        """Split segments at both addresses. Return the range of indices of the segments between the addresses."""
         for at in (begin, end):
             index = bisect_right(self._begins, at) - 1
             if index >= 0:
@@ -195,12 +203,12 @@ class Order:
         self._ended: list[Actor] = []
 
     def actor(self, name: str, *, behind: Actor | None = None) -> Actor:
-        """Return a new actor; everything that `behind` did so far happens before all its uses."""
+        """Return a new actor. Everything that `behind` has done so far happens before all uses of the new actor."""
         if behind is None:
             return self._new(name, {})
         known = dict(self.snapshot(behind))
         for ended in self._ended:
-            if known.get(ended.index, 0) >= ended.now:  # reuse its index: its uses are all known
+            if known.get(ended.index, 0) >= ended.now:  # reuse the index, because all uses of the ended actor are known
                 self._ended.remove(ended)
                 known[ended.index] = ended.now + 1
                 return Actor(name, ended.index, known)
@@ -212,13 +220,15 @@ class Order:
         return Actor(name, self._indices, known)
 
     def snapshot(self, actor: Actor) -> Snapshot:
-        """Return a snapshot. An actor that joins it is ordered behind all uses so far, and not behind later ones."""
+        """Return a snapshot. An actor that joins the snapshot is ordered behind all uses so far, and not behind later
+        uses.
+        """
         taken = dict(actor.clock)
         actor.clock[actor.index] += 1
         return taken
 
     def end(self, actor: Actor) -> Snapshot:
-        """End the actor. An actor that joins the returned snapshot is ordered behind all of its uses."""
+        """End the actor. An actor that joins the returned snapshot is ordered behind all uses of the ended actor."""
         self._ended.append(actor)
         return dict(actor.clock)
 
@@ -283,7 +293,9 @@ NATIVE: Place = ("a native thread", 0)
 
 
 def place() -> Place:
-    """Return the innermost running line of infinity; without one, that of a test; without both, NATIVE."""
+    """Return the innermost running line of infinity. If there is no such line, return the innermost line of a test; if
+    there is neither, return NATIVE.
+    """
     test = None
     for frame in _frames(sys._getframe(1)):
         file = frame.f_code.co_filename

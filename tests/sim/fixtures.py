@@ -27,8 +27,8 @@ class Simulation:
     """A simulation that `simulate` set up.
 
     Args:
-        gradients_apart: the ring for gradients is not counted in memory.device, so that a config leaves as much memory
-            for weights as on the CPU.
+        gradients_apart: whether the ring for gradients is left out of memory.device, so that a config leaves as much
+            memory for weights as on the CPU.
 
     Attributes:
         sim: the device.
@@ -65,7 +65,9 @@ class Simulation:
         monkeypatch.setattr(resources.Resources, "close", closed)
 
     def finish(self) -> None:
-        """Close the simulation. Raise errors that were found but not raised, or that the caller swallowed."""
+        """Close the simulation. Raise the first error that was found but not raised, or whose exception the caller
+        swallowed.
+        """
         self._entered.close()
         self.sim.check()
 
@@ -89,8 +91,8 @@ def _leave_memory_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Simulate]:
     """Provide a function that simulates a device, with the arguments of SimAccelerator.
 
-    From its call on, models that are offloaded to the CPU use a device's code path. Request this before `offload`,
-    whose models must be closed before the final check.
+    After the call of this function, models that are offloaded to the CPU use a device's code path. Request this fixture
+    before the fixture `offload`: its models must be closed before the final check.
     """
     made: list[Simulation] = []
 

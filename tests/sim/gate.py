@@ -38,7 +38,7 @@ class _Gate:
             if self._sim.exhausted():
                 return _OUT_OF_MEMORY
             on, actor = self._stream(stream), self._actor(to)
-            if self._sim.request_of is not None:  # it was just read from the store
+            if self._sim.request_of is not None:  # the memory was just read from the store
                 self._sim.uses(source, nbytes, write=True, text="read of the store, to be copied", actor=actor)
             self._sim.queue_copy(to, source, nbytes, on, actor)
             return 0
@@ -74,7 +74,9 @@ class _Gate:
         return self._call(synchronize)
 
     def _call(self, what: Callable[[], int]) -> int:
-        """Call and keep errors for the test. The native thread continues, unless it named an unknown handle."""
+        """Call a function of the gate, and keep its errors for the test. After an error, the native thread continues,
+        unless the thread named an unknown handle.
+        """
         with self._sim.lock:
             if self._sim.policy.when == "random":
                 self._sim.run_some()
@@ -84,13 +86,15 @@ class _Gate:
                 self._sim.errors.append(error)
                 return _INVALID_HANDLE
             except AssertionError:
-                return 0  # `found` has kept the error
+                return 0  # `found` has kept the error already
             except Exception as error:
                 self._sim.errors.append(error)
                 return _INVALID
 
     def _actor(self, address: int = 0) -> Actor:
-        """Return the calling actor; with an address, the one of the copy that writes to it."""
+        """Return the actor that calls the gate. If there is an address, return the actor of the copy that writes to
+        this address.
+        """
         sim = self._sim
         if sys._getframe(3).f_back is not None:  # native code that Python called
             return sim.host

@@ -1,11 +1,11 @@
 """The host's side of the simulation: requests that native threads work on, and leased memory.
 
-A request is an actor of its own. It is ordered behind everything that the host did before its submission, and behind
-the requests that it must begin after. The host is ordered behind it when `done` returns true, when it waits for it, or
-when it drops its future, which also waits. All of this is known when a request is submitted, and so is all memory that
-it may access.
+Each request is a separate actor. A request is ordered behind everything that the host did before the submission, and
+behind the requests after which it must begin. The host is ordered behind a request when `done` returns true, when the
+host waits for the request, or when the host drops the request's future, because dropping a future waits. This order is
+known when a request is submitted, and all memory that the request may access is known, too.
 
-Everything is replaced at the native classes, so it does not depend on the callers inside infinity.
+The native classes are replaced, so the simulation does not depend on the callers inside infinity.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Requests:
         self.sim.uses(*memory, write=write, text=text, actor=actor)
 
     def submitted(self, future: Any, actor: Actor) -> Any:
-        """Record that a request was submitted and all its uses are declared."""
+        """Record that a request was submitted. All uses of the request are declared already."""
         with self.sim.lock:
             end = self.sim.order.end(actor)
             self.known(future, lambda: end)
@@ -98,7 +98,7 @@ class Requests:
         return part if snapshot is None else self.known(part, lambda: snapshot)
 
     def uploads(self, begin: int, end: int, actor: Actor) -> None:
-        """Record that a native thread copies to addresses [begin, end) for this actor from now on."""
+        """Record that, from now on, a native thread that copies to addresses [begin, end) copies for this actor."""
         with self.sim.lock:
             self._uploads = [each for each in self._uploads if each[1] <= begin or end <= each[0]]
             self._uploads.append((begin, end, actor))
@@ -114,7 +114,7 @@ class Requests:
 
 
 def follow_the_host(monkeypatch: pytest.MonkeyPatch, sim: SimAccelerator) -> Requests:
-    """Make requests actors, and poison memory that is given back, until the test ends."""
+    """Until the test ends, make each request an actor, and poison memory that is given back."""
     requests = Requests(sim)
     _follow_futures(monkeypatch, requests)
     _follow_engine(monkeypatch, requests)
@@ -193,7 +193,7 @@ def _follow_engine(monkeypatch: pytest.MonkeyPatch, requests: Requests) -> None:
 
 
 def _made(monkeypatch: pytest.MonkeyPatch, requests: Requests, name: str, arguments: Sequence[str]) -> None:
-    """Let objects of a native class remember the arguments that they were made from."""
+    """Let `requests` remember the arguments with which objects of a native class are made."""
     original = getattr(_native, name)
 
     def make(*args: Any, **options: Any) -> Any:

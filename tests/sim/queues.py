@@ -1,11 +1,11 @@
 """Streams of the simulation, their queues, and the time when queued operations run.
 
 [Note: what is late]
-"Device" memory is ordinary memory. Copies, records and waits are queued, and run as late (`lazy`), as early (`eager`)
-or as randomly as their events permit. Kernels are torch's CPU operations and run at once, so when a computing stream
-waits, the operations that it waits for run immediately. Wrong bytes therefore only reveal a copy that is not ordered
-with a later kernel. All other orders are checked by the clocks (clocks.py), which follow queued operations, not
-executed ones.
+"Device" memory is ordinary memory. Copies, records and waits are queued. By the policy, they run as late as their
+events permit (`lazy`), as early as possible (`eager`), or at random times (`random`). Kernels are torch's CPU
+operations and run immediately. Therefore, when a computing stream waits, the operations for which it waits run
+immediately, too. As a consequence, wrong bytes only reveal a copy that is not ordered with a later kernel. All other
+orders are checked by the clocks (clocks.py), which follow the operations when they are queued, not when they run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def random_policy(seed: int) -> Policy:
 
 @dataclass(slots=True, eq=False)
 class Recording:
-    """One recording of an event. `at`: the device's time when it ran."""
+    """One recording of an event. `at` is the device's time when the recording ran."""
 
     stream: SimStream
     snapshot: Snapshot
@@ -98,7 +98,7 @@ class Queues:
         self._time = 0
 
     def queued(self, on: SimStream) -> None:
-        """Run the operations that must not wait. Called after an operation was queued on a stream."""
+        """Run the operations that must run now. This method is called after an operation was queued on a stream."""
         if self.policy.when == "eager" or (on.computes and not isinstance(on.queue[-1], Recording)):
             self.drain(on)
 
@@ -112,7 +112,7 @@ class Queues:
             self._step(stream)
 
     def park(self, recording: Recording, seconds: float) -> None:
-        """Release the lock for some time, so that other threads can run the recording."""
+        """Release the lock for at most `seconds`, so that other threads can run the recording."""
         self._ran.wait_for(lambda: recording.done, seconds)
 
     def run_some(self) -> None:

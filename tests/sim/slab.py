@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 POISON = 0xFF
-"""Byte that gives NaN in every floating-point format, when all bytes have it."""
+"""Value of a poisoned byte. In every floating-point format, a number whose bytes all have this value is NaN."""
 _PROT_NONE, _PROT_ALL = 0, mmap.PROT_READ | mmap.PROT_WRITE
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -21,11 +21,12 @@ class Slab:
     """One allocation.
 
     Attributes:
-        begin, end: addresses.
-        tensor: uint8 [nbytes]; the simulation keeps no reference to its storage, so only torch decides its lifetime.
+        begin, end: addresses of the first byte and of the end.
+        tensor: uint8 [nbytes]; the simulation keeps no reference to the tensor's storage, so torch alone decides the
+            storage's lifetime.
 
     Args:
-        shut: the pages are accessible only in `opened`; an undeclared use ends the process.
+        shut: whether the pages are accessible only inside `opened`; an undeclared use then ends the process.
     """
 
     def __init__(self, nbytes: int, *, shut: bool = False) -> None:
@@ -47,7 +48,7 @@ class Slab:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Allow access within the context, for a declared use."""
+        """Allow access to the slab within the context, for a declared use."""
         with self._lock:
             self._open += 1
             if self._open == 1:
@@ -61,7 +62,9 @@ class Slab:
                     self._protect(_PROT_NONE)
 
     def reopen(self) -> None:
-        """Allow access from now on, so that the end of the test may use the memory without declaring it."""
+        """Allow access to the slab from now on, so that the end of the test may use the memory without declaring the
+        use.
+        """
         self._protect(_PROT_ALL)
         self._shut = False
 

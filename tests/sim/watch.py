@@ -1,12 +1,12 @@
 """Log of the memory that torch's operations use, as far as a simulated device knows the memory.
 
-A dispatch mode logs, before each operation of aten, the memory that it reads and writes. Memory in a slab, such as
-slots and the ring, is used on the thread's stream; pinned memory is used by the host. A mode belongs to one thread.
-torch passes it to the autograd engine's threads together with the graph; in a simulation every thread that starts, runs
-a module or calls backward gets it.
+A dispatch mode logs, before each operation of aten, the memory that the operation reads and writes. Memory in a slab,
+such as slots and the ring, is used on the thread's stream; pinned memory is used by the host. A mode belongs to one
+thread. torch passes it to the autograd engine's threads together with the graph; in a simulation, every thread that
+starts, runs a module or calls backward also gets the mode.
 
-Undeclared uses are detected: a write by the simulation's copy of the slab (SimAccelerator.require_told), and a read in
-a slab that is shut (slab.py) by the end of the process.
+Undeclared uses are detected. An undeclared write is detected by comparison with the simulation's copy of the slab
+(SimAccelerator.require_told). An undeclared read in a slab that is shut ends the process (slab.py).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _PERHAPS_COPIES = {f"aten::{name}" for name in ("reshape", "contiguous", "to", "
 """Operations that return an alias or a copy."""
 
 Used = tuple[int, int, bool]
-"""Address, number of bytes, and whether they are written."""
+"""Address, number of bytes, and whether these bytes are written."""
 
 
 class _Plan:
     """Arguments that an operation writes to.
 
     Attributes:
-        touches: whether it accesses values; False if it only makes a view or reads shapes.
+        touches: whether the operation accesses values; False: the operation only makes a view or reads shapes.
     """
 
     def __init__(self, operation: Any) -> None:
@@ -77,7 +77,7 @@ class Watch(TorchDispatchMode):
         plan = _plans.get(func)
         if plan is None:
             plan = _plans[func] = _Plan(func)
-        with torch._C.DisableTorchFunctionSubclass():  # torch's own dispatch was before this
+        with torch._C.DisableTorchFunctionSubclass():  # torch's own dispatch has already happened
             used = list(self._used(plan, args, kwargs)) if plan.touches else []
             if not used:
                 return func(*args, **kwargs)
@@ -114,7 +114,7 @@ def extent_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 @contextmanager
 def watched(sim: SimAccelerator) -> Iterator[None]:
-    """Log the operations of this thread within the context, unless they are already logged."""
+    """Log the operations of this thread within the context, unless the thread's operations are logged already."""
     modes = _get_current_dispatch_mode_stack()
     with ExitStack() as entered:
         if not any(isinstance(mode, Watch) and mode.sim is sim for mode in modes):

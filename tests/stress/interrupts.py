@@ -17,7 +17,7 @@ _ROOT = str(Path(infinity.__file__).parent)
 
 
 class CtrlC:
-    """The process's handler of SIGINT. Ctrl-C counts only inside `armed()`."""
+    """The process's handler of SIGINT. Outside of `armed()`, Ctrl-C is ignored."""
 
     def __init__(self) -> None:
         self.delivered = 0
@@ -40,7 +40,9 @@ class CtrlC:
 
     @contextmanager
     def at_line(self, nth: int) -> Iterator[None]:
-        """Send Ctrl-C at the `nth` line, call or return of infinity's code in this thread, if there are that many."""
+        """Send Ctrl-C at the `nth` event (line, call or return) of infinity's code in this thread, if there are so many
+        events.
+        """
         left = nth
 
         def trace(frame: FrameType, event: str, argument: Any) -> Any:

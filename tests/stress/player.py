@@ -1,4 +1,6 @@
-"""Player of a script on an offloaded model: it runs the loop and its disturbances, and survives them."""
+"""Player of a script on an offloaded model. The player runs the loop with the disturbances, and survives the
+disturbances.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ from tests.stress.interrupts import CtrlC
 from tests.stress.scripts import Disturbance, Iteration, Script, Where
 from tests.stress.subjects import make, variant
 
-_ATTEMPT_S = 0.05  # about the duration of an attempt; a timer fires before
-_RETRIES_MAX = 3  # of an attempt that failed because of the device
+_ATTEMPT_S = 0.05  # duration of an attempt; timers fire within this time
+_RETRIES_MAX = 3  # attempts after an attempt that failed because of the device
 
 
 class UserError(Exception):
@@ -67,7 +69,9 @@ def digest_of(model: Any) -> str:
 
 
 def sized(script: Script, model: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config with budgets: the smallest ones that fit and are at least those of the script."""
+    """Return the config with budgets. These are the smallest budgets that fit and are at least the budgets of the
+    script.
+    """
     found, cpu = discover(model, config["moments"]), torch.device("cpu")
     accumulates = any(iteration.micro_batches > 1 for iteration in script.iterations)
     host, device = (64 << 10) + script.sizes[0] * (24 << 20), (48 << 10) + script.sizes[1] * (4 << 20)
@@ -86,7 +90,7 @@ def sized(script: Script, model: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 class Player:
-    """One run. With `plain`, it has only the iterations, in RAM, one phase after the other."""
+    """One run of a script. With `plain`, the run has only the iterations, in RAM, one phase after the other."""
 
     def __init__(self, script: Script, directory: Path, interrupts: CtrlC, *, plain: bool) -> None:
         self.script = script
@@ -130,8 +134,8 @@ class Player:
         """Run all iterations.
 
         Raises:
-            Closed: the script ended the run before the end.
-            InfinityError: the device failed, and the model with it.
+            Closed: the script closed the model before the end of the loop.
+            InfinityError: the device failed, so that the model cannot continue.
         """
         for index, iteration in enumerate(self.script.iterations):
             self._ends_in = self.script.closed[1] if self.script.closed and self.script.closed[0] == index else None
@@ -150,7 +154,7 @@ class Player:
                 self.outcome.digests[self.coordinator.steps] = digest_of(self.model)
 
     def _disturbed(self, iteration: Iteration, disturbance: Disturbance) -> bool:
-        """Make an attempt that may end early; return whether it completed its step."""
+        """Make an attempt that may end early. Return whether the attempt completed its step."""
         before = self.coordinator.steps
         try:
             with self._signals(disturbance) if not disturbance.forward_only else nullcontext():
@@ -161,12 +165,14 @@ class Player:
             self.outcome.counts["exceptions"] += 1
         except infinity.InfinityError as error:
             self._survive(error)
-        torch.set_grad_enabled(True)  # Ctrl-C inside torch's own no_grad leaves it disabled
+        torch.set_grad_enabled(True)  # Ctrl-C inside torch's own no_grad leaves gradients disabled
         self.optim.zero_grad()
         return self.coordinator.steps > before
 
     def _surviving(self, iteration: Iteration) -> None:
-        """Make an attempt that only a failure of the device may end early."""
+        """Make an undisturbed attempt, and repeat it if the device fails: only a failure of the device may end the
+        attempt early.
+        """
         before = self.coordinator.steps
         for _ in range(_RETRIES_MAX):
             try:
@@ -227,7 +233,7 @@ class Player:
         self._close_at("after step")
 
     def _forward(self, iteration: Iteration, index: int, disturbance: Disturbance | None) -> torch.Tensor:
-        """Run a forward; if only a forward is disturbed, repeat it, since no gradient was changed."""
+        """Run a forward. If only a forward is disturbed, repeat this forward, because no gradient was changed."""
         options = {"gated": iteration.gated} if self.script.subject == "odd" else {}
         batch = variant(self.batch, index) | options
         if disturbance is not None and disturbance.forward_only:
@@ -246,14 +252,18 @@ class Player:
         return loss_of(self.model, batch)
 
     def _lr(self, iteration: Iteration, where: Where) -> None:
-        """Set the learning rate. At the step it is the iteration's own; earlier it may be another one."""
+        """Set the learning rate. At the step, the learning rate is that of the iteration; before the step, another
+        learning rate may be set.
+        """
         if where == iteration.lr_when or where == "before step":
             for group in self.optim.param_groups:
                 group["lr"] = iteration.lr
 
     @contextmanager
     def _broken(self, disturbance: Disturbance | None, where: Where) -> Iterator[None]:
-        """If the script says so, make a module's `where` fail within the context, or send Ctrl-C in it."""
+        """If the script says so, make the forward or backward (`where`) of a module fail within the context, or send
+        Ctrl-C during it.
+        """
         if where == "backward" and self._ends_in == "backward":
             with self._hooked(self._end, backward=True):
                 yield
@@ -266,10 +276,11 @@ class Player:
 
     @contextmanager
     def _hooked(self, what: Callable[[], None], *, backward: bool, module: Any = None) -> Iterator[None]:
-        """Call `what` once, at the end of a module's forward or the start of its backward; default: the middle module.
+        """Call `what` once, at the end of a module's forward or at the start of its backward. The default is the module
+        in the middle.
 
         A full backward hook of the module would be a node of the graph, and would change the order in which torch sums
-        the gradients of the module's input. A hook of its output is not a node.
+        the gradients of the module's input. A hook of the module's output is not a node.
         """
         module = module or self._sites[len(self._sites) // 2]
         left = [what]

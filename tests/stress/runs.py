@@ -59,7 +59,7 @@ def _stressed(script: Script, directory: Path, interrupts: CtrlC, wanted: Outcom
         player.run()
         infinity.synchronize(model)
         _require_same(player, wanted)
-        infinity.close(model)  # this may report the failed transfer, and then the last step is not durable
+        infinity.close(model)  # close() may report the failed transfer; the last step is not durable in this case
         counts["ended well"] += 1
     except (Closed, infinity.InfinityError) as error:
         if player._ended:
@@ -91,7 +91,9 @@ def _require_same(player: Player, wanted: Outcome) -> None:
 
 
 def _digest_of(player: Player) -> str:
-    """Return the digest. Try again if computing it hits the transfer that was made to fail."""
+    """Return the digest. Return the digest of the model's states. If the transfer that was made to fail is hit
+    meanwhile, try again.
+    """
     try:
         return digest_of(player.model)
     except infinity.SwapIOError:
@@ -104,7 +106,9 @@ def _hex(value: float) -> str:
 
 
 def _require_told(player: Player, error: BaseException) -> None:
-    """Require that only a failing device ended it, that its error names unit and step, and that later calls raise."""
+    """Require that only a failing device ended the run, that the error names unit and step, and that later calls raise
+    errors.
+    """
     if player.script.error_at is None:
         raise error
     assert isinstance(error, infinity.InfinityError)
@@ -134,7 +138,9 @@ def _require_closed(player: Player) -> None:
 
 
 def _resumed_step(script: Script, directory: Path, wanted: Outcome) -> int | None:
-    """Return the committed step, which must have the states of the undisturbed run; None if nothing was committed."""
+    """Resume the run and return the committed step; None if nothing was committed. Require that the states are those of
+    the undisturbed run at this step.
+    """
     gc.collect()
     model, _ = make(script.subject, *_dtype(script))
     config = _resumable(script, directory)

@@ -1,7 +1,8 @@
 """Script of one run, made from a seed: the loop, the config, and all disturbances.
 
-The expected result of a run is known before it begins. A disturbed attempt at an iteration is abandoned with zero_grad
-and made again; a disturbed forward is repeated. So the undisturbed iterations alone determine the bits.
+The expected result of a run is known before it begins. A disturbed attempt at an iteration is abandoned with zero_grad,
+and the iteration is tried again; a disturbed forward is repeated. Therefore the undisturbed iterations alone determine
+the bits.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ class Disturbance:
 
     Attributes:
         kind: raise: an exception of the user's code; SIGINT: Ctrl-C at the same place; line: Ctrl-C at the `nth` line
-            that infinity executes; timer: Ctrl-C after a random time; abandon: everything but the step is done and
-            discarded.
-        where: place of `raise` and `SIGINT`.
+            that infinity executes; timer: Ctrl-C after a random time; abandon: everything except the step is done, and
+            the gradients are discarded.
+        where: place at which `raise` and `SIGINT` happen.
         nth: index of the module (modulo the number of modules); number of the line; or time in ten-thousandths of the
             approximate duration of an attempt.
-        forward_only: only a forward is disturbed, and only the forward is repeated.
+        forward_only: whether only a forward is disturbed, and only this forward is repeated.
     """
 
     kind: Literal["raise", "SIGINT", "line", "timer", "abandon"]
@@ -41,9 +42,9 @@ class Iteration:
     """One step of the loop.
 
     Attributes:
-        told: the loop announces all backward passes except the last as not the last.
+        told: whether the loop tells infinity, for each backward pass except the last, that this pass is not the last.
         lr_when: place where the learning rate is set.
-        asides: (where, what) of additional operations that change nothing.
+        asides: place and name of each additional operation; these operations change nothing.
     """
 
     micro_batches: int
@@ -62,8 +63,8 @@ class Script:
 
     Attributes:
         sizes: fractions of the largest memory.host and memory.device; the player finds a plan that fits.
-        closed: (iteration, where) of closing the model before the end; None: at the end.
-        error_at: number of the block operation that fails; None: none.
+        closed: iteration and place at which the model is closed early; None: the model is closed at the end.
+        error_at: number of the block operation that fails; None: no operation fails.
     """
 
     seed: int
@@ -108,7 +109,7 @@ def _disturbance(rng: random.Random, micro_batches: int) -> Disturbance:
 
 
 def script_of(seed: int) -> Script:
-    """Return the script of a seed. It is the same on every machine."""
+    """Return the script of a seed. A seed gives the same script on every machine."""
     rng = random.Random(seed)
     steps = rng.randint(3, 6)
     accumulation = rng.choice([1, 1, 1, 2, 3])

@@ -13,7 +13,9 @@ from tests.models import Batch, gpt2, llama, mixed, mixtral, t5
 
 
 class Odd(nn.Module):
-    """A block that is used twice, one that is used in some iterations only, and a parameter outside of blocks."""
+    """A model with a block that is used twice, a block that is used in some iterations only, and a parameter outside of
+    blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()

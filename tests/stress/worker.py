@@ -1,6 +1,7 @@
 """Process for many runs, one after the other: `python -m tests.stress.worker FIRST COUNT STRIDE`.
 
-It prints one line of JSON for each run. If a run takes too long, the process prints the stacks of all threads and ends.
+The process prints one line of JSON for each run. If a run takes too long, the process prints the stacks of all threads
+and ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def main(first: int, count: int, stride: int) -> None:
     torch.set_num_threads(1)
     logging.getLogger("infinity").setLevel(logging.CRITICAL)
     interrupts = CtrlC()
-    gc.freeze()  # each run collects its own objects only, not all of torch's
+    gc.freeze()  # garbage collection in a run visits only the run's objects, not torch's
     for seed in range(first, first + count * stride, stride):
         faulthandler.dump_traceback_later(RUN_S, exit=True)
         print(json.dumps({"seed": seed}), flush=True)

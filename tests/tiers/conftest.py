@@ -21,7 +21,7 @@ __all__ = ["rig", "simulate"]
 def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
     """Provide a function that makes rigs, with the arguments of Rig.
 
-    Its rigs are closed at the end, and all uses of memory must have been ordered.
+    At the end of the test, the rigs are closed, and all uses of memory must have been ordered.
     """
     made: list[Rig] = []
     with ExitStack() as entered:

@@ -1,4 +1,6 @@
-"""Fakes of the layers below homes, slots and units: requests that end when the test says, with success or failure."""
+"""Fakes of the layers below homes, slots and units. Their requests end when the test says so, with success or with
+failure.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ few = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-"""Settings of all state machines of the tests; all machines together take seconds."""
+"""Settings of hypothesis for all state machines of the tests. With these settings, all state machines together take
+seconds.
+"""
 
 _memory = PinnedArena(64 * PAGE_BYTES)
 
 
 def pages(count: int) -> Space:
-    """Return a space of its own, in memory that is shared with the spaces of earlier tests."""
+    """Return a new space. Its memory is also the memory of the spaces of earlier tests."""
     return Space(_memory.memory, 0, count * PAGE_BYTES)
 
 
@@ -50,10 +54,11 @@ TIMEOUT = Failure("timeout")
 
 
 class Future:
-    """A request like _native.IOFuture, which ends when `end` is called or when it is waited for, then by its `fate`.
+    """Counterpart of _native.IOFuture. The request ends when `end` is called, or when somebody waits for the request;
+    in the second case, `fate` is its failure.
 
     Attributes:
-        waits: number of waits before it had ended.
+        waits: number of waits before the request had ended.
     """
 
     def __init__(self, at_end: Callable[[Failure | None], None] = lambda _: None) -> None:
@@ -100,11 +105,12 @@ class _Part(Future):
 
 
 class UpdateFuture(Future):
-    """Counterpart of _native.UpdateFuture with the milestones computed, weights and end; a failure fails the rest.
+    """Counterpart of _native.UpdateFuture with the milestones `computed`, `weights` and the end. A failure also fails
+    all later milestones.
 
     Attributes:
-        job: arguments that the pipeline was given.
-        begun: it cannot be withdrawn any more.
+        job: arguments of the pipeline's submit.
+        begun: whether the update has begun, so that it cannot be withdrawn.
     """
 
     def __init__(self, **job: Any) -> None:
@@ -146,7 +152,7 @@ class Stream:
 
 
 def imitate_streams(patch: pytest.MonkeyPatch) -> None:
-    """Replace the native pipeline's streams by readable ones."""
+    """Replace the native pipeline's streams by streams whose fields a test can read."""
     patch.setattr(_native, "StateStream", Stream)
 
 
@@ -223,12 +229,12 @@ def extent(unit: str, state: str, *, group: int = 0, count: int = 1, copies: int
 
 @dataclass
 class Generations:
-    """The generations, as far as commits use them.
+    """Counterpart of the store's generations, with the methods that commits use.
 
     Attributes:
-        made: (step, body) of each generation that was made.
+        made: step and body of each generation that was made.
         failure: exception of the next generation that is made.
-        prepared: steps of generations that other ranks must make too.
+        prepared: steps of generations that the other ranks must also make.
         retired: arguments of retire().
     """
 

@@ -27,7 +27,7 @@ PIECES = 2
 
 
 def aligned(nbytes: int) -> torch.Tensor:
-    """Return uint8 [nbytes] in memory that a swap file can be written from."""
+    """Return uint8 [nbytes] in memory from which a swap file can be written."""
     return torch.frombuffer(_native.Arena(nbytes, huge_pages=False).view(0, nbytes), dtype=torch.uint8)
 
 
@@ -59,10 +59,10 @@ class FileStore:
 
 
 class Rig:
-    """A simulated device with a slab, pinned memory, and the queues in both directions that a test opens.
+    """A simulated device with a slab and pinned memory, and the queues in both directions that a test opens.
 
     Attributes:
-        waits: (stream, event) of each wait that Python enqueued on a stream.
+        waits: stream and event of each wait that Python enqueued on a stream.
         store: the store, once a test has opened it.
         downloads: queues of gradients that were opened.
     """
@@ -103,7 +103,7 @@ class Rig:
         )
 
     def refuse_to_wait(self, error: int) -> None:
-        """Let native threads of queues that are opened from now on get an error when they wait for an event."""
+        """For queues that are opened from now on, give native threads an error when they wait for an event."""
         self.gate = self._open_gate(ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda event: error))
 
     def open_store(self, folder: Path, faults: Sequence[_native.Fault] = ()) -> Any:
@@ -117,15 +117,15 @@ class Rig:
         return made
 
     def gradients(self, *, ring_pages: int | None = None, bounce_pages: int = 2) -> GradientQueue:
-        """Return a queue through the slab, or through a ring of `ring_pages` pages."""
+        """Return a queue of gradients through the slab, or through a ring of `ring_pages` pages."""
         ring = self.slab if ring_pages is None else Slab(self.sim, self.sim.slab(ring_pages * PAGE_BYTES))
         bounce = self.arena.lease(bounce_pages * PAGE_BYTES, "gradients").space()
         made = GradientQueue(self.sim, self.gate, ring, bounce, self.pool)
         self.downloads.append(made)
         return made
 
-    def weights(self, pages: int = 8) -> WeightsDownloads:
-        """Return a queue of weights to the host, through so many pages of host memory."""
+    def weights(self, pages: int = 8) -> WeightsQueue:
+        """Return a queue of weights to the host, through `pages` pages of host memory."""
         space = self.arena.lease(pages * PAGE_BYTES, "weights from the device").space()
         made = WeightsDownloads(self.sim, self.gate, space, self.pool)
         self._weights.append(made)

@@ -1,4 +1,6 @@
-"""Choice of scripts and dtypes: full fine-tuning in fp32 in all long forms, others in the share of INFINITY_TESTS."""
+"""Choice of scripts and dtypes. Full fine-tuning in fp32 runs in all long forms; other cases run in the share of
+INFINITY_TESTS.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ def cases(*always: str, kept: str = "", others: Iterable[str] = SCRIPTS) -> pyte
 
     Args:
         always: scripts that run in fp32 in every long form.
-        kept: reason why they run in `make test` too, although they take long.
-        others: scripts that run in the share of INFINITY_TESTS, like those of `always` in bf16.
+        kept: reason why the scripts of `always` also run in `make test`, although they take long.
+        others: scripts that run in the share of INFINITY_TESTS, as do the scripts of `always` in bf16.
     """
     names = dict.fromkeys((*always, *others))
     every: list[Case] = [(SCRIPTS[name], dtype) for dtype in ("float32", "bfloat16") for name in names]
@@ -31,5 +33,7 @@ def cases(*always: str, kept: str = "", others: Iterable[str] = SCRIPTS) -> pyte
 
 
 def tolerance(dtype: str) -> float:
-    """Return the largest difference of losses. Only infinity has an fp32 master of bf16 weights; torch has none."""
+    """Return the largest allowed difference of losses. In bf16 the losses differ, because only infinity has an fp32
+    master of the weights.
+    """
     return 1e-6 if dtype == "float32" else 2e-2

@@ -1,4 +1,6 @@
-"""Swap configs of launched runs: device memory for a part of the model; states on NVMe, or as a recipe says."""
+"""Swap configs of launched runs. The device memory has room for a part of the model only, and states are on NVMe, or in
+the tier that a recipe names.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from typing import Any
 from infinity.strict import parse_yaml
 
 DEVICE_MEMORY = {"float32": "4MiB", "bfloat16": "2MiB"}
-"""Device memory, half of which is for weights of 5.6 MB in fp32, or 2.8 MB in bf16."""
+"""Device memory. Half of this memory is for weights, and the model has weights of 5.6 MB in fp32, or 2.8 MB in bf16."""
 _WITH_REFERENCE = {"float32": "8MiB", "bfloat16": "4MiB"}
-"""Device memory with a reference model of the same size, which gets half of it."""
+"""Device memory if a script also has a reference model of the same size as the trained model. The reference model gets
+half of the memory.
+"""
 
 
 _HOST_TO_DEVICE = 6
-"""RAM as a multiple of device memory; `auto` then keeps all weights and half of the units' states in RAM."""
+"""RAM as a multiple of device memory. With this RAM, `auto` keeps all weights and half of the units' states in RAM."""
 
 
 def evicting(swap: Path, device_memory: str) -> dict[str, Any]:
@@ -41,7 +45,7 @@ def of_recipe(recipe: Path, directory: Path, *, reference: bool, ranks: int) -> 
 
 
 def write(directory: Path, dtype: str, *, reference: bool, ranks: int = 1) -> Path:
-    """Write the config to a file, with the swap directory beside it. The ranks share the memory."""
+    """Write the config to a file. The config names a swap directory beside this file. The ranks share the memory."""
     path = directory / "swap.yaml"
     memory = (_WITH_REFERENCE if reference else DEVICE_MEMORY)[dtype]
     mebibytes = ranks * int(memory.removesuffix("MiB"))

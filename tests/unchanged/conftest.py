@@ -24,7 +24,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Script, str], Job]:
-    """Return a function that provides plain runs, each made once."""
+    """Return a function that provides plain runs. Each plain run is made only once."""
     made: dict[tuple[Script, str, int, int], Job] = {}
 
     def run(script: Script, dtype: str, ranks: int = 1, batch: int = 2) -> Job:

@@ -1,6 +1,7 @@
-"""Scripts in processes that are forked from one that has imported the libraries (tests/processes.py).
+"""Scripts in processes that are forked from a process that has imported the libraries (tests/processes.py).
 
-They run like `python script`, `python -m infinity.run` and torchrun, without the seconds for the import of torch.
+The scripts run as with `python script`, `python -m infinity.run` or torchrun, but without the seconds for importing
+torch.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from tests.processes import server
 
 
 class ForkedScript:
-    """Counterpart of subprocess.Popen for a command, with one process or all ranks.
+    """Counterpart of subprocess.Popen for a command that runs in one process, or on several ranks.
 
     Attributes:
-        returncode: None while a process runs; then the code of the first one that failed, or 0.
+        returncode: None while a process runs. Otherwise the exit code of the first process that failed; 0 if no process
+            failed.
     """
 
     def __init__(self, command: list[str], environment: dict[str, str], cwd: Path, log: Path, ranks: int) -> None:
@@ -50,7 +52,7 @@ class ForkedScript:
 
     @property
     def victim(self) -> int:
-        """The process to kill: with several ranks the last one."""
+        """The process to kill: with several ranks, the process of the last rank."""
         pid = self._processes[-1].pid
         assert pid is not None
         return pid
@@ -115,7 +117,9 @@ def _call(command: list[str], environment: dict[str, str], cwd: str, log: str) -
 
 
 def _cache_in(home: Path) -> None:
-    """Set the cache like HF_HOME and HF_HUB_OFFLINE in a process that has yet to import the libraries."""
+    """Set the cache directory and offline mode of the libraries, which HF_HOME and HF_HUB_OFFLINE would set if the
+    libraries were not imported yet.
+    """
     import datasets
     import huggingface_hub.constants
 

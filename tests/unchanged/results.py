@@ -1,4 +1,4 @@
-"""Results of a script, read with plain libraries: its losses, its weights, and the logits of its saved models."""
+"""Results of a script, read with plain libraries: the losses, the weights, and the logits of the saved models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ History = dict[tuple[int, str], float]
 
 
 def history_of(job: Job) -> History:
-    """Return the script's losses and gradient norms, by step and name; the last of several runs counts."""
+    """Return the script's losses and gradient norms, by step and name. If several runs have the same step, the value of
+    the last run is returned.
+    """
     reported: History = {}
     for line in _lines(job):
         for name in _COMPARED:
@@ -40,7 +42,7 @@ def _lines(job: Job) -> list[dict[str, Any]]:
 
 
 def first_step_of_last_run(job: Job) -> int:
-    """Return the first step of Lightning's last run; each run has metrics of its own."""
+    """Return the first step of Lightning's last run. Lightning writes separate metrics for each run."""
     last = max(job.output.glob("lightning_logs/version_*/metrics.csv"), key=_version)
     return 1 + min(int(row["step"]) for row in csv.DictReader(last.read_text().splitlines()))
 
@@ -68,18 +70,18 @@ def _state_dict_in(saved: Path) -> dict[str, torch.Tensor]:
     if saved.is_dir():
         return load_file(saved / "model.safetensors")
     states = torch.load(saved, weights_only=True)["state_dict"]
-    return {name.removeprefix("model."): value for name, value in states.items()}  # "model." is the module's attribute
+    return {name.removeprefix("model."): value for name, value in states.items()}  # "model": attribute of the module
 
 
 @torch.no_grad()
 def logits_of(job: Job, saved: Path) -> torch.Tensor:
-    """Return the logits of a saved model, which is loaded in its library's way."""
+    """Return the logits of a saved model. The model is loaded with the library that saved it."""
     dtype, model_class = getattr(torch, job.dtype), getattr(transformers, job.script.model_class)
     if job.script.adapters:
         from peft import AutoPeftModelForCausalLM
 
         model = AutoPeftModelForCausalLM.from_pretrained(saved, dtype=dtype)
-    elif saved.suffix == ".ckpt" or not (saved / "config.json").exists():  # saved by Lightning or by Accelerate
+    elif saved.suffix == ".ckpt" or not (saved / "config.json").exists():  # Lightning or Accelerate saved the model
         model = model_class.from_pretrained(job.inputs / "checkpoint", dtype=dtype)
         model.load_state_dict(_state_dict_in(saved))
     else:

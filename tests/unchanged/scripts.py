@@ -1,7 +1,7 @@
-"""Scripts of examples/recipes and examples/unchanged in processes of their own: plain or under `infinity run`.
+"""Scripts of examples/recipes and examples/unchanged, run in separate processes: plain or under `infinity run`.
 
-They run to their end or are killed. In `make test` one of them is started as a user starts it, and the others are
-forked; in the long forms all are started.
+The scripts run to their end or are killed. In `make test`, one script is started as a user starts it, and the processes
+of the other scripts are forked. In the long forms, all scripts are started as a user starts them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.unchanged.forked import ForkedScript
 ROOT = Path(__file__).parents[2]
 STEPS = 12
 SAVED = 4
-"""Interval of the scripts' saves; recipes get it as an option."""
+"""Number of steps between the scripts' saves; recipes get this number as an option."""
 _WITHIN_S = 240.0
 ALL_SPAWNED = sampling.SHARE > 0
 
@@ -31,15 +31,15 @@ class Script:
     """A script.
 
     Attributes:
-        data: name of its file among those that make_demo_checkpoint writes.
+        data: name of the script's data file, which make_demo_checkpoint writes.
         folder: folder in examples.
         checkpoint: name of a checkpoint, by its step.
-        adapters: whether its result is LoRA adapters instead of a model.
-        model_class: class of transformers that loads its result.
+        adapters: whether the script's result is LoRA adapters instead of a model.
+        model_class: class of transformers that loads the script's result.
         rate, length: sizes of a recipe's test: the learning rate, and the tokens of a sequence.
-        reference: whether it has a second model, which is not trained.
-        resumed_by_launcher: whether it names its checkpoint only after the model was offloaded; `infinity run` then
-            gets the checkpoint too.
+        reference: whether the script has a second model, which is not trained.
+        resumed_by_launcher: whether the script names its checkpoint only after the model was offloaded. For such a
+            script, `infinity run` gets the checkpoint, too.
     """
 
     name: str
@@ -83,10 +83,11 @@ class Job:
         inputs: directory that make_demo_checkpoint wrote.
         dtype: dtype of the weights.
         output: the directory that the script fills; its output text is in `log` beside it.
-        config: a swap config; without it the run is plain.
+        config: path of a swap config; None: the run is plain.
         ranks: number of processes that torchrun starts; 1: no torchrun.
         batch: sequences per batch and rank, for the script that has this option.
-        spawned: started as a user starts it, instead of forked from a process that has imported the libraries.
+        spawned: whether the script is started as a user starts it. False: its process is forked from a process that has
+            imported the libraries.
     """
 
     script: Script
@@ -118,9 +119,10 @@ class Job:
         assert not again, f"{self.script} began anew, and did not resume: it wrote {sorted(again)}"
 
     def _first_checkpoint(self) -> dict[Path, int]:
-        """Return when the first checkpoint's weights were written: a run that began again writes them again.
+        """Return the times at which the files of the first checkpoint's weights were written. A run that starts over,
+        instead of resuming, writes these files again.
 
-        Lightning writes them when it resumes, too; its metrics show where it began.
+        Lightning also writes these files when it resumes; for Lightning, the metrics show at which step the run began.
         """
         return {path: path.stat().st_mtime_ns for path in self.checkpoint(SAVED).glob("*.safetensors")}
 
@@ -150,7 +152,9 @@ class Job:
         assert process.returncode not in (0, None), f"{self.script} ended before it was killed"
 
     def _victims(self, process: subprocess.Popen[bytes] | ForkedScript) -> list[int]:
-        """Return the processes to kill: of several ranks only one, since torchrun ends the others."""
+        """Return the processes to kill. If there are several ranks, this is only one process, because torchrun ends the
+        other ranks.
+        """
         if isinstance(process, ForkedScript):
             return [process.victim]
         if self.ranks == 1:

@@ -28,11 +28,11 @@ from infinity.units.update import UpdateTransfer
 from tests.tiers.fakes import CANCELED, Store, UpdateFuture, extent
 
 NUMEL = PAGE_BYTES // 4
-"""Elements of a group with one page of fp32 weights."""
+"""Number of elements of a group that has one page of fp32 weights."""
 
 
 def unit_of(index: int, groups: Sequence[int] = (1,), *, stays: bool = False) -> Unit:
-    """Return a unit of fp32 groups with so many pages, each with two parameters."""
+    """Return a unit of fp32 groups. `groups` has the number of pages of each group; each group has two parameters."""
     made, offset = [], 0
     for number, count in enumerate(groups):
         half = NUMEL * count // 2
@@ -45,7 +45,9 @@ def unit_of(index: int, groups: Sequence[int] = (1,), *, stays: bool = False) ->
 
 
 def homes_of(unit: Unit, weights: Space | None = None, states: Space | None = None, *, kept: bool = False) -> UnitHomes:
-    """Return homes. Args: weights, states: their RAM; None: the store. kept: homes in RAM have an extent too."""
+    """Return the homes of a unit. `weights` and `states` are spaces in RAM for the homes; None: the homes are in the
+    store. `kept`: homes in RAM have an extent, too.
+    """
 
     def home(state: str, group: int, space: Space | None) -> Home:
         lease = None if space is None else space.lease(PAGE_BYTES * size(group), state)
@@ -96,7 +98,7 @@ def parameters_of(unit: Unit) -> dict[str, nn.Parameter]:
 
 
 class Gradients:
-    """Counterpart of UnitGradients, in RAM."""
+    """Counterpart of UnitGradients, with gradients in RAM."""
 
     def __init__(self, unit: Unit) -> None:
         self.in_ram = True
@@ -113,7 +115,7 @@ class Gradients:
 
 
 class Pipeline:
-    """Counterpart of _native.UpdatePipeline whose jobs end when the test, or a caller that waits, ends them."""
+    """Counterpart of _native.UpdatePipeline. Its jobs end when the test ends them, or when a caller waits for them."""
 
     ahead_tiles_max = 2
 
@@ -122,7 +124,7 @@ class Pipeline:
         self.ahead: list[UpdateFuture] = []
         self.canceled: list[UpdateFuture] = []
         self.lent: list[Any] = []
-        self.lost = False  # a device was given up, so lent memory is not returned
+        self.lost = False  # whether a device was given up, so that lent memory is not returned
 
     def submit(self, **job: Any) -> UpdateFuture:
         if job["ahead"] is not None:
@@ -224,11 +226,11 @@ def slot_of(content: float, nbytes: int, *, at_home: bool = True) -> Slot:
 
 
 class Slot:
-    """Device memory; or a counterpart of HostSlot with memory of its own.
+    """A slot in device memory; or a counterpart of HostSlot with separate memory.
 
     Attributes:
-        viewed: there are views of it.
-        rests: it is not in use.
+        viewed: whether there are views of the slot.
+        rests: whether the slot is not in use.
     """
 
     lease = None
@@ -263,7 +265,7 @@ class Slot:
 
 
 class Fetch:
-    """Weights that are being fetched. Attributes: fate: exception of finish; None: success."""
+    """Weights that are being fetched. `fate` is the exception that `finish` raises; None: the fetch succeeds."""
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot

@@ -1,4 +1,4 @@
-"""A room with fakes of slots and updates."""
+"""A Fetcher with fakes of slots and updates."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.units.fakes import (
 
 
 class Pool:
-    """Counterpart of SlotPool with a total of so many pages."""
+    """Counterpart of SlotPool with `budget` pages in total."""
 
     def __init__(self, budget: int, *, at_home: bool = True) -> None:
         self.budget = self.free_pages = budget
@@ -74,7 +74,7 @@ class _PoolFetch(Fetch):
 
 
 class NoUpdates:
-    """Counterpart of Updates, with the updates of a test's units."""
+    """Counterpart of Updates that knows the updates of a test's units."""
 
     def __init__(self, units: Sequence[OffloadedUnit]) -> None:
         self._units = units
@@ -88,7 +88,7 @@ class NoUpdates:
 SIZES = (2, 1, 3, 1, 2)
 BUDGET = 6
 STAYS = 3
-"""Index of the unit that stays."""
+"""Index of the unit that stays on the device."""
 INDEX = st.integers(0, len(SIZES) - 1)
 
 
@@ -100,7 +100,9 @@ def alone(
     in_ram: Sequence[int] = (),
     policy: FetchRules | None = None,
 ) -> tuple[Fetcher, Pool]:
-    """Return a room of units whose homes are in the store, or in RAM. Args: policy: None: that of one process."""
+    """Return a Fetcher and its pool. The homes of the units `in_ram` are in RAM, and the other homes are in the store.
+    `policy` None: the rules of a single process.
+    """
     below, pool = resources(slot_pages=budget, in_place=in_place), Pool(budget, at_home=in_place)
     shadows = no_shadows(below.pipeline)
     made = [unit_of(index, (count,), stays=index == STAYS) for index, count in enumerate(sizes)]
