@@ -53,7 +53,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 _FIRST = pytest.StashKey[dict[Path, object]]()
-"""First test function of each file that takes part and does not have the mark `long`."""
+"""Test functions by file: the first function in the file that takes part and does not have the mark `long`."""
 
 
 def _is_first(metafunc: pytest.Metafunc) -> bool:

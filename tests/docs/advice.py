@@ -584,4 +584,4 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_changing_a_weight_in_place_in_a_forward_is_noticed",
     },
 }
-"""Part of each sentence, by file, and the test below tests/ that follows the advice of the sentence."""
+"""Sentences by file: a part of each sentence, and the test below tests/ that follows the advice of the sentence."""
