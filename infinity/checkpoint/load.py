@@ -505,8 +505,8 @@ class Files:
     def unchanged(self) -> bool:
         """Return whether all files still exist and are unchanged since this object was created.
 
-        These are the files of the checkpoint and the files of converted tensors. The directory of converted tensors may
-        have been removed.
+        The checked files are those of the checkpoint and those of converted tensors. The directory of converted tensors
+        may have been removed.
         """
         return self._facts is not None and self._facts == self._facts_now()
 

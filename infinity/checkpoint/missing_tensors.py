@@ -1,4 +1,5 @@
-"""Parameters for which a checkpoint has no tensor, such as those of a new head: transformers initializes them.
+"""Parameters for which a checkpoint has no tensor, such as the parameters of a new head. transformers initializes such
+parameters.
 
 [Note: where their values are]
 transformers initializes the missing parameters while it loads the model, by the model's own rule and in the order of

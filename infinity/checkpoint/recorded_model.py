@@ -62,7 +62,7 @@ class RecordedModel:
             return self._revert(part)
 
     def write_configs(self, directory: Path) -> None:
-        """Write config.json and generation_config.json, if the manifest has them.
+        """Write config.json and generation_config.json, if the manifest has these configs.
 
         Raises:
             OSError: the disk is full, or cannot be written.

@@ -132,7 +132,7 @@ class _Source:
     """A generation of a run with another number of ranks.
 
     Attributes:
-        count: the number of ranks of that run.
+        count: the number of ranks of the run that made the generation.
         paths: the directories that contain the stores of these ranks.
         copy: the generation as this rank uses it, while the stores are open.
     """

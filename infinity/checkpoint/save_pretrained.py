@@ -1,4 +1,5 @@
-"""save_pretrained: write sharded safetensors tensor by tensor into a new directory, and then rename it.
+"""save_pretrained: write sharded safetensors tensor by tensor into a temporary directory, and then move the files to
+their place.
 
 adapters.py saves the adapters of a PEFT model. merged_adapters.py merges the adapters into the base and saves one plain
 model.
@@ -40,9 +41,9 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, max_shard_size: 
     For a PEFT model, only the adapters are written, in the format of PEFT's own save_pretrained; all adapters are in
     memory at once. PeftModel.from_pretrained and AutoPeftModelForCausalLM load these files.
 
-    Weights are saved in the dtype that the model has now. There is one exception: if a script under `infinity run` has
-    fp32 weights and computes in 16 bits, infinity trains these weights in 16 bits. For such weights the fp32 masters
-    are saved.
+    Weights are saved in the dtype that the model has now, with one exception. If a script under `infinity run` has fp32
+    weights and computes in 16 bits, infinity trains these weights in 16 bits. For such weights the fp32 masters are
+    saved.
 
     Args:
         model: an offloaded model, or a PEFT model whose base is offloaded.

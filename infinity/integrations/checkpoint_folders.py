@@ -171,8 +171,8 @@ def require_pins(model: nn.Module) -> None:
 
 
 def name_vanished(model: nn.Module) -> None:
-    """Warn of folders that pin a generation and do not exist. Their generations stay pinned, because the folders may be
-    on a disk that is not mounted.
+    """Warn of folders that pin a generation and do not exist. The generations of such folders stay pinned, because the
+    folders may be on a disk that is not mounted.
     """
     vanished = [str(folder) for folder in folders_of(model) if not os.path.lexists(folder)]
     if vanished:

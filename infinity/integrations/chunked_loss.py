@@ -44,13 +44,14 @@ tangent.
 
 
 def use_chunked_loss(model: nn.Module, use: bool = True) -> str:
-    """When the model is called with labels, compute the loss without the complete logits, if the model supports this.
+    """When the model is called with labels, compute the loss without the complete logits, if the model supports a
+    chunked loss.
 
     The loss and the gradients are those of the ordinary computation (infinity.chunked_cross_entropy). The output's
     `logits` have a shape and no values: reading the values is an error. Without labels the model computes logits as
     before.
 
-    One trial call on a few tokens, without an autograd graph, shows whether the model supports this.
+    One trial call on a few tokens, without an autograd graph, shows whether the model supports a chunked loss.
 
     Args:
         model: a causal language model of transformers, or a module around one, such as PEFT's.

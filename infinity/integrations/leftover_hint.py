@@ -1,4 +1,4 @@
-"""The log line after a failed or stopped script: the states that remain on disk, and how to continue from them."""
+"""The log line after a failed or stopped script: which states remain on disk, and how to continue from these states."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Search for the module for which a script makes an optimizer. The script defines this module itself: no library loaded
-it.
+"""Search for the module for which a script makes an optimizer. The script defines such a module itself; no library has
+loaded the module.
 """
 
 from __future__ import annotations

@@ -276,8 +276,8 @@ class Run:
         self._await_use(model)  # this hook runs before the hooks of the offloaded model
 
     def take_back(self, model: nn.Module) -> None:
-        """Undo the offloading of all models inside `model` that were only evaluated. These models can be offloaded
-        again.
+        """Undo the offloading of all models inside `model` that were only evaluated. The models can be offloaded again
+        afterwards.
         """
         for each in model.modules():
             if each in self._evaluated:
