@@ -137,7 +137,7 @@ def answers_learned(messages: Sequence[dict[str, Any]], where: str) -> list[bool
         for key in TABLE["parts"]:
             if message.get(key) not in (None, "", [], {}):
                 raise ConfigError(
-                    f"{where}[{index}]: has {quoted(key)}; a choice of what to learn within a message is not supported"
+                    f"{where}[{index}]: has {quoted(key)}; learning only a part of a message is not supported"
                 )
         wanted = [message.pop(key) for key in ("weight", "train", "loss") if key in message]
         if any(each not in (0, 1) for each in wanted):

@@ -112,7 +112,7 @@ def split(data: Sequences, share: float, seed: int) -> tuple[Part, Part]:
         ConfigError: the data has only one sequence.
     """
     if data.sequences < 2:
-        raise ConfigError("--eval-split takes sequences away from --data, which has one only: give --eval-data instead")
+        raise ConfigError("--eval-split needs two sequences or more, and --data has only one: give --eval-data instead")
     held_out = min(max(round(share * data.sequences), 1), data.sequences - 1)
     order = np.random.default_rng((seed, 0x5EED)).permutation(data.sequences)
     return Part(data, sorted(order[held_out:].tolist())), Part(data, sorted(order[:held_out].tolist()))
@@ -346,8 +346,8 @@ class PackedData:
         looked_at = self.tokens if self.has_examples or not self.sequences else self.sequences * self.sequence_length
         if self._first_known >= looked_at:
             raise ConfigError(
-                f"{names}: the model's tokenizer knows none of the text: all of its tokens, or all that are in whole "
-                f"sequences of {self.sequence_length}, mean 'unknown' or 'end of text'. Is it this model's tokenizer?"
+                f"{names}: the model's tokenizer knows none of the text: all tokens (or all tokens in complete "
+                f"sequences of {self.sequence_length}) mean 'unknown' or 'end of text'. Is this the model's own tokenizer?"
             )
         if not self.sequences:
             raise ConfigError(

@@ -299,8 +299,8 @@ def _list(path: Path) -> list[Any]:
             content = _at_most(_LIST_BYTES_MAX, file)
         if content is None:
             raise ConfigError(
-                f"{printable(path)}: the file is larger than {_LIST_BYTES_MAX >> 20} MiB, and would be in memory "
-                "whole: give .jsonl instead, one object a line"
+                f"{printable(path)}: the file is larger than {_LIST_BYTES_MAX >> 20} MiB, and would be read into "
+                "memory completely: give .jsonl instead, with one object per line"
             )
     except _DAMAGED as error:
         raise _unreadable(path, error) from error
@@ -315,7 +315,9 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(_lines(path), 1):
         where = f"{printable(path)}:{number}"
         if len(line) > _LINE_BYTES_MAX:
-            raise ConfigError(f"{where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; part it into several")
+            raise ConfigError(
+                f"{where}: the line is longer than {_LINE_BYTES_MAX >> 20} MiB; split it into several lines"
+            )
         record = _parse(line.removeprefix(_BOM) if number == 1 else line, where)
         if record is not None:
             yield where, record
@@ -355,6 +357,6 @@ def _json(text: str | bytes, where: str, form: str) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ConfigError(f"{where}: not usable: lists or objects in each other, too many to read") from None
+        raise ConfigError(f"{where}: not usable: lists or objects are nested too deeply") from None
     except ValueError as error:
         raise ConfigError(f"{where}: not valid JSON: {error}; {form}") from None

@@ -120,7 +120,9 @@ def _format_of(row: dict[str, Any], where: str) -> tuple[dict[str, Any], dict[st
     form = next((form for form in TABLE["formats"] if all(has[name] for name in form["of"])), None)
     if form is None:
         keys = ", ".join(quoted(str(key)) for key in list(row)[:_KEYS_SHOWN]) or "nothing"
-        raise ConfigError(f"{where}: a row needs {_SHAPES}; this one has {keys}. --columns reads those of other names")
+        raise ConfigError(
+            f"{where}: a row needs {_SHAPES}; this one has {keys}. --columns reads columns of other names"
+        )
     beside = {name: [each for each in has[name] if row[each] not in _NOTHING] for name in form["beside"]}
     found = {name: has[name] for name in form["of"]} | {name: each for name, each in beside.items() if each}
     for name, columns in found.items():
@@ -148,7 +150,7 @@ def _require_learned_as_it_asks(
         for field in refused["fields"] if not {*form}.isdisjoint(refused.get("in", form)) else ():
             if row.get(field) not in _NOTHING:
                 raise ConfigError(
-                    f"{where}: has {quoted(field)}, which is not learned as it asks: {refused['instead']}. To learn "
+                    f"{where}: has {quoted(field)}, which infinity does not obey: {refused['instead']}. To learn "
                     f"the row without it, name the columns to read: --columns {_chosen(found)}"
                 )
     said_no = () if form == ["text"] else (0, "0", "false", "False", "no")  # a 0 in a row of text may be a class
@@ -156,8 +158,8 @@ def _require_learned_as_it_asks(
         asked = row.get(field, True)
         if asked is False or asked in said_no or ("weight" in field and asked != 1):
             raise ConfigError(
-                f"{where}: {quoted(field)} is {quoted(asked)}: a row that is not to be learned, or less than others, "
-                "cannot be given; leave it out"
+                f"{where}: {quoted(field)} is {quoted(asked)}, but infinity learns all rows with the same weight: "
+                "leave this row out"
             )
 
 
@@ -226,7 +228,7 @@ def _add_what_is_told(trl: dict[str, Any], row: dict[str, Any], where: str, foun
     chat = isinstance(trl[head], list)
     system = _value(row, found["system"][0], where, str) if "system" in found else ""
     if system.strip() and not chat and "chosen" not in trl:
-        raise ConfigError(f"{where}: has 'system' beside a '{head}' that is no list: begin the {head} with it")
+        raise ConfigError(f"{where}: has 'system', and '{head}' is not a list: put the text of 'system' into '{head}'")
     for name in ("chosen", "rejected") if head == "chosen" else (head,):
         if system.strip() and not chat:
             trl[name] = f"{system}\n\n{trl[name]}"

@@ -280,7 +280,7 @@ def _output(options: FinetuneOptions, config: SwapConfig, done: int | None) -> O
         return Output(options.output, {"nvme.paths": config.nvme.paths, "--data": directories})
     except ConfigError as error:
         raise (
-            error if done is None else ConfigError(f"{error} (the run that is resumed has it; --output DIR)")
+            error if done is None else ConfigError(f"{error} (it is the output of the resumed run; --output DIR)")
         ) from None
 
 
@@ -389,7 +389,7 @@ def _check(options: FinetuneOptions, config: SwapConfig) -> None:
     if options.sequence_length < 2:
         raise ConfigError("--sequence-length must be at least 2, not 1: each token is learned from those before it")
     if (options.min_lr or 0.0) > options.lr:
-        raise ConfigError(f"--min-lr is {options.min_lr:g}, and --lr {options.lr:g}, from which the rate falls")
+        raise ConfigError(f"--min-lr is {options.min_lr:g}, but the rate falls from --lr {options.lr:g}")
     moments_of(options.optimizer, options.beta1, options.beta2, options.eps)
     for named, paths in (("--data", options.data), ("--eval-data", options.eval_data)):
         with of_option(named):

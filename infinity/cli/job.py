@@ -158,7 +158,9 @@ def _completed(options: argparse.Namespace) -> FinetuneOptions:
     if options.logger == ["none"]:
         options.logger = None
     elif "none" in (options.logger or ()):
-        raise ConfigError(f"--logger {' '.join(options.logger)}: none is no tracker; leave it out, or the others")
+        raise ConfigError(
+            f"--logger {' '.join(options.logger)}: 'none' excludes trackers; leave out 'none', or the trackers"
+        )
     return options_of(FinetuneOptions, options)
 
 
@@ -179,8 +181,8 @@ def _shared(saved: dict[str, Any], world: RunRank) -> dict[str, Any]:
     batches = values["gradient_accumulation"] * ranks
     if batches % world.count:
         raise ConfigError(
-            f"the run that is resumed has {batches} batches a step, which {world} cannot share: start as many ranks as "
-            f"divide {batches}"
+            f"the run that is resumed has {batches} batches a step, which {world} cannot share: start a number of "
+            f"ranks that divides {batches}"
         )
     return values | {"gradient_accumulation": batches // world.count}
 
@@ -354,8 +356,8 @@ def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path
         if config is not None and _absolute(config.nvme.paths[:1]) != _absolute([directory]):
             raise ConfigError(
                 f"--resume {directory} is not the first of nvme.paths in --config, "
-                f"{config.nvme.paths[0] if config.nvme.paths else 'which has none'}: a run is resumed where it is. To "
-                f"move it, `{command('checkpoint', 'export')}` it and use --from-checkpoint."
+                f"{config.nvme.paths[0] if config.nvme.paths else 'which has none'}: a run is resumed in its own "
+                f"directory. To move the run, `{command('checkpoint', 'export')}` it and use --from-checkpoint."
             )
         return directory
     if config is not None and config.nvme.paths:
@@ -391,7 +393,7 @@ def checked(tracked: dict[str, Any], source: object) -> dict[str, Any]:
     if not known or saved is None:
         raise ResumeError(f"{source} is of a run that was not made by `infinity finetune`; resume it with its program")
     if set(saved["options"]) != set(_KEPT):
-        raise ResumeError(f"{source} is of a run of another version of infinity, with other options; go on with that")
+        raise ResumeError(f"{source} is of a run of another version of infinity, with other options; use that version")
     return tracked
 
 

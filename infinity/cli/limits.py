@@ -53,6 +53,6 @@ def require_vocabulary(vocabulary: int, largest_token: int) -> None:
     if largest_token >= vocabulary:
         raise ModelError(
             f"the tokenizer produces token {largest_token}, but the model's vocabulary has {vocabulary} "
-            "tokens; do they belong together? "
+            "tokens; is it the model's own tokenizer? "
             "Give the model with its own tokenizer"
         )

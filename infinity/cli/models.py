@@ -50,7 +50,7 @@ def check(options: FinetuneOptions) -> None:
     """
     if options.frozen is not None and options.lora is None and not options.freeze:
         raise ConfigError(
-            f"--frozen {options.frozen} says how weights rest that are not trained, and all of them are: train "
+            f"--frozen {options.frozen} is for weights that are not trained, and all weights are trained: train "
             "adapters (--lora 16), freeze a part (--freeze), or leave --frozen out"
         )
     if options.lora is None:
@@ -207,7 +207,7 @@ def _with_adapters(model: Any, options: FinetuneOptions) -> Any:
         if lora.lora_dropout and "lora_dropout" in str(error):
             raise ConfigError(
                 f"--lora-dropout {lora.lora_dropout:g}: PEFT has no dropout for adapters of experts. Leave it out, or "
-                f"the experts: --lora-targets {' '.join(sorted(linear - {'lm_head'}))}"
+                f"exclude the experts: --lora-targets {' '.join(sorted(linear - {'lm_head'}))}"
             ) from error
         has = f"its linear layers are called {', '.join(sorted(linear))}" if linear else "it has no linear layers"
         raise ConfigError(f"--lora: PEFT cannot adapt this model, {has} ({raised(error)})") from error
@@ -250,8 +250,8 @@ def _freeze(model: nn.Module, patterns: list[str]) -> None:
         if not found:
             near = max(parameters, key=lambda name: len(os.path.commonprefix([name, pattern])))  # noqa: RUF071 (text)
             raise ConfigError(
-                f"--freeze {quoted(pattern)}: the model has no such parameter; one is called {near}, and "
-                f"'{near.rpartition('.')[0]}.*' names all beside it"
+                f"--freeze {quoted(pattern)}: the model has no such parameter; a similar name is {near}, and "
+                f"'{near.rpartition('.')[0]}.*' names all parameters of its module"
             )
         for name in found:
             parameters[name].requires_grad_(False)
@@ -323,11 +323,11 @@ def adapted(directory: str) -> tuple[str, str | None]:
 
     found = PeftConfig.from_pretrained(str(Path(directory).expanduser()))
     if not found.base_model_name_or_path:
-        raise ModelError(f"{directory}/{ADAPTERS_NAME} does not say which model the adapters are of")
+        raise ModelError(f"{directory}/{ADAPTERS_NAME} does not name the model of the adapters")
     base = str(found.base_model_name_or_path)
     if base.startswith((os.sep, ".", "~")) and not Path(base).expanduser().is_dir():
         raise ModelError(
-            f"{directory} holds adapters of {base} (base_model_name_or_path in its {ADAPTERS_NAME}), and there is "
-            "no such directory: write there where the model is now"
+            f"{directory} holds adapters of {base} (base_model_name_or_path in its {ADAPTERS_NAME}), and this "
+            "directory does not exist: write the model's current directory into this file"
         )
     return base, found.revision

@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         for text in given:
             if re.fullmatch(r"--[^=]+=--", text):  # argparse would read '--' as an empty list
-                self.error(f"argument {text.removesuffix('=--')}: '--' is no value")
+                self.error(f"argument {text.removesuffix('=--')}: '--' is not a value")
         known, unknown = super().parse_known_args(list(map(self._by_our_name, given)), namespace)
         if self._take is not None:
             taken, unknown = self._take(unknown)

@@ -93,7 +93,7 @@ def _checked(values: dict[str, Any], file: str) -> dict[str, Any]:
         about = _KNOWN[name]
         if about.get("action") == "store_true":
             if not isinstance(value, bool):
-                raise ConfigError(f"{file}: {key} is {quoted(value)}; it is true or false")
+                raise ConfigError(f"{file}: {key} is {quoted(value)}; it must be true or false")
             checked[name] = value or None
         elif about.get("nargs") == "+":
             checked[name] = [_converted(each, about, key, file) for each in _listed(value)]
@@ -126,7 +126,7 @@ def _converted(value: Any, about: Mapping[str, Any], key: str, file: str) -> Any
     """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kind = "true or false" if isinstance(value, bool) else f"a {type(value).__name__}"
-        raise ConfigError(f"{file}: {key} is {kind}; it takes a number or a text")
+        raise ConfigError(f"{file}: {key} is {kind}; it must be a number or a text")
     if isinstance(value, float) and about["type"] in _TEXTS:
         raise ConfigError(f"{file}: {key} is the number {value!r}, and a text is needed: put it in quotes")
     try:
@@ -134,5 +134,5 @@ def _converted(value: Any, about: Mapping[str, Any], key: str, file: str) -> Any
     except argparse.ArgumentTypeError as error:
         raise ConfigError(f"{file}: {key}: {error}") from None
     if made not in about.get("choices", (made,)):
-        raise ConfigError(f"{file}: {key} is {quoted(made)}, and none of {', '.join(about['choices'])}")
+        raise ConfigError(f"{file}: {key} is {quoted(made)}, which is not one of {', '.join(about['choices'])}")
     return made

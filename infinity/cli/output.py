@@ -67,12 +67,12 @@ class Output:
         self._named = f"--output {printable(directory)}"
         if any("\ud800" <= character <= "\udfff" for character in str(directory)):  # bytes that are not UTF-8
             raise ConfigError(
-                f"{self._named}: the name is not UTF-8, but the names of a model's files must be; choose another"
+                f"{self._named}: the name is not UTF-8, but the names of a model's files must be; choose another name"
             )
         try:
             self._target = directory.resolve()
             if os.path.lexists(self._target) and not (self._target.is_dir() and not any(self._target.iterdir())):
-                raise ConfigError(f"{self._named}: exists and is not an empty directory; choose another")
+                raise ConfigError(f"{self._named}: exists and is not an empty directory; choose another directory")
             for option, others in (apart or {}).items():
                 for other in others:
                     require_disjoint(self._named, self._target, option, other)
@@ -191,7 +191,7 @@ def require_disjoint(what: str, directory: Path, option: str, other: Path) -> No
     """
     mine, others = directory.resolve(), other.expanduser().resolve()
     if mine == others:
-        raise ConfigError(f"{what} is {option} {printable(other)}, too; choose different directories")
+        raise ConfigError(f"{what} and {option} {printable(other)} are the same; choose different directories")
     if others in mine.parents:
         raise ConfigError(f"{what} is in {option} {printable(other)}; choose a directory outside it")
     if mine in others.parents:

@@ -31,7 +31,7 @@ def unpin(paths: Sequence[Path], folders: Sequence[Path], *, all_gone: bool) -> 
         raise ConfigError("say which pins to remove: --folder FOLDER, or --all-gone for the folders that do not exist")
     if rank_of(paths[0])[1] > 1:
         raise ConfigError(
-            f"{paths[0]} is the directory of one of several ranks, and ranks pin together: name {paths[0].parent}"
+            f"{paths[0]} belongs to one of several ranks, and ranks pin together: name the directory {paths[0].parent}"
         )
     with ExitStack() as held:
         every = []

@@ -107,7 +107,7 @@ def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
     asked = trl.get("prompt")
     if asked and all(trl[name][: len(asked)] == asked for name in ("chosen", "rejected")):
         raise ConfigError(
-            f"{where}: 'chosen' and 'rejected' begin with the prompt, which would be there twice. Name the columns to "
+            f"{where}: 'chosen' and 'rejected' begin with the prompt, which would occur twice. Name the columns to "
             f"read: --columns chosen={row.columns['chosen'][0]} rejected={row.columns['rejected'][0]}"
         )
     if method == "dpo" and not asked:
@@ -116,8 +116,8 @@ def pair_of(row: Row, where: str, tokenizer: Any, method: str) -> Pair:
         trl |= extract_prompt(trl)
         if not trl["prompt"]:
             raise ConfigError(
-                f"{where}: 'chosen' and 'rejected' begin with nothing in common, or one of them is how the other "
-                "begins: give a 'prompt'"
+                f"{where}: 'chosen' and 'rejected' have no common beginning, or one is the beginning of the "
+                "other: give a 'prompt'"
             )
     for name in ("chosen", "rejected"):
         _require_answer(trl, name, where, method)
@@ -247,9 +247,7 @@ def _without_some_answers(
     numbers = list(begun)
     if not marked or numbers[-1] != len(answers):
         why = "with --loss-on all everything is learned" if not marked else "the chat template marks them otherwise"
-        raise ConfigError(
-            f"{where}: a message has 'weight': 0 or 'train': false, and which tokens are its is not known: {why}"
-        )
+        raise ConfigError(f"{where}: a message has 'weight': 0 or 'train': false, but its tokens are not known: {why}")
     return [here and answers[number - 1] is not False for here, number in zip(learned, numbers, strict=True)]
 
 

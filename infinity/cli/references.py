@@ -45,8 +45,8 @@ class Reference:
         """
         if state != self.state_dict():
             raise ConfigError(
-                "--model: the weights are not those that the run was begun with, which are its reference: give --model "
-                "as it was"
+                "--model: the run began with other weights, which are the reference: give --model with the "
+                "original weights"
             )
 
     def offload_beside(

@@ -36,7 +36,7 @@ def check(options: FinetuneOptions) -> None:
         ConfigError: an option does nothing without another option, or needs a library that is not installed.
     """
     if options.save_best and options.eval_steps is None:
-        raise ConfigError("--save-best needs --eval-steps: else the last step is the only one that is evaluated")
+        raise ConfigError("--save-best needs --eval-steps: without it only the last step is evaluated")
     for name in options.logger or ():
         if importlib.util.find_spec(name) is None:
             raise ConfigError(f"--logger {name} needs its library: pip install {name.replace('_', '-')}")

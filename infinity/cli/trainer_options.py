@@ -162,7 +162,7 @@ def require_of_method(given: Given, method: str) -> None:
         if method == "sft" and name == "loss_type":
             raise ConfigError(f"--{name} does nothing with --method sft: the loss is the model's own. Leave it out")
         if unknown := [each for each in given[name] if each not in VALUES.get(name, {each})]:
-            raise ConfigError(f"--{name} {unknown[0]}: it is one of {', '.join(sorted(VALUES[name]))}")
+            raise ConfigError(f"--{name} {unknown[0]}: it must be one of {', '.join(sorted(VALUES[name]))}")
         other, values = _DO_NOTHING_WITHOUT.get(name, ("", set()))
         if other and values.isdisjoint(given.get(other, ())):
             raise ConfigError(f"--{name} does nothing without --{other} {' or '.join(sorted(values))}")

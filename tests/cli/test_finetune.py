@@ -265,7 +265,7 @@ def test_the_rate_falls_to_the_one_that_is_given_and_moments_have_what_is_given(
             "--beta1 does nothing with --optimizer sgd; adamw, adam, lion have it",
         ),
         (["--optimizer", "lion", "--eps", "1e-6"], "--eps does nothing with --optimizer lion"),
-        (["--min-lr", "1"], "--min-lr is 1, and --lr 0.003, from which the rate falls"),
+        (["--min-lr", "1"], "--min-lr is 1, but the rate falls from --lr 0.003"),
         (["--epochs", "2"], "not allowed with argument"),
     ],
 )
@@ -280,7 +280,7 @@ def test_a_rate_that_would_rise_is_refused_and_one_that_stays_or_falls_is_not(
     job: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
     assert run(job | {"--steps": 1}, "--min-lr", "0.004") == 2
-    assert "--min-lr is 0.004, and --lr 0.003, from which the rate falls" in capsys.readouterr().err
+    assert "--min-lr is 0.004, but the rate falls from --lr 0.003" in capsys.readouterr().err
     assert run(job | {"--steps": 1}, "--min-lr", "0.003") == 0
     assert run(job | {"--steps": 1, "--lr": 0.005, "--output": tmp_path / "more"}, "--min-lr", "0.004") == 0
 

@@ -102,7 +102,9 @@ def test_adapters_of_a_quantized_model_are_verified_merged_only(
 def test_it_says_nothing_where_all_is_trained(job: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     assert run(job, *NF4) == 2
     err = capsys.readouterr().err
-    assert "--frozen nf4 says how weights rest that are not trained, and all of them are: train adapters (--lora" in err
+    assert (
+        "--frozen nf4 is for weights that are not trained, and all weights are trained: train adapters (--lora" in err
+    )
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "swap-a").exists()
     for name, flags in {"b": [*LORA, *NF4], "c": ["--freeze", "model.embed_tokens.*", *NF4], "d": []}.items():

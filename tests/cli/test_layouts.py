@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "stingning/ultrachat": (
         {"id": "0", "data": [ASKED, FOX, MORE, HEN]},
-        "this one has 'id', 'data'. --columns reads those of other names",
+        "this one has 'id', 'data'. --columns reads columns of other names",
         "messages=data",
         ONE + TWO,
     ),

@@ -105,7 +105,7 @@ def test_experts_have_no_dropout_and_the_error_names_layers_that_have(
     qwen3_moe()[0].save_pretrained(tmp_path / "model")
     dropout = [*LORA, "--lora-dropout", "0.1"]
     assert run(job, *dropout) == 2
-    named = capsys.readouterr().err.partition("Leave it out, or the experts: ")[2].split()
+    named = capsys.readouterr().err.partition("Leave it out, or exclude the experts: ")[2].split()
     assert named == ["--lora-targets", "k_proj", "o_proj", "q_proj", "v_proj"]
     assert run(job | {"--steps": 1, "--warmup-steps": 0}, *dropout, *named) == 0
 
@@ -174,7 +174,7 @@ def test_what_is_frozen_stays_and_the_rest_is_trained(job: dict[str, Any], tmp_p
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--freeze", "model.layer.*"], "the model has no such parameter; one is called model.layers."),
+        (["--freeze", "model.layer.*"], "the model has no such parameter; a similar name is model.layers."),
         (["--freeze", "*"], "nothing is left to be trained"),
         (["--freeze", "*", "--lora", "2"], "--freeze does nothing with --lora"),
         (["--lora-alpha", "2"], "--lora-alpha does nothing without --lora"),

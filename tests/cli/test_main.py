@@ -121,7 +121,7 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(program: str, tmp_path: P
         ("finetune --verb", "unknown argument '--verb'; did you mean --verbose?"),
         ("checkpoint export a --out b", "the following arguments are required: --output"),
         ("--vers", "the following arguments are required: command"),
-        ("finetune --steps=--", "argument --steps: '--' is no value"),
+        ("finetune --steps=--", "argument --steps: '--' is not a value"),
         ("finetune --seed -1", "--seed: must be at least 0, not -1"),
         (f"finetune --seed {'9' * 30}", "--seed: must be at most 18446744073709551615"),
         (f"finetune --seed {'9' * 400}", "(400 characters)"),

@@ -81,13 +81,13 @@ def test_both_answers_begin_behind_the_prompt(row: Any, asked: str, better: str,
 MORE = {"role": "user", "content": "and"}
 REFUSED = [
     ({"text": "fox"}, "--method dpo learns which of two answers is better, and the row has no 'chosen'"),
-    (CHAT | {"margin": 2}, "has 'margin', which is not learned as it asks"),
-    (CHAT | {"image": "x.png"}, "has 'image', which is not learned as it asks: text is all that is learned"),
+    (CHAT | {"margin": 2}, "has 'margin', which infinity does not obey"),
+    (CHAT | {"image": "x.png"}, "has 'image', which infinity does not obey: text is all that is learned"),
     (CHAT | {"chosen": "fox"}, "must all be strings, or all lists of messages"),
     (CHAT | {"chosen": [*FOX, MORE]}, "'chosen' has a message of the user behind the prompt"),
     (CHAT | {"rejected": [HEN[0] | {"weight": 0}]}, "rejected: 'weight', 'train' and 'loss' are not read here"),
-    ({"chosen": "fox", "rejected": "hen"}, "begin with nothing in common, .*: give a 'prompt'"),
-    ({"chosen": [*ASK, *FOX], "rejected": ASK}, "one of them is how the other begins: give a 'prompt'"),
+    ({"chosen": "fox", "rejected": "hen"}, "have no common beginning, .*: give a 'prompt'"),
+    ({"chosen": [*ASK, *FOX], "rejected": ASK}, "one is the beginning of the other: give a 'prompt'"),
     (
         {"prompt": "say it:", "chosen": "fox", "rejected": " "},
         "there is nothing in 'rejected' but the prompt: leave the row out",

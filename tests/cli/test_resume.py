@@ -245,7 +245,7 @@ def test_where_a_run_goes_on_is_said_and_each_way_on_is_one(job: dict[str, Any],
     assert main([*export[1:], swap, "--output", copy]) == 0
     (tmp_path / "out-a" / "report.json").rename(tmp_path / "out-a" / "mine.json")
     assert main(["finetune", "--resume", swap, "--steps", "3"]) == 2
-    assert "(the run that is resumed has it; --output DIR)" in capsys.readouterr().err
+    assert "(it is the output of the resumed run; --output DIR)" in capsys.readouterr().err
     assert main(["finetune", "--resume", copy, *more, str(tmp_path / "c")]) == 2
     assert "go on from it with --from-checkpoint" in capsys.readouterr().err
     there = _job(tmp_path, "there", nvme={"paths": [copy]})

@@ -165,7 +165,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
     },
     "cli/fields.py": {
         "has no <>, which --columns names": "cli/test_layouts.py::test_a_column_that_a_row_has_not_is_named",
-        "--columns reads those of other names": _COLUMNS,
+        "--columns reads columns of other names": _COLUMNS,
         "name the columns to read, such as --columns": _COLUMNS,
         "name the columns to read: --columns": _COLUMNS,
     },
@@ -174,9 +174,9 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_what_a_method_does_not_do_is_refused_and_the_way_on_trains",
         "to go on, give a larger --steps": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
         "To write the model again give another --o": "cli/test_resume.py::test_a_finished_run_goes_on_with_more_steps",
-        "is resumed has it; --output DIR)": "cli/test_resume.py::"
+        "is the output of the resumed run; --output DIR)": "cli/test_resume.py::"
         "test_where_a_run_goes_on_is_said_and_each_way_on_is_one",
-        "--min-lr is <>, and --lr <>, from which th": "cli/test_finetune.py::"
+        "--min-lr is <>, but the rate falls from --lr <>": "cli/test_finetune.py::"
         "test_a_rate_that_would_rise_is_refused_and_one_that_stays_or_falls_is_not",
     },
     "cli/finished_run.py": {
@@ -231,7 +231,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_freeze_beside_lora_is_refused_and_either_alone_trains",
         "adapters of <>: give --model <>, or merge both": "cli/test_lora.py::"
         "test_adapters_are_no_model_to_begin_with_and_their_base_and_both_in_one_are",
-        "Leave it out, or the experts: --lora-targets": "cli/test_lora.py::"
+        "Leave it out, or exclude the experts: --lora-targets": "cli/test_lora.py::"
         "test_experts_have_no_dropout_and_the_error_names_layers_that_have",
         "With --trust-remote-code they are run.": "cli/test_remote_code.py::"
         "test_each_process_is_told_anew_to_trust_code",

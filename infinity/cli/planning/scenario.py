@@ -131,7 +131,7 @@ class Scenario:
                 f"the plan takes {format_bytes(taken)} of RAM, because memory.host is "
                 f"{format_bytes(limits.host * self.ranks)}{beside}, and {self.machine.name} has "
                 f"{format_bytes(self.machine.host_bytes)}. Lower {'them' if beside else 'it'}, or leave `memory` out "
-                "of the swap config: it is measured then."
+                "of the swap config: the memory is measured then."
             )
 
     def _require_disks(self, plan: Plan, config: SwapConfig) -> None:
