@@ -65,7 +65,7 @@ def setup(job: Job) -> Contender:
 
     def replay() -> dict[str, Any]:
         # imported at its use only, because it may be elsewhere in other versions
-        from infinity.access.replay import replay_step
+        from infinity.access.step_io_replay import replay_step
 
         return asdict(replay_step(registry.coordinator_of(model), passes))
 

@@ -347,7 +347,8 @@ class PackedData:
         if self._first_known >= looked_at:
             raise ConfigError(
                 f"{names}: the model's tokenizer knows none of the text: all tokens (or all tokens in complete "
-                f"sequences of {self.sequence_length}) mean 'unknown' or 'end of text'. Is this the model's own tokenizer?"
+                f"sequences of {self.sequence_length}) mean 'unknown' or 'end of text'. Is this the "
+                "model's own tokenizer?"
             )
         if not self.sequences:
             raise ConfigError(

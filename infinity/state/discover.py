@@ -4,8 +4,8 @@ Blocks are the children of the outermost `ModuleList`s. In a model without `Modu
 `ModuleDict`s, or else of `Sequential`s. A child that is a container without a forward (as in a list of lists) cannot be
 called, so the children of this container are the blocks. Outside the blocks, units are the largest modules that contain
 no block: each embedding, the head, and every module of 1 MiB or more. The remaining small parameters form one unit that
-stays on the device while the model runs. A tile of a linear layer (state/tiles.py) is a unit, and a block that contains
-a tile is partitioned by the rule for modules outside the blocks.
+stays on the device while the model runs. A tile of a linear layer (state/layer_tiles.py) is a unit, and a block that
+contains a tile is partitioned by the rule for modules outside the blocks.
 
 Hooks run when modules are called. A weight may also be read without a call of its module: in a method of a block other
 than `forward`, or by `F.linear(x, other.weight)`. Such a weight is fetched when it is read

@@ -197,7 +197,7 @@ class GradientQueue(_D2HStream):
             try:
                 packed.landing = self._copy_to(packed.target, packed) if direct else self._send_to_bounce(packed)
             except BaseException:
-                packed.uses.also(self._accelerator.record(self._stream))  # what was queued before it failed
+                packed.uses.also(self._accelerator.record(self._stream))  # copies that were queued before the failure
                 raise
             self._open.remove(packed)
             self._ring.give_back(packed.lease, [packed.landing.event])

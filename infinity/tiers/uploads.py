@@ -130,7 +130,7 @@ class UploadQueue:
         return self._native
 
 
-def _part(store: SwapStore, weights: Destination, address: int) -> _native.UploadPart:
+def _part(store: SwapStore, weights: StateDestination, address: int) -> _native.UploadPart:
     """Return the native description of a group's upload: the place of the newest values, and their device address."""
     file, offset = store.place(weights.home.stored(), weights.copy_index)
     after = None if weights.written is None else weights.written.future

@@ -124,7 +124,7 @@ class Rig:
         self.downloads.append(made)
         return made
 
-    def weights(self, pages: int = 8) -> WeightsQueue:
+    def weights(self, pages: int = 8) -> WeightsDownloads:
         """Return a queue of weights to the host, through `pages` pages of host memory."""
         space = self.arena.lease(pages * PAGE_BYTES, "weights from the device").space()
         made = WeightsDownloads(self.sim, self.gate, space, self.pool)
