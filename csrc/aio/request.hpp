@@ -31,8 +31,8 @@ struct IoRequest {
   std::uint64_t offset;  // bytes, 4 KiB-aligned when file->direct() or with checksums
   std::byte* data;       // 4 KiB-aligned when file->direct(); must stay valid until the future is done
   std::size_t nbytes;    // bytes, a multiple of 4 KiB when file->direct() or with checksums
-  // The caller handles the checksums, while the bytes are in its cache: file->take() or put() before a write,
-  // file->check() after a read.
+  // The caller handles the checksums while the bytes are in the cache: it calls file->take() or put() before a write,
+  // and file->check() after a read.
   bool caller_checks = false;
   std::uint64_t tag = 0;  // the caller's number for the trace
 };

@@ -63,7 +63,7 @@ struct CodecLayout {
 struct EncodedWeight {
   const std::byte* data = nullptr;
   WeightCodec codec = WeightCodec::nf4;
-  std::uint64_t numel = 0;      // elements
+  std::uint64_t numel = 0;      // number of elements
   std::uint64_t row_numel = 0;  // elements of a row, for int8_rows
 };
 

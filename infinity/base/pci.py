@@ -16,7 +16,7 @@ _LANES_MAX = 32
 _GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 """PCIe generations, by the transfer rate of a lane in GT/s."""
 _LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Bytes per second of a lane in each direction, by generation, without the line code."""
+"""Bytes per second of a lane in each direction, by generation; the overhead of the line code is deducted."""
 
 
 @dataclass(frozen=True)

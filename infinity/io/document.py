@@ -178,7 +178,7 @@ def _checked(data: bytes, path: Path, kind: str, version: int) -> tuple[int, int
     """Check that a document is undamaged, and return where its JSON begins and ends. Raises the errors of read()."""
     end, (written, json_bytes, data_bytes) = _first_line(data, path, kind)
     if data[:end] != _header(kind, written, json_bytes, data_bytes, _digest(written, memoryview(data)[end:])):
-        raise DamagedFileError(path, f"is damaged: {len(data)} bytes do not have the checksum they were written with")
+        raise DamagedFileError(path, f"is damaged: its {len(data)} bytes do not match its checksum")
     if end + json_bytes + data_bytes != len(data):
         raise DamagedFileError(path, f"has {len(data)} bytes instead of {end + json_bytes + data_bytes}")
     if written > version:

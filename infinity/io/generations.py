@@ -409,9 +409,9 @@ class Generations:
             return
         taken = f"are taken by {pins_text(self.pin_list)}" if self._pins_max else "(the default) allows none"
         raise PlanError(
-            f"{folder} cannot pin a generation: pins: {self._pins_max} {taken}. Remove a folder that pins one, or "
-            f"begin a run with a larger `pins`; `infinity checkpoint unpin {self._place} --all-gone` unpins "
-            "those whose folder is gone. Nothing was written."
+            f"{folder} cannot pin a generation: pins: {self._pins_max} {taken}. Remove a folder that pins a "
+            f"generation, or begin a run with a larger `pins`; `infinity checkpoint unpin {self._place} --all-gone` "
+            "unpins the generations of folders that are gone. Nothing was written."
         )
 
     def pin(self, step: int, folder: Path) -> str:

@@ -65,7 +65,7 @@ def members_of(path: Path) -> list[Path]:
     if not is_there(header, path):
         raise ResumeError(
             f"{path} was {there} when the store was made: the directory was copied or moved, and its header names the "
-            f"other parts where they were. Name the present directories of all {len(named)} parts, "
+            f"old places of the other parts. Name the present directories of all {len(named)} parts, "
             f"in the order of {', '.join(header.members)}: as arguments of `infinity checkpoint`, or as nvme.paths "
             "of the --config of a resume."
         )

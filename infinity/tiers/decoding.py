@@ -306,7 +306,7 @@ def decodes_alike(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> b
     generator = torch.Generator("cpu").manual_seed(0)
     blocks = 4096
     count = blocks * BLOCK_NUMEL - 13
-    of: dict[str, Any] = {"generator": generator, "device": "cpu"}  # independent of the default device
+    of: dict[str, Any] = {"generator": generator, "device": "cpu"}  # torch's default device must not matter
     codes = torch.randint(0, 256, (-(-count // 2),), dtype=torch.uint8, **of).to(device)
     exponents = torch.randint(-20, 4, (blocks,), **of)
     scales = torch.rand(blocks, dtype=torch.float32, **of).mul_(torch.exp2(exponents.float())).to(device)

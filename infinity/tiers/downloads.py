@@ -7,7 +7,7 @@
 Gradients are packed into a piece of the ring on the compute stream, as they arrive. `send` queues one copy to the host,
 and gives the piece back to the ring with the event behind that copy. The next user of the same bytes waits for the
 event on the device; the host does not wait. A native thread waits for the copy, computes the sums of squares, and where
-needed adds the gradients to earlier gradients in host memory. Updates and writes to the store are chained to this
+needed adds the gradients to earlier gradients in host memory. Updates and writes to the store begin after the native
 thread's work.
 
 When the ring is full, the oldest packed piece is sent, even if the piece is incomplete.

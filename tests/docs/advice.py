@@ -472,7 +472,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_unpin_all_gone_leaves_the_folders_that_are_there",
         "Set pins: ": "runtime/test_pins.py::"
         "test_a_config_with_fewer_pins_than_there_are_is_refused_though_the_file_has_room",
-        "Remove a folder that pins one": "runtime/test_pins.py::test_without_a_free_pin_nothing_is_written",
+        "Remove a folder that pins a": "runtime/test_pins.py::test_without_a_free_pin_nothing_is_written",
     },
     "io/headers.py": {
         "Name the present directories of all": "io/test_headers.py::"
