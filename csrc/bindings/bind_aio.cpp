@@ -98,7 +98,8 @@ auto naming(const std::string& path, const Call& call) {
   }
 }
 
-// Raises ValueError unless the range consists of complete pages. If the file has checksums, each page must have one.
+// Raises ValueError unless the range consists of complete pages. If the file has checksums, each page must have a
+// checksum.
 void require_pages(const SwapFile& file, std::uint64_t offset, std::uint64_t nbytes) {
   const ChecksumTable* sums = file.checksums();
   const std::uint64_t end = sums == nullptr ? ~std::uint64_t{0} : sums->pages() * kPageBytes;

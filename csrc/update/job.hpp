@@ -108,7 +108,8 @@ struct Job {
 // into a buffer of the staging.
 [[nodiscard]] std::shared_ptr<Job> make_job(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
 
-// Makes a job that reads ahead. The job's streams are those that it reads; throws the exceptions of make_job.
+// Makes a job that reads ahead. The job's streams are the streams that the job reads. Throws the exceptions of
+// make_job.
 [[nodiscard]] std::shared_ptr<Job> make_job_ahead(UpdateJob given, std::size_t tile_numel, std::size_t tile_bytes);
 
 // Transfers to `job` the tiles of `from` that are in the staging. A tile keeps the states that both jobs read from the

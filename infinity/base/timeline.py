@@ -72,7 +72,7 @@ class Recording(NamedTuple):
     Attributes:
         spans: the spans that were kept.
         begin_ns, end_ns: times when recording was switched on and off. Spans that were open at the end of the recording
-            end there.
+            end at that moment.
         dropped: number of spans that were not kept because the list was full.
     """
 

@@ -202,7 +202,7 @@ def _there(directory: StoreDirectory, run: str) -> tuple[dict[int, Path], list[P
 def _not_newer(kept: Mapping[int, Path], pinned: Mapping[str, tuple[int, Path]]) -> list[tuple[int, Path]]:
     """Return the pinned generations to try when no kept one is usable.
 
-    These generations are not newer than the newest kept one.
+    These generations are not newer than the newest kept generation.
     """
     newest = max(kept, default=None)
     return [each for each in pinned.values() if newest is None or each[0] <= newest]
