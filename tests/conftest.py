@@ -249,9 +249,9 @@ def _bytes_of_slots(coordinator: Coordinator) -> int:
 
 
 def require_no_leaks(model: torch.nn.Module) -> None:
-    """Require that only the memory is leased that is expected between steps, and that the spare copy of a state is
-    neither its newest copy nor a copy that a generation names. The expected leases are homes, gradients that wait in
-    RAM, staging, and the slots of fetched units.
+    """Require that only the expected memory is leased between steps. Also require that the spare copy of a state is
+    different from the state's newest copy and from all copies that generations name. The expected leases are homes,
+    gradients that wait in RAM, staging, and the slots of fetched units.
     """
     coordinator = registry.coordinator_of(model)
     coordinator.finish_updates()

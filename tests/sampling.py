@@ -1,4 +1,4 @@
-"""Selection of tests: a sample, a share, or all of them, by INFINITY_TESTS.
+"""Selection of tests by INFINITY_TESTS: a sample of the tests, a share of the tests, or all tests.
 
 | INFINITY_TESTS | cases with the mark `covering`   | tests with the mark `long` | runs, examples (`number`)      |
 |----------------|----------------------------------|----------------------------|--------------------------------|
@@ -155,7 +155,7 @@ def is_kept(item: pytest.Item) -> bool:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: set[pytest.Item]) -> None:
-    """Remove items from the collected ones, and report them to pytest as deselected."""
+    """Remove items from the collected items, and report them to pytest as deselected."""
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -106,8 +106,8 @@ def digest_of(model: nn.Module) -> str:
 
 
 class Acts:
-    """Counter of acts on small files. It records the kind of each file, and kills the process before act number
-    `killed_at`.
+    """Counter of acts on small files. The counter records the kind of each file, and kills the process before act
+    number `killed_at`.
     """
 
     def __init__(self, killed_at: int | None) -> None:

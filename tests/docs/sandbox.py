@@ -96,7 +96,9 @@ def byte_level_tokenizer() -> Any:
 
 
 def make_files(place: Path, block: Block) -> None:
-    """Write the swap configs and the script that the page shows before the block, or default ones."""
+    """Write the swap configs and the script that the page shows before the block, or default configs and a default
+    script.
+    """
     for name in ("nvme", "nvme0", "nvme1", "fast-disk", "a", "b"):
         (place / "mnt" / name).mkdir(parents=True, exist_ok=True)
     files = {"swap.yaml": _SWAP | {"nvme": {"paths": ["swap"]}}, "other.yaml": {"nvme": {"paths": ["elsewhere"]}}}

@@ -1,4 +1,6 @@
-"""Random swap configs, made from a seed, with budgets between the smallest that the planner accepts and large ones."""
+"""Random swap configs, made from a seed, with budgets between the smallest budgets that the planner accepts and large
+budgets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random training loops, made from a seed, and the one function that runs them, on plain torch and on infinity."""
+"""Random training loops, made from a seed, and the function that runs such a loop, on plain torch and on infinity."""
 
 from __future__ import annotations
 

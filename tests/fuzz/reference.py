@@ -24,7 +24,7 @@ class Reference(torch.optim.Optimizer):
     """Optimizer in plain torch.
 
     Attributes:
-        steps: number of requested steps, including skipped ones.
+        steps: number of requested steps, including skipped steps.
         last_grad_norm, skipped_steps: same as in infinity's optimizers.
         distorted: index of a param group whose learning rate is wrong on purpose, and the factor of this learning rate.
         moved: param groups in which at least one weight has changed.

@@ -47,7 +47,7 @@ class Copy:
     """A copy of the sources in which mutants are made, tested and reverted, one at a time.
 
     Args:
-        builds: some mutants change the native core; otherwise the checkout's core is used.
+        builds: whether some mutants change the native core; False: the checkout's core is used.
     """
 
     def __init__(self, path: Path, cores: int, *, builds: bool) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from tests.sim.queues import SimEvent, SimStream
 
 PARK_S = 0.002
-"""Seconds for which a native thread lets other threads run before it runs the operations that it waits for."""
+"""Seconds for which a native thread lets other threads run before the native thread itself runs the operations for
+which it waits.
+"""
 _OUT_OF_MEMORY, _INVALID, _INVALID_HANDLE = 2, 1, 400  # cudart's error numbers
 _pointer, _int, _size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
 

@@ -128,7 +128,7 @@ class Queues:
         return [(stream, each) for stream in self.streams for each in stream.queue if isinstance(each, Copy)]
 
     def _step(self, stream: SimStream) -> None:
-        """Run the next operation of a stream, and before it the operations that it waits for."""
+        """Run the next operation of a stream. First run the operations for which this operation waits."""
         head = stream.queue[0]
         if isinstance(head, Wait):
             self.force(head.recording)

@@ -55,7 +55,7 @@ class CtrlC:
                 signal.raise_signal(signal.SIGINT)
             return trace
 
-        others = sys.gettrace()  # such as coverage's trace function
+        others = sys.gettrace()  # another trace function, such as coverage's
         with self.armed():
             sys.settrace(trace)
             try:

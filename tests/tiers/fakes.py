@@ -1,5 +1,5 @@
-"""Fakes of the layers below homes, slots and units. Their requests end when the test says so, with success or with
-failure.
+"""Fakes of the layers below homes, slots and units. The requests of these fakes end when the test says so, with success
+or with failure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _memory = PinnedArena(64 * PAGE_BYTES)
 
 
 def pages(count: int) -> Space:
-    """Return a new space. Its memory is also the memory of the spaces of earlier tests."""
+    """Return a new space. The memory of this space is also the memory of the spaces of earlier tests."""
     return Space(_memory.memory, 0, count * PAGE_BYTES)
 
 

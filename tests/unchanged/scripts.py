@@ -134,7 +134,7 @@ class Job:
         assert process.returncode == 0, f"{self.script} ended with {process.returncode}:\n{self._tail()}"
 
     def run_until_killed(self) -> None:
-        """Run the script, and kill it while it writes the second checkpoint or in the steps after that."""
+        """Run the script, and kill it while it writes the second checkpoint or in the steps after this checkpoint."""
         process = self._started(None)
         deadline = time.monotonic() + _WITHIN_S
         try:

@@ -115,7 +115,9 @@ class Gradients:
 
 
 class Pipeline:
-    """Counterpart of _native.UpdatePipeline. Its jobs end when the test ends them, or when a caller waits for them."""
+    """Counterpart of _native.UpdatePipeline. A job of this pipeline ends when the test ends the job, or when a caller
+    waits for the job.
+    """
 
     ahead_tiles_max = 2
 
