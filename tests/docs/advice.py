@@ -225,7 +225,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_what_a_user_says_is_learned_as_the_message_says",
     },
     "cli/models.py": {
-        "are: train adapters (--lora 16), freeze a par": "cli/test_frozen.py::"
+        "are trained: train adapters (--lora 16), freeze a par": "cli/test_frozen.py::"
         "test_it_says_nothing_where_all_is_trained",
         "does nothing with --lora, which trains the": "cli/test_lora.py::"
         "test_freeze_beside_lora_is_refused_and_either_alone_trains",
@@ -277,7 +277,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "or --loss-on all, to learn": "cli/test_examples.py::test_each_way_on_of_a_template_without_marks_is_one",
     },
     "cli/references.py": {
-        "give --model as it was": "cli/test_trainers.py::test_a_killed_run_ends_in_the_same_bits",
+        "give --model with the original weights": "cli/test_trainers.py::test_a_killed_run_ends_in_the_same_bits",
     },
     "cli/run_command.py": {
         "give the swap config first, infinity run CONFIG SCRIPT": "cli/test_run_process.py::"
@@ -293,7 +293,7 @@ FOLLOWED: dict[str, dict[str, str]] = {
         "test_what_another_run_has_left_is_not_mixed_with",
         "<>, for the models of --save-every and --save-best and ": "cli/test_run_directory.py::"
         "test_a_place_that_cannot_be_written_is_named_before_the_run",
-        "--save-best needs --eval-steps: else the last st": "cli/test_run_directory.py::"
+        "--save-best needs --eval-steps: without it only": "cli/test_run_directory.py::"
         "test_the_best_model_needs_evaluations_on_the_way",
     },
     "cli/packing_support.py": {
