@@ -357,7 +357,8 @@ def directory_of(options: argparse.Namespace, config: SwapConfig | None) -> Path
             raise ConfigError(
                 f"--resume {directory} is not the first of nvme.paths in --config, "
                 f"{config.nvme.paths[0] if config.nvme.paths else 'which has none'}: a run is resumed in its own "
-                f"directory. To move the run, `{command('checkpoint', 'export')}` it and use --from-checkpoint."
+                f"directory. To move the run, export it with `{command('checkpoint', 'export')}` and use "
+                "--from-checkpoint."
             )
         return directory
     if config is not None and config.nvme.paths:

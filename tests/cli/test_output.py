@@ -179,7 +179,7 @@ def test_an_interrupt_while_the_model_is_saved_waits_for_it(
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("swap", "is nvme.paths .*, too"),
+        ("swap", "and nvme.paths .* are the same"),
         ("swap/out", "is in nvme.paths"),
         (".", "exists and is not an empty directory"),
         ("link/out", "is in nvme.paths"),

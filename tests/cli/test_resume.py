@@ -241,7 +241,7 @@ def test_where_a_run_goes_on_is_said_and_each_way_on_is_one(job: dict[str, Any],
     assert f"is not the first of nvme.paths in --config, {tmp_path}/swap-b: " in refused
     assert main(["finetune", "--from-checkpoint", swap, *elsewhere]) == 2
     assert "make a copy with `infinity checkpoint export`" in capsys.readouterr().err
-    export = shlex.split(refused.partition("To move it, `")[2].partition("`")[0])
+    export = shlex.split(refused.partition("export it with `")[2].partition("`")[0])
     assert main([*export[1:], swap, "--output", copy]) == 0
     (tmp_path / "out-a" / "report.json").rename(tmp_path / "out-a" / "mine.json")
     assert main(["finetune", "--resume", swap, "--steps", "3"]) == 2
