@@ -138,7 +138,7 @@ def test_what_is_held_out_is_not_trained_on(share: float) -> None:
     assert sorted(parts[0] + parts[1]) == list(range(20))
     assert held_out.sequences == max(round(20 * share), 1)
     assert trained.digest != split(Numbers(), share, seed=4)[0].digest
-    with pytest.raises(ConfigError, match="has one only"):
+    with pytest.raises(ConfigError, match="has only one"):
         split(Part(Numbers(), [0]), share, 0)
 
 

@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "KTO, of an answer that is not wanted": (
         {"prompt": ASKED, "completion": FOX, "label": False},
-        "'label' is False: a row that is not to be learned",
+        "'label' is False, but infinity learns all rows with the same weight",
     ),
     "LLaMA-Factory's KTO": ({"messages": TALK, "kto_tag": False}, "'kto_tag' is False"),
     "KTO with a number": ({"prompt": ASKED, "completion": FOX, "label": 0}, "'label' is 0"),
@@ -110,7 +110,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [*spoken([("system", "x")]), *TALK], "system": "be kind"},
         "'system' and a message of the system",
     ),
-    "a system beside a prompt": ({"prompt": ASKED, "completion": FOX, "system": "be kind"}, "begin the prompt with it"),
+    "a system beside a prompt": (
+        {"prompt": ASKED, "completion": FOX, "system": "be kind"},
+        "put the text of 'system' into 'prompt'",
+    ),
     "a user in a completion": ({"prompt": TALK[:1], "completion": TALK[1:]}, "give the row as 'messages'"),
     "an answer in a prompt": (
         {"prompt": saying(TALK[:3], 1, weight=1), "completion": TALK[3:]},
