@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Predictions of `infinity plan` beside measurements: bytes and seconds of a step, for several models and placements.
+"""Predictions of `infinity plan` compared with measurements: bytes and seconds of a step, for several models and
+placements.
 
     python bench/plan_vs_measured.py --json build/plan-vs-measured.json
     python bench/plan_vs_measured.py --cases llama-nvme,llama-ram      # some of them
 
-Each case is a process (two ranks: two processes) that offloads a model with random weights. It makes some unmeasured
-steps and then five steps that are timed one by one. Before and after these five it measures the rates that the
-prediction needs: the disk's by a replay of a step's bytes with nothing else, the CPU's as `infinity plan` does. The
-prediction uses the mean of the two measurements. Cases with several ranks use the rates of llama-nvme.
+Each case is a process (two ranks: two processes) that offloads a model with random weights. The process makes some
+unmeasured steps, and then five steps, each of which is timed. Before and after these five steps the process measures
+the rates that the prediction needs. The disk's rate is measured by a replay, which moves a step's bytes without
+computing; the CPU's rates are measured as in `infinity plan`. The prediction uses the mean of the two measurements of
+each rate. Cases with several ranks use the rates of llama-nvme.
 """
 
 from __future__ import annotations
@@ -64,7 +66,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def memory_of(case: dict[str, Any], numel: int, blocks: int, ranks: int) -> dict[str, int]:
-    """Return budgets. Device: three blocks. Host: fp32 gradients, half a GiB, and the weights whose home is RAM."""
+    """Return budgets.
+
+    Device: three blocks. memory.host: fp32 gradients, half a GiB, and the weights whose home is RAM.
+    """
     weights = 2 * numel if case["config"]["weights"] == "host" else 0
     return {"device": (6 * 2 * numel // blocks + 192 * _MIB) * ranks, "host": 4 * numel + weights + ranks * (512 << 20)}
 
@@ -81,7 +86,7 @@ def build(case: dict[str, Any], device: str) -> Any:
 
 
 def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dict[str, Any]:
-    """Train, measure and predict. Args: known: rates that are given and therefore not measured."""
+    """Train, measure and predict. Args: known: rates that are given; these rates are not measured."""
     import torch
 
     import infinity
@@ -137,7 +142,7 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
     for _ in range(_WARMUP):
         step()
     rates = [_rates(config, plain, length, directory)]
-    replays = [replay_step(coordinator_of(model))] if ranks == 1 else []  # a replay supports one process only
+    replays = [replay_step(coordinator_of(model))] if ranks == 1 else []  # a replay supports only one process
     step()
     infinity.synchronize(model)
     taken, before = [], infinity.statistics(model)
@@ -154,7 +159,7 @@ def child(case: dict[str, Any], directory: Path, known: dict[str, float]) -> dic
         **{name: (getattr(rates[0], name) + getattr(rates[1], name)) / 2 for name in ("dram", "flops", "decode")},
         adam={"fp32": (rates[0].adam["fp32"] + rates[1].adam["fp32"]) / 2},
     )
-    if known:  # rates of the complete machine; ranks that measure at the same time each see only their share
+    if known:  # rates of the complete machine: ranks that measure at the same time would measure only their share
         machine = replace(machine, dram=known["dram"], flops=known["flops"], adam={"fp32": known["adam"]})
     rate = known.get("disk") or statistics.mean(
         (each.read_bytes + each.written_bytes) / each.seconds for each in replays
@@ -207,7 +212,10 @@ def _rates(config: Any, plain: Any, length: int, directory: Path) -> Any:
 
 
 def run(name: str, scratch: Path, known: dict[str, float]) -> dict[str, Any]:
-    """Run the case in a process per rank; return rank 0's result. Args: known: rates, for several ranks."""
+    """Run the case in a process per rank; return rank 0's result.
+
+    Args: known: rates to use if the case has several ranks.
+    """
     ranks = CASES[name].get("ranks", 1)
     with tempfile.TemporaryDirectory(prefix=f"plan-{name}-", dir=scratch) as directory, socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -2,8 +2,8 @@
 
 Fetches (class weights) are issued at even intervals while gigabytes of optimizer-state traffic are queued in the same
 engine. The traffic (class states) is half reads and half writes, in the tiles that an update moves. Two ratios are
-reported: the fetch's time against the same fetch on an idle queue, taken before and after; and the traffic's rate
-against the same traffic without any fetch.
+reported. The first is the fetch's time divided by the time of the same fetch with an idle queue, measured before and
+after. The second is the traffic's rate divided by the rate of the same traffic without fetches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TILE_BYTES = 1 << 20
 
 
 class Traffic:
-    """State traffic on one scratch file: tiles are read and written back, all submitted at once."""
+    """State traffic on one scratch file: tiles are read and written back, and all requests are submitted at once."""
 
     def __init__(self, engine: _native.IOEngine, scratch: Scratch, nbytes: int) -> None:
         self._engine = engine
@@ -99,7 +99,8 @@ def fetch_under_load(
     places: list[int],
     alone_s: float,
 ) -> tuple[list[float], float]:
-    """Return the seconds of the fetches, issued evenly while the traffic runs, and the seconds of the traffic."""
+    """Return the seconds of the fetches, which are issued at even intervals while the traffic runs, and the seconds of
+    the traffic."""
     took: list[float] = []
     began = time.perf_counter()
     futures = traffic.start()

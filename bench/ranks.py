@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Bytes that each of N ranks keeps and moves, by the plan alone: nothing is measured, and no model is created.
+"""Bytes that each of N ranks keeps and moves, according to the plan: nothing is measured, and no model is created.
 
     python bench/ranks.py                            # 13 B on 64 ranks, 1 T on 512
     python bench/ranks.py --model 13B --ranks 1 2 4 64
 
 Each job has a row for ZeRO-3, hpZ and ZeRO-2 (ranks.gather: world, node, none). infinity's bytes are shown beside those
-of ZeRO with mixed-precision Adam (arXiv 1910.02054, table 1). In ZeRO-3 these are 16 B per parameter, sharded over the
-ranks. In ZeRO-2 they are 2 B of weights on each rank and 14 B sharded. infinity has 12 B with split16, sharded, and the
-copies of weights that hpZ and ZeRO-2 keep. arXiv 2104.07857 has 20 B with gradients in fp32; infinity's gradients are
-in RAM only until the update. hpZ is ZeRO-3 with a copy of 2 B on each machine (ZeRO++, arXiv 2306.10209, §3.2).
+of ZeRO with mixed-precision Adam (arXiv 1910.02054, table 1). In ZeRO-3, ZeRO's bytes are 16 B per parameter, sharded
+over the ranks. In ZeRO-2 they are 2 B of weights on each rank and 14 B sharded. infinity has 12 B with split16,
+sharded, and the copies of weights that hpZ and ZeRO-2 keep. arXiv 2104.07857 has 20 B with gradients in fp32;
+infinity's gradients are in RAM only until the update. hpZ is ZeRO-3 with a copy of 2 B on each machine (ZeRO++, arXiv
+2306.10209, §3.2).
 """
 
 from __future__ import annotations
@@ -39,18 +40,21 @@ MODELS: dict[str, dict[str, Any]] = {
 VOCABULARY = 32000
 ON_MACHINE = 8
 DEVICE_GIB = {"13B": 24, "1T": 80}
-"""Device memory in GiB, too small for slots for all weights of 13 B; otherwise no weight would be gathered twice."""
+"""Device memory in GiB.
+
+It is too small for slots for all weights of 13 B, because with such slots no weight would be gathered twice.
+"""
 STAGES = {"world": "ZeRO-3", "node": "hpZ", "none": "ZeRO-2"}
 GIB = 1 << 30
 DISK_RATE = 6e9
 """Bytes per second of each rank's disk, half read and half written: the middle of a PCIe 4 drive's data sheet."""
 FLOPS = 4.5e14
-"""Dense bf16 FLOPs per second and device: 0.45 of an H100's peak."""
+"""FLOPs per second of dense bf16 products on one device: 0.45 of an H100's peak."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank of a job: the rank that has the most.
+    """One rank of a job: the rank that has the most bytes.
 
     Attributes:
         parameters: parameters of the model.
@@ -91,7 +95,7 @@ def units_of(name: str) -> tuple[Unit, ...]:
 
 
 def near_of(count: int, gather: str) -> int:
-    """Return the number of ranks of G."""
+    """Return the number of ranks of the gather group G."""
     return {"world": count, "node": min(count, ON_MACHINE), "none": 1}[gather]
 
 
@@ -110,7 +114,7 @@ def plan_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Plan
     )
     near = near_of(count, gather)
     peers = Peers(
-        Cut(count, 0),  # rank 0 never has less than another rank
+        Cut(count, 0),  # rank 0 has the most bytes of all ranks
         min(count, ON_MACHINE),
         sharded=count > 1,
         near=Cut(near, 0) if near < count else None,
@@ -124,7 +128,7 @@ def row_of(name: str, units: tuple[Unit, ...], count: int, gather: str) -> Row:
     numel = sum(unit.numel for unit in units)
     kept = sum(end - begin for unit in units for group in unit.groups for begin, end in slices_of(group.numel, count))
     io_s = made.forecast.step_bytes / DISK_RATE
-    weights, once = 2 * numel, 1 if near < count else 2  # number of gathers in a step that are from all ranks
+    weights, once = 2 * numel, 1 if near < count else 2  # number of gathers from all ranks in a step
     return Row(
         model=name,
         ranks=count,
@@ -160,7 +164,7 @@ def main() -> None:
     for name, count in jobs:
         for gather, stage in STAGES.items():
             if near_of(count, gather) == count and gather != "world":
-                continue  # the same as the row above
+                continue  # this row would be the same as the row above
             try:
                 row = row_of(name, units[name], count, gather)
             except PlanError as error:

@@ -7,10 +7,10 @@ DeepSpeed has weights and states on NVMe.
     python bench/ranks_vs_peers.py --json build/ranks.json
     python bench/ranks_vs_peers.py --dtype float32 --layers 8     # a processor without AVX-512 takes minutes in bf16
 
-All ranks compute on the CPU with one thread each. A turn is the same as in bench/step_vs_peers.py (peers/protocol.py).
-Its time is the time of the slowest rank. Its memory is the sum of the ranks' proportional set sizes after the turn, and
-the sum of their peaks. Every round begins with another system. Quote the ratios; single times on a shared machine mean
-nothing.
+All ranks compute on the CPU, with one thread each. A turn is the same as in bench/step_vs_peers.py (peers/protocol.py).
+The time of a system is the time of its slowest rank. The memory of a system is the sum of its ranks' proportional set
+sizes after the turn, and the sum of the ranks' peaks. Every round begins with another system. Quote the ratios; single
+times on a shared machine mean nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SYSTEMS = ("infinity", "deepspeed", "fsdp2")
 
 
 class Ranks:
-    """The workers of one system as one worker: each order goes to all of them, and their answers are merged."""
+    """The workers of one system, used as one worker: each order is sent to all of these workers, and their answers are
+    merged."""
 
     def __init__(self, name: str, workers: Sequence[Worker]) -> None:
         self.name = name
@@ -76,7 +77,8 @@ def ranks_of(name: str, count: int, workload: Workload, swap: Path, args: argpar
         setting = setting_of("infinity-nvme-lean")
         assert setting is not None
         options = setting.options(workload, None)
-        options["memory"]["device"] *= count * (2 if workload.dtype == "float32" else 1)  # memory that the ranks share
+        # counts memory that the ranks share
+        options["memory"]["device"] *= count * (2 if workload.dtype == "float32" else 1)
     elif name == "deepspeed":
         python, options = args.peers_python, params_on_nvme(workload)
     directory = "" if name == "fsdp2" else str(swap / name)

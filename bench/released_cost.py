@@ -8,13 +8,14 @@ environment of its own:
 
     git worktree add --detach DIR COMMIT && make -C DIR bootstrap
 
-Both versions train the model of bench/peers/workload.py on the CPU. They are set up first and then have one turn of
-four steps each per round, in an order that rotates. The report has medians of the seconds and of the CPU seconds of a
-step, and of the ratios within a round. The default contender moves nothing, so its step is the shortest and has no
-noise from the disk. infinity-nvme fetches and releases every weight.
+Both versions train the model of bench/peers/workload.py on the CPU. All versions are set up first. After that, each
+version has one turn of four steps per round, in an order that rotates. The report has medians of the seconds and of the
+CPU seconds of a step, and of the ratios of steps of the same round. The default contender moves nothing, so its step is
+the shortest and has no noise from the disk. infinity-nvme fetches and releases every weight.
 
 Without --before, the report has only the calls of __torch_function__ per step, by function, and the calling thread's
-CPU time in these calls and in class changes. This bound does not depend on other load of the machine.
+CPU time in these calls and in class changes. This CPU time is a bound that does not depend on other load of the
+machine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as in the workers: threads must not spin on a busy machine
+# the same as in the workers: threads must not spin on a busy machine
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from peers.contenders import setting_of
 from peers.process import BENCH_DIR, Worker
@@ -80,7 +82,7 @@ def summarise(steps: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 class Meter:
-    """Counter of calls, and of the calling thread's CPU time in the outermost calls."""
+    """Counter of calls and of the calling thread's CPU time in the outermost calls."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

@@ -1,8 +1,9 @@
 """Replays of a step's I/O compared with real training steps: `python bench/replay_vs_steps.py`.
 
-Both use the same extents of one swap file, since a disk may be faster in one region than in another. A replay writes
-back the bytes that it read, so it does not affect the training. The report has the seconds with at least one transfer
-in flight (the engine's count) of each, and their ratio, for weights on NVMe and in RAM.
+Replays and steps use the same extents of one swap file, because a disk may be faster in one region than in another. A
+replay writes back the bytes that it read, so it does not affect the training. The report has, for weights on NVMe and
+for weights in RAM, the seconds with at least one transfer in flight (as the engine counts them) of replays and of
+steps, and the ratio of the two.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def measure(weights: str, directory: Path, rounds: int, work: Workload) -> dict[
         for number in range(rounds + 2):
             for act in (train, replay) if number % 2 == 0 else (replay, train):
                 act()
-        real, replayed = real[2:], replayed[2:]  # the first steps write for the first time and learn the order
+        # the first steps write to the file for the first time, and learn the order of units
+        real, replayed = real[2:], replayed[2:]
         ratios = [ours / its for ours, its in zip(replayed, real, strict=True)]
         return {
             "weights": weights,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Training steps in simulated time (bench/simulation), on machines that are not available.
 
-With measured steps, the script shows how near the simulation is to this machine.
+If measured steps are given, the script shows how accurate the simulation is for this machine.
 
     python bench/simulate.py --out build/simulated                     # every machine and model: JSON, tables, a plot
     python bench/simulate.py --machines h200 --models 8B --moments fp32 --out build/one
@@ -12,7 +12,8 @@ With measured steps, the script shows how near the simulation is to this machine
     python bench/simulate.py --calibrate-gpu bench/results/2026-11-26-gpu-h200.json --out build/calibration
                              # rows of stage 8 of bench/gpu_check.py
 
-The script measures nothing, and its output says so. A complete run takes some minutes, most of them for 70 B.
+The script measures nothing, and its output says so. A complete run takes some minutes, most of which are for the model
+of 70 B parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ MOMENTS = ("fp32", "int8")
 
 
 def scenarios(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield every machine, model and form of the moments: unclipped and clipped, and the changed policies."""
+    """Yield the scenarios of every machine, model and form of the moments: unclipped, clipped, and with the changed
+    policies."""
     for machine_name in args.machines:
         machine = MACHINES[machine_name]
         for model in args.models:

@@ -94,12 +94,13 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def host_budget(target_rss: int, uncached_rss: int, uncached_host_bytes: int) -> int:
-    """Return the memory.host with which a contender's peak is `target_rss`.
+    """Return the memory.host with which a contender's peak RSS is `target_rss`.
 
     Args:
         target_rss: requested peak RSS in bytes.
         uncached_rss: peak RSS of the same contender without cached states.
-        uncached_host_bytes: bytes of memory.host that the plan of that contender uses. Its other memory stays the same.
+        uncached_host_bytes: bytes of memory.host that the plan of that contender uses. The contender's other memory
+            stays the same.
 
     Raises:
         ValueError: the contender needs more memory even without cached states.

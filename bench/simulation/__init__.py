@@ -1,6 +1,7 @@
 """A training step in simulated time.
 
-infinity's own modules decide which operation begins when. An operation takes as long as the rates of a machine say.
+infinity's own modules decide which operation begins when. The duration of an operation is computed from the rates of a
+machine.
 
 [Note: what is real and what is imitated]
 
@@ -15,8 +16,8 @@ infinity's own modules decide which operation begins when. An operation takes as
 |                                                                | csrc/update's driver (pipeline.py)              |
 |                                                                | csrc/aio's queue (disk.py)                      |
 
-infinity's modules run unchanged. Where they wait for a future, simulated time advances until the future is done
-(clock.py). So there is one thread, and every run gives the same figures. Transfers and computations are modelled as
-fluids (fluid.py): each has a rate of its own, and shares cores, memory bandwidth, links and the disk with the others
-that run.
+infinity's modules run unchanged. When these modules wait for a future, simulated time advances until the future is done
+(clock.py). The simulation therefore has one thread, and every run gives the same figures. Transfers and computations
+are modelled as fluids (fluid.py): each has its own rate, and shares cores, memory bandwidth, links and the disk with
+the other transfers and computations in progress.
 """

@@ -1,8 +1,8 @@
 """Comparison of the simulation with this machine. The rates are taken from the same run as the steps.
 
 [Note: where each rate comes from]
-`bench/step_vs_peers.py` gives, round by round, steps of *processor* (all states in memory, nothing overlapped) and of
-infinity with the states on NVMe, and after each step the replay of its bytes with nothing else.
+In each round, `bench/step_vs_peers.py` measures steps of *processor* (all states in memory, no overlap) and of infinity
+with the states on NVMe, and after each step the replay, which moves the step's bytes without computing.
 
 | rate            | from                                                                                           |
 |-----------------|------------------------------------------------------------------------------------------------|
@@ -13,7 +13,8 @@ infinity with the states on NVMe, and after each step the replay of its bytes wi
 | threads of      | processor: the share of two cores that it got, against the share it gets on a quiet machine.   |
 | others          | With them, what runs alone would be faster by that, and what runs at once competes with them   |
 
-A round is predicted with its own rates. The result is the median over rounds of predicted / measured.
+Each round is predicted with the rates that were measured in this round. The result is the median over rounds of
+predicted / measured.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ _READ_TO_WRITE = 3.23 / 4.40
 _DRAM = 60e9
 """Memory bandwidth by bench/adam_forms.py on this machine, two cores: a loop that reads and writes in place."""
 _CHECKSUMS = 26.5e9
-"""Rate for runs without a contender with overlap off, from the same day's 2026-11-21-step-overlap-256-unclipped.json.
+"""Rate for runs that have no contender with overlap off; from 2026-11-21-step-overlap-256-unclipped.json of the same
+day.
 """
 _VISIT_S = 2.2e-4
-"""Seconds of Python per visit of a unit.
-
-A layer with its states on NVMe takes 0.59 ms a step more than torch's, a layer in RAM 0.15 ms, and a step visits a
-layer twice (2026-11-22-overhead.json). The cost in RAM is part of the measured compute.
+"""Seconds of Python per visit of a unit. Per step, a layer with its states on NVMe takes 0.59 ms more than a layer of
+torch, and a layer in RAM takes 0.15 ms more; a step visits a layer twice (2026-11-22-overhead.json). The cost in RAM is
+part of the measured compute.
 """
 
 
@@ -86,7 +87,8 @@ def _disk(measured: Mapping[str, Any]) -> float:
 
 
 def _checksums(measured: Mapping[str, Any], task: Task) -> float:
-    """Return bytes per second, from the extra time of an update from the store over an update in memory."""
+    """Return a rate in bytes per second, computed from the additional time that an update from the store takes over an
+    update in memory."""
     rates = []
     for step in measured["steps"].get("infinity-host-off", ()):
         alone = _of_round(measured["steps"]["processor"], step["round"])
@@ -100,7 +102,7 @@ def _of_round(steps: Sequence[Mapping[str, Any]], number: int) -> Mapping[str, A
 
 
 def predict(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return for each contender: predicted and measured seconds, round by round, and the resulting figures."""
+    """Return for each contender the predicted and measured seconds of each round, and the resulting figures."""
     work = Workload(**measured["workload"])
     task = task_of(work, "fp32")
     clipped = work.max_grad_norm is not None and work.max_grad_norm < 100
@@ -140,7 +142,7 @@ def predict(measured: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def rates(measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rates that a run was predicted with: medians over its rounds."""
+    """Return the rates with which a run was predicted, as medians over its rounds."""
     task = task_of(Workload(**measured["workload"]), "fp32")
     machines = [machine_of(measured, task, step["round"]) for step in measured["steps"]["processor"]]
     names = ("disk_read", "disk_write", "checksums", "land", "flops", "busy_cores", "dram")

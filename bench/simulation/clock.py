@@ -8,7 +8,7 @@ from typing import Any
 
 
 class StuckError(AssertionError):
-    """A caller waits, and no event is left that could end the wait."""
+    """A caller waits, but no event is scheduled that could end the wait."""
 
 
 class Clock:
@@ -20,12 +20,12 @@ class Clock:
         self._count = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Run `action` after so many seconds; actions at the same instant run in the order of their requests."""
+        """Run `action` after a number of seconds. Actions at the same instant run in the order of their requests."""
         self._count += 1
         heapq.heappush(self._events, (self.now + seconds, self._count, action))
 
     def run_until(self, done: Callable[[], bool]) -> None:
-        """Advance time until `done` returns true. Raises StuckError when this never happens."""
+        """Advance time until `done` returns true. Raises StuckError if `done` can never return true."""
         while not done():
             if not self._events:
                 raise StuckError(f"nothing is under way at {self.now:.6f} s")
@@ -33,7 +33,7 @@ class Clock:
             action()
 
     def sleep(self, seconds: float) -> None:
-        """Keep the caller busy for so long; other activities continue."""
+        """Keep the caller busy for a number of seconds; other activities continue."""
         if seconds > 0:
             over = Future(self)
             self.after(seconds, over.complete)
@@ -41,7 +41,7 @@ class Clock:
 
 
 class Future:
-    """Counterpart of _native.IOFuture whose waiter advances time. Attributes: at: time when it was done."""
+    """Counterpart of _native.IOFuture whose waiter advances time. Attributes: at: time at which the future was done."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -57,13 +57,13 @@ class Future:
         return self._failure
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the future is done. Never times out, since the simulated devices always answer."""
+        """Wait until the future is done. The wait never times out, because the simulated devices always answer."""
         if not self._done:
             self._clock.run_until(self.done)
         return True
 
     def then(self, action: Callable[[], None]) -> None:
-        """Run `action` once the future is done; immediately if it already is."""
+        """Run `action` when the future is done; immediately if it is done already."""
         if self._done:
             action()
         else:
@@ -79,7 +79,7 @@ class Future:
 
 
 def when_all(futures: Iterable[Future], action: Callable[[], None]) -> None:
-    """Run `action` once all futures are done; immediately if they already are."""
+    """Run `action` when all futures are done; immediately if they are done already."""
     open_ones = [future for future in futures if not future.done()]
     left = len(open_ones)
     if not left:

@@ -1,13 +1,13 @@
-"""The disks: one server for all of them, with the priority classes of csrc/aio.
+"""Simulated disks: one server for all disks, with the priority classes of csrc/aio.
 
 [Note: what a mix of reads and writes gets]
 Reads and writes of the same disk take turns: a disk that reads 3.23 GB/s and writes 4.40 GB/s gave fio 3.78 GB/s of
 half and half (bench/results/README.md), and taking turns gives 3.73. `mixed` is the share of this rate that a machine
 reaches.
 
-A class is served before the classes after it; within a class, requests are served in their order. A request that has
-begun ends before any other one begins, however urgent: the engine has up to 32 MiB in flight, and requests in the
-simulation are about as large.
+Requests of a higher class are served before requests of lower classes; within a class, requests are served in their
+order. A request that has begun is never interrupted, even by a more urgent request: the engine has up to 32 MiB in
+flight, and requests in the simulation are about as large.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ CLASSES = ("weights", "activations", "states", "writeback")
 
 
 class Disk:
-    """Counterpart of _native.IOEngine. Attributes: read_bytes, written_bytes: totals so far."""
+    """Counterpart of _native.IOEngine. Attributes: read_bytes, written_bytes: total bytes read and written so far."""
 
     def __init__(self, clock: Clock, fluid: Fluid, machine: SimulatedMachine) -> None:
         self.clock = clock
         self._fluid = fluid
         self._machine = machine
         self._queues: dict[str, deque[tuple[bool, float, Future]]] = {name: deque() for name in CLASSES}
-        self._queued = {True: 0, False: 0}  # number of requests, by whether they read
+        self._queued = {True: 0, False: 0}  # number of requests; the key is whether they are reads
         self._busy = False
         self.read_bytes = 0.0
         self.written_bytes = 0.0

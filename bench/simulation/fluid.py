@@ -1,4 +1,4 @@
-"""Activities that take time: each has a rate of its own, and is slower where resources are shared.
+"""Activities that take time. Each activity has its own rate, and is slower if it shares resources.
 
 [Note: how activities share]
 An activity has an amount of work, a rate when nothing else runs, and an amount of each resource per unit of work. If
