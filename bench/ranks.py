@@ -164,7 +164,7 @@ def main() -> None:
     for name, count in jobs:
         for gather, stage in STAGES.items():
             if near_of(count, gather) == count and gather != "world":
-                continue  # this row would be the same as the row above
+                continue  # this row would be this row would be the same as the row above
             try:
                 row = row_of(name, units[name], count, gather)
             except PlanError as error:

@@ -77,7 +77,7 @@ def ranks_of(name: str, count: int, workload: Workload, swap: Path, args: argpar
         setting = setting_of("infinity-nvme-lean")
         assert setting is not None
         options = setting.options(workload, None)
-        # counts memory that the ranks share
+        # counts counts memory that the ranks share
         options["memory"]["device"] *= count * (2 if workload.dtype == "float32" else 1)
     elif name == "deepspeed":
         python, options = args.peers_python, params_on_nvme(workload)

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-# the same as in the workers: threads must not spin on a busy machine
+# the same the same as in the workers: threads must not spin on a busy machine
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from peers.contenders import setting_of

@@ -8,10 +8,11 @@
     python bench/step_vs_peers.py --contenders deepspeed,processor,infinity-host,infinity-host-cached
     python bench/step_vs_peers.py --try-params-nvme           # what DeepSpeed needs for weights on NVMe too
 
-Contenders are named in peers/contenders.py. All compute on the CPU. They are set up first and then have one turn each
-per round, so that other load of the machine affects all equally. A turn of infinity also has a replay, which moves the
-step's bytes without computing. If memory is too small for all contenders at once, they run in groups; each group has
-the peers and the bounds in it. Quote the ratios; single times on a shared machine mean nothing.
+Contenders are named in peers/contenders.py. All contenders compute on the CPU. All contenders are set up first. After
+that, each contender has one turn per round, so that other load of the machine affects all contenders equally. Each turn
+of infinity also includes a replay, which moves the step's bytes without computing. If memory is too small for all
+contenders at once, they run in groups; each group includes the peers and the bounds. Quote the ratios; single times on
+a shared machine mean nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SETUP_COMMAND = "bash bench/peers/setup.sh"
 
 
 class Bench:
-    """The command line resolved: interpreters, directories, and the creation of a worker for a contender."""
+    """The resolved command line: interpreters, directories, and the creation of a worker for a contender."""
 
     def __init__(self, args: argparse.Namespace, swap_dir: Path) -> None:
         self.args = args
@@ -77,7 +78,7 @@ class Bench:
         """Return a worker for a contender, not started yet.
 
         Raises:
-            WorkerError: the contender caches states, and the measurements that its budget depends on are missing.
+            WorkerError: the contender caches states, but the measurements on which its budget depends are missing.
         """
         if name == "deepspeed":
             return self.deepspeed_worker(name, self.deepspeed_options)
@@ -94,7 +95,8 @@ class Bench:
         return self._worker(name, self.args.infinity_python, "infinity", job)
 
     def _cache_budget(self, setting: Setting, run: Run) -> int:
-        """Return the memory.host with which a caching contender takes the requested memory, by measurements so far."""
+        """Return the memory.host with which a caching contender takes the requested memory, according to the
+        measurements so far."""
         name, twin = setting.name, setting.uncached.name
         for needed in (twin, *(["deepspeed"] if self.args.cached_like == "deepspeed" else [])):
             if not run.warmup.get(needed):
@@ -110,7 +112,7 @@ class Bench:
         return budget
 
     def choose_deepspeed(self) -> None:
-        """Choose DeepSpeed's settings: the requested ones, or the fastest of a short probe."""
+        """Choose DeepSpeed's settings: the requested settings, or the fastest settings of a short probe."""
         if self.args.deepspeed_variant:
             self.deepspeed_options = parse_variant(self.args.deepspeed_variant, self.workload)
             return
@@ -189,7 +191,8 @@ def _in_rounds(workers: list[Worker], run: Run, rounds: range) -> None:
 
 
 def _turn(worker: Worker) -> dict[str, Any]:
-    """Run a step and, if the contender can, a replay; return the measurements of both and of the complete turn."""
+    """Run a step and, if the contender supports it, a replay; return the measurements of both and of the complete
+    turn."""
     began, used_before = time.monotonic(), worker.cpu_seconds()
     step = worker.step()
     if worker.facts["replays"]:
@@ -201,14 +204,15 @@ def _turn(worker: Worker) -> dict[str, Any]:
 
 
 def measure(bench: Bench, names: list[str]) -> Run:
-    """Run the contenders all at once, else in groups if memory allows it, else one after the other."""
+    """Run all contenders in the same rounds if memory allows it, else in groups, else one after the other."""
     groups = None if bench.args.one_at_a_time else groups_that_fit(names, bench.workload, _available_bytes())
     run = Run(interleaved=groups is not None)
     for repeat in range(bench.args.repeats):
         for index, group in enumerate(groups or [[name] for name in names]):
             if run.interleaved:
                 print(f"taking turns: {', '.join(group)}", flush=True)
-            # Contenders that do not take turns are compared by steps of the same number.
+            # Contenders that do not take turns are compared step by step: the first step of one with the first step of
+            # the other, and so on.
             first = (repeat * len(groups) + index if groups else repeat) * bench.args.rounds
             with ExitStack() as running:
                 workers = []
@@ -222,7 +226,10 @@ def measure(bench: Bench, names: list[str]) -> Run:
 
 
 def _in_turn(group: list[str], repeat: int) -> list[str]:
-    """Return the order of set-up, which rotates; contenders that cache are after those that their budget depends on."""
+    """Return the order of set-up, which rotates.
+
+    A contender that caches states comes after the contenders on which its budget depends.
+    """
     turn = repeat % len(group)
     return sorted(group[turn:] + group[:turn], key=lambda name: "-cached" in name)
 
@@ -233,7 +240,8 @@ def _available_bytes() -> int:
 
 
 def try_params_nvme(bench: Bench) -> list[dict[str, str]]:
-    """Try DeepSpeed with its parameters on NVMe too, from its defaults to settings that run; report each outcome."""
+    """Try DeepSpeed with its parameters on NVMe, too, from DeepSpeed's defaults to settings that run; report each
+    outcome."""
     outcomes = []
     for title, options in params_on_nvme_attempts(bench.workload):
         worker = bench.deepspeed_worker("deepspeed-nvme-attempt", options)
@@ -295,10 +303,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _chosen(args: argparse.Namespace) -> list[str]:
-    """Return the contenders to run. A default contender whose environment is missing is dropped.
+    """Return the contenders to run. A contender that was not requested explicitly is dropped if its environment is
+    missing.
 
     Raises:
-        SystemExit: an unknown contender, or a requested one whose environment is missing.
+        SystemExit: a contender is unknown, or the environment of a requested contender is missing.
     """
     names = (args.contenders or DEFAULT).split(",")
     try:
@@ -317,9 +326,10 @@ def _chosen(args: argparse.Namespace) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the comparison; return 0 when every requested contender ran."""
+    """Run the comparison; return 0 if every requested contender ran."""
     args = _parse(argv)
-    # Absolute, but not resolved: a virtual environment's interpreter is a symbolic link that must stay one.
+    # The path is made absolute, but links are not resolved: a virtual environment's interpreter is a symbolic link, and
+    # only works by this link.
     args.peers_python, args.infinity_python = (
         Path(os.path.abspath(p)) for p in (args.peers_python, args.infinity_python)
     )

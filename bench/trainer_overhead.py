@@ -4,9 +4,10 @@
     python bench/trainer_overhead.py --json build/trainer.json
     python bench/trainer_overhead.py --small --rounds 3      # a tiny model, to try the script itself
 
-Both train the same model with weights and states on NVMe (or in RAM: --placement ram), from the same weights, with
-gradients clipped by the norm; Trainer clips with torch's clip_grad_norm_, makes its batches with a DataLoader and logs
-nothing. Weight decay is 0, because Trainer would leave the norms out. Quote the ratios, which are taken within rounds.
+Both train the same model from the same initial weights, with weights and states on NVMe (or in RAM: --placement ram),
+and with gradients clipped by the norm. Trainer clips with torch's clip_grad_norm_, makes its batches with a DataLoader
+and logs nothing. Weight decay is 0, because Trainer would not apply it to the norms. Quote the ratios, which compare
+steps of the same round.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PLACEMENTS = {"nvme": {"weights": "nvme", "optimizer": "nvme"}, "ram": {"weights
 _TOLERANCE = 2e-2
 """Relative tolerance of the losses.
 
-clip_grad_norm_'s factor is fp32, and bf16 weights that are rounded the other way change the losses.
+The factor of clip_grad_norm_ is in fp32. A different factor can round some bf16 weights differently, and this changes
+the losses.
 """
 
 

@@ -5,9 +5,9 @@
     python bench/versions.py ../before/.venv/bin/python --json build/versions.json
     python bench/versions.py ../before/.venv/bin/python --small --rounds 3   # a tiny model, to try the script itself
 
-The other version runs twice. The difference between its two runs is the machine's noise, and only a ratio outside of
-this noise says something about the versions. Quote the ratios, which are taken within rounds. The losses of all three
-must be the same to the last bit.
+The other version runs twice. The difference between the two runs of the other version is the machine's noise. Only a
+ratio outside of this noise says something about the versions. Quote the ratios, which compare steps of the same round.
+The losses of all three runs must be the same to the last bit.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def main() -> None:
     args = parser.parse_args()
     workload = replace(SMALL if args.small else WORKLOADS[args.workload], max_grad_norm=args.max_grad_norm)
     args.swap_dir.mkdir(parents=True, exist_ok=True)
-    # Absolute, but not resolved: a virtual environment's interpreter is a symbolic link that must stay one.
+    # The path is made absolute, but links are not resolved: a virtual environment's interpreter is a symbolic link, and
+    # only works by this link.
     other = Path(os.path.abspath(args.other))
     pythons = {NEW: Path(sys.executable), OLD: other, AGAIN: other}
     result: dict[str, Any] = {"machine": machine_facts(args.swap_dir), "workload": asdict(workload)}

@@ -7,8 +7,8 @@ cores). The others get the part that an activity cannot use. This is weighted ma
 assigns cores and a memory controller assigns bandwidth. An activity that is slowed down by one resource uses less of
 the others.
 
-Transfers of devices have precedence (`TRANSFER`): a disk or a link has a few requests that cannot wait, and many cores
-at full speed get the remaining memory bandwidth.
+Transfers of devices have precedence (`TRANSFER`): the few requests of a disk or a link cannot wait, and the cores get
+the remaining memory bandwidth.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Fluid:
         self._plan_soon()
 
     def _flow(self) -> None:
-        """Bring the remaining work of all activities up to date."""
+        """Update the remaining work of all activities to the present time."""
         elapsed, self._at = self._clock.now - self._at, self._clock.now
         if elapsed > 0:
             for each in self._running:
@@ -117,7 +117,8 @@ def share(activities: list[Activity], capacity: Mapping[str, float]) -> None:
             for each in open_ones
         }
         content = [each for each in open_ones if fair[id(each)] >= each.alone]
-        # If no activity gets its full rate, fix the slowest one: no other activity releases any of its resource later.
+        # If no activity gets its full rate, fix the rate of the slowest activity: later changes release nothing of the
+        # resource that limits it.
         fixed = content or [min(open_ones, key=lambda each: fair[id(each)] / each.alone)]
         for each in fixed:
             each.rate = max(min(fair[id(each)], each.alone), 1e-12 * each.alone)

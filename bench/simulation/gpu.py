@@ -22,7 +22,11 @@ _UPLOADED, _DOWNLOADED, _COMPUTED = "weights", "the ring", "other streams"
 
 
 class Event:
-    """A position in a stream. Attributes: reached: done when the stream is there. cause: kind of the work before."""
+    """An event: a position in a stream.
+
+    Attributes: reached: future that is done when the stream reaches the position. cause: kind of the work before the
+    event.
+    """
 
     def __init__(self, reached: Future, cause: str) -> None:
         self.reached = reached
@@ -30,11 +34,12 @@ class Event:
 
 
 class Line:
-    """A stream: each piece of work begins once the previous one has ended and its events are reached.
+    """A stream: each piece of work begins when the previous piece has ended and the events for which it waits are
+    reached.
 
     Attributes:
-        waited: idle seconds of the stream, by the cause that it waited for last.
-        cause: cause that its events carry.
+        waited: idle seconds of the stream, by the cause of its last wait.
+        cause: cause that is recorded in the events of this stream.
     """
 
     def __init__(self, clock: Clock, fluid: Fluid, cause: str) -> None:

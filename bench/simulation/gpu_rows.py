@@ -57,7 +57,7 @@ def predict(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield predicted and measured seconds of each row that infinity trained with all weights and states in memory.
 
     Args:
-        found: result in the format of bench/results.
+        found: measured result, in the format of the files in bench/results.
     """
     rates = [rate for run in found["runs"] if (rate := _torch_rate(run)) is not None]
     for number, run in enumerate(found["runs"]):
@@ -80,7 +80,7 @@ def predict(found: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _torch_rate(run: Mapping[str, Any]) -> float | None:
-    """Return FLOPs per second as the simulation counts them."""
+    """Return the rate in FLOPs per second, as the simulation counts FLOPs."""
     (model,) = (each for each in MODELS if each.name == _TORCH)
     seconds = run["rows"]["measured"].get(f"{_TORCH}, {model.rows[0]['name']}", {}).get("seconds")
     return None if seconds is None else task_of(model.work, "fp32").flops / seconds

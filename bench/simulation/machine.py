@@ -18,7 +18,7 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class SimulatedMachine(Machine):
-    """Rates of a machine, beyond those of a plan.
+    """Rates of a machine, in addition to the rates that a plan uses.
 
     Attributes:
         busy_cores: threads of other programs that always use the cores.
@@ -43,7 +43,7 @@ class SimulatedMachine(Machine):
         return cls(**known | {"sources": _SOURCES | machine.sources}, both=machine.up + machine.down)
 
     def capacity(self) -> dict[str, float]:
-        """Return the capacity of each resource per second."""
+        """Return the capacity per second of each resource."""
         own = {"cores": self.cores, "dram": self.dram, "disk": 1.0}
         return own | ({"device": 1.0, "up": self.up, "down": self.down, "link": self.both} if self.is_gpu else {})
 

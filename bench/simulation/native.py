@@ -1,7 +1,7 @@
 """Simulated counterparts of infinity's C++ parts: csrc/device, csrc/base/thread_pool, and the types of their callers.
 
-C++ decides which piece is next. So this module repeats the driver of csrc/device/upload_driver.cpp and the thread of
-csrc/device/landings.cpp, as pipeline.py repeats csrc/update/driver.cpp. Nothing fails.
+In infinity, C++ chooses the order of pieces. This module therefore follows the driver of csrc/device/upload_driver.cpp
+and the thread of csrc/device/landings.cpp, as pipeline.py follows csrc/update/driver.cpp. Nothing fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from simulation.gpu import Event, Gpu, Line
 from simulation.machine import SimulatedMachine
 
 _ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_LANDING_BYTES = {True: 2, False: 6}  # DRAM bytes per parameter: a GPU's copy is only read, a CPU's made too
+# DRAM bytes per parameter: a GPU's copy exists and is only read; a CPU's copy is made, too
+_LANDING_BYTES = {True: 2, False: 6}
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class _Piece:
 
 
 class Uploads:
-    """Counterpart of the upload driver, with the same names."""
+    """Counterpart of the upload driver; its methods have the same names."""
 
     def __init__(self, engine: Disk, gate: Gpu, bounce: memoryview, piece_bytes: int, events: Sequence[Event]) -> None:
         self._disk, self._gpu, self._clock = engine, gate, engine.clock
@@ -178,7 +179,7 @@ class Uploads:
         return True
 
     def _may_read(self) -> bool:
-        """Return whether the first job that has pieces to read may read its next one."""
+        """Return whether the first job that has pieces to read may read its next piece."""
         after = self._jobs[0].pieces[0][1] if self._jobs else None
         return bool(self._jobs) and (after is None or after.done())
 

@@ -1,6 +1,7 @@
-"""The update's pipeline, which repeats csrc/update/driver.cpp because the order of tiles is decided there, in C++.
+"""The update's pipeline. This module follows csrc/update/driver.cpp, because infinity chooses the order of tiles in
+C++.
 
-The names are the driver's. Only canceled updates fail, and every tile has work to do.
+The names are the same as in the driver. In the simulation only canceled updates fail, and every tile has work to do.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Job:
 
     @property
     def in_memory(self) -> bool:
-        """Whether nothing of the job moves to or from a file."""
+        """Whether no part of the job is read from or written to a file."""
         return not self.ahead and all(stream.file is None for stream in self.streams.values())
 
     def written(self, name: str) -> bool:
@@ -87,7 +88,10 @@ class Tile:
 
 
 class Pipeline:
-    """Simulated pipeline. Attributes: adam_s: seconds of computing. tiles_ahead_used: tiles read ahead and used."""
+    """Simulated pipeline.
+
+    Attributes: adam_s: seconds of computing. tiles_ahead_used: number of tiles that were read ahead and used.
+    """
 
     def __init__(
         self, clock: Clock, fluid: Fluid, disk: Disk, machine: SimulatedMachine, staging: UpdateStaging
@@ -96,15 +100,15 @@ class Pipeline:
         self._tile_numel = staging.tile_numel
         self._tile_bytes = staging.tile_bytes
         own = (staging.nbytes + staging.ahead_bytes) // staging.tile_bytes
-        self._free = [0] * own  # free buffers, by the loan that they belong to; 0: our own
+        self._free = [0] * own  # free buffers, by the loan to which they belong; 0: buffers of the pipeline itself
         self._ahead_own = staging.ahead_tiles
-        self._loans: dict[int, int] = {}  # buffers of each loan that has not ended
+        self._loans: dict[int, int] = {}  # number of buffers of each loan that has not ended
         self._ending: dict[int, tuple[int, Future]] = {}
         self._loan_of: dict[int, int] = {}
         self._held: dict[UpdateFuture, tuple[Job, UpdateFuture | None]] = {}
         self._jobs: deque[Job] = deque()
         self._in_memory: deque[Job] = deque()
-        self._begun_units: list[int | None] = [None, None]  # unit that was begun last, for each of the two queues
+        self._begun_units: list[int | None] = [None, None]  # last unit that was begun, for each of the two queues
         self._jobs_ahead: list[Job] = []
         self._reading: deque[Tile] = deque()
         self._tiles_ahead = 0
@@ -331,7 +335,8 @@ class Pipeline:
             self.adam_s += self._clock.now - began
             self._computed(tile)
 
-        # Fetched bytes are read from one place and written to another, which is first read into the cache.
+        # Fetched bytes are read from one place and written to another place, which the processor first reads into the
+        # cache.
         brought = sum(job.item[name] for name, stream in job.streams.items() if stream.source and stream.memory)
         takes = {"cores": machine.cores * seconds, "dram": tile.numel * (ADAM_BYTES[job.moments] + brought)}
         self._fluid.start(Activity(1.0, 1 / seconds, takes, weight=machine.cores), computed)

@@ -26,7 +26,7 @@ def plan_for(machine: SimulatedMachine, task: Task, **config: Any) -> Plan:
         config: keys of the swap config other than memory, paths and threads.
 
     Raises:
-        PlanError: the machine is too small.
+        PlanError: the machine is too small for the task.
         ValueError: the plan leaves too little device memory for activations.
     """
     host = config.pop("host", None) or int((machine.host_bytes - SYSTEM_BYTES) * HOST_SHARE)
@@ -52,9 +52,9 @@ def plan_for(machine: SimulatedMachine, task: Task, **config: Any) -> Plan:
 
 
 def _device_bytes(machine: SimulatedMachine, task: Task) -> int:
-    """Return the memory.device that a user would set who knows the size of the activations.
+    """Return the memory.device that a user who knows the size of the activations would set.
 
-    The planner gives half of it to weights and gradients, and more only when two modules need more.
+    The planner gives half of memory.device to weights and gradients, and more only if two modules need more.
     """
     usual = int(machine.device_bytes * DEVICE_SHARE)
     half = (usual - task.activation_bytes) // PAGE_BYTES * PAGE_BYTES

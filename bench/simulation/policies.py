@@ -1,8 +1,7 @@
-"""Changes of policy that the simulation tries before they are built. "as is" is infinity without changes.
+"""Changes of policy that are simulated before they are implemented. "as is" is infinity without changes.
 
-* gradients in 16 bit: gradients are kept in 2 bytes per parameter, without the window that the planner keeps for a
-  further pass.
-* no shadows: the planner keeps no RAM for new weights where it could hold states instead.
+* gradients in 16 bit: gradients take 2 bytes per parameter, and there is no window for a further pass.
+* no shadows: the planner reserves no RAM for new weights if this RAM could contain states.
 """
 
 from __future__ import annotations

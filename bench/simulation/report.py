@@ -11,7 +11,10 @@ from simulation.machine import SimulatedMachine
 Row = Mapping[str, Any]
 _LEAD = 1.5
 WANTED = {True: 1.10, False: 1.20}
-"""Wanted step / largest bound: True where that bound is at least 1.5 times the next one, else False."""
+"""Target for the ratio of the step to its largest bound.
+
+The key is whether the largest bound is at least 1.5 times the second largest.
+"""
 
 
 def meets(row: Row) -> bool:
@@ -38,7 +41,8 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def compared(rows: Sequence[Row], policies: Sequence[str]) -> str:
-    """Return the seconds of steps that never clip, with a column per policy; '' when only one policy was simulated."""
+    """Return a table of the seconds of steps that never clip, with a column for each policy; '' if only one policy was
+    simulated."""
     found: dict[str, dict[str, Row]] = {}
     for row in rows:
         if not row["clipped"]:
@@ -111,7 +115,7 @@ def _rates(machine: SimulatedMachine) -> str:
 
 
 def calibration_table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return predicted and measured seconds, with the rates."""
+    """Return tables of predicted and measured seconds, with the rates."""
     lines = ["| steps measured in | tokens | case | predicted s | measured s | predicted / measured, median of rounds "
              "| within 15 % |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     for name, result in found.items():
@@ -125,7 +129,7 @@ def calibration_table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def gpu_table(steps: Sequence[Row]) -> str:
-    """Return predicted and measured seconds of steps on a GPU."""
+    """Return a table of predicted and measured seconds of steps on a GPU."""
     lines = [
         "| run | row | predicted s | measured s | predicted / measured | within 15 % |",
         "|---|---|---|---|---|---|",
@@ -139,7 +143,7 @@ def gpu_table(steps: Sequence[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Plot step / largest bound, with a bar for each scenario."""
+    """Plot the ratio of the step to its largest bound, with a bar for each scenario."""
     import matplotlib
 
     matplotlib.use("Agg")

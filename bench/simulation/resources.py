@@ -1,7 +1,7 @@
-"""infinity's own Resources, opened with the simulated engine, pool, pipeline and device.
+"""infinity's Resources, opened with the simulated engine, pool, pipeline and device.
 
-Homes, arena, slab, queues and the window of gradients are infinity's. The arena is a range of addresses that nothing
-ever touches.
+Homes, arena, slab, queues and the window of gradients are objects of infinity's classes. The arena is a range of
+addresses that nothing ever touches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""infinity's own objects, opened with simulated lower layers."""
+"""Objects of infinity's classes, opened with simulated lower layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from simulation.resources import open_resources
 
 
 class Timeline:
-    """Counterpart of base.timeline.Timeline, in simulated time. Attributes: stalled: seconds, by cause."""
+    """Counterpart of base.timeline.Timeline, in simulated time. Attributes: stalled: stalled seconds, by cause."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -41,7 +41,10 @@ class Timeline:
 
     @contextmanager
     def stall(self, cause: str, unit: str = "") -> Iterator[None]:
-        """Count the time within the context as a stall. Of nested stalls, the innermost gets the time."""
+        """Count the time within the context as a stall.
+
+        If stalls are nested, the time counts for the innermost stall.
+        """
         began, inner = self._clock.now, sum(self.stalled.values())
         yield
         within = sum(self.stalled.values()) - inner

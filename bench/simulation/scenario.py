@@ -14,15 +14,20 @@ from simulation.shapes import Task
 from simulation.training import Figures, Training
 
 _WARMUP = {"clipped": 3, "unclipped": 2}
-"""Steps before the measured ones: from the third clipped step on, `auto` no longer speculates."""
+"""Number of steps before the measured steps: from the third clipped step on, `auto` no longer speculates."""
 _MEASURED = 2
 _LARGE, _LARGE_TILE = 20e9, 32 << 20
-"""Threshold in parameters above which tiles have 8 Mi parameters and three are staged, to simulate fewer tiles."""
+"""Number of parameters above which a tile has 8 Mi parameters and three tiles are staged, so that fewer tiles are
+simulated."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a scenario. Attributes: refused: the reason why there is no plan; the other fields are then empty."""
+    """Result of a scenario.
+
+    Attributes: refused: the reason why there is no plan (in this case the other fields are empty); '' if there is a
+    plan.
+    """
 
     plan: Plan | None = None
     figures: Figures | None = None
@@ -35,9 +40,9 @@ def simulate(machine: SimulatedMachine, task: Task, *, clipped: bool, micro_batc
     Args:
         machine: the simulated machine.
         task: the model and its batch.
-        clipped: every step clips its gradients.
-        micro_batches: number of micro-batches, each of the task's size; all of them pass through a unit before the next
-            unit.
+        clipped: whether every step clips its gradients.
+        micro_batches: number of micro-batches, each of the task's size; all micro-batches pass through a unit before
+            the next unit begins.
         config: keys of the swap config.
     """
     if task.numel > _LARGE:
@@ -57,7 +62,8 @@ def simulate(machine: SimulatedMachine, task: Task, *, clipped: bool, micro_batc
 
 
 def bounds(machine: SimulatedMachine, figures: Figures) -> dict[str, float]:
-    """Return the seconds that each resource alone needs for the step's transfers and computations."""
+    """Return for each resource the seconds that the step's transfers and computations would take if only this resource
+    limited them."""
     names = {"cores": "processor", "dram": "memory", "disk": "disk", "device": "compute", "up": "up", "down": "down"}
     capacity = machine.capacity()
     return {label: figures.used.get(name, 0.0) / capacity[name] for name, label in names.items() if name in capacity}

@@ -32,9 +32,10 @@ SHAPES = {
 _LOGITS_BYTES = 1 << 30
 """Memory of the chunked loss: 1,024 rows of 128 k words in fp32, and their gradients."""
 _BLOCK_WIDTHS = 8
-"""Hidden-wide activations of a block during recomputation.
+"""Number of activations of a block during recomputation that are as wide as the hidden state.
 
-They are the outputs of its norms, queries, attention and residuals; those of the kv heads are smaller.
+These activations are the outputs of the norms, queries, attention and residuals; the outputs of the kv heads are
+smaller.
 """
 
 
@@ -45,7 +46,7 @@ class Task:
     Attributes:
         forward: FLOPs of each unit's forward, by index.
         backward: FLOPs of each unit's backward, including recomputation.
-        activation_bytes: bytes of device memory beside slots.
+        activation_bytes: bytes of device memory in addition to slots.
     """
 
     work: Workload
@@ -65,7 +66,7 @@ class Task:
 
 
 def task_of(work: Workload, moments: _native.MomentsName) -> Task:
-    """Return the units of a model on the meta device, as infinity splits it."""
+    """Return the units into which infinity splits a model, which is on the meta device."""
     with torch.device("meta"):
         model = LlamaForCausalLM._from_config(work.llama_config(), dtype=getattr(torch, work.dtype))
     found = discover(model, moments)
@@ -74,7 +75,8 @@ def task_of(work: Workload, moments: _native.MomentsName) -> Task:
     for unit in found.units:
         block = ".layers." in unit.name
         looked_up = unit.stays or "embed" in unit.name
-        attention = 2 * work.tokens * work.hidden * tokens if block else 0  # two products, half of which is masked
+        # attention has two products, and half of each is masked
+        attention = 2 * work.tokens * work.hidden * tokens if block else 0
         once = 0.0 if looked_up else 2.0 * unit.numel * tokens + attention
         forward.append(once)
         backward.append((3 if block and work.recompute else 2) * once)
@@ -85,4 +87,4 @@ def _activation_bytes(work: Workload) -> int:
     tokens = work.batch * work.tokens
     inputs = 2 * work.layers * tokens * work.hidden
     block = 2 * tokens * (_BLOCK_WIDTHS * work.hidden + 3 * work.intermediate)
-    return inputs + 2 * block + _LOGITS_BYTES  # a block's activations and their gradients
+    return inputs + 2 * block + _LOGITS_BYTES  # for a block's activations and their gradients

@@ -1,4 +1,4 @@
-"""Training steps: the calls of hooks and the coordinator, in their order."""
+"""Simulated training steps: the calls of hooks and of the coordinator, in the same order as in training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from simulation.shapes import Task
 
 _CLIPPING = 0.5  # any value but 1: the factor by which a clipped step multiplies gradients
 _RUN_AHEAD = 8
-"""Most visits of units by which the host is ahead of the GPU.
+"""Largest number of visits of units by which the host is ahead of the GPU.
 
-It models a queue of some 1,000 launches, with about 100 per block.
+The number models a queue of about 1,000 launches, with about 100 launches per block.
 """
 
 
@@ -65,8 +65,9 @@ class Training:
     """Simulated training.
 
     Args:
-        clipped: every step clips its gradients.
-        micro_batches: micro-batches of a step; all of them pass through a unit before the next unit.
+        clipped: whether every step clips its gradients.
+        micro_batches: number of micro-batches of a step; all micro-batches pass through a unit before the next unit
+            begins.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Training:
         rooms.speculative_updates.backward_begins(rooms.fetcher.order, self._optimizer, self._steps + 1)
 
     def _compute(self, flops: float) -> None:
-        """Compute `flops`. On the CPU the work is done on return; on a GPU it is queued."""
+        """Compute `flops`. On the CPU the work is done when this function returns; on a GPU the work is queued."""
         machine, gpu = self._machine, self.rooms.gpu
         if gpu is None:
             self._busy(Activity(machine.visit_s, 1.0, {"cores": 1.0}))
@@ -172,7 +173,10 @@ class Training:
         future.wait()
 
     def _land(self, unit: OffloadedUnit, passed: int) -> None:
-        """Simulate Coordinator.land_gradient, parameter by parameter. Args: passed: micro-batches before this one."""
+        """Simulate Coordinator.land_gradient, parameter by parameter.
+
+        Args: passed: number of micro-batches that were computed before this micro-batch.
+        """
         complete, more = False, passed + 1 < self._micro_batches
         unit.apply_update()
         for index, group in unit.gradients.groups.items():
