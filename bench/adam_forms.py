@@ -33,7 +33,8 @@ FORMATS = {
 class Row:
     """Result of one form.
 
-    Attributes: of_bound: rate of this form, as a share of the bound's rate for the same bytes.
+    Attributes:
+        of_bound: rate of this form, as a share of the bound's rate for the same bytes.
     """
 
     format: str

@@ -214,7 +214,7 @@ def _rates(config: Any, plain: Any, length: int, directory: Path) -> Any:
 def run(name: str, scratch: Path, known: dict[str, float]) -> dict[str, Any]:
     """Run the case in a process per rank; return rank 0's result.
 
-    Args: known: rates to use if the case has several ranks.
+    `known` are the rates to use if the case has several ranks.
     """
     ranks = CASES[name].get("ranks", 1)
     with tempfile.TemporaryDirectory(prefix=f"plan-{name}-", dir=scratch) as directory, socket.socket() as free:

@@ -24,8 +24,9 @@ _UPLOADED, _DOWNLOADED, _COMPUTED = "weights", "the ring", "other streams"
 class Event:
     """An event: a position in a stream.
 
-    Attributes: reached: future that is done when the stream reaches the position. cause: kind of the work before the
-    event.
+    Attributes:
+        reached: future that is done when the stream reaches the position.
+        cause: kind of the work before the event.
     """
 
     def __init__(self, reached: Future, cause: str) -> None:

@@ -90,7 +90,9 @@ class Tile:
 class Pipeline:
     """Simulated pipeline.
 
-    Attributes: adam_s: seconds of computing. tiles_ahead_used: number of tiles that were read ahead and used.
+    Attributes:
+        adam_s: seconds of computing.
+        tiles_ahead_used: number of tiles that were read ahead and used.
     """
 
     def __init__(

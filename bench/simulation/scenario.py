@@ -25,8 +25,9 @@ simulated."""
 class Outcome:
     """Result of a scenario.
 
-    Attributes: refused: the reason why there is no plan (in this case the other fields are empty); '' if there is a
-    plan.
+    Attributes:
+        refused: the reason why there is no plan (in this case the other fields are empty); '' if there
+            is a plan.
     """
 
     plan: Plan | None = None

@@ -175,7 +175,7 @@ class Training:
     def _land(self, unit: OffloadedUnit, passed: int) -> None:
         """Simulate Coordinator.land_gradient, parameter by parameter.
 
-        Args: passed: number of micro-batches that were computed before this micro-batch.
+        `passed` is the number of micro-batches that were computed before this micro-batch.
         """
         complete, more = False, passed + 1 < self._micro_batches
         unit.apply_update()
