@@ -274,8 +274,9 @@ class _Template:
         text, own = getattr(tokenizer, "chat_template", None), trl.get("chat_template_kwargs", {})
         if not text:
             raise ConfigError(
-                f"{where}: has messages, but the model's tokenizer has no chat template; use 'prompt' and "
-                "'completion', or 'text'"
+                f"{where}: has messages, but the model's tokenizer has no chat template; put one into "
+                "chat_template.jinja in the model's directory (infinity's page on finetune has one, under Chats), or "
+                "use 'prompt' and 'completion', or 'text'"
             )
         taken = inspect.signature(tokenizer.apply_chat_template).parameters
         if not isinstance(own, dict) or not taken.keys().isdisjoint(own):

@@ -1,6 +1,5 @@
 """Encoded form of a weight that is kept at home in 4 or 8 bits per value, and both conversions (csrc/codec).
 
-| codec | bits of a weight | form |
 | codec | bits per weight | form |
 |---|---|---|
 | nf4 | 4.13 | bitsandbytes' NF4: blocks of 64, scales in 8 bits (nested) |

@@ -55,7 +55,7 @@ def test_an_optimizer_and_a_schedule_become_options(tmp_path: Path) -> None:
     }
     assert options(values, tmp_path) == (
         "--optimizer adamw --lr 3e-05 --beta1 0.8 --beta2 0.999 --eps 1e-08 --weight-decay 3e-07 --max-grad-norm 0.5 "
-        "--schedule cosine --warmup-steps 5 --steps 50 --log-every 10 --min-lr 3e-06"
+        "--schedule cosine --warmup-steps 5 --steps 50 --min-lr 3e-06"
     )
 
 
