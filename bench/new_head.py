@@ -8,8 +8,8 @@ with TRL's RewardTrainer.
     python bench/new_head.py --hidden 256 --layers 2 --host 16 --device 16    # to try the script itself
 
 Each script runs in a separate process. The peak memory of a script is the peak that the kernel counted, including
-pages of mapped files. From the peak, the memory of the process before the model was loaded is subtracted; by then the
-libraries have trained a tiny model. Weights are fp32, so that the losses can be compared.
+pages of mapped files. The reported peak does not include the memory of the process before the model was loaded. The
+libraries have trained a tiny model before that moment. Weights are fp32, so that the losses can be compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The devices that tests of offloaded models run on: the CPU, and a simulated device under each of its policies.
 
-A test takes part if it is in one of `FOLDERS` and requests a fixture of `OFFLOADING`. Such a test needs no other code
-to run on the simulated device. Tests of host memory alone, and measurements, have the mark `cpu_only("why")`.
+A test takes part if it is in one of `FOLDERS` and requests a fixture of `OFFLOADING`. Such a test runs on the
+simulated device without changes. Tests of host memory alone, and measurements, have the mark `cpu_only("why")`.
 
 Cases on the simulated device have the mark `simulated`. `make test` creates the cases of one function per file, under
 one policy, and runs one of them; the policies are distributed evenly over the files. All cases are created when `-m

@@ -230,7 +230,8 @@ class Worker(Child):
 
 
 class JsonWorker(Child):
-    """A contender whose orders, like its answers, are JSON objects: {"do": ..., ...}. The constructor starts it."""
+    """A contender that receives its orders, and returns its answers, as JSON objects: {"do": ..., ...}. The
+    constructor starts it."""
 
     quit = json.dumps({"do": "quit"})
 

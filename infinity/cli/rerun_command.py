@@ -1,4 +1,4 @@
-"""The files in an output that repeat its run, and the command that uses these files.
+"""The files in an output directory with which the run can be repeated, and the command that does so.
 
 The files are the options and the swap config.
 """

@@ -40,7 +40,7 @@ class RunRank:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process writes for all ranks: the output, the report and the terminal."""
+        """Whether this process writes the output, the report and the terminal's lines for all ranks."""
         return self.rank == 0
 
     def __str__(self) -> str:

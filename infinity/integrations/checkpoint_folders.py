@@ -42,7 +42,7 @@ def pins_for(kept: int | None) -> int:
 
     Args:
         kept: the number of folders that the script keeps; None: all folders. The script writes a new folder before it
-            removes an old one, so that one more folder needs a pin.
+            removes an old one. Therefore one pin more is needed than the script keeps folders.
     """
     return _PINS_OF_ALL if kept is None else kept + 1
 

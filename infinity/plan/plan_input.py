@@ -146,7 +146,7 @@ class UnitBytes:
 
     @cached_property
     def state(self) -> int:
-        """Bytes of the optimizer states, residual and moments; 0 if nothing of the unit is trained."""
+        """Bytes of the optimizer states (residual and moments); 0 if nothing of the unit is trained."""
         return sum(sum(group.states.values()) for group in self.groups)
 
     @cached_property

@@ -34,7 +34,8 @@ class FetchCounts:
 
 
 def in_order(units: Sequence[int], sites: Sequence[HookedModule]) -> list[int]:
-    """Return these units in the order in which a forward needs them. Units with tied weights occur as often as needed.
+    """Return these units in the order in which a forward needs them. A unit with tied weights occurs once for each of
+    its uses.
 
     Args:
         units: indices of the units.

@@ -240,7 +240,7 @@ class Exchange:
             self._closed = True
             atexit.unregister(self.close)
             self._break(PeerError("this rank has closed the model", (self._ranks.rank,), ""))
-            if self._thread is not threading.current_thread():  # a model may be collected on any thread
+            if self._thread is not threading.current_thread():  # a model may be garbage-collected on any thread
                 self._thread.join(_CLOSE_S)
             ended = not self._thread.is_alive()
             self._drop_all()

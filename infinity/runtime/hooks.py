@@ -301,7 +301,8 @@ class UnitPreForward(Guard):
 def _autocast_would_copy(module: nn.Module) -> bool:
     """Return whether most of a module's weights are fp32 weights of matrix products, which autocast copies.
 
-    A few such weights among 16-bit weights (PEFT adapters) do no harm. Autocast does not copy embeddings and norms.
+    A few such weights, for example those of PEFT adapters, do no harm among 16-bit weights. Autocast does not copy
+    embeddings and norms.
     """
     numel = dict.fromkeys((True, False), 0)
     for owner in module.modules():

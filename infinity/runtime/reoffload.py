@@ -3,8 +3,8 @@
 [Note: where the values come from]
 Attaching adapters, freezing or unfreezing parameters and resizing the embeddings make a new plan necessary. The new
 plan cannot use the old store, and the disk may have no room for two stores. The values are therefore read again from
-the files from which they were loaded, if these files are unchanged. All other values are first copied to RAM, with all
-bits of their master, if memory.host has room for these values:
+the files from which they were loaded, if these files are unchanged. If memory.host has room, all other values are
+first copied to RAM, in the full precision of their masters:
 
 * the parameters of a model that was in memory when it was offloaded;
 * parameters that transformers converted when it loaded them;

@@ -65,8 +65,7 @@ def encode(name: str, value: torch.Tensor, codec: Codec, into: memoryview, pool:
         pool: threads that encode.
 
     Raises:
-        ModelError: the parameter has Inf or NaN, which no code represents, or the codec only reads forms of
-            checkpoints.
+        ModelError: the parameter has Inf or NaN, which no codec can encode; or the codec can only decode.
     """
     if codec not in ("nf4", "int8"):
         raise ModelError(f"'{name}': {codec} is a form of checkpoints only; set frozen: nf4 or int8")

@@ -167,7 +167,8 @@ class Unit:
 
     @property
     def trained_whole(self) -> bool:
-        """Whether an update may change all weights of the unit: some weights are trained, and no weights are frozen."""
+        """Whether an update may change every weight of the unit: the unit has trained weights, and no frozen
+        weights."""
         return all(group.trainable for group in self.groups if group.numel) and bool(self.trainable_groups)
 
 

@@ -91,8 +91,8 @@ class Resources:
                 self.store = self._open_store(nvme, run, resume=resume)
             node = self._numa_node(accelerator)
             self.arena = PinnedArena(arena.nbytes, numa_node=node)
-            # The memory of homes is separate: homes move when an update is applied, and must not fragment the memory
-            # for fetched weights.
+            # Homes have a memory region of their own. They move when an update is applied, and would otherwise
+            # fragment the memory for fetched weights.
             self.resting = self.arena.lease(arena.homes_and_shadows, "weights and states in RAM").space()
             self.units = [self._open_unit(unit) for unit in plan.layout.units]
             if self.store is not None and plan.placement.commit_every:

@@ -180,7 +180,7 @@ class GroupGradients:
             self._down.send()
 
     def landing_futures(self) -> list[_native.IOFuture]:
-        """Return the landings in flight, which an update that reads the gradients has to wait for."""
+        """Return the landings in flight. An update that reads the gradients has to wait for these landings."""
         return [] if self._down is None else self._down.landing_futures()
 
     def wait_landed(self) -> None:

@@ -104,7 +104,8 @@ class _Child:
             self.ended = True
 
     def rows(self) -> list[Row]:
-        """End the process. Return the rows of the process, and an unknown row for each probe that did not finish."""
+        """End the process. Return the rows that the process reported; a probe that did not finish gets a row with the
+        result 'unknown'."""
         self._end()
         why, rows = "", list(itertools.chain.from_iterable(self._found))
         for probe in self.group.probes[len(self._found) :]:
@@ -172,5 +173,5 @@ def rows_of(probe: Probe) -> list[Row]:
 
 
 def new_name(directory: Path) -> Path:
-    """Return the path of a file in the directory that does not exist."""
+    """Return a path in the directory at which no file exists."""
     return directory / f".infinity-doctor-{os.getpid()}-{os.urandom(6).hex()}"
