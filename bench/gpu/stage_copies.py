@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from gpu.adam_beside import repeated
 from gpu.cuda import DEVICE, milliseconds, pinned_arena
 from gpu.machine_facts import pcie
 from gpu.record import Options, Record, run
@@ -99,19 +98,8 @@ def _by_size(copies: Copies, large: int, **ways: bool) -> dict[str, float]:
 
 def _while_copying(copies: Copies, large: int) -> dict[str, Any]:
     """Return nvidia-smi's report of the busy link, because an idle link may be in a power-saving state."""
-    busy = threading.Event()
-    copier = threading.Thread(target=_repeat, args=(lambda: copies.rate(large, up=True), busy))
-    copier.start()
-    try:
+    with repeated(lambda: copies.rate(large, up=True)):
         return pcie()
-    finally:
-        busy.set()
-        copier.join()
-
-
-def _repeat(work: Callable[[], Any], until: threading.Event) -> None:
-    while not until.is_set():
-        work()
 
 
 def _beside_torch(ours: Copies, large: int) -> dict[str, Any]:
@@ -137,26 +125,14 @@ def _beside_adam(copies: Copies, large: int) -> dict[str, Any]:
     together."""
     adam = AdamTraffic(_ADAM_NUMEL)
     found: dict[str, Any] = {"threads": usable_cores(), "adam_gb_per_s": {"alone": adam.rate(_ADAM_S)}}
-    done = threading.Event()
-    other = threading.Thread(target=_repeat, args=(adam.run, done))
-    other.start()
-    try:
+    with repeated(adam.run):
         found["copies_gb_per_s"] = {
             "h2d": copies.rate(large, up=True),
             "d2h": copies.rate(large, down=True),
             "both": copies.rate(large, up=True, down=True),
         }
-    finally:
-        done.set()
-        other.join()
-    done.clear()
-    other = threading.Thread(target=_repeat, args=(lambda: copies.rate(large, up=True, down=True), done))
-    other.start()
-    try:
+    with repeated(lambda: copies.rate(large, up=True, down=True)):
         found["adam_gb_per_s"]["beside copies"] = adam.rate(_ADAM_S)
-    finally:
-        done.set()
-        other.join()
     return found
 
 
