@@ -17,8 +17,8 @@ from infinity import _native
 from infinity.errors import BenchError
 from infinity.sizes import format_bytes
 
-_KEPT_SHARE = 0.05
-"""Fraction of a disk that always stays free: full file systems are slow, and other users need space, too."""
+_KEPT_SHARE, _KEPT_BYTES = 0.05, 2 << 30
+"""Space of a disk that stays free, the lesser of both: full file systems are slow, and other users need space, too."""
 
 
 class Scratch:
@@ -30,7 +30,7 @@ class Scratch:
         direct: bypass the page cache.
 
     Raises:
-        BenchError: the directory is not writable, or the disk would be filled beyond 95 %.
+        BenchError: the directory is not writable, or less than 5 % of the disk, and less than 2 GiB, would stay free.
         OSError: the directory does not exist.
     """
 
@@ -75,10 +75,10 @@ class Scratch:
 
 def _require_room(directory: Path, nbytes: int) -> None:
     room = shutil.disk_usage(directory)
-    if room.free - nbytes < _KEPT_SHARE * room.total:
-        most = max(room.free - _KEPT_SHARE * room.total, 0)
+    kept = min(_KEPT_SHARE * room.total, _KEPT_BYTES)
+    if room.free - nbytes < kept:
         raise BenchError(
-            f"{format_bytes(nbytes)} in {directory} would leave less than 5 % of the disk free "
+            f"{format_bytes(nbytes)} in {directory} would leave less than {format_bytes(kept)} of the disk free "
             f"({format_bytes(room.free)} of {format_bytes(room.total)} are free now). Free space, name another disk, "
-            f"or set --size to at most {format_bytes(most)}."
+            f"or set --size to at most {format_bytes(max(room.free - kept, 0))}."
         )

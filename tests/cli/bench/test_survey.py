@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def test_wrong_data_end_the_command_with_a_code(
     ("arguments", "message"),
     [
         (["--path", "/nonexistent/place"], "not a directory"),
-        (["--path", "{}", "--size", "1000TiB"], "less than 5 % of the disk free"),
+        (["--path", "{}", "--size", "1000TiB"], "of the disk free"),
         (["--path", "{}", "--path", "{}", "{}/."], "are the same directory"),
         (["--path", "{}", "--size", "0"], "--size: must be between 16.00 MiB and"),
         (["--path", "{}", "--size", "1"], "--size: must be between 16.00 MiB and"),
@@ -221,13 +222,16 @@ def test_a_path_that_looks_like_markup_is_a_path(tmp_path: Path, capsys: pytest.
     assert load_config(tmp_path / "swap.yaml").nvme.paths == [disk / "infinity-swap"]
 
 
-def test_the_last_five_percent_of_a_disk_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = os.statvfs(tmp_path)
-    free, total = info.f_bavail * info.f_frsize, info.f_blocks * info.f_frsize
-    monkeypatch.setattr(scratch_module, "_KEPT_SHARE", (free - (48 << 20)) / total)
-    with pytest.raises(BenchError, match="set --size to at most"):
+@pytest.mark.parametrize(
+    ("total", "kept"), [(10 << 30, (10 << 30) // 20), (252 << 30, 2 << 30)], ids=["a small disk", "a large disk"]
+)
+def test_some_space_stays_free(total: int, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = kept + (48 << 20)
+    usage = SimpleNamespace(total=total, free=free)
+    monkeypatch.setattr(scratch_module.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(BenchError, match="set --size to at most 48.00 MiB"):
         Scratch(tmp_path, 512 << 20)
-    Scratch(tmp_path, 4 << 20).close()
+    Scratch(tmp_path, 48 << 20).close()
 
 
 # ---------------------------------------------------------------------------------------------------------- cleaning up
